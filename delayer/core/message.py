@@ -1,0 +1,95 @@
+"""The values that travel between the layers: what came in, what goes out, what happened to it.
+
+Exchange names, routing keys and keys are ``bytes``: AMQP short strings need not be UTF-8, and a value that is only
+carried is never decoded. ``properties`` is the payload of a content-header frame after class, weight and body size:
+the property flags and the property list, as they stood on the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Delivery(NamedTuple):
+    """A message as the broker delivered it, unsettled until somebody acknowledges ``tag``."""
+
+    tag: int
+    redelivered: bool
+    exchange: bytes
+    routing_key: bytes
+    properties: bytes
+    body: bytes
+
+
+class Outgoing(NamedTuple):
+    """A message to publish, mandatory. ``token`` is the value of its header ``x-delayer-id``.
+
+    The token is what a returned message is recognised by; it is unique among the publishes in flight on a channel.
+    """
+
+    exchange: bytes
+    routing_key: bytes
+    properties: bytes
+    body: bytes
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The broker took responsibility for the publish, and routed it to at least one queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The broker found no queue for the publish (``basic.return``)."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nacked:
+    """A queue refused the publish, or the broker could not take it (``basic.nack``)."""
+
+
+Outcome = Confirmed | Returned | Nacked
+CONFIRMED = Confirmed()
+NACKED = Nacked()
+
+
+class Target(NamedTuple):
+    """Where a message goes when it is due."""
+
+    exchange: bytes
+    routing_key: bytes
+
+
+class Parcel(NamedTuple):
+    """A message on its way into the store: as it was received, plus what was decided about it.
+
+    ``route`` is the ``from`` of the route that chose the target, kept for people who list and audit; the release
+    needs the target only, so it works whatever the configuration says by then.
+    """
+
+    due_ms: int
+    route: bytes
+    exchange: bytes
+    routing_key: bytes
+    target: Target
+    properties: bytes
+    body: bytes
+    key: bytes | None = None
+
+
+class Due(NamedTuple):
+    """A message that the store gave up for release (its row claimed) together with its identity there.
+
+    ``sound`` is false where the stored checksum or format does not fit the bytes: such a message is held, not sent.
+    """
+
+    id: int
+    due_ms: int
+    attempts: int
+    parcel: Parcel
+    sound: bool

@@ -1,0 +1,50 @@
+"""Named points where a test can stop the process. Inert unless ``DELAYER_FAULT`` is set.
+
+``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) the first time it reaches that point; ``park.copied:3`` the
+third time; ``park.copied:1:stop`` stops it (SIGSTOP) there instead, so that a test can kill the broker or the database
+and let it go on with SIGCONT. The points are the rows of the crash tables in the design, section 7.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+POINTS = frozenset(
+    {
+        "intake.read",  # deliveries read, nothing published or parked
+        "publish.written",  # frames handed to the transport, no confirm yet
+        "intake.confirmed",  # cascade, destination or refused queue confirmed; delivery not acknowledged
+        "intake.acked",  # acknowledgement handed to the transport
+        "park.copied",  # COPY done, transaction open
+        "park.committed",  # committed, delivery not acknowledged
+        "release.claimed",  # rows deleted in an open transaction, nothing published
+        "release.published",  # every confirm is here, transaction open
+        "release.committed",  # committed
+    }
+)
+
+
+def _parse(text: str) -> tuple[str, int, signal.Signals] | None:
+    if not text:
+        return None
+    name, _, rest = text.partition(":")
+    nth, _, action = rest.partition(":")
+    if name not in POINTS or action not in ("", "kill", "stop"):
+        raise ValueError(
+            f"DELAYER_FAULT: expected NAME[:NTH[:kill|stop]] with NAME of {sorted(POINTS)}, found {text!r}"
+        )
+    return name, int(nth or 1), signal.SIGSTOP if action == "stop" else signal.SIGKILL
+
+
+_armed = _parse(os.environ.get("DELAYER_FAULT", ""))
+_hits = 0
+
+
+def reach(point: str) -> None:
+    """Say that ``point`` is reached. Costs one comparison when no fault is armed."""
+    if _armed is not None and _armed[0] == point:
+        global _hits  # noqa: PLW0603 - one counter for the one armed fault of this process
+        _hits += 1
+        if _hits == _armed[1]:
+            os.kill(os.getpid(), _armed[2])

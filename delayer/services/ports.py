@@ -1,0 +1,136 @@
+"""What the services need of the outside, as Protocols. Adapters satisfy them structurally; tests/conformance holds
+one suite for each port, and every adapter goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
+
+
+class BrokerLost(Exception):
+    """The broker, or the channel in use, is gone. What was in flight is in doubt: perhaps published, perhaps not."""
+
+
+class StoreLost(Exception):
+    """The store is out of reach or refused the transaction. Nothing of the transaction is committed, or, if the
+    connection broke at the commit itself, it is in doubt."""
+
+
+class LaneLost(StoreLost):
+    """The lane belongs to somebody else by now; its rows are theirs to release and nothing may be parked into it."""
+
+
+class Publisher(Protocol):
+    """A confirmed, mandatory publishing channel that opens again by itself after a loss."""
+
+    @property
+    def ready(self) -> bool:
+        """Connected, and not blocked by a resource alarm of the broker."""
+
+    async def wait_ready(self) -> None:
+        """Return as soon as :attr:`ready` holds."""
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+        """Publish in order and wait for every confirm. One outcome a message, in the order of the batch.
+
+        Raises BrokerLost when some outcome cannot be known: all of the batch is then in doubt.
+        """
+
+
+class Subscription(Protocol):
+    """One consumer on one queue, valid until :meth:`next_batch` raises BrokerLost."""
+
+    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
+        """Wait for deliveries; return up to ``limit``, gathering for at most ``gather`` seconds after the first.
+
+        An empty list means that a second passed without any: the caller's chance to look around.
+        Raises BrokerLost when connection, channel or consumer is gone; everything unsettled returns to the queue.
+        """
+
+    def ack(self, tag: int, *, multiple: bool) -> None: ...
+
+    def give_back(self, tag: int) -> None:
+        """Requeue one delivery (``basic.nack`` with requeue)."""
+
+    async def stop_deliveries(self) -> None:
+        """Cancel the consumer. What was delivered can still be settled."""
+
+    async def close(self) -> None:
+        """Close the channel; whatever is unsettled returns to the queue."""
+
+
+class Consumer(Protocol):
+    """Opens subscriptions, waiting for the broker as long as it takes."""
+
+    async def subscribe(self, queue: str, prefetch: int) -> Subscription: ...
+
+
+class Lane(Protocol):
+    """The part of the store that this process owns, by a lock that lives in :attr:`claim`'s own connection."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def held_by_us(self) -> bool:
+        """False from the moment that the lock's connection is known to be gone."""
+
+    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
+        """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest due first, then in
+        the order of arrival, stopping after ``max_bytes`` of bodies (at least one row is taken when one is due).
+
+        Every call must be followed by :meth:`settle` or :meth:`give_up`, also when it returns nothing.
+        Raises LaneLost, StoreLost.
+        """
+
+    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
+        """Put the ``held`` into the held table with their reasons, count, and commit.
+
+        Raises StoreLost: rolled back, or in doubt if the connection broke at the commit.
+        """
+
+    async def give_up(self) -> None:
+        """Roll back: the rows are there again. Never raises for a connection that is gone already."""
+
+    async def sleep_hint(self) -> float:
+        """Seconds until the next row of this lane (waiting, or held with a retry time) is due by the store's clock;
+        0.0 when one is due already; at most 60. Raises LaneLost, StoreLost."""
+
+    def note_parked(self, due_ms: int) -> None:
+        """A row due at ``due_ms`` was parked into this lane: move the watermark back if it is behind it, and wake
+        the sleeper of :meth:`wait`."""
+
+    async def wait(self, seconds: float) -> None:
+        """Sleep until a row parked meanwhile is due, or for ``seconds``. Feeds the lock's idle timeout."""
+
+    async def release(self) -> None:
+        """Unlock and close. Safe to call twice."""
+
+
+class Store(Protocol):
+    """Parking, holding, lanes."""
+
+    def now_ms(self) -> int:
+        """An upper bound of the store's clock, epoch milliseconds, rounded up: what relative delays count from."""
+
+    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        """Commit ``parcels`` into ``lane`` in one transaction, by COPY. A parcel with a key replaces the waiting
+        message of that key; ``cancels`` are keys whose waiting messages go. Wakes the lane afterwards.
+
+        Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
+        """
+
+    async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, str]]) -> None:
+        """Commit messages that never waited (due at once, or met in the cascade) straight into held, with reasons."""
+
+    async def own_lanes(self, count: int) -> list[Lane]:
+        """Take ``count`` lanes: free ones with rows first, then free empty ones, then new ones."""
+
+    async def adopt(self) -> list[Lane]:
+        """Take every lane that has rows and no living owner. Empty list most of the time."""
+
+    async def maintain(self) -> None:
+        """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""
