@@ -10,19 +10,6 @@ from typing import Protocol
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 
 
-class BrokerLost(Exception):
-    """The broker, or the channel in use, is gone. What was in flight is in doubt: perhaps published, perhaps not."""
-
-
-class StoreLost(Exception):
-    """The store is out of reach or refused the transaction. Nothing of the transaction is committed, or, if the
-    connection broke at the commit itself, it is in doubt."""
-
-
-class LaneLost(StoreLost):
-    """The lane belongs to somebody else by now; its rows are theirs to release and nothing may be parked into it."""
-
-
 class Publisher(Protocol):
     """A confirmed, mandatory publishing channel that opens again by itself after a loss."""
 

@@ -1,0 +1,21 @@
+"""Losses that every layer understands. Adapters translate their driver's errors into these, cause chained.
+
+BrokerLost      the broker, or the channel in use, is gone: what was in flight is in doubt
+StoreLost       the store is out of reach, or refused the transaction
+└─ LaneLost     the lane belongs to somebody else by now
+"""
+
+
+class BrokerLost(Exception):
+    """The broker, or the channel in use, is gone. A publish in flight is perhaps done, perhaps not."""
+
+
+class StoreLost(Exception):
+    """The store is out of reach or refused the transaction.
+
+    Nothing of the transaction is committed; if the connection broke at the commit itself, that is in doubt.
+    """
+
+
+class LaneLost(StoreLost):
+    """The lane is somebody else's: its rows are theirs to release, and nothing may be parked into it."""
