@@ -1,0 +1,230 @@
+"""The cascade: 28 levels of TTL queues, 2^27 seconds down to one, and the routing keys that lead through them. Pure.
+
+At level L the exchange looks at bit L of the delay, the word number 27 - L of the routing key: 1 leads into the level's
+queue, which gives the message to the next exchange after 2^L seconds; 0 leads to the next exchange at once. So a
+message waits exactly its delay, enters at its highest set bit, and comes out at the delivery exchange::
+
+    1.0.1.address      level 2 ──wait 4 s──> level 1 ──> level 0 ──wait 1 s──> delivery ──> *.*.*.address
+
+Other systems built the same cascade under other names. We can share theirs: names and arguments then are exactly the
+owner's, since each of their programs declares them again at its start and is refused by the broker if they differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from delayer.core.topology import Arguments, Binding, Exchange, Queue, Topology, Value, arguments
+
+LEVELS = 28
+MAX_SECONDS = (1 << LEVELS) - 1
+SHORT_STRING_BYTES = 255
+ADDRESS_BYTES = SHORT_STRING_BYTES - 2 * LEVELS
+"""What a routing key leaves for the address: a digit and a dot for every level are gone."""
+
+# RabbitMQ 4's default limit of 20 deletes a message after 21 lost connections, and -1 deletes it after one on 3.10.
+DELIVERY_LIMIT = 1_000_000
+
+Kind = Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_PREFIX = re.compile(rb"(?:[01]\.){28}")
+_QUORUM: dict[str, Value] = {
+    "x-queue-type": "quorum",
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",  # at-least-once silently becomes at-most-once under any other overflow rule
+}
+
+
+class Level(NamedTuple):
+    """One level: exchange and queue share ``name``; ``next`` is the exchange that follows."""
+
+    number: int
+    name: str
+    ttl_ms: int
+    next: str
+
+
+class _Family(NamedTuple):
+    level: str  # format of a level's name
+    delivery: str
+    arguments: dict[str, Value]  # of a level's queue, besides TTL and dead-letter exchange
+
+
+_FAMILIES: dict[Kind, _Family] = {
+    "delayer": _Family("{prefix}delay-level-{level:02d}", "{prefix}delay-delivery", _QUORUM),
+    "nservicebus-v2": _Family("nsb.v2.delay-level-{level:02d}", "nsb.v2.delay-delivery", _QUORUM),
+    # No x-queue-type: the vhost's default type. RabbitMQ 4.3 refuses x-queue-mode, and with it this whole family.
+    "nservicebus-v1": _Family("nsb.delay-level-{level:02d}", "nsb.delay-delivery", {"x-queue-mode": "lazy"}),
+    "celery": _Family("celery_delayed_{level}", "celery_delayed_delivery", _QUORUM),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """``prefix`` begins the names of our own cascade (kind "delayer") and means nothing for the shared kinds."""
+
+    kind: Kind = "delayer"
+    prefix: str = "delayer."
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an unknown kind, and for a prefix that the broker would not take in a name."""
+        if self.kind not in KINDS:
+            raise ValueError(f"cascade: expected one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.prefix.startswith("amq."):
+            raise ValueError(
+                f"prefix: expected any but 'amq.', which the broker keeps for itself, found {self.prefix!r}"
+            )
+        if len(self.level(0).encode()) > SHORT_STRING_BYTES:
+            raise ValueError(f"prefix: expected names of at most {SHORT_STRING_BYTES} bytes, found {self.prefix!r}")
+
+    @property
+    def shared(self) -> bool:
+        """The cascade belongs to another system."""
+        return self.kind != "delayer"
+
+    @property
+    def delivery(self) -> str:
+        """Name of the delivery exchange, where every path through the cascade ends."""
+        return _FAMILIES[self.kind].delivery.format(prefix=self.prefix)
+
+    @property
+    def strays(self) -> str | None:
+        """Name of the queue, and of the exchange before it, that takes what no address is bound for.
+
+        None for a shared cascade: an alternate exchange is an argument, and the arguments are its owner's.
+        """
+        return None if self.shared else f"{self.prefix}delay-strays"
+
+    def level(self, number: int) -> str:
+        """Name of the exchange and of the queue of level 0..27."""
+        if not 0 <= number < LEVELS:
+            raise ValueError(f"level: expected 0 to {LEVELS - 1}, found {number}")
+        return _FAMILIES[self.kind].level.format(prefix=self.prefix, level=number)
+
+    def levels(self) -> Iterator[Level]:
+        """From 27 down to 0, the way that messages go."""
+        for number in reversed(range(LEVELS)):
+            yield Level(
+                number,
+                self.level(number),
+                (1 << number) * 1000,
+                self.level(number - 1) if number else self.delivery,
+            )
+
+    def entry(self, seconds: int) -> str:
+        """Name of the exchange to publish to: the level of the highest set bit; level 0 for no delay at all."""
+        _check(seconds)
+        return self.level(max(seconds.bit_length() - 1, 0))
+
+    def topology(self) -> Topology:
+        """29 exchanges, 28 queues, 56 bindings; our own has strays besides: an exchange, a queue and a binding more.
+
+        Without strays about 32 messages that nothing is bound for stop a level for everybody.
+        """
+        exchanges, queues, bindings = [], [], []
+        for level in self.levels():
+            exchanges.append(Exchange(level.name, "topic", shared=self.shared))
+            queues.append(Queue(level.name, self._queue_arguments(level), shared=self.shared))
+            words = "*." * (LEVELS - 1 - level.number)
+            bindings.append(Binding(level.name, level.name, "queue", f"{words}1.#"))
+            bindings.append(Binding(level.name, level.next, "exchange", f"{words}0.#"))
+        alternate: Arguments = ()
+        if self.strays is not None:
+            alternate = arguments({"alternate-exchange": self.strays})
+        exchanges.append(Exchange(self.delivery, "topic", arguments=alternate, shared=self.shared))
+        whole = Topology(tuple(exchanges), tuple(queues), tuple(bindings))
+        return whole if self.strays is None else whole + catch_all_topology(self.strays)
+
+    def _queue_arguments(self, level: Level) -> Arguments:
+        own: dict[str, Value] = {"x-message-ttl": level.ttl_ms, "x-dead-letter-exchange": level.next}
+        return arguments(_FAMILIES[self.kind].arguments | own)
+
+
+def _check(seconds: int) -> None:
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"delay: expected 0 to {MAX_SECONDS} seconds, found {seconds}")
+
+
+def routing_key(seconds: int, address: bytes) -> bytes:
+    """28 binary digits, most significant first, each followed by a dot, then the address.
+
+    Raises ValueError for a delay out of range and for an address of more than 199 bytes.
+    """
+    _check(seconds)
+    if len(address) > ADDRESS_BYTES:
+        raise ValueError(f"address: expected at most {ADDRESS_BYTES} bytes, found {len(address)}")
+    digits = ".".join(f"{seconds:0{LEVELS}b}")
+    return digits.encode() + b"." + address
+
+
+def strip_prefix(key: bytes) -> bytes:
+    """``key`` without the 28 digits that a cascade put before it; any other key as it is.
+
+    One prefix, not all of them: every trip adds one and every reader takes one off, so whatever stands behind the first
+    is the publisher's own key, and it is not ours to shorten.
+    """
+    match = _PREFIX.match(key)
+    return key[match.end() :] if match else key
+
+
+def delivery_binding(address: str) -> str:
+    """The key that binds ``address`` to a delivery exchange: one ``*`` for each digit.
+
+    Never ``#.``: that would also match ``other.address``.
+    """
+    return "*." * LEVELS + address
+
+
+def bindable(address: bytes) -> bool:
+    """Whether :func:`delivery_binding` of ``address`` means that address and no other, and fits a binding key.
+
+    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8.
+    """
+    try:
+        words = address.decode().split(".")
+    except UnicodeDecodeError:
+        return False
+    return len(address) <= ADDRESS_BYTES and not {"*", "#"} & set(words)
+
+
+def catch_all_topology(name: str) -> Topology:
+    """A fanout exchange and a quorum queue of one name, for messages that went wrong.
+
+    Fanout, because on topic and direct exchanges a CC header still routes. The explicit delivery limit keeps messages
+    that people look at again and again.
+    """
+    queue = Queue(name, arguments({"x-queue-type": "quorum", "x-delivery-limit": DELIVERY_LIMIT}))
+    return Topology((Exchange(name, "fanout"),), (queue,), (Binding(name, name, "queue", ""),))
+
+
+def consumed_queue(name: str, refused: str) -> Queue:
+    """A quorum queue that the daemon consumes: what expires or is delivered too often goes to ``refused``."""
+    own: dict[str, Value] = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-exchange": refused}
+    return Queue(name, arguments(_QUORUM | own))
+
+
+def intake_topology(
+    queue: str = "delays", refused: str = "delays.refused", sources: Iterable[str] = ("delayer.in",)
+) -> Topology:
+    """The intake queue, the refused queue behind it, and every route's ``from`` exchange bound to the intake queue.
+
+    ``sources`` may hold "": messages published straight to the queue, which needs nothing.
+    """
+    names = [source for source in sources if source]
+    return catch_all_topology(refused) + Topology(
+        tuple(Exchange(name, "topic") for name in names),
+        (consumed_queue(queue, refused),),
+        tuple(Binding(name, queue, "queue", "#") for name in names),
+    )
+
+
+def due_topology(cascade: Cascade, due_queue: str = "delays.due", refused: str = "delays.refused") -> Topology:
+    """The daemon's own queue at the end of ``cascade`` (whose topology is needed besides), refused behind it."""
+    return catch_all_topology(refused) + Topology(
+        queues=(consumed_queue(due_queue, refused),),
+        bindings=(Binding(cascade.delivery, due_queue, "queue", delivery_binding(due_queue)),),
+    )
