@@ -1,0 +1,246 @@
+"""Routing keys, names and arguments as tables."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from delayer.core import cascade as module
+from delayer.core.cascade import (
+    ADDRESS_BYTES,
+    KINDS,
+    LEVELS,
+    MAX_SECONDS,
+    Cascade,
+    bindable,
+    delivery_binding,
+    due_topology,
+    intake_topology,
+    routing_key,
+    strip_prefix,
+)
+from delayer.core.topology import Binding, Exchange
+
+NONE = "0." * LEVELS
+
+
+@pytest.mark.parametrize(
+    ("seconds", "low_bits", "level"),
+    [
+        (0, "0.", 0),
+        (1, "1.", 0),
+        (2, "1.0.", 1),
+        (5, "1.0.1.", 2),
+        (12, "1.1.0.0.", 3),
+        (600, "1.0.0.1.0.1.1.0.0.0.", 9),
+        (86_400, "1.0.1.0.1.0.0.0.1.1.0.0.0.0.0.0.0.", 16),
+        (1 << 27, "1." + "0." * 27, 27),
+        ((1 << 27) - 1, "1." * 27, 26),
+        (MAX_SECONDS, "1." * 28, 27),
+    ],
+)
+def test_routing_keys_and_where_they_enter(seconds: int, low_bits: str, level: int) -> None:
+    key = routing_key(seconds, b"a.b")
+    assert key == (NONE[len(low_bits) :] + low_bits + "a.b").encode()
+    assert Cascade().entry(seconds) == f"delayer.delay-level-{level:02d}"
+
+
+@pytest.mark.parametrize("seconds", [-1, MAX_SECONDS + 1, 1 << 40])
+def test_a_delay_out_of_range_is_refused(seconds: int) -> None:
+    with pytest.raises(ValueError, match="0 to 268435455 seconds"):
+        routing_key(seconds, b"a")
+    with pytest.raises(ValueError, match="0 to 268435455 seconds"):
+        Cascade().entry(seconds)
+
+
+def test_constants() -> None:
+    assert (LEVELS, MAX_SECONDS, ADDRESS_BYTES) == (28, 268_435_455, 199)
+
+
+@pytest.mark.parametrize("address", [b"", b"x" * 199, "é".encode() * 99, b"\xff\xfe", "😀".encode() * 49])
+def test_addresses_that_fit(address: bytes) -> None:
+    key = routing_key(1, address)
+    assert len(key) <= 255
+    assert strip_prefix(key) == address
+
+
+@pytest.mark.parametrize("address", [b"x" * 200, "é".encode() * 100, "😀".encode() * 50])
+def test_an_address_is_measured_in_bytes(address: bytes) -> None:
+    with pytest.raises(ValueError, match="at most 199 bytes, found 200"):
+        routing_key(1, address)
+    assert not bindable(address)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (b"", b""),
+        (b"plain.key", b"plain.key"),
+        (b"0." * 28, b""),
+        (b"0." * 28 + b"a.b", b"a.b"),
+        (b"1." * 28 + b"1.2", b"1.2"),
+        (b"0." * 27 + b"a", b"0." * 27 + b"a"),
+        (b"0." * 27 + b"0", b"0." * 27 + b"0"),  # the last digit's dot is missing
+        (b"0." * 27 + b"2.a", b"0." * 27 + b"2.a"),
+        (b"x." + b"0." * 28 + b"a", b"x." + b"0." * 28 + b"a"),
+        (b"0." * 28 + b"1." * 28 + b"a", b"1." * 28 + b"a"),  # the second is the publisher's own
+        (b"0." * 28 + b"\xff\n", b"\xff\n"),
+    ],
+)
+def test_one_leading_prefix_is_stripped(key: bytes, expected: bytes) -> None:
+    assert strip_prefix(key) == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        (b"sales.orders", True),
+        (b"", True),
+        ("öl".encode(), True),
+        (b"a*.#b", True),  # part of a word is no wildcard
+        (b"**", True),
+        (b"*", False),
+        (b"#", False),
+        (b"a.*.b", False),
+        (b"a.#", False),
+        (b"\xff", False),  # not UTF-8
+        (b"x" * 199, True),
+        (b"x" * 200, False),
+    ],
+)
+def test_bindable(address: bytes, expected: bool) -> None:
+    assert bindable(address) is expected
+
+
+def test_the_delivery_binding_has_a_star_for_every_digit_and_fits() -> None:
+    assert delivery_binding("a.b") == "*." * 28 + "a.b"
+    assert "#" not in delivery_binding("a.b")
+    assert len(delivery_binding("x" * 199)) == 255
+
+
+NAMES = [
+    ("delayer", "delayer.delay-level-07", "delayer.delay-level-00", "delayer.delay-delivery", "delayer.delay-strays"),
+    ("nservicebus-v2", "nsb.v2.delay-level-07", "nsb.v2.delay-level-00", "nsb.v2.delay-delivery", None),
+    ("nservicebus-v1", "nsb.delay-level-07", "nsb.delay-level-00", "nsb.delay-delivery", None),
+    ("celery", "celery_delayed_7", "celery_delayed_0", "celery_delayed_delivery", None),
+]
+
+
+@pytest.mark.parametrize(("kind", "seven", "zero", "delivery", "strays"), NAMES)
+def test_names(kind: str, seven: str, zero: str, delivery: str, strays: str | None) -> None:
+    cascade = Cascade(kind)  # type: ignore[arg-type]
+    assert (cascade.level(7), cascade.level(0), cascade.delivery, cascade.strays) == (seven, zero, delivery, strays)
+    assert cascade.shared is (kind != "delayer")
+
+
+def test_the_prefix_is_ours_only() -> None:
+    assert Cascade(prefix="team.").entry(1) == "team.delay-level-00"
+    assert Cascade("celery", prefix="team.").entry(1) == "celery_delayed_0"
+
+
+QUORUM = {"x-queue-type": "quorum", "x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rest"),
+    [
+        ("delayer", QUORUM),
+        ("nservicebus-v2", QUORUM),
+        ("nservicebus-v1", {"x-queue-mode": "lazy"}),
+        ("celery", QUORUM),
+    ],
+)
+def test_every_levels_queue_has_exactly_its_owners_arguments(kind: str, rest: dict[str, str]) -> None:
+    cascade = Cascade(kind)  # type: ignore[arg-type]
+    queues = {queue.name: queue for queue in cascade.topology().queues}
+    for level in range(LEVELS):
+        following = cascade.level(level - 1) if level else cascade.delivery
+        expected = rest | {"x-message-ttl": 2**level * 1000, "x-dead-letter-exchange": following}
+        assert dict(queues[cascade.level(level)].arguments) == expected
+        assert queues[cascade.level(level)].shared is cascade.shared
+
+
+@pytest.mark.parametrize(("kind", "strays"), [(kind, int(kind == "delayer")) for kind in KINDS])
+def test_how_much_a_cascade_declares(kind: str, strays: int) -> None:
+    topology = Cascade(kind).topology()  # type: ignore[arg-type]
+    assert len(topology.exchanges) == 29 + strays
+    assert len(topology.queues) == 28 + strays
+    assert len(topology.bindings) == 56 + strays
+    assert all(exchange.durable for exchange in topology.exchanges)
+    assert all(queue.durable for queue in topology.queues)
+
+
+def test_only_our_own_delivery_exchange_has_an_alternate() -> None:
+    for kind in KINDS:
+        exchanges = {exchange.name: exchange for exchange in Cascade(kind).topology().exchanges}
+        with_arguments = {name: dict(ex.arguments) for name, ex in exchanges.items() if ex.arguments}
+        if kind == "delayer":
+            assert with_arguments == {"delayer.delay-delivery": {"alternate-exchange": "delayer.delay-strays"}}
+            assert exchanges["delayer.delay-strays"].type == "fanout"
+        else:
+            assert with_arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("level", "to_queue", "onward"),
+    [(27, "1.#", "0.#"), (26, "*.1.#", "*.0.#"), (0, "*." * 27 + "1.#", "*." * 27 + "0.#")],
+)
+def test_bindings(level: int, to_queue: str, onward: str) -> None:
+    cascade = Cascade()
+    name = cascade.level(level)
+    following = cascade.level(level - 1) if level else cascade.delivery
+    assert {b for b in cascade.topology().bindings if b.source == name} == {
+        Binding(name, name, "queue", to_queue),
+        Binding(name, following, "exchange", onward),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "message"),
+    [
+        ("rabbit", "x.", "expected one of delayer, nservicebus-v2"),
+        ("delayer", "amq.", "keeps for itself"),
+        ("delayer", "é" * 130, "at most 255 bytes"),
+    ],
+)
+def test_a_cascade_that_cannot_be(kind: str, prefix: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Cascade(kind, prefix)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [-1, 28])
+def test_a_level_that_cannot_be(number: int) -> None:
+    with pytest.raises(ValueError, match="0 to 27"):
+        Cascade().level(number)
+
+
+def test_intake() -> None:
+    topology = intake_topology("delays", "delays.refused", ["delayer.in", ""])
+    queues = {queue.name: dict(queue.arguments) for queue in topology.queues}
+    assert queues["delays"] == QUORUM | {"x-delivery-limit": 1_000_000, "x-dead-letter-exchange": "delays.refused"}
+    assert queues["delays.refused"] == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000}
+    assert set(topology.exchanges) == {Exchange("delays.refused", "fanout"), Exchange("delayer.in", "topic")}
+    assert set(topology.bindings) == {
+        Binding("delays.refused", "delays.refused", "queue", ""),
+        Binding("delayer.in", "delays", "queue", "#"),
+    }
+
+
+def test_due() -> None:
+    cascade = Cascade("nservicebus-v2")
+    topology = due_topology(cascade, "delays.due", "delays.refused")
+    queues = {queue.name: dict(queue.arguments) for queue in topology.queues}
+    assert queues["delays.due"] == QUORUM | {"x-delivery-limit": 1_000_000, "x-dead-letter-exchange": "delays.refused"}
+    assert Binding("nsb.v2.delay-delivery", "delays.due", "queue", "*." * 28 + "delays.due") in topology.bindings
+    assert not any(queue.shared for queue in topology.queues)
+
+
+def test_everything_together_does_not_conflict() -> None:
+    for kind in KINDS:
+        cascade = Cascade(kind)
+        assert cascade.topology() + intake_topology() + due_topology(cascade)
+
+
+def test_every_kind_has_a_family() -> None:
+    assert set(module._FAMILIES) == set(KINDS)
