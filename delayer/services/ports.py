@@ -17,8 +17,9 @@ class Publisher(Protocol):
     def ready(self) -> bool:
         """Connected, and not blocked by a resource alarm of the broker."""
 
-    async def wait_ready(self) -> None:
-        """Return as soon as :attr:`ready` holds."""
+    @property
+    def max_properties(self) -> int:
+        """The longest ``properties`` that fit a frame of this broker, in bytes."""
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         """Publish in order and wait for every confirm. One outcome a message, in the order of the batch.
@@ -37,16 +38,14 @@ class Subscription(Protocol):
         Raises BrokerLost when connection, channel or consumer is gone; everything unsettled returns to the queue.
         """
 
-    def ack(self, tag: int, *, multiple: bool) -> None: ...
-
-    def give_back(self, tag: int) -> None:
-        """Requeue one delivery (``basic.nack`` with requeue)."""
+    def ack(self, tag: int, *, multiple: bool) -> None:
+        """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 
     async def stop_deliveries(self) -> None:
         """Cancel the consumer. What was delivered can still be settled."""
 
     async def close(self) -> None:
-        """Close the channel; whatever is unsettled returns to the queue."""
+        """Close the channel; whatever is unsettled is given back to the queue. Safe to call twice."""
 
 
 class Consumer(Protocol):
@@ -121,3 +120,25 @@ class Store(Protocol):
 
     async def maintain(self) -> None:
         """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""
+
+
+class Bindings(Protocol):
+    """The delivery exchange's bindings, for messages that the broker takes out of the cascade by itself."""
+
+    async def bound(self, queue: bytes) -> bool:
+        """Make sure that ``queue`` is bound to the delivery exchange under its own name. False if there is no such
+        queue. Raises BrokerLost."""
+
+
+class Parking(Protocol):
+    """Where parcels are committed: some lane of ours."""
+
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        """Committed when this returns. Raises StoreLost."""
+
+
+class Holder(Protocol):
+    """Where messages are set aside whose destination would not take them."""
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        """Safe and visible when this returns, each with its reason. Raises StoreLost, BrokerLost."""

@@ -1,0 +1,289 @@
+"""What to do with one message. Total: every input has exactly one answer, and no input raises.
+
+    decide(ask, policy, now_ms) -> Cascade | Park | AtOnce | Cancel | Refuse
+
+Start here to understand the system: this is what the daemon decides; everything else carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+from delayer.core.cascade import ADDRESS_BYTES, MAX_SECONDS, bindable, strip_prefix
+from delayer.core.delay import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, seconds_until, shown
+from delayer.core.message import Target
+from delayer.core.values import Timestamp
+
+SHORT_STRING: Final = 255
+
+DELAY = b"x-delay"
+DELIVER_AT = b"x-deliver-at"
+OPT_DELAY = b"x-opt-delivery-delay"
+OPT_TIME = b"x-opt-delivery-time"
+ROUTING_KEY = b"x-delay-routing-key"
+EXCHANGE = b"x-delay-exchange"
+KEY = b"x-delay-key"
+CANCEL = b"x-delay-cancel"
+RECEIVED_AT = b"timestamp_in_ms"
+LAST_DUE = b"x-delayer-due"
+
+# The headers that decide() looks at; a caller need not decode any other.
+CONSULTED: Final = frozenset(
+    {DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE}
+)
+RELATIVE: Final = {"x-delay": DELAY, "x-opt-delivery-delay": OPT_DELAY}
+ABSOLUTE: Final = {"x-deliver-at": DELIVER_AT, "x-opt-delivery-time": OPT_TIME}
+TIMESTAMP: Final = "timestamp"
+DELAY_FORMS: Final = (*RELATIVE, *ABSOLUTE, TIMESTAMP)
+DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
+
+
+class Mode(StrEnum):
+    """Where new delays go."""
+
+    NATIVE = "native"
+    STORE = "store"
+
+
+class Finish(StrEnum):
+    """Who takes a message out of the cascade: the broker, into a queue; or the daemon, to any exchange."""
+
+    BROKER = "broker"
+    DAEMON = "daemon"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One ``[[route]]``: the exchange that messages come through, and what becomes of them."""
+
+    source: bytes
+    to: bytes
+    routing_key: bytes = b""
+    delay_from: tuple[str, ...] = DEFAULT_FORMS
+    default_delay_ms: int = 0
+    allow_exchanges: tuple[str, ...] = ()
+    finish: Finish = Finish.DAEMON
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The part of the configuration that decisions depend on. One value, swapped whole on reload."""
+
+    mode: Mode
+    routes: Mapping[bytes, Route]
+    intake_queue: bytes
+    max_delay_ms: int
+    park_beyond_ms: int = 0
+    has_store: bool = True
+
+
+class Ask(NamedTuple):
+    """What a message says: where it came through, and its decoded headers out of :data:`CONSULTED`.
+
+    ``timestamp`` is the property, in seconds. ``acts_later`` is true where the message carries something that must not
+    act inside the cascade but act again at its destination (``expiration``, ``CC``).
+    """
+
+    exchange: bytes
+    routing_key: bytes
+    headers: Mapping[bytes, object]
+    timestamp: int | None = None
+    acts_later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``."""
+
+    due_ms: int
+    seconds: int
+    target: Target
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Write to the store; a message with a ``key`` replaces the one that waits under it."""
+
+    due_ms: int
+    target: Target
+    key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Due already: publish to the destination."""
+
+    due_ms: int
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Delete the waiting message of this key; this message itself is delivered to nobody."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Set aside in the refused queue, for this reason."""
+
+    reason: str
+
+
+Plan = Cascade | Park | AtOnce | Cancel | Refuse
+
+
+class _Refused(Exception):
+    """Carries the reason out of the small functions below; decide() turns it into a value."""
+
+
+def decide(ask: Ask, policy: Policy, now_ms: int) -> Plan:
+    """The plan for one message, read at ``now_ms`` (an upper bound of the clock that rules: never early)."""
+    try:
+        return _decide(ask, policy, now_ms)
+    except _Refused as refused:
+        return Refuse(str(refused))
+
+
+def _decide(ask: Ask, policy: Policy, now_ms: int) -> Plan:
+    route = policy.routes.get(ask.exchange)
+    if route is None:
+        raise _Refused(f"no route for exchange {_name(ask.exchange)}: expected one of {_names(policy.routes)}")
+    if CANCEL in ask.headers:
+        return Cancel(_key(CANCEL, ask, policy))
+    due_ms = _due_ms(ask, route, policy, now_ms)
+    target = _target(ask, route, policy)
+    if KEY in ask.headers:
+        # Also when it is due at once: only the store can take the waiting one out exactly.
+        return Park(due_ms, target, _key(KEY, ask, policy))
+    wait_ms = due_ms - now_ms
+    if wait_ms <= 0:
+        return AtOnce(due_ms, target)
+    if policy.mode is Mode.STORE and wait_ms > policy.park_beyond_ms:
+        return Park(due_ms, target)
+    return _cascade(due_ms, now_ms, target, route, ask)
+
+
+def _due_ms(ask: Ask, route: Route, policy: Policy, now_ms: int) -> int:
+    try:
+        due_ms = _said_due_ms(ask, route, now_ms)
+    except UnreadableDelay as unreadable:
+        raise _Refused(str(unreadable)) from unreadable
+    if due_ms - now_ms > policy.max_delay_ms:
+        raise _Refused(
+            f"the delay is too long: expected at most {in_words(policy.max_delay_ms)}, "
+            f"found {in_words(due_ms - now_ms)}"
+        )
+    return due_ms
+
+
+def _said_due_ms(ask: Ask, route: Route, now_ms: int) -> int:
+    """The first form present, in the route's order, rules; an unreadable one never falls through to the next."""
+    for form in route.delay_from:
+        if (header := RELATIVE.get(form)) is not None:
+            if header in ask.headers:
+                return _counted_from(ask, now_ms) + _named(form, read_delay_ms, ask.headers[header])
+        elif (header := ABSOLUTE.get(form)) is not None:
+            if header in ask.headers:
+                return _named(form, read_instant_ms, ask.headers[header])
+        elif form == TIMESTAMP and ask.timestamp is not None:
+            return ask.timestamp * 1000
+    return _counted_from(ask, now_ms) + route.default_delay_ms
+
+
+def _named(form: str, read: Callable[[object], int], value: object) -> int:
+    try:
+        return read(value)
+    except UnreadableDelay as unreadable:
+        raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
+
+
+def _counted_from(ask: Ask, now_ms: int) -> int:
+    """What a relative delay counts from: the broker's ``timestamp_in_ms`` where present, so that a wait in the intake
+    queue does not add up; else now.
+
+    A message that was delayed before still carries the stamp of its first arrival (the broker's interceptor does not
+    overwrite by default). A stamp older than the last due instant is such a one; counting from it would be early.
+    """
+    stamp = ask.headers.get(RECEIVED_AT)
+    if not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
+        return now_ms
+    last_due = ask.headers.get(LAST_DUE)
+    if isinstance(last_due, int) and stamp <= last_due:
+        return now_ms
+    return stamp
+
+
+def _target(ask: Ask, route: Route, policy: Policy) -> Target:
+    exchange, routing_key = route.to, route.routing_key or strip_prefix(ask.routing_key)
+    if ROUTING_KEY in ask.headers:
+        routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
+    if EXCHANGE in ask.headers:
+        exchange = _short_string(EXCHANGE, ask.headers[EXCHANGE])
+        if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
+            raise _Refused(
+                f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
+                f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
+            )
+    # Either would bring the message straight back here, due at once, for ever.
+    if (exchange == b"" and routing_key == policy.intake_queue) or (exchange != b"" and exchange == ask.exchange):
+        raise _Refused(
+            f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads back into the intake queue"
+        )
+    return Target(exchange, routing_key)
+
+
+def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
+    name = exchange.decode("utf-8", "surrogateescape")
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
+    seconds = seconds_until(due_ms, now_ms)
+    if seconds > MAX_SECONDS:
+        raise _Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
+    if route.finish is Finish.BROKER and target.exchange == b"":
+        if not 0 < len(target.routing_key) <= ADDRESS_BYTES:
+            raise _Refused(
+                f"the address does not fit the cascade's routing key: expected 1 to {ADDRESS_BYTES} bytes, "
+                f"found {len(target.routing_key)}"
+            )
+        if not ask.acts_later and bindable(target.routing_key):
+            return Cascade(due_ms, seconds, target, Finish.BROKER)
+    return Cascade(due_ms, seconds, target, Finish.DAEMON)
+
+
+def _key(header: bytes, ask: Ask, policy: Policy) -> bytes:
+    if not policy.has_store:
+        raise _Refused(f"{header.decode()}: keys and cancels need a store, and none is configured")
+    key = _short_string(header, ask.headers[header])
+    if not key:
+        raise _Refused(f"{header.decode()}: expected a key, found an empty string")
+    return key
+
+
+def _short_string(header: bytes, value: object) -> bytes:
+    match value:
+        case str():
+            raw = value.encode("utf-8", "surrogateescape")
+        case bytes():
+            raw = value
+        case _:
+            raise _Refused(f"{header.decode()}: expected a string, found {shown(value)}")
+    if len(raw) > SHORT_STRING:
+        raise _Refused(f"{header.decode()}: expected at most {SHORT_STRING} bytes, found {len(raw)}")
+    return raw
+
+
+def _name(raw: bytes) -> str:
+    return f"'{raw.decode('ascii', 'backslashreplace')}'"
+
+
+def _names(raw: Mapping[bytes, Route]) -> str:
+    return ", ".join(_name(source) for source in sorted(raw))

@@ -1,0 +1,35 @@
+"""Waiting between attempts without missing the order to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from delayer.services.backoff import pause
+
+
+class Retry:
+    """Counts failures in a row and sleeps accordingly, feeding the watchdog's ``beat`` meanwhile."""
+
+    def __init__(self, stopping: asyncio.Event, beat: Callable[[], None]) -> None:
+        self._stopping = stopping
+        self._beat = beat
+        self._failures = 0
+
+    def succeeded(self) -> None:
+        """The next pause is the first one again."""
+        self._failures = 0
+
+    async def pause(self) -> None:
+        """Sleep for the pause that is due after this many failures in a row; return at once when told to stop."""
+        seconds = pause(self._failures, random.random())
+        self._failures += 1
+        while seconds > 0 and not self._stopping.is_set():
+            self._beat()
+            step = min(seconds, 1.0)
+            seconds -= step
+            try:
+                await asyncio.wait_for(self._stopping.wait(), step)
+            except TimeoutError:
+                continue

@@ -1,0 +1,109 @@
+"""Consuming one queue for as long as the daemon lives: subscribe, carry batches, settle, begin again after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.message import Delivery
+from delayer.faultpoint import reach
+from delayer.services.ports import Consumer, Subscription
+from delayer.services.retry import Retry
+from delayer.services.settle import Settler
+
+log = structlog.get_logger(__name__)
+
+Carry = Callable[[Sequence[Delivery], Settler], Awaitable[None]]
+"""Take a batch to where it belongs and settle every delivery of it; raises BrokerLost, StoreLost to end the session,
+which returns whatever is unsettled to the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What a session reads: the queue, and how much of it at a time.
+
+    ``gather`` is how long the first delivery of a batch may wait for company, in seconds: long enough that a commit
+    is shared, short beside the commit itself. ``in_flight`` batches overlap each other's waiting.
+    """
+
+    queue: str
+    prefetch: int
+    batch: int = 2000
+    gather: float = 0.003
+    in_flight: int = 3
+
+
+class Session:
+    """Runs until ``stopping`` is set. One of these per consumed queue."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        consumer: Consumer,
+        carry: Carry,
+        *,
+        prepare: Callable[[], Awaitable[None]],
+        beat: Callable[[], None],
+    ) -> None:
+        self._intake = intake
+        self._consumer = consumer
+        self._carry = carry
+        self._prepare = prepare
+        self._beat = beat
+        self.consuming = asyncio.Event()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
+        retry = Retry(stopping, self._beat)
+        while not stopping.is_set():
+            try:
+                await self._prepare()
+                subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
+                log.info("consuming", queue=self._intake.queue, prefetch=self._intake.prefetch)
+                self.consuming.set()
+                await self._consume(subscription, stopping, retry)
+            except (BrokerLost, StoreLost) as lost:
+                log.warning(
+                    "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
+                )
+                await retry.pause()
+            finally:
+                self.consuming.clear()
+
+    async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
+        settler = Settler(subscription)
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while not stopping.is_set():
+                self._beat()
+                batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
+                if batch:
+                    reach("intake.read")
+                    settler.read(batch)
+                    running.add(asyncio.create_task(self._carry(batch, settler), name=f"carry {len(batch)}"))
+                    retry.succeeded()
+                await self._reap(running, at_most=self._intake.in_flight - 1)
+            await subscription.stop_deliveries()
+            await self._reap(running, at_most=0)
+        finally:
+            # Shutdown and loss may end the waiting for new deliveries, never the settling of those in flight:
+            # each carry has deadlines of its own.
+            if running:
+                await asyncio.wait(running)
+            await subscription.close()
+
+    async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> None:
+        """Wait until at most ``at_most`` carries run; raise the first failure."""
+        while running:
+            waiting = None if len(running) > at_most else 0
+            done, _ = await asyncio.wait(running, timeout=waiting, return_when=asyncio.FIRST_COMPLETED)
+            self._beat()
+            running -= done
+            for task in done:
+                task.result()
+            if not done:
+                return
