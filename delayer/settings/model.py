@@ -1,0 +1,198 @@
+"""The configuration as one frozen tree. The file spells keys as the aliases do; durations are ``…_ms`` integers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+)
+
+from delayer.settings import values
+from delayer.settings.errors import Expected
+from delayer.settings.secret import SecretUrl
+
+DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
+DEFAULT_STORE_URL = "postgresql://localhost/delayer"
+DELAY_FORMS = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay", "timestamp")
+
+# What a running daemon takes over at SIGHUP; everything else needs a restart. A section stands for all of its keys.
+LIVE_KEYS = frozenset({"mode", "route", "intake.max_delay", "store.park_beyond", "log"})
+
+
+class Table(BaseModel):
+    """A table of the file: frozen, and a key that is not listed is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
+
+
+class Broker(Table):
+    url: values.BrokerUrl = SecretUrl(DEFAULT_BROKER_URL)
+    url_file: values.Path | None = None
+    ca_file: values.Path | None = None
+    cert_file: values.Path | None = None
+    key_file: values.Path | None = None
+    verify: StrictBool = True
+    heartbeat_ms: values.HeartbeatMs = Field(default=20_000, alias="heartbeat")
+    management_url: values.ManagementUrl = None
+
+    @field_validator("key_file")
+    @classmethod
+    def _key_needs_certificate(cls, key_file: str | None, info: ValidationInfo) -> str | None:
+        if key_file and info.data.get("cert_file", "") is None:
+            raise Expected("cert_file beside key_file")
+        return key_file
+
+
+class Intake(Table):
+    queue: values.Queue = "delays"
+    prefetch: Annotated[StrictInt, Field(ge=1, le=65_535)] = 5_000
+    max_delay_ms: values.DurationMs = Field(default=3650 * 86_400_000, alias="max_delay")
+
+
+def _delay_forms(value: object) -> tuple[str, ...]:
+    wanted = f"a list of {', '.join(DELAY_FORMS)}, each at most once"
+    if not isinstance(value, list | tuple) or not all(one in DELAY_FORMS for one in value):
+        raise Expected(wanted)
+    if len(set(value)) < len(value):
+        raise Expected(wanted)
+    return tuple(value)
+
+
+class Route(Table):
+    """What happens to messages that came through the exchange ``from_``; ``""`` is straight to the intake queue."""
+
+    from_: values.Exchange = Field(alias="from")
+    to: values.Exchange = ""
+    routing_key: values.RoutingKey = ""
+    delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DELAY_FORMS[:4]
+    default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
+    allow_exchanges: values.Patterns = ()
+    finish: Literal["broker", "daemon"] = "daemon"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_finish(cls, table: object) -> object:
+        if isinstance(table, dict) and not table.get("to", ""):
+            return {"finish": "broker", **table}
+        return table
+
+    @field_validator("to")
+    @classmethod
+    def _not_in_a_circle(cls, to: str, info: ValidationInfo) -> str:
+        if to and to == info.data.get("from_"):
+            raise Expected("an exchange other than the route's own from: due messages would come in again for ever")
+        return to
+
+    @field_validator("finish", mode="before")
+    @classmethod
+    def _finish_fits(cls, finish: object, info: ValidationInfo) -> object:
+        if info.data.get("to") and finish == "broker":
+            raise Expected('"daemon": only a queue (to = "") can end a cascade inside the broker')
+        return finish
+
+
+def _routes(value: object) -> object:
+    if not isinstance(value, list | tuple) or not value:
+        raise Expected("one or more routes: [[route]] tables in the file, a JSON list of objects elsewhere")
+    return tuple(value)
+
+
+SAMPLE_ROUTE: dict[str, Any] = {"from": "delayer.in", "to": "delayer.out"}
+
+
+class Native(Table):
+    cascade: Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"] = "delayer"
+    prefix: values.Prefix = "delayer."
+    due_queue: values.Queue = "delays.due"
+
+
+class Store(Table):
+    """``url`` is None where no store was configured; see :attr:`Settings.store_url`."""
+
+    url: values.StoreUrl | None = None
+    url_file: values.Path | None = None
+    park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
+    lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 2
+
+
+class Refused(Table):
+    queue: values.Queue = "delays.refused"
+
+
+class Http(Table):
+    listen: values.Listen = "127.0.0.1:9419"
+
+
+class Log(Table):
+    format: Literal["json", "console"] = "json"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(Table):
+    """Everything that can be set. Built once, by :func:`delayer.settings.load`; in tests by ``model_validate``."""
+
+    mode: Literal["native", "store"] = "store"
+    broker: Broker = Broker()
+    intake: Intake = Intake()
+    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
+        default=(Route.model_validate(SAMPLE_ROUTE),), alias="route"
+    )
+    native: Native = Native()
+    store: Store = Store()
+    refused: Refused = Refused()
+    http: Http = Http()
+    log: Log = Log()
+
+    @property
+    def broker_url(self) -> str:
+        """The broker's URL with the TLS files and the heartbeat of ``[broker]`` as its query parameters.
+
+        A parameter that stands in the URL already wins. Contains the password: for connecting, never for printing.
+        """
+        parts = urlsplit(self.broker.url.reveal())
+        ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}
+        if parts.scheme == "amqps":
+            files = {"cafile": self.broker.ca_file, "certfile": self.broker.cert_file, "keyfile": self.broker.key_file}
+            ours |= {name: file for name, file in files.items() if file}
+            if not self.broker.verify:
+                ours["verify"] = "false"
+        query = {**ours, **dict(parse_qsl(parts.query, keep_blank_values=True))}
+        return parts._replace(query=urlencode(query, quote_via=quote)).geturl()
+
+    @property
+    def store_url(self) -> str | None:
+        """The store's URL, or None for no store: native mode has one only where one was given. Holds the password."""
+        if self.store.url is not None:
+            return self.store.url.reveal()
+        return DEFAULT_STORE_URL if self.mode == "store" else None
+
+    @property
+    def management_url(self) -> str | None:
+        """The URL of the broker's management API, or None. Holds the password."""
+        return self.broker.management_url.reveal() if self.broker.management_url else None
+
+    def route_from(self, exchange: str) -> Route | None:
+        return next((route for route in self.routes if route.from_ == exchange), None)
+
+    def diff(self, new: Settings) -> tuple[list[str], list[str]]:
+        """The keys that differ in ``new``: those that can change live, and those that need a restart."""
+        changed = [key for key, value in _leaves(self).items() if value != _leaves(new)[key]]
+        live = [key for key in changed if key in LIVE_KEYS or key.partition(".")[0] in LIVE_KEYS]
+        return live, [key for key in changed if key not in live]
+
+
+def _leaves(table: Table, at: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, field in type(table).model_fields.items():
+        key, value = at + (field.alias or name), getattr(table, name)
+        found |= _leaves(value, f"{key}.") if isinstance(value, Table) else {key: value}
+    return found

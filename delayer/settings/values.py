@@ -1,0 +1,161 @@
+"""The kinds of values that a configuration holds, each with the sentence that says what was expected.
+
+Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator
+
+from delayer.settings.errors import Expected
+from delayer.settings.secret import SecretUrl
+
+SHORT_STRING_BYTES = 255  # an AMQP name or routing key
+LONGEST_DELAY_MS = 36_500 * 86_400_000
+
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
+
+
+def duration_ms(value: object) -> int:
+    """Milliseconds of a text like "0s", "250ms", "10s", "5m", "12h" or "3650d". Raises Expected."""
+    wanted = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise Expected(f'{wanted} (a bare number has no unit: write "{value:g}s" or "{value:g}ms")')
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise Expected(wanted)
+    amount_ms = int(match[1]) * _UNITS_MS[match[2]]
+    if amount_ms > LONGEST_DELAY_MS:
+        raise Expected("a duration of at most 36500d")
+    return amount_ms
+
+
+def duration_text(amount_ms: int) -> str:
+    """The shortest text that :func:`duration_ms` reads as ``amount_ms``."""
+    for unit in ("d", "h", "m", "s"):
+        if amount_ms and amount_ms % _UNITS_MS[unit] == 0:
+            return f"{amount_ms // _UNITS_MS[unit]}{unit}"
+    return f"{amount_ms}ms" if amount_ms else "0s"
+
+
+def _heartbeat_ms(value: object) -> int:
+    amount_ms = duration_ms(value)
+    if amount_ms % 1000 or amount_ms > 65_535_000:
+        raise Expected('whole seconds from "0s" (off) to "65535s"')
+    return amount_ms
+
+
+def _short_string(value: object, what: str, longest: int = SHORT_STRING_BYTES) -> str:
+    if not isinstance(value, str):
+        raise Expected(what)
+    if len(value.encode("utf-8", "surrogatepass")) > longest:
+        raise Expected(f"{what} of at most {longest} bytes")
+    if not value.isprintable():
+        # RabbitMQ takes line ends out of names without a word: the name would not be the one that stands here.
+        raise Expected(f"{what} without control characters")
+    return value
+
+
+def _exchange(value: object) -> str:
+    return _short_string(value, "the name of an exchange")
+
+
+def _routing_key(value: object) -> str:
+    return _short_string(value, "a routing key")
+
+
+def _queue(value: object) -> str:
+    name = _short_string(value, "the name of a queue")
+    if not name or name.startswith("amq."):
+        raise Expected(
+            'the name of a queue: not empty, and not beginning with "amq.", which the broker keeps for itself'
+        )
+    return name
+
+
+def _prefix(value: object) -> str:
+    prefix = _short_string(value, "a prefix of names", SHORT_STRING_BYTES - len("delay-delivery"))
+    if prefix.startswith("amq."):
+        raise Expected('a prefix that does not begin with "amq.", which the broker keeps for itself')
+    return prefix
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
+        raise Expected("a list of patterns of exchange names")
+    return tuple(_exchange(one) for one in value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise Expected("a text without control characters")
+    return value
+
+
+def listen_address(value: object) -> str:
+    """``host:port`` (``[::1]:port`` for IPv6), or empty for no listener at all."""
+    wanted = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
+    if not isinstance(value, str):
+        raise Expected(wanted)
+    if not value:
+        return value
+    host, colon, port = value.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
+    if not colon or not host or (":" in host and not bracketed) or not re.fullmatch("[0-9]{1,5}", port):
+        raise Expected(wanted)
+    if int(port) > 65_535:
+        raise Expected(f"{wanted}, the port at most 65535")
+    return value
+
+
+def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
+    if isinstance(value, SecretUrl):
+        return value
+    wanted = f"a URL like {example}"
+    if not isinstance(value, str):
+        raise Expected(wanted)
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        # urllib's own words repeat pieces of the URL, and a password may be among them.
+        raise Expected(f"{wanted}; characters like / @ : # in a password are written %2F %40 %3A %23") from None
+    if parts.scheme not in schemes or not value.isprintable() or " " in value or port == 0:
+        raise Expected(wanted)
+    return SecretUrl(value)
+
+
+def _broker_url(value: object) -> SecretUrl:
+    url = _url(value, ("amqp", "amqps"), "amqp://user:password@host:5672/vhost, or amqps:// for TLS")
+    if "/" in urlsplit(url.reveal()).path[1:]:
+        raise Expected('a URL with one virtual host at its end; a "/" in its name is written %2F')
+    return url
+
+
+def _store_url(value: object) -> SecretUrl:
+    return _url(value, ("postgresql", "postgres"), "postgresql://user:password@host:5432/database")
+
+
+def _management_url(value: object) -> SecretUrl | None:
+    if value in ("", None):
+        return None
+    return _url(value, ("http", "https"), 'http://user:password@host:15672, or ""')
+
+
+DurationMs = Annotated[int, BeforeValidator(duration_ms)]
+HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
+Exchange = Annotated[str, BeforeValidator(_exchange)]
+RoutingKey = Annotated[str, BeforeValidator(_routing_key)]
+Queue = Annotated[str, BeforeValidator(_queue)]
+Prefix = Annotated[str, BeforeValidator(_prefix)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+Path = Annotated[str, BeforeValidator(_text)]
+Listen = Annotated[str, BeforeValidator(listen_address)]
+BrokerUrl = Annotated[SecretUrl, BeforeValidator(_broker_url)]
+StoreUrl = Annotated[SecretUrl, BeforeValidator(_store_url)]
+ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(_management_url)]
