@@ -1,0 +1,271 @@
+"""A RabbitMQ of our own: one node, loopback only, with an epmd of its own, so that the machine's are not touched."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import itertools
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from tests.rig import ports
+from tests.rig.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+
+# Debian's /usr/sbin/rabbitmq-server is a wrapper that insists on the user and the directories of the package.
+_HOMES = ("/usr/lib/rabbitmq/bin",)
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Files in PEM format for the broker's TLS listener; `verify_client` makes a client certificate mandatory."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+    verify_client: bool = False
+
+
+class RabbitMQ:
+    """`with RabbitMQ() as broker:` starts it and leaves nothing behind.
+
+    kill() and stop() keep the data and the ports, and start() continues from there; pause() and resume() stop and continue
+    every process of the node. All methods block: from a coroutine, `await asyncio.to_thread(broker.start)`.
+    `config` are further lines of rabbitmq.conf. Users: guest/guest, who may do everything everywhere.
+    """
+
+    def __init__(self, *, tls: Certificates | None = None, config: Mapping[str, str | int] | None = None) -> None:
+        self.port = ports.reserve()
+        self.management_port = ports.reserve()
+        self.tls_port = ports.reserve() if tls else None
+        self.node = f"delayer-{os.getpid()}-{next(_numbers)}@localhost"
+        self.start_seconds = 0.0
+        self._programs = _find_programs()
+        self._dist_port = ports.reserve()
+        self._epmd_port = ports.reserve()
+        self._directory = make_directory()
+        self._epmd: Family | None = None
+        self._node: Family | None = None
+        self._write_files(tls, config or {})
+        self._environment = self._make_environment()
+
+    # ---- life
+
+    def start(self) -> Self:
+        """Start it, or start it again on the same ports and data; returns when it answers an AMQP handshake."""
+        began = time.monotonic()
+        if self._epmd is None:
+            self._epmd = self._run("epmd.log", _find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST)
+            self._epmd.wait_ready(lambda: _answers(self._epmd_port, b""), "epmd", timeout=10)
+        self._node = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
+        try:
+            self._node.wait_ready(self._is_ready, "RabbitMQ")
+        except StartFailed as failed:
+            raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
+        self.start_seconds = time.monotonic() - began
+        return self
+
+    def stop(self) -> None:
+        """An orderly shutdown (takes a second or two)."""
+        if self._node:
+            self._node.stop(signal.SIGTERM, grace=30)
+            self._node = None
+
+    def kill(self) -> None:
+        """Pull the plug: SIGKILL to every process of the node."""
+        if self._node:
+            self._node.kill()
+            self._node = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Connections stay open and nothing answers."""
+        assert self._node, "not running"
+        self._node.pause()
+
+    def resume(self) -> None:
+        assert self._node, "not running"
+        self._node.resume()
+
+    def close(self) -> None:
+        """End it and delete its data."""
+        self.kill()
+        if self._epmd:
+            self._epmd.kill()
+            self._epmd = None
+        remove_directory(self._directory)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ---- where it is
+
+    def url(self, vhost: str = "/", *, port: int | None = None, user: str = "guest:guest") -> str:
+        """amqp:// URL; `port` for a proxy before it."""
+        return f"amqp://{user}@{ports.HOST}:{port or self.port}/{quote(vhost, safe='')}"
+
+    def tls_url(self, vhost: str = "/", *, host: str = "localhost") -> str:
+        assert self.tls_port, "started without certificates"
+        return f"amqps://guest:guest@{host}:{self.tls_port}/{quote(vhost, safe='')}"
+
+    @property
+    def management_url(self) -> str:
+        return f"http://guest:guest@{ports.HOST}:{self.management_port}"
+
+    def pids(self) -> list[int]:
+        return self._node.pids() if self._node else []
+
+    def log(self) -> str:
+        """What the node has logged so far."""
+        return (self._directory / "log" / "node.log").read_text(errors="replace")
+
+    # ---- what is in it
+
+    def add_vhost(self, name: str | None = None) -> str:
+        """A fresh vhost, where guest may do everything; returns its name."""
+        name = name or f"test-{secrets.token_hex(6)}"
+        self.api("PUT", f"/api/vhosts/{quote(name, safe='')}")
+        return name
+
+    def drop_vhost(self, name: str) -> None:
+        self.api("DELETE", f"/api/vhosts/{quote(name, safe='')}")
+
+    def add_user(
+        self, name: str, password: str, *, vhost: str, configure: str = "", write: str = "", read: str = ""
+    ) -> None:
+        """A user with these permissions (regular expressions; empty: nothing) in this vhost."""
+        self.api("PUT", f"/api/users/{quote(name, safe='')}", {"password": password, "tags": ""})
+        permissions = {"configure": configure, "write": write, "read": read}
+        self.api("PUT", f"/api/permissions/{quote(vhost, safe='')}/{quote(name, safe='')}", permissions)
+
+    def api(self, method: str, path: str, body: object = None) -> Any:
+        """One request of the management API, as guest; the decoded answer, None if there is none."""
+        headers = {
+            "Authorization": "Basic " + base64.b64encode(b"guest:guest").decode(),
+            "Content-Type": "application/json",
+        }
+        with closing(http.client.HTTPConnection(ports.HOST, self.management_port, timeout=30)) as connection:
+            connection.request(method, path, json.dumps(body) if body is not None else "", headers)
+            response = connection.getresponse()
+            answer = response.read()
+        if response.status >= 300:
+            raise RuntimeError(f"{method} {path}: {response.status} {answer.decode(errors='replace')}")
+        return json.loads(answer) if answer else None
+
+    def ctl(self, *words: str) -> str:
+        """rabbitmqctl; costs a second or two, so only for what the API cannot do (alarms, closing connections)."""
+        done = subprocess.run(
+            [self._programs / "rabbitmqctl", "--quiet", *words],
+            env=self._environment, cwd=self._directory, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    # ---- inside
+
+    def _run(self, log: str, *argv: str | Path) -> Family:
+        return Family(argv, env=self._environment, cwd=self._directory, log=self._directory / log)
+
+    def _is_ready(self) -> bool:
+        return _answers(self.port, b"AMQP\x00\x00\x09\x01") and _answers(self.management_port, b"")
+
+    def _write_files(self, tls: Certificates | None, more: Mapping[str, str | int]) -> None:
+        for name in ("home", "log", "data", "conf.d"):
+            (self._directory / name).mkdir()
+        cookie = self._directory / "home" / ".erlang.cookie"
+        cookie.write_text(secrets.token_hex(16))
+        cookie.chmod(0o400)
+        settings: dict[str, str | int] = {
+            "listeners.tcp.1": f"{ports.HOST}:{self.port}",
+            "management.tcp.ip": ports.HOST,
+            "management.tcp.port": self.management_port,
+            "log.file": "node.log",
+            "log.console": "false",
+            "disk_free_limit.absolute": "10MB",
+            "raft.wal_max_size_bytes": 64 << 20,
+        }
+        if tls:
+            settings |= {
+                "listeners.ssl.1": f"{ports.HOST}:{self.tls_port}",
+                "ssl_options.cacertfile": str(tls.ca),
+                "ssl_options.certfile": str(tls.certificate),
+                "ssl_options.keyfile": str(tls.key),
+                "ssl_options.verify": "verify_peer" if tls.verify_client else "verify_none",
+                "ssl_options.fail_if_no_peer_cert": "true" if tls.verify_client else "false",
+            }
+        lines = [f"{key} = {value}\n" for key, value in (settings | dict(more)).items()]
+        (self._directory / "rabbitmq.conf").write_text("".join(lines))
+        (self._directory / "rabbitmq-env.conf").write_text("")
+        # A vhost through the management API costs milliseconds, through rabbitmqctl seconds.
+        (self._directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
+
+    def _make_environment(self) -> dict[str, str]:
+        at = self._directory
+        # Two schedulers are plenty for tests, and on small machines idle ones must not spin.
+        erl = "+S 2:2 +SDcpu 1 +SDio 4 +A 4 -kernel inet_dist_use_interface {127,0,0,1}"
+        return clean_environment("RABBITMQ_", "ERL_", "NOTIFY_SOCKET", "LC_", "LANG") | {
+            "HOME": str(at / "home"),
+            "LC_ALL": "C.UTF-8",
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_EPMD_ADDRESS": ports.HOST,
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(self._dist_port),
+            "RABBITMQ_MNESIA_BASE": str(at / "data"),
+            "RABBITMQ_LOG_BASE": str(at / "log"),
+            "RABBITMQ_PID_FILE": str(at / "pid"),
+            "RABBITMQ_CONF_ENV_FILE": str(at / "rabbitmq-env.conf"),
+            "RABBITMQ_CONFIG_FILE": str(at / "rabbitmq.conf"),
+            "RABBITMQ_CONFIG_FILES": str(at / "conf.d"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(at / "enabled_plugins"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": erl,
+        }
+
+
+def _answers(port: int, greeting: bytes) -> bool:
+    """Whether something listens there and, if it was greeted, says something back."""
+    try:
+        with socket.create_connection((ports.HOST, port), timeout=2) as connection:
+            connection.sendall(greeting)
+            return not greeting or len(connection.recv(1)) == 1
+    except OSError:
+        return False
+
+
+def _find_programs() -> Path:
+    on_path = shutil.which("rabbitmq-server")
+    for home in [*_HOMES, *([str(Path(on_path).resolve().parent)] if on_path else [])]:
+        if (Path(home) / "rabbitmq-server").exists():
+            return Path(home)
+    raise StartFailed("RabbitMQ is not installed; .ci/setup servers installs it")
+
+
+def _find(program: str) -> str:
+    found = shutil.which(program)
+    if not found:
+        raise StartFailed(f"{program} is not on PATH; it comes with Erlang, which .ci/setup servers installs")
+    return found

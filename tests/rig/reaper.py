@@ -1,0 +1,81 @@
+"""The process that ends our servers when we cannot: it watches a pipe, and when we are gone, however, it cleans up.
+
+Run by `processes.py` as `python reaper.py`, in a session of its own so that Ctrl-C does not reach it. A line on its standard
+input is one instruction; the end of the input is the death of whoever wrote them.
+
+    watch PID SIGNAL    end this process and its descendants: SIGNAL first, SIGKILL for whoever is left
+    forget PID          it was ended properly
+    remove DIRECTORY    delete this directory, after the processes
+    forget DIRECTORY    it was deleted properly
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterable
+
+import psutil
+
+GRACE_SECONDS = 5.0
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and its descendants, parents first; empty when it is gone."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def send(processes: Iterable[psutil.Process], sig: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(sig)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def end(pid: int, sig: int, grace: float = GRACE_SECONDS) -> None:
+    """End the process and all its descendants, paused ones included, and return when they are gone.
+
+    `sig` goes to the process alone, which has `grace` seconds to end its own children; SIGKILL goes to all.
+    """
+    processes = family(pid)
+    if not processes:
+        return
+    send(processes, signal.SIGCONT)
+    if sig != signal.SIGKILL:
+        send(processes[:1], sig)
+        _, processes = psutil.wait_procs(processes, timeout=grace)
+    send(processes, signal.SIGKILL)
+    psutil.wait_procs(processes, timeout=grace)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes: dict[str, int] = {}
+    directories: dict[str, None] = {}
+    for line in sys.stdin:
+        verb, _, rest = line.rstrip("\n").partition(" ")
+        if verb == "watch":
+            pid, sig = rest.split()
+            processes[pid] = int(sig)
+        elif verb == "remove":
+            directories[rest] = None
+        else:
+            processes.pop(rest, None)
+            directories.pop(rest, None)
+    for pid_text, sig_number in processes.items():
+        end(int(pid_text), sig_number)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    os.chdir("/")
+    main()
