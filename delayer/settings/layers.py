@@ -74,6 +74,11 @@ class Merged:
         """Put one layer on top."""
         self._lay(self.values, values, origin, ())
 
+    def put(self, section: str, name: str, value: object, origin: str) -> None:
+        """Set one value in a section that exists."""
+        self.values[section][name] = value
+        self._origins[section, name] = origin
+
     def _lay(self, under: dict[str, Any], values: Mapping[str, Any], origin: Origin, at: Key) -> None:
         for one, other in (("url", "url_file"), ("url_file", "url")):
             if one in values and other in values:
@@ -122,8 +127,9 @@ def environment(environ: Mapping[str, str], problems: list[Problem]) -> tuple[di
         if name in names:
             entries.append((names[name], environ[name], source))
         else:
-            hint = "routes are set together: DELAYER_ROUTE='[{…}]'" if name.startswith("DELAYER_ROUTE_") else ""
-            problems.append(unknown_key(source, "", name, names, hint))
+            into_route = name.startswith("DELAYER_ROUTE_")
+            hint = "routes are set together: DELAYER_ROUTE='[{…}]'" if into_route else ""
+            problems.append(unknown_key(source, "", name, () if into_route else names, hint))
     return _texts(entries, problems)
 
 
@@ -132,7 +138,7 @@ def flags(given: Mapping[str, str], problems: list[Problem]) -> tuple[dict[str, 
     names = {".".join(key): key for key in known_keys()}
     entries: list[tuple[Key, str, str]] = []
     for name, text in given.items():
-        source = FLAGS.get(name, f"flag --set {name}")
+        source = f"flag {FLAGS.get(name, f'--set {name}')}"
         if name in names:
             entries.append((names[name], text, source))
         else:

@@ -85,7 +85,7 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:
                 _note(merged, key, "a file that can be read", show(table[name]), str(reason))
                 continue
             if name == "url_file" and "url" not in table:
-                merged.lay({section: {"url": content.strip(), name: table[name]}}, _constant(table[name]))
+                merged.put(section, "url", content.strip(), table[name])
 
 
 def _note(merged: Merged, key: Key, expected: str, found: str, hint: str = "") -> None:
@@ -138,10 +138,6 @@ def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
         elif isinstance(part, str):
             model = layers.keys_of(model)[part].annotation  # type: ignore[assignment]  # sections only
     return dict(layers.keys_of(model))
-
-
-def _constant(origin: str) -> layers.Origin:
-    return lambda key: origin
 
 
 def _between_keys(merged: Merged) -> list[Problem]:

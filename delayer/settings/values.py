@@ -125,7 +125,7 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
     except ValueError:
         # urllib's own words repeat pieces of the URL, and a password may be among them.
         raise Expected(f"{wanted}; characters like / @ : # in a password are written %2F %40 %3A %23") from None
-    if parts.scheme not in schemes or not value.isprintable() or " " in value or port == 0:
+    if parts.scheme not in schemes or "://" not in value or not value.isprintable() or " " in value or port == 0:
         raise Expected(wanted)
     return SecretUrl(value)
 

@@ -1,0 +1,371 @@
+"""Layers, defaults, files, and what a running daemon can take over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from delayer.settings import ConfigError, Route, Settings, config_file, duration_ms, duration_text, load, loading
+from delayer.settings.layers import env_name, keys_of, known_keys
+
+ROOT = Path(__file__).parents[2]
+DAY_MS = 86_400_000
+
+
+@pytest.fixture(autouse=True)
+def _no_system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "etc" / "delayer.toml")
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    settings = load(None, {}, {})
+    assert settings.mode == "store"
+    assert settings.broker.url.reveal() == "amqp://guest:guest@localhost:5672/"
+    assert settings.broker_url == "amqp://guest:guest@localhost:5672/?heartbeat=20"
+    assert settings.intake.queue == "delays"
+    assert settings.intake.prefetch == 5000
+    assert settings.intake.max_delay_ms == 3650 * DAY_MS
+    (route,) = settings.routes
+    assert (route.from_, route.to, route.routing_key, route.finish) == ("delayer.in", "delayer.out", "", "daemon")
+    assert route.delay_from == ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
+    assert (route.default_delay_ms, route.allow_exchanges) == (0, ())
+    assert (settings.native.cascade, settings.native.prefix) == ("delayer", "delayer.")
+    assert settings.native.due_queue == "delays.due"
+    assert settings.store_url == "postgresql://localhost/delayer"
+    assert (settings.store.park_beyond_ms, settings.store.lanes) == (0, 2)
+    assert settings.refused.queue == "delays.refused"
+    assert settings.http.listen == "127.0.0.1:9419"
+    assert (settings.log.format, settings.log.level) == ("json", "info")
+
+
+# --- durations ---
+
+
+@pytest.mark.parametrize(
+    ("text", "amount_ms"),
+    [
+        ("0s", 0),
+        ("0ms", 0),
+        ("250ms", 250),
+        ("1s", 1000),
+        ("10s", 10_000),
+        ("5m", 300_000),
+        ("12h", 43_200_000),
+        ("3650d", 3650 * DAY_MS),
+        ("268435455s", 268_435_455_000),
+        ("36500d", 36_500 * DAY_MS),
+        (" 10s ", 10_000),
+    ],
+)
+def test_duration(text: str, amount_ms: int) -> None:
+    assert duration_ms(text) == amount_ms
+    assert duration_ms(duration_text(amount_ms)) == amount_ms
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        10,
+        0,
+        1.5,
+        True,
+        None,
+        "",
+        "10",
+        "s",
+        "-1s",
+        "1.5s",
+        "10 s",
+        "1h30m",
+        "10S",
+        "1w",
+        "٣s",
+        "36501d",
+        "9" * 99 + "s",
+    ],
+)
+def test_not_a_duration(value: object) -> None:
+    with pytest.raises(ValueError, match="duration"):
+        duration_ms(value)
+
+
+def test_a_bare_number_is_told_its_unit() -> None:
+    with pytest.raises(ValueError, match='write "10s" or "10ms"'):
+        duration_ms(10)
+
+
+# --- layers ---
+
+LAYERS = ("file", "environment", "flags")
+
+
+@pytest.mark.parametrize("chosen", [*itertools.combinations(LAYERS, 1), *itertools.combinations(LAYERS, 2), LAYERS])
+def test_the_later_layer_wins(chosen: tuple[str, ...], tmp_path: Path) -> None:
+    """Every pair of layers: the shared key is the later one's, and neither loses a key that only it has."""
+    own = {"file": "queue", "environment": "max_delay", "flags": "prefetch"}
+    value = {"queue": "q", "max_delay": "7d", "prefetch": "77"}
+    file = tmp_path / "f.toml"
+    if "file" in chosen:
+        write(file, '[intake]\nqueue = "q"\n[refused]\nqueue = "file"\n')
+    else:
+        write(file, "")
+    environ = {"DELAYER_REFUSED__QUEUE": "environment", "DELAYER_INTAKE__MAX_DELAY": "7d"}
+    flags = {"refused.queue": "flags", "intake.prefetch": "77"}
+    settings = load(file, environ if "environment" in chosen else {}, flags if "flags" in chosen else {})
+    assert settings.refused.queue == chosen[-1]
+    found = {
+        "queue": settings.intake.queue,
+        "max_delay": duration_text(settings.intake.max_delay_ms),
+        "prefetch": str(settings.intake.prefetch),
+    }
+    defaults = {"queue": "delays", "max_delay": "3650d", "prefetch": "5000"}
+    expected = defaults | {own[layer]: value[own[layer]] for layer in chosen}
+    assert found == expected
+
+
+@pytest.mark.parametrize("key", [key for key in known_keys() if len(key) == 2 or key in {("mode",), ("route",)}])
+def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_path: Path) -> None:
+    some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://h"))
+    texts = {
+        ("mode",): "native",
+        ("route",): '[{"from": "a", "to": "b"}]',
+        ("broker", "url"): "amqps://h",
+        ("broker", "verify"): "false",
+        ("broker", "heartbeat"): "5s",
+        ("broker", "management_url"): "http://h:15672",
+        ("intake", "prefetch"): "9",
+        ("intake", "max_delay"): "9d",
+        ("native", "cascade"): "celery",
+        ("store", "url"): "postgres://h/d",
+        ("store", "park_beyond"): "9s",
+        ("store", "lanes"): "9",
+        ("http", "listen"): "[::1]:80",
+        ("log", "format"): "console",
+        ("log", "level"): "debug",
+    }
+    text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
+    base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}
+    plain = load(None, base, {})
+    by_environment = load(None, base | {env_name(key): text}, {})
+    assert by_environment == load(None, base, {".".join(key): text})
+    live, restart = plain.diff(by_environment)
+    assert ".".join(key) in live + restart
+
+
+def test_a_table_as_json_and_one_of_its_keys_beside_it() -> None:
+    environ = {"DELAYER_INTAKE": '{"queue": "q", "prefetch": 7}', "DELAYER_INTAKE__PREFETCH": "8"}
+    settings = load(None, environ, {})
+    assert (settings.intake.queue, settings.intake.prefetch) == ("q", 8)
+
+
+def test_routes_replace_each_other_as_a_whole(tmp_path: Path) -> None:
+    file = write(tmp_path / "f.toml", '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\n')
+    assert [route.from_ for route in load(file, {}, {}).routes] == ["a", "b"]
+    environ = {"DELAYER_ROUTE": json.dumps([{"from": "c", "to": "d", "default_delay": "5m"}])}
+    (route,) = load(file, environ, {}).routes
+    assert (route.from_, route.to, route.default_delay_ms) == ("c", "d", 300_000)
+
+
+def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = tmp_path / "system.toml"
+    monkeypatch.setattr(loading, "SYSTEM_FILE", system)
+    environ = {"DELAYER_CONFIG": "/of/the/environment"}
+    assert config_file(None, {}) is None
+    assert config_file(None, {"DELAYER_CONFIG": ""}) is None
+    write(system, 'mode = "native"')
+    assert config_file(None, {}) == system
+    assert load(None, {}, {}).mode == "native"
+    assert config_file(None, environ) == Path("/of/the/environment")
+    assert config_file(Path("/given"), environ) == Path("/given")
+
+
+def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> None:
+    environ = {
+        "DELAYER_SERVICE_HOST": "10.0.0.1",
+        "DELAYER_SERVICE_PORT_HTTP": "9419",
+        "DELAYER_PORT": "tcp://10.0.0.1:9419",
+        "DELAYER_PORT_9419_TCP_ADDR": "10.0.0.1",
+        "DELAYER_FAULT": "park.copied",
+        "PATH": "/bin",
+    }
+    assert load(None, environ, {}) == load(None, {}, {})
+
+
+# --- routes ---
+
+
+@pytest.mark.parametrize(
+    ("route", "finish"),
+    [
+        ({"from": "a", "to": "b"}, "daemon"),
+        ({"from": "a", "to": ""}, "broker"),
+        ({"from": "a"}, "broker"),
+        ({"from": "a", "finish": "daemon"}, "daemon"),
+        ({"from": "a", "to": "", "finish": "broker"}, "broker"),
+    ],
+)
+def test_finish(route: dict[str, str], finish: str) -> None:
+    assert Route.model_validate(route).finish == finish
+    assert Settings.model_validate({"route": [route]}).routes[0].finish == finish
+
+
+def test_route_from() -> None:
+    settings = load(None, {"DELAYER_ROUTE": '[{"from": ""}, {"from": "a", "to": "b"}]'}, {})
+    assert settings.route_from("a") is settings.routes[1]
+    assert settings.route_from("") is settings.routes[0]
+    assert settings.route_from("c") is None
+
+
+# --- URLs and the files that hold them ---
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "expected"),
+    [
+        ("store", {}, "postgresql://localhost/delayer"),
+        ("native", {}, None),
+        ("native", {"store.url": "postgresql://h/d"}, "postgresql://h/d"),
+        ("store", {"store.url": "postgresql://h/d"}, "postgresql://h/d"),
+    ],
+)
+def test_native_mode_has_a_store_only_where_one_was_given(
+    mode: str, flags: dict[str, str], expected: str | None
+) -> None:
+    assert load(None, {"DELAYER_MODE": mode}, flags).store_url == expected
+
+
+def test_urls_from_files(tmp_path: Path) -> None:
+    write(tmp_path / "broker", "amqp://u:pw1@h/v\n")
+    write(tmp_path / "store", "postgresql://u:pw2@h/d")
+    file = write(
+        tmp_path / "f.toml",
+        '[broker]\nurl_file = "${CREDENTIALS_DIRECTORY}/broker"\n'
+        '[store]\nurl_file = "${CREDENTIALS_DIRECTORY}/store"\n',
+    )
+    settings = load(file, {"CREDENTIALS_DIRECTORY": str(tmp_path)}, {})
+    assert settings.broker_url == "amqp://u:pw1@h/v?heartbeat=20"
+    assert settings.store_url == "postgresql://u:pw2@h/d"
+
+
+def test_a_url_in_a_later_layer_beats_a_url_file_in_an_earlier_one(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "amqp://of-the-file")
+    file = write(tmp_path / "f.toml", f'[broker]\nurl_file = "{secret}"\n')
+    assert load(file, {}, {}).broker.url.reveal() == "amqp://of-the-file"
+    assert load(file, {"DELAYER_BROKER__URL": "amqp://later"}, {}).broker.url.reveal() == "amqp://later"
+    file = write(tmp_path / "f.toml", '[broker]\nurl = "amqp://earlier"\n')
+    assert load(file, {"DELAYER_BROKER__URL_FILE": str(secret)}, {}).broker.url.reveal() == "amqp://of-the-file"
+
+
+def test_broker_url_carries_tls_and_heartbeat(tmp_path: Path) -> None:
+    files = {name: str(write(tmp_path / name, "")) for name in ("ca.pem", "cert.pem", "key pem")}
+    flags = {
+        "broker.url": "amqps://u:p%40ss@h/v%2Fw",
+        "broker.ca_file": files["ca.pem"],
+        "broker.cert_file": files["cert.pem"],
+        "broker.key_file": files["key pem"],
+        "broker.verify": "false",
+        "broker.heartbeat": "5s",
+    }
+    url = load(None, {}, flags).broker_url
+    assert url.startswith("amqps://u:p%40ss@h/v%2Fw?heartbeat=5&cafile=%2F") or "cafile=/" in url
+    assert url.endswith("&verify=false")
+    assert "key%20pem" in url
+    assert load(None, {}, {"broker.url": "amqp://h?heartbeat=3&x=1"}).broker_url == "amqp://h?heartbeat=3&x=1"
+
+
+# --- secrets ---
+
+
+def test_no_password_in_any_text_of_the_settings() -> None:
+    flags = {
+        "broker.url": "amqp://user:hunter2@h",
+        "broker.management_url": "http://user:hunter2@h",
+        "store.url": "postgresql://user:hunter2@h/d?password=hunter2",
+    }
+    settings = load(None, {}, flags)
+    for text in (repr(settings), str(settings), f"{settings.broker}", repr(settings.store), str(settings.model_dump())):
+        assert "hunter2" not in text
+        assert "user" in text
+    assert "hunter2" in settings.broker_url
+    assert settings.management_url == "http://user:hunter2@h"
+
+
+# --- reload ---
+
+
+def test_diff() -> None:
+    old = load(None, {}, {})
+    new = load(
+        None,
+        {"DELAYER_ROUTE": '[{"from": "x"}]'},
+        {
+            "mode": "native",
+            "intake.max_delay": "1d",
+            "store.park_beyond": "1h",
+            "log.level": "debug",
+            "log.format": "console",
+            "broker.url": "amqp://other",
+            "intake.queue": "other",
+            "store.lanes": "4",
+        },
+    )
+    live, restart = old.diff(new)
+    assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", "store.park_beyond"]
+    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes"]
+    assert old.diff(old) == ([], [])
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(None, {}, {}).mode = "native"  # type: ignore[misc]
+
+
+# --- the file that we ship ---
+
+
+def test_the_shipped_file_loads_and_says_the_defaults() -> None:
+    shipped = load(ROOT / "config" / "delayer.toml", {}, {})
+    live, restart = load(None, {}, {}).diff(shipped)
+    assert live == []
+    assert restart == ["store.url"], "it names the default store, so that native mode would have one too"
+
+
+def test_the_shipped_file_names_every_key() -> None:
+    text = (ROOT / "config" / "delayer.toml").read_text()
+    # Commented keys count: they are lines of the form "# key = value".
+    lines = [line.removeprefix("# ").split(" = ")[0] for line in text.splitlines() if " = " in line]
+    for key in known_keys():
+        if len(key) == 2:
+            assert key[1] in lines, key
+        elif key == ("route",):
+            assert "[[route]]" in text
+        else:
+            assert f"[{key[0]}]" in text or key[0] in lines, key
+    for name in keys_of(Route):
+        assert name in lines, name
+
+
+def test_the_shipped_file_loads_with_its_comments_opened() -> None:
+    """What stands in comments is valid too: the routes' keys with their defaults."""
+    text = (ROOT / "config" / "delayer.toml").read_text()
+    route = text.partition("[[route]]")[2].partition("[native]")[0]
+    opened = "\n".join(line.removeprefix("# ") for line in route.splitlines() if " = [" in line or " = " in line)
+    table = tomllib.loads("\n".join(line for line in opened.splitlines() if line.split(" = ")[0] in keys_of(Route)))
+    assert set(table) == set(keys_of(Route))
+    assert Route.model_validate(table) == load(None, {}, {}).routes[0]
+
+
+def test_errors_do_not_come_one_at_a_time() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Path("/nowhere/at/all.toml"), {"DELAYER_MODE": "x"}, {"log.level": "y", "nope": "z"})
+    assert len(caught.value.problems) == 4
