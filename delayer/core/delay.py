@@ -76,7 +76,8 @@ def read_instant_ms(value: object) -> int:
             if instant is not None:
                 return instant
     raise UnreadableDelay(
-        f"expected an instant as integer epoch milliseconds, an RFC 3339 string or an AMQP timestamp, found {shown(value)}"
+        "expected an instant as integer epoch milliseconds, an RFC 3339 string or an AMQP timestamp, "
+        f"found {shown(value)}"
     )
 
 

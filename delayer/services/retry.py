@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from delayer.services.backoff import pause
+from delayer.core.backoff import pause
 
 
 class Retry:

@@ -1,7 +1,7 @@
 """From deliveries to what has to be done about them, without doing any of it. Pure but for the ids it is given.
 
 A batch is sorted into what goes to the store (parcels, cancels) and what is published (cascade, destination, refused
-queue). Each publication remembers its delivery, and what to hold if the broker will not route it.
+queue), each a publication that remembers its delivery.
 """
 
 from __future__ import annotations
@@ -14,25 +14,16 @@ from delayer.core import cascade
 from delayer.core.message import Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, decide
 from delayer.services import edits
+from delayer.services.dispatch import Publication
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 
 class Sorted(NamedTuple):
-    """A delivery, its properties (None where they are broken bytes), and the plan for it."""
+    """A delivery, its properties (None where they cannot be used), and the plan for it."""
 
     delivery: Delivery
     properties: Properties | None
     plan: Plan
-
-
-class Publication(NamedTuple):
-    """A publish on behalf of a delivery. ``parcel`` is what to hold if the broker will not route it; None where it
-    must get through (cascade, refused queue), and the delivery is given back otherwise."""
-
-    delivery: Delivery
-    outgoing: Outgoing
-    parcel: Parcel | None = None
-    refusal: str = ""
 
 
 @dataclass(slots=True)
@@ -47,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The places that a publication may go to, and how long its properties may be."""
+    """The places that a publication may go to, and how many bytes of properties fit a frame."""
 
     levels: cascade.Cascade
     due_queue: bytes
@@ -57,24 +48,24 @@ class Names:
 
 def sort(delivery: Delivery, policy: Policy, now_ms: int, max_properties: int) -> Sorted:
     """Read what the message asks for and decide. Broken bytes are a reason to refuse, never an exception."""
+    if len(delivery.properties) + edits.ROOM > max_properties:
+        return _unusable(
+            delivery,
+            f"the properties are too long to carry: expected at most {max_properties - edits.ROOM} bytes, "
+            f"found {len(delivery.properties)}",
+        )
     try:
         properties = Properties.parse(delivery.properties)
-    except MalformedProperties as broken:
-        return Sorted(delivery, None, Refuse(f"malformed properties: {broken}"))
-    try:
         ask = edits.asked(delivery, properties)
+    except MalformedProperties as broken:
+        return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
-        return Sorted(delivery, None, Refuse(f"malformed header table: {broken}"))
-    if len(delivery.properties) + edits.ROOM > max_properties:
-        return Sorted(
-            delivery,
-            None,
-            Refuse(
-                f"the properties are too long to carry: expected at most {max_properties - edits.ROOM} bytes, "
-                f"found {len(delivery.properties)}"
-            ),
-        )
+        return _unusable(delivery, f"malformed header table: {broken}")
     return Sorted(delivery, properties, decide(ask, policy, now_ms))
+
+
+def _unusable(delivery: Delivery, reason: str) -> Sorted:
+    return Sorted(delivery, None, Refuse(reason))
 
 
 def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes]) -> Work:
@@ -84,55 +75,55 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
         match plan:
             case Park():
                 work.parked.append(delivery)
-                work.parcels.append(_parcel(delivery, plan.due_ms, plan.target, plan.key))
+                work.parcels.append(parcel(delivery, plan.due_ms, plan.target, plan.key))
             case Cancel():
                 work.parked.append(delivery)
                 work.cancels.append(plan.key)
             case Refuse():
-                work.publications.append(_refusal(delivery, plan.reason, names, new_id()))
+                work.publications.append(to_refused(delivery, plan, names, new_id()))
             case AtOnce() if properties is not None:
-                work.publications.append(_at_once(delivery, properties, plan, new_id()))
+                token = new_id()
+                released = edits.released(properties, token, plan.due_ms)
+                due = parcel(delivery, plan.due_ms, plan.target)
+                work.publications.append(to_target(delivery, due, token, released))
             case Cascade() if properties is not None:
                 work.publications.append(_into_cascade(delivery, properties, plan, names, new_id()))
             case _:
-                raise AssertionError(f"a plan without readable properties: {plan}")
+                raise AssertionError(f"a plan without usable properties: {plan}")
     return work
 
 
-def _parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
+def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
+    """The delivery as it was received, and what was decided. A route is known by the exchange it is from."""
+    route = delivery.exchange
     return Parcel(
-        due_ms,
-        delivery.exchange,
-        delivery.exchange,
-        delivery.routing_key,
-        target,
-        delivery.properties,
-        delivery.body,
-        key,
+        due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
     )
 
 
-def _at_once(delivery: Delivery, properties: Properties, plan: AtOnce, token: bytes) -> Publication:
-    outgoing = Outgoing(*plan.target, edits.released(properties, token, plan.due_ms), delivery.body, token)
-    return Publication(delivery, outgoing, _parcel(delivery, plan.due_ms, plan.target))
+def to_target(delivery: Delivery, due: Parcel, token: bytes, released: bytes) -> Publication:
+    """Publish to the destination; hold it if that fails."""
+    return Publication(delivery, Outgoing(due.target.exchange, due.target.routing_key, released, due.body, token), due)
 
 
-def _into_cascade(
-    delivery: Delivery, properties: Properties, plan: Cascade, names: Names, token: bytes
-) -> Publication:
-    if plan.finish is Finish.BROKER:
-        address = plan.target.routing_key
-        carried = edits.for_the_broker(properties, token, plan.due_ms)
-    else:
-        address = names.due_queue
-        carried = edits.enveloped(_parcel(delivery, plan.due_ms, plan.target), token)
-    entry = names.levels.entry(plan.seconds).encode()
-    return Publication(
-        delivery, Outgoing(entry, cascade.routing_key(plan.seconds, address), carried, delivery.body, token)
-    )
-
-
-def _refusal(delivery: Delivery, reason: str, names: Names, token: bytes) -> Publication:
-    properties, token = edits.refused(delivery, reason, token, names.max_properties)
+def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> Publication:
+    """Set aside in the refused queue."""
+    properties = edits.refused(delivery, plan.reason, token, names.max_properties)
     outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, token)
-    return Publication(delivery, outgoing, refusal=reason)
+    return Publication(delivery, outgoing, refusal=plan.reason)
+
+
+def through_the_cascade(delivery: Delivery, carried: Parcel, token: bytes, seconds: int, names: Names) -> Publication:
+    """Into the cascade in an envelope, towards the daemon's own due queue."""
+    entry = names.levels.entry(seconds).encode()
+    key = cascade.routing_key(seconds, names.due_queue)
+    return Publication(delivery, Outgoing(entry, key, edits.enveloped(carried, token), carried.body, token))
+
+
+def _into_cascade(delivery: Delivery, properties: Properties, plan: Cascade, names: Names, token: bytes) -> Publication:
+    if plan.finish is Finish.DAEMON:
+        return through_the_cascade(delivery, parcel(delivery, plan.due_ms, plan.target), token, plan.seconds, names)
+    entry = names.levels.entry(plan.seconds).encode()
+    key = cascade.routing_key(plan.seconds, plan.target.routing_key)
+    carried = edits.for_the_broker(properties, token, plan.due_ms)
+    return Publication(delivery, Outgoing(entry, key, carried, delivery.body, token))

@@ -1,0 +1,132 @@
+"""The consuming side of the relay: deliveries gathered into batches, bounded by bytes as well as by count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final
+
+import structlog
+
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.core.message import Delivery
+from delayer.wire.channel import Channel
+from delayer.wire.connection import Connection
+from delayer.wire.errors import ConsumerCancelled
+
+log = structlog.get_logger(__name__)
+
+IDLE: Final = 1.0
+"""Seconds after which an idle next_batch returns, so that its caller can look around."""
+CONNECT: Final = 2.0
+"""Seconds that a subscription waits for a connection before its caller is told."""
+BATCH_BYTES: Final = 8 << 20
+BUFFER_BYTES: Final = 32 << 20
+"""Above this many bytes waiting here the socket is not read any more; the rest stays with the broker. The prefetch
+counts messages, and five thousand of 1 MB would be five gigabytes."""
+
+
+class RelayConsumer:
+    """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    async def subscribe(self, queue: str, prefetch: int) -> RelaySubscription:
+        """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
+        connection = await self._relay.connection(CONNECT)
+        channel = await connection.channel()
+        subscription = RelaySubscription(connection, channel, queue)
+        await channel.qos(prefetch)
+        await subscription.begin()
+        return subscription
+
+
+class RelaySubscription:
+    """Satisfies ports.Subscription."""
+
+    def __init__(self, connection: Connection, channel: Channel, queue: str) -> None:
+        self._connection = connection
+        self._channel = channel
+        self._queue = queue
+        self._consumer_tag: str | None = None
+        self._buffer: deque[Delivery] = deque()
+        self._bytes = 0
+        self._paused = False
+        self._cancelled = False
+        self._arrived = asyncio.Event()
+        # Also wakes a waiting next_batch when the channel ends.
+        channel.closed.add_done_callback(lambda _: self._arrived.set())
+
+    async def begin(self) -> None:
+        """Start the consumer. Raises BrokerLost."""
+        self._consumer_tag = await self._channel.consume(self._queue, self._on_delivery, self._on_cancelled)
+
+    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
+        """See ports.Subscription."""
+        if not self._buffer:
+            self._arrived.clear()
+            self._raise_if_lost()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), IDLE)
+            except TimeoutError:
+                return []
+        if len(self._buffer) < limit and self._bytes < BATCH_BYTES:
+            await asyncio.sleep(gather)
+        self._raise_if_lost()
+        return self._take(limit)
+
+    def ack(self, tag: int, *, multiple: bool) -> None:
+        """See ports.Subscription."""
+        if not self._channel.closed.done():
+            self._channel.ack(tag, multiple=multiple)
+
+    async def stop_deliveries(self) -> None:
+        """See ports.Subscription."""
+        self._resume()  # or the broker's answer would never be read
+        if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():
+            await self._channel.cancel(self._consumer_tag)
+
+    async def close(self) -> None:
+        """See ports.Subscription."""
+        self._buffer.clear()
+        self._resume()
+        await self._channel.close()
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        self._buffer.append(delivery)
+        self._bytes += len(delivery.body) + len(delivery.properties)
+        if self._bytes > BUFFER_BYTES and not self._paused:
+            self._paused = True
+            self._connection.pause_reading()
+        self._arrived.set()
+
+    def _on_cancelled(self) -> None:
+        log.warning("consumer cancelled by the broker", queue=self._queue)
+        self._cancelled = True
+        self._arrived.set()
+
+    def _raise_if_lost(self) -> None:
+        """What is still buffered then is not handed out: the broker delivers it again to somebody."""
+        if self._cancelled:
+            raise ConsumerCancelled(f"the broker cancelled the consumer of queue {self._queue!r}")
+        if self._channel.closed.done():
+            raise BrokerLost(f"consumer of queue {self._queue!r}: {self._channel.closed.result()}")
+
+    def _take(self, limit: int) -> list[Delivery]:
+        batch: list[Delivery] = []
+        taken = 0
+        while self._buffer and len(batch) < limit and taken < BATCH_BYTES:
+            delivery = self._buffer.popleft()
+            taken += len(delivery.body) + len(delivery.properties)
+            batch.append(delivery)
+        self._bytes -= taken
+        if self._bytes < BUFFER_BYTES // 2:
+            self._resume()
+        return batch
+
+    def _resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._connection.resume_reading()

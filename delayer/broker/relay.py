@@ -1,0 +1,81 @@
+"""One connection of the hot path that comes back by itself. The relay's publisher and consumer stand on it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import structlog
+
+from delayer.core.backoff import pause
+from delayer.core.errors import BrokerLost
+from delayer.wire.address import Address
+from delayer.wire.connection import Connection
+
+log = structlog.get_logger(__name__)
+
+
+class Relay:
+    """Keeps one connection open, from :meth:`start` to :meth:`close`."""
+
+    def __init__(self, address: Address, name: str, *, heartbeat: float, timeout: float = 10.0) -> None:
+        self._address = address
+        self._name = name
+        self._heartbeat = heartbeat
+        self._timeout = timeout
+        self._connection: Connection | None = None
+        self._connected = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def current(self) -> Connection | None:
+        """The open connection, if there is one now."""
+        return self._connection
+
+    def start(self) -> None:
+        """Begin to connect, and to connect again whenever the connection is lost."""
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._name}")
+
+    async def connection(self, timeout: float) -> Connection:
+        """The open connection. Raises BrokerLost if there is none after ``timeout`` seconds."""
+        try:
+            await asyncio.wait_for(self._connected.wait(), timeout)
+        except TimeoutError as late:
+            raise BrokerLost(f"no connection to {self._address} for {timeout:g} s") from late
+        if self._connection is None:
+            raise BrokerLost(f"the connection to {self._address} is lost")
+        return self._connection
+
+    async def close(self) -> None:
+        """Close and stop connecting. Safe to call twice, and before start."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait({keeper})
+        connection, self._connection = self._connection, None
+        self._connected.clear()
+        if connection is not None:
+            await connection.close()
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            try:
+                connection = await Connection.open(
+                    self._address, name=self._name, heartbeat=self._heartbeat, timeout=self._timeout
+                )
+            except BrokerLost as lost:
+                # Also for a refused password or a missing vhost: operators repair those while we wait.
+                log.warning("broker unreachable", connection=self._name, broker=str(self._address), reason=str(lost))
+                await asyncio.sleep(pause(failures, random.random()))
+                failures += 1
+                continue
+            failures = 0
+            log.info("broker connected", connection=self._name, broker=str(self._address))
+            self._connection = connection
+            self._connected.set()
+            reason = await asyncio.shield(connection.closed)
+            self._connected.clear()
+            self._connection = None
+            log.warning("broker connection lost", connection=self._name, reason=str(reason))

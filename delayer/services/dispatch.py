@@ -1,0 +1,93 @@
+"""Publishing on behalf of deliveries: what got through is accepted, what could not be routed is held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import structlog
+
+from delayer.core.errors import BrokerLost
+from delayer.core.message import Confirmed, Delivery, Nacked, Outcome, Outgoing, Parcel, Returned
+from delayer.faultpoint import reach
+from delayer.services.counting import Counters
+from delayer.services.ports import Holder, Publisher
+from delayer.services.settle import Settler
+
+log = structlog.get_logger(__name__)
+
+
+class NotTaken(BrokerLost):
+    """The cascade, the refused or the strays queue did not take what it must take. The delivery is given back."""
+
+
+class Publication(NamedTuple):
+    """A publish on behalf of a delivery.
+
+    ``parcel`` is what to hold if the broker will not route it; None where it must get through (cascade, refused
+    queue), and the delivery is given back otherwise. ``refusal`` is the reason if this is a refused message.
+    """
+
+    delivery: Delivery
+    outgoing: Outgoing
+    parcel: Parcel | None = None
+    refusal: str = ""
+
+
+class Dispatch:
+    """Publishes, holds, accepts."""
+
+    def __init__(self, publisher: Publisher, holder: Holder, counters: Counters) -> None:
+        self._publisher = publisher
+        self._holder = holder
+        self._counters = counters
+
+    async def __call__(self, publications: Sequence[Publication], settler: Settler) -> None:
+        """Settle the delivery of every publication.
+
+        Raises BrokerLost, StoreLost; NotTaken after everything else is settled.
+        """
+        if not publications:
+            return
+        outcomes = await self._publisher.publish([publication.outgoing for publication in publications])
+        reach("intake.confirmed")
+        through: list[int] = []
+        astray: list[tuple[Publication, Parcel, str]] = []
+        stuck: list[str] = []
+        for publication, outcome in zip(publications, outcomes, strict=True):
+            if isinstance(outcome, Confirmed):
+                through.append(publication.delivery.tag)
+                self._count(publication)
+            elif publication.parcel is not None:
+                astray.append((publication, publication.parcel, why(outcome)))
+            else:
+                stuck.append(f"exchange {publication.outgoing.exchange.decode('utf-8', 'replace')!r}: {why(outcome)}")
+        settler.accept(through)
+        if astray:
+            await self._holder.hold([(parcel, reason) for _, parcel, reason in astray])
+            settler.accept(publication.delivery.tag for publication, _, _ in astray)
+        if stuck:
+            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
+
+    def _count(self, publication: Publication) -> None:
+        if publication.refusal:
+            self._counters.add("refused", 1)
+            log.warning(
+                "message refused",
+                reason=publication.refusal,
+                exchange=publication.delivery.exchange,
+                routing_key=publication.delivery.routing_key,
+            )
+        else:
+            self._counters.add("released" if publication.parcel is not None else "cascaded", 1)
+
+
+def why(outcome: Outcome) -> str:
+    """An unhappy outcome in words, as a reason for holding."""
+    match outcome:
+        case Returned(code, text):
+            return f"returned: {code} {text}"
+        case Nacked():
+            return "nacked: the destination would not take it"
+        case Confirmed():
+            raise AssertionError("a confirmed message needs no reason")

@@ -1,0 +1,69 @@
+"""The daemon's end of the cascade: messages come out of ``delays.due`` in their envelopes and go to their targets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from delayer.core.delay import seconds_until
+from delayer.core.message import Delivery
+from delayer.core.plan import Refuse
+from delayer.services import edits
+from delayer.services.dispatch import Dispatch, Publication
+from delayer.services.settle import Settler
+from delayer.services.sorting import Names, through_the_cascade, to_refused, to_target
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+
+MOMENT_MS: Final = 1000
+"""What comes out of the cascade early by less than this waits here; by more, it goes back in."""
+
+
+class DueCarrier:
+    """Carries batches of the due queue.
+
+    The cascade measures durations, by the broker's clock; the due instant was computed by a daemon's clock. Where they
+    disagree the later one rules: never early.
+    """
+
+    def __init__(
+        self,
+        *,
+        now_ms: Callable[[], int],
+        names: Callable[[], Names],
+        dispatch: Dispatch,
+        new_id: Callable[[], bytes],
+    ) -> None:
+        self._now_ms = now_ms
+        self._names = names
+        self._dispatch = dispatch
+        self._new_id = new_id
+
+    async def __call__(self, batch: Sequence[Delivery], settler: Settler) -> None:
+        """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
+        now_ms = self._now_ms()
+        early_ms = 0
+        publications = []
+        for delivery in batch:
+            publication, due_ms = self._publication(delivery, now_ms)
+            publications.append(publication)
+            if due_ms - now_ms <= MOMENT_MS:
+                early_ms = max(early_ms, due_ms - now_ms)
+        if early_ms:
+            await asyncio.sleep(early_ms / 1000)
+        await self._dispatch(publications, settler)
+
+    def _publication(self, delivery: Delivery, now_ms: int) -> tuple[Publication, int]:
+        names = self._names()
+        try:
+            envelope = edits.opened(Properties.parse(delivery.properties), delivery.body)
+            inner = Properties.parse(envelope.parcel.properties)
+            released = edits.released(inner, envelope.id, envelope.parcel.due_ms)
+        except (edits.NoEnvelope, MalformedProperties, MalformedTable) as broken:
+            reason = f"not a message of the cascade: {broken}"
+            return to_refused(delivery, Refuse(reason), names, self._new_id()), now_ms
+        due_ms = envelope.parcel.due_ms
+        if due_ms - now_ms > MOMENT_MS:
+            seconds = seconds_until(due_ms, now_ms)
+            return through_the_cascade(delivery, envelope.parcel, envelope.id, seconds, names), due_ms
+        return to_target(delivery, envelope.parcel, envelope.id, released), due_ms

@@ -1,0 +1,222 @@
+"""What changes on the way (design, 4.4), as edits of property bytes. Everything else stays byte for byte.
+
+asked            what the planner needs to know of a message
+released         properties as they leave for the destination
+for_the_broker   the same, where the broker itself finishes the cascade
+enveloped        properties of the carrier that takes a message through the cascade, or to the strays
+opened           the way back out of that envelope
+refused          properties as they go to the refused queue
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from delayer.core.delay import UnreadableDelay, read_delay_ms
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.plan import CONSULTED, DELAY, Ask
+from delayer.wire.properties import (
+    MalformedProperties,
+    MalformedTable,
+    Properties,
+    byte_array,
+    encode_headers,
+    entry,
+    int64,
+    long_string,
+    negated,
+    splice,
+)
+
+ID: Final = b"x-delayer-id"
+DUE: Final = b"x-delayer-due"
+USER_ID: Final = b"x-delayer-user-id"
+EXPIRATION: Final = b"x-delayer-expiration"
+
+SAID: Final = frozenset(
+    {
+        b"x-deliver-at",
+        b"x-opt-delivery-delay",
+        b"x-opt-delivery-time",
+        b"x-delay-routing-key",
+        b"x-delay-exchange",
+        b"x-delay-key",
+        b"x-delay-cancel",
+    }
+)
+# x-death and its kin are the broker's own notes of a message's past. Kept, they would make RabbitMQ before 4.0 drop it
+# silently on its next trip through a cascade, which it takes for a dead-letter cycle.
+_REMOVED: Final = SAID | {b"x-death", b"x-delivery-count", ID, DUE}
+_REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
+_ROUTES: Final = frozenset({b"CC", b"BCC"})
+
+ROOM: Final = 2048
+"""Bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
+REASON: Final = 500
+
+
+def asked(delivery: Delivery, properties: Properties) -> Ask:
+    """What a message says. Of a repeated header the first one counts, as it does for the broker.
+
+    Raises MalformedTable.
+    """
+    headers: dict[bytes, object] = {}
+    acts_later = "expiration" in properties.spans
+    for field in properties.headers_items():
+        if field.name in CONSULTED:
+            headers.setdefault(field.name, field.value)
+        elif field.name in _ROUTES:
+            acts_later = True
+    return Ask(delivery.exchange, delivery.routing_key, headers, properties.timestamp, acts_later)
+
+
+def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
+    """As the message leaves for its destination. Raises MalformedTable."""
+    append = entry(ID, long_string(id)) + entry(DUE, int64(due_ms))
+    user_id = properties.user_id
+    if user_id is not None:
+        append += entry(USER_ID, long_string(user_id))
+    return splice(
+        properties,
+        remove=_REMOVED if user_id is None else _REMOVED | {USER_ID},
+        remove_prefixes=_REMOVED_PREFIXES,
+        replace=_turned(properties),
+        append=append,
+        drop=("user_id",),
+    )
+
+
+def _turned(properties: Properties) -> Mapping[bytes, bytes]:
+    """``x-delay`` with its sign turned: the plugin's mark for a delay that is over. One that is not positive is that
+    mark already; one that cannot be read was not what this message was delayed by, and stays."""
+    field = properties.get(DELAY)
+    if field is None:
+        return {}
+    try:
+        return {DELAY: negated(field.type, field.raw)} if read_delay_ms(field.value) > 0 else {}
+    except UnreadableDelay:
+        return {}
+
+
+def for_the_broker(properties: Properties, id: bytes, due_ms: int) -> bytes:
+    """As the message enters a cascade that the broker finishes: persistent, or a restart would lose it on the way.
+
+    Only for messages without ``expiration`` and ``CC``, which would act inside the cascade.
+    """
+    return splice(released(properties, id, due_ms), delivery_mode=2)
+
+
+_ENVELOPE: Final = b"x-delayer-envelope"
+_PROPERTIES: Final = b"x-delayer-properties"
+_ROUTE: Final = b"x-delayer-route"
+_EXCHANGE: Final = b"x-delayer-exchange"
+_ROUTING_KEY: Final = b"x-delayer-routing-key"
+_TO: Final = b"x-delayer-to"
+_TO_KEY: Final = b"x-delayer-to-key"
+_HELD: Final = b"x-delayer-held"
+
+# The rule for changing this: messages of an older format may be in the cascade for 8.5 years. A new format gets a new
+# number here, opened() goes on reading every older one, and tests/unit keeps bytes of each.
+FORMAT: Final = 1
+
+
+class NoEnvelope(ValueError):
+    """A message in the due queue that did not come out of our cascade; it says what is missing."""
+
+
+class Envelope(NamedTuple):
+    """What an envelope holds."""
+
+    id: bytes
+    parcel: Parcel
+
+
+def enveloped(parcel: Parcel, id: bytes, held: str = "") -> bytes:
+    """Properties of a carrier: the message's own, verbatim, in one header, and what was decided in others.
+
+    Nothing of the message can act or be re-encoded on the way; its body rides as it is.
+    """
+    headers = (
+        entry(ID, long_string(id))
+        + entry(DUE, int64(parcel.due_ms))
+        + entry(_ENVELOPE, int64(FORMAT))
+        + entry(_ROUTE, long_string(parcel.route))
+        + entry(_EXCHANGE, long_string(parcel.exchange))
+        + entry(_ROUTING_KEY, long_string(parcel.routing_key))
+        + entry(_TO, long_string(parcel.target.exchange))
+        + entry(_TO_KEY, long_string(parcel.target.routing_key))
+        + entry(_PROPERTIES, byte_array(parcel.properties))
+    )
+    if held:
+        headers += entry(_HELD, long_string(_reason(held)))
+    return encode_headers(headers, delivery_mode=2)
+
+
+def opened(properties: Properties, body: bytes) -> Envelope:
+    """The message inside a carrier. Raises NoEnvelope, MalformedTable."""
+    found = {field.name: field for field in properties.headers_items()}
+
+    def content(name: bytes) -> bytes:
+        if name not in found:
+            raise NoEnvelope(f"header {name.decode()} is missing")
+        return found[name].content
+
+    version = int.from_bytes(content(_ENVELOPE), "big")
+    if version != FORMAT:
+        raise NoEnvelope(f"expected envelope format {FORMAT}, found {version}")
+    parcel = Parcel(
+        int.from_bytes(content(DUE), "big", signed=True),
+        content(_ROUTE),
+        content(_EXCHANGE),
+        content(_ROUTING_KEY),
+        Target(content(_TO), content(_TO_KEY)),
+        content(_PROPERTIES),
+        body,
+    )
+    return Envelope(content(ID), parcel)
+
+
+_REFUSED: Final = b"x-delayer-refused"
+
+
+def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
+    """Properties of a refused message, and the token that they carry.
+
+    Everything is kept, but ``expiration`` and ``user_id`` become headers: the one would delete the message from the
+    refused queue, the other would make the broker close the channel. Where the header table is broken bytes, or full
+    to the frame's limit, the original properties go along whole in one header, or, if even that does not fit, alone.
+    """
+    gained = (
+        entry(ID, long_string(id))
+        + entry(_REFUSED, long_string(_reason(reason)))
+        + entry(_EXCHANGE, long_string(delivery.exchange))
+        + entry(_ROUTING_KEY, long_string(delivery.routing_key))
+    )
+    try:
+        kept = _with_gains(Properties.parse(delivery.properties), gained)
+        if len(kept) <= max_properties:
+            return kept, id
+        bare = splice(delivery.properties, drop=("user_id", "expiration"))
+    except (MalformedProperties, MalformedTable):
+        bare = encode_headers(gained)
+    wrapped = encode_headers(gained + entry(_PROPERTIES, byte_array(delivery.properties)))
+    # Alone they carry no token, so a return could not be told apart; the refused exchange has its queue, always.
+    return (wrapped, id) if len(wrapped) <= max_properties else (bare, b"")
+
+
+def _with_gains(properties: Properties, gained: bytes) -> bytes:
+    if properties.expiration is not None:
+        gained += entry(EXPIRATION, long_string(properties.expiration))
+    if properties.user_id is not None:
+        gained += entry(USER_ID, long_string(properties.user_id))
+    return splice(
+        properties,
+        remove=frozenset({ID, _REFUSED, _EXCHANGE, _ROUTING_KEY}),
+        append=gained,
+        drop=("user_id", "expiration"),
+    )
+
+
+def _reason(text: str) -> bytes:
+    return text.encode("utf-8", "replace")[:REASON]

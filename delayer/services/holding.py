@@ -1,0 +1,52 @@
+"""Setting aside what its destination would not take: in the store, or without one in the strays queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from delayer.core.message import Confirmed, Outgoing, Parcel
+from delayer.services import edits
+from delayer.services.counting import Counters
+from delayer.services.dispatch import NotTaken, why
+from delayer.services.ports import Publisher
+
+log = structlog.get_logger(__name__)
+
+
+def report(items: Sequence[tuple[Parcel, str]], counters: Counters) -> None:
+    """Count and log messages that are held now."""
+    counters.add("held", len(items))
+    for parcel, reason in items:
+        log.warning(
+            "message held",
+            reason=reason,
+            exchange=parcel.target.exchange,
+            routing_key=parcel.target.routing_key,
+            route=parcel.route,
+        )
+
+
+class StraysHolder:
+    """Holds in a queue of the broker: the strays queue of our own cascade, the refused queue beside a shared one.
+
+    The message goes there in its envelope, so nothing of it acts or expires while it waits for somebody to look.
+    """
+
+    def __init__(self, publisher: Publisher, exchange: bytes, new_id: Callable[[], bytes], counters: Counters) -> None:
+        self._publisher = publisher
+        self._exchange = exchange
+        self._new_id = new_id
+        self._counters = counters
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        batch = []
+        for parcel, reason in items:
+            token = self._new_id()
+            properties = edits.enveloped(parcel, token, reason)
+            batch.append(Outgoing(self._exchange, parcel.target.routing_key, properties, parcel.body, token))
+        for outcome in await self._publisher.publish(batch):
+            if not isinstance(outcome, Confirmed):
+                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to hold: {why(outcome)}")
+        report(items, self._counters)

@@ -1,0 +1,148 @@
+"""Releasing one lane: claim what is due, publish it, and forget it only when every confirm is here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from delayer.core.errors import BrokerLost, LaneLost, StoreLost
+from delayer.core.message import Confirmed, Due, Outgoing
+from delayer.faultpoint import reach
+from delayer.services import edits
+from delayer.services.counting import Counters
+from delayer.services.dispatch import why
+from delayer.services.ports import Lane, Publisher
+from delayer.services.retry import Retry
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+
+log = structlog.get_logger(__name__)
+
+SLICE: float = 1.0
+"""Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """How much one tick takes: large enough to share a commit, small enough to confirm well within the deadline."""
+
+    messages: int = 1000
+    body_bytes: int = 16 << 20
+
+
+class Release:
+    """The release loop of one lane."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        publisher: Publisher,
+        *,
+        portion: Portion,
+        beat: Callable[[], None],
+        counters: Counters,
+    ) -> None:
+        self._lane = lane
+        self._publisher = publisher
+        self._portion = portion
+        self._beat = beat
+        self._counters = counters
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Tick until stopping is set or the lane is lost; then let go of the lane."""
+        retry = Retry(stopping, self._beat)
+        try:
+            while not stopping.is_set():
+                self._beat()
+                if not self._publisher.ready:
+                    # A claim now would only keep a transaction open until its idle timeout ends it.
+                    await self._lane.wait(SLICE)
+                    continue
+                try:
+                    seconds = await self.tick()
+                    retry.succeeded()
+                except BrokerLost as lost:
+                    log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
+                    await self._lane.wait(0.0)
+                    await retry.pause()
+                    continue
+                if seconds > 0:
+                    await self._lane.wait(min(seconds, SLICE))
+        except LaneLost as lost:
+            log.warning("lane lost", lane=self._lane.number, reason=str(lost))
+        except StoreLost as lost:
+            log.warning("lane given up", lane=self._lane.number, reason=str(lost))
+        finally:
+            await self._lane.release()
+
+    async def tick(self) -> float:
+        """Do everything that is due, one portion of it; return the seconds until there is more to do.
+
+        Raises BrokerLost (the rows are back), LaneLost, StoreLost.
+        """
+        rows = await self._lane.claim(self._portion.messages, self._portion.body_bytes)
+        if not rows:
+            await self._lane.give_up()
+            return await self._lane.sleep_hint()
+        try:
+            released, held = await self._send(rows)
+        except BaseException:
+            # Whatever it was, cancellation included: nothing of this portion is known to be out, so the rows go back.
+            await self._lane.give_up()
+            raise
+        await self._lane.settle(released, held)
+        self._counters.add("released", len(released))
+        self._report(held)
+        return 0.0
+
+    async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, str]]]:
+        sendable: list[Due] = []
+        batch: list[Outgoing] = []
+        held: list[tuple[Due, str]] = []
+        for row in rows:
+            outgoing = prepared(row, self._publisher.max_properties)
+            if isinstance(outgoing, str):
+                held.append((row, outgoing))
+            else:
+                sendable.append(row)
+                batch.append(outgoing)
+        outcomes = await self._publisher.publish(batch)
+        reach("release.published")
+        released: list[Due] = []
+        for row, outcome in zip(sendable, outcomes, strict=True):
+            if isinstance(outcome, Confirmed):
+                released.append(row)
+            else:
+                held.append((row, why(outcome)))
+        return released, held
+
+    def _report(self, held: Sequence[tuple[Due, str]]) -> None:
+        for row, reason in held:
+            if row.attempts == 0:
+                self._counters.add("held", 1)
+            log.warning(
+                "message held",
+                id=row.id,
+                reason=reason,
+                attempts=row.attempts + 1,
+                exchange=row.parcel.target.exchange,
+                routing_key=row.parcel.target.routing_key,
+                route=row.parcel.route,
+            )
+
+
+def prepared(row: Due, max_properties: int) -> Outgoing | str:
+    """The message as it leaves, or the reason why it cannot."""
+    if not row.sound:
+        return "checksum: the stored bytes are not the ones that were parked, or their format is not known here"
+    token = b"%d" % row.id
+    try:
+        properties = edits.released(Properties.parse(row.parcel.properties), token, row.due_ms)
+    except (MalformedProperties, MalformedTable) as broken:
+        return f"malformed properties: {broken}"
+    if len(properties) > max_properties:
+        return f"the properties are too long to publish: expected at most {max_properties}, found {len(properties)}"
+    target = row.parcel.target
+    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token)
