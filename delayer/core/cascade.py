@@ -25,6 +25,9 @@ SHORT_STRING_BYTES = 255
 ADDRESS_BYTES = SHORT_STRING_BYTES - 2 * LEVELS
 """What a routing key leaves for the address: a digit and a dot for every level are gone."""
 
+NAME_BYTES = 127
+"""AMQP 0-9-1's limit for names of exchanges. RabbitMQ takes 255; client libraries, ours too, hold to the standard."""
+
 # RabbitMQ 4's default limit of 20 deletes a message after 21 lost connections, and -1 deletes it after one on 3.10.
 DELIVERY_LIMIT = 1_000_000
 
@@ -78,8 +81,8 @@ class Cascade:
             raise ValueError(
                 f"prefix: expected any but 'amq.', which the broker keeps for itself, found {self.prefix!r}"
             )
-        if len(self.level(0).encode()) > SHORT_STRING_BYTES:
-            raise ValueError(f"prefix: expected names of at most {SHORT_STRING_BYTES} bytes, found {self.prefix!r}")
+        if len(self.level(0).encode()) > NAME_BYTES:
+            raise ValueError(f"prefix: expected names of at most {NAME_BYTES} bytes, found {self.prefix!r}")
 
     @property
     def shared(self) -> bool:
@@ -127,7 +130,7 @@ class Cascade:
         """
         exchanges, queues, bindings = [], [], []
         for level in self.levels():
-            exchanges.append(Exchange(level.name, "topic", shared=self.shared))
+            exchanges.append(Exchange(level.name, "topic", shared=self.shared, closed=not self.shared))
             queues.append(Queue(level.name, self._queue_arguments(level), shared=self.shared))
             words = "*." * (LEVELS - 1 - level.number)
             bindings.append(Binding(level.name, level.name, "queue", f"{words}1.#"))
@@ -215,16 +218,18 @@ def intake_topology(
     ``sources`` may hold "": messages published straight to the queue, which needs nothing.
     """
     names = [source for source in sources if source]
-    return catch_all_topology(refused) + Topology(
+    own = Topology(
         tuple(Exchange(name, "topic") for name in names),
         (consumed_queue(queue, refused),),
         tuple(Binding(name, queue, "queue", "#") for name in names),
     )
+    return own + catch_all_topology(refused)
 
 
 def due_topology(cascade: Cascade, due_queue: str = "delays.due", refused: str = "delays.refused") -> Topology:
     """The daemon's own queue at the end of ``cascade`` (whose topology is needed besides), refused behind it."""
-    return catch_all_topology(refused) + Topology(
+    own = Topology(
         queues=(consumed_queue(due_queue, refused),),
         bindings=(Binding(cascade.delivery, due_queue, "queue", delivery_binding(due_queue)),),
     )
+    return own + catch_all_topology(refused)

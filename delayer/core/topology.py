@@ -21,13 +21,20 @@ def arguments(table: Mapping[str, Value]) -> Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """``shared``: other systems declare and use it too. We never remove it, nor judge the bindings of others on it."""
+    """``shared``: other systems declare and use it too. We never remove it, nor judge the bindings of others on it.
+
+    ``closed``: no binding but the declared ones may lead out of it.
+    """
 
     name: str
     type: Literal["topic", "fanout", "direct", "headers"]
     durable: bool = True
     arguments: Arguments = ()
     shared: bool = False
+    closed: bool = False
+
+    def __str__(self) -> str:
+        return _described(self.type, self.durable, self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,9 @@ class Queue:
     arguments: Arguments = ()
     durable: bool = True
     shared: bool = False
+
+    def __str__(self) -> str:
+        return _described("queue", self.durable, self.arguments)
 
     def argument(self, name: str) -> Value | None:
         return dict(self.arguments).get(name)
@@ -51,6 +61,15 @@ class Binding:
     destination: str
     destination_kind: Literal["queue", "exchange"]
     key: str
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.destination_kind} {self.destination} with key {self.key!r}"
+
+
+def _described(kind: str, durable: bool, table: Arguments) -> str:
+    """A thing without its name, for people: ``durable queue (x-message-ttl=1000)``."""
+    shown = ", ".join(f"{name}={value}" for name, value in table)
+    return f"{'durable' if durable else 'transient'} {kind}" + (f" ({shown})" if shown else "")
 
 
 class _Named(Protocol):

@@ -1,0 +1,160 @@
+"""Administration of a broker, over aio-pika: declare, verify, show, bind, remove. Never the hot path.
+
+Reads topologies as values. What another system owns (``shared``) is declared where it is missing and never removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
+
+from delayer.broker.calls import bind, declare_exchange, declare_queue, find_exchange, find_queue
+from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
+from delayer.broker.link import Link, answered
+from delayer.broker.management import Management
+from delayer.broker.remove import Removal, Remover, queue_state
+from delayer.broker.verify import Finding, Verifier
+from delayer.core.cascade import Cascade
+from delayer.core.topology import Binding, Exchange, Queue, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class LevelState:
+    """``depth``: messages ready in the level's queue, None where the queue is missing."""
+
+    level: int
+    name: str
+    ttl_ms: int
+    depth: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What ``topology show`` prints. ``queues``: depths of the queues around the cascade, None where one is missing."""
+
+    kind: str
+    delivery: str
+    levels: tuple[LevelState, ...]
+    queues: dict[str, int | None]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+class Admin:
+    """One connection to one vhost. Every method may raise BrokerUnreachable and BrokerRefused."""
+
+    def __init__(self, link: Link, management: Management | None = None) -> None:
+        self._link = link
+        self._management = management
+
+    @classmethod
+    async def connect(
+        cls, url: str, *, management_url: str | None = None, name: str = "delayer admin", patience: float = 30.0
+    ) -> Self:
+        """Connect to ``url``, TLS by its scheme and query as everywhere else. ``patience``: seconds, for each call.
+
+        ``management_url`` (``http://user:password@host:15672``) lets verify see bindings and policies.
+        """
+        link = await Link.open(url, name=name, patience=patience)
+        return cls(link, Management(management_url, link.vhost, timeout=patience) if management_url else None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def declare(self, topology: Topology) -> None:
+        """Make it so; what is there already stays as it is.
+
+        Raises TopologyMismatch with everything that exists otherwise. Nothing is bound then: a binding between things
+        that are not what they should be could lead messages anywhere.
+        """
+        wrong = [await self._declare_exchange(exchange) for exchange in topology.exchanges]
+        wrong += [await self._declare_queue(queue) for queue in topology.queues]
+        if not any(wrong):
+            wrong = [await self._declare_binding(binding) for binding in topology.bindings]
+        if mismatches := [mismatch for mismatch in wrong if mismatch is not None]:
+            raise TopologyMismatch(mismatches)
+
+    async def _declare_exchange(self, wanted: Exchange) -> Mismatch | None:
+        answer = await answered(self._link, lambda channel: declare_exchange(channel, wanted))
+        return (
+            Mismatch("exchange", wanted.name, str(wanted), str(answer)) if isinstance(answer, ChannelClosed) else None
+        )
+
+    async def _declare_queue(self, wanted: Queue) -> Mismatch | None:
+        answer = await answered(self._link, lambda channel: declare_queue(channel, wanted))
+        return Mismatch("queue", wanted.name, str(wanted), str(answer)) if isinstance(answer, ChannelClosed) else None
+
+    async def _declare_binding(self, wanted: Binding) -> Mismatch | None:
+        answer = await answered(self._link, lambda channel: bind(channel, wanted))
+        return (
+            Mismatch("binding", wanted.source, str(wanted), str(answer)) if isinstance(answer, ChannelClosed) else None
+        )
+
+    async def verify(self, topology: Topology, *, cascade: Cascade | None = None) -> list[Finding]:
+        """Compare, changing nothing that lasts. No finding of severity "error" means that all is well, as far as seen.
+
+        Give ``cascade``, the one in ``topology``, and its zero path is tried where the management API is not at hand.
+        A thing that somebody deletes between our two looks at it would be made again: a matter of microseconds.
+        """
+        return await Verifier(self._link, topology, cascade, self._management).findings()
+
+    async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
+        """Levels with their depths, and the depths of ``queues`` and of the strays queue."""
+        levels = list(cascade.levels())
+        others = [*queues, *([cascade.strays] if cascade.strays else [])]
+        depths = await self.depths([*(level.name for level in levels), *others])
+        return Picture(
+            cascade.kind,
+            cascade.delivery,
+            tuple(LevelState(level.number, level.name, level.ttl_ms, depths[level.name]) for level in levels),
+            {name: depths[name] for name in others},
+        )
+
+    async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
+        """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone."""
+        states = {name: await queue_state(self._link, name) for name in queues}
+        return {name: state.messages if state else None for name, state in states.items()}
+
+    async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
+        """False when the queue or the exchange is missing."""
+        answer = await answered(self._link, lambda channel: bind(channel, Binding(exchange, queue, "queue", key)))
+        return _exists(answer)
+
+    async def queue_exists(self, name: str) -> bool:
+        answer = await answered(self._link, lambda channel: find_queue(channel, name))
+        return isinstance(answer, ChannelLockedResource) or _exists(answer)
+
+    async def exchange_exists(self, name: str) -> bool:
+        return not name or _exists(await answered(self._link, lambda channel: find_exchange(channel, name)))
+
+    async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
+        """Remove what is ours, in the order of the topology: a cascade from its top, each exchange before its queue, so
+        that nothing enters a level any more when its queue goes.
+
+        Without ``force``, nothing at all is removed while a queue holds messages or has consumers, and an exchange
+        stays that others bound something to. Should a message slip into a level after that look, its queue and
+        everything below stay: call again when it has passed. What is unacknowledged, or in the hands of a dead-letter
+        worker, the broker does not count; stop the daemon first.
+        """
+        return await Remover(self._link, topology, force=force).run()
+
+
+def _exists(answer: object) -> bool:
+    """Whether the broker agreed; False when it found nothing. Any other refusal is raised: nobody asked for it."""
+    if isinstance(answer, ChannelClosed) and not isinstance(answer, ChannelNotFoundEntity):
+        raise BrokerRefused(str(answer)) from answer
+    return not isinstance(answer, ChannelNotFoundEntity)

@@ -1,0 +1,91 @@
+"""What can go wrong with a broker, and the one place that turns the driver's errors into ours.
+
+BrokerLost (core)
+└─ BrokerUnreachable   no connection, or it broke, or no answer came in time: try again later
+BrokerRefused          the broker answered, and said no: wrong user, no such vhost, no permission
+TopologyMismatch       an exchange or a queue exists, but is not what we want of that name
+
+No text holds a password: it names host, port and vhost only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from aiormq.exceptions import (
+    AMQPConnectionError,
+    AMQPError,
+    AuthenticationError,
+    ChannelClosed,
+    ChannelInvalidStateError,
+    ConnectionClosed,
+    ConnectionNotAllowed,
+    InvalidFrameError,
+    ProbableAuthenticationError,
+)
+
+from delayer.core.errors import BrokerLost
+
+
+class BrokerUnreachable(BrokerLost):
+    """There is no connection to the broker, it broke, or the broker did not answer in time."""
+
+
+class BrokerRefused(Exception):
+    """The broker answered and refused: the login, the vhost, or the operation. Trying again changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's own text."""
+
+    kind: str
+    name: str
+    expected: str
+    broker_says: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}: expected {self.expected}; the broker says: {self.broker_says}"
+
+
+class TopologyMismatch(Exception):
+    """Everything that exists otherwise than we want it."""
+
+    def __init__(self, mismatches: Sequence[Mismatch]) -> None:
+        self.mismatches = tuple(mismatches)
+        super().__init__("; ".join(str(mismatch) for mismatch in self.mismatches))
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turn the driver's errors into ours. ``where`` says which broker: host, port, vhost.
+
+    A ChannelClosed passes unchanged: it is the broker's answer to one call, and the caller knows what was asked.
+    """
+    try:
+        yield
+    except ChannelClosed:
+        raise
+    except (ProbableAuthenticationError, AuthenticationError) as error:
+        raise BrokerRefused(f"{where}: the login was refused: {_text(error)}") from error
+    except ConnectionNotAllowed as error:
+        raise BrokerRefused(f"{where}: {_text(error)}") from error
+    except InvalidFrameError as error:
+        # The driver hides the broker's connection.close in this error when opening the vhost is what failed.
+        if "Connection.OpenOk" in str(error):
+            raise BrokerRefused(f"{where}: the vhost does not exist, or this user may not enter it") from error
+        raise BrokerUnreachable(f"{where}: does not speak AMQP 0-9-1: {_text(error)}") from error
+    except ConnectionClosed as error:
+        raise BrokerUnreachable(f"{where}: the broker closed the connection: {_text(error)}") from error
+    except TimeoutError as error:
+        raise BrokerUnreachable(f"{where}: no answer in time") from error
+    except (AMQPConnectionError, OSError) as error:
+        raise BrokerUnreachable(f"{where}: {_text(error)}") from error
+    except (AMQPError, ChannelInvalidStateError) as error:
+        raise BrokerUnreachable(f"{where}: the channel is gone: {_text(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

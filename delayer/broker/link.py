@@ -1,0 +1,83 @@
+"""One plain connection for administration, with a channel that opens again after the broker closed it.
+
+The broker answers a question about a thing that is missing by closing the channel, so here that is daily business and
+not a failure. The connection itself is not robust on purpose: who administers a broker wants to know that it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import aio_pika
+from aio_pika.abc import AbstractChannel, AbstractConnection
+from aiormq.abc import AbstractChannel as Wire
+from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
+
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
+from delayer.wire.address import Address
+
+T = TypeVar("T")
+
+
+class Link:
+    """``patience``: seconds for each call. A quorum queue's declaration waits for an election, so be generous."""
+
+    def __init__(self, connection: AbstractConnection, where: str, vhost: str, patience: float) -> None:
+        self.where = where
+        self.vhost = vhost
+        self._connection = connection
+        self._patience = patience
+        self._channel: AbstractChannel | None = None
+
+    @classmethod
+    async def open(cls, url: str, *, name: str, patience: float) -> Link:
+        """Raises BrokerUnreachable, BrokerRefused; ValueError for a URL that is none."""
+        address = Address.parse(url)
+        where = f"{address.host}:{address.port} vhost {address.vhost!r}"
+        with translated(where):
+            connection = await aio_pika.connect(
+                host=address.host,
+                port=address.port,
+                login=address.user,
+                password=address.password,
+                virtualhost=address.vhost,
+                ssl=address.tls is not None,
+                ssl_context=address.tls,
+                timeout=patience,
+                client_properties={"connection_name": name},
+            )
+        return cls(connection, where, address.vhost, patience)
+
+    async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
+        """Run one method of the driver's channel.
+
+        Raises ChannelClosed (not found, precondition failed, locked: the broker's answer), BrokerRefused where a
+        permission is missing, BrokerUnreachable.
+        """
+        with translated(self.where):
+            try:
+                async with asyncio.timeout(self._patience):
+                    return await method(await self._open_channel())
+            except ChannelAccessRefused as error:
+                raise BrokerRefused(f"{self.where}: {error}") from error
+
+    async def _open_channel(self) -> Wire:
+        if self._connection.is_closed:
+            raise BrokerUnreachable(f"{self.where}: the connection is closed")
+        if self._channel is None or self._channel.is_closed:
+            self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
+        return await self._channel.get_underlay_channel()
+
+    async def close(self) -> None:
+        with translated(self.where):
+            await self._connection.close()
+
+
+async def answered(link: Link, method: Callable[[Wire], Awaitable[T]]) -> T | ChannelClosed:
+    """Like :meth:`Link.call`, with the broker's "no" to this one call as a value."""
+    try:
+        return await link.call(method)
+    except ChannelClosed as error:
+        return error

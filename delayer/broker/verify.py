@@ -1,0 +1,157 @@
+"""Compare a broker with a topology, leaving nothing behind on it.
+
+What AMQP can tell: whether a thing exists (a passive declaration) and whether it is as we want it (declaring again what
+exists changes nothing, or is refused). It cannot tell bindings; those come from the management API, exactly. Without
+it, the zero path of our own cascade is proved by messages that travel it, and the rest is reported as not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
+
+from delayer.broker.calls import declare_exchange, declare_queue, find_exchange, find_queue
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.link import Link, answered
+from delayer.broker.management import Management
+from delayer.broker.probe import zero_path_breaks_at
+from delayer.core.cascade import LEVELS, Cascade, bindable
+from delayer.core.topology import Binding, Exchange, Queue, Topology
+
+Severity = Literal["error", "note", "unknown"]
+
+# A policy with one of these changes when, or whether, a message leaves a queue. Of two TTLs the smaller counts.
+RISKY_POLICY_KEYS = frozenset(
+    {"message-ttl", "expires", "max-length", "max-length-bytes", "overflow", "delivery-limit"}
+    | {"dead-letter-exchange", "dead-letter-routing-key", "dead-letter-strategy"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``severity``: "error" is off and has to be put right, "note" is worth knowing, "unknown" could not be seen."""
+
+    kind: Literal["exchange", "queue", "binding", "policy"]
+    name: str
+    expected: str
+    found: str
+    severity: Severity = "error"
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.kind} {self.name}: expected {self.expected}, found {self.found}"
+
+
+class Verifier:
+    """One comparison. ``cascade``: the one in the topology, whose zero path may be tried; None tries nothing."""
+
+    def __init__(self, link: Link, topology: Topology, cascade: Cascade | None, management: Management | None) -> None:
+        self._link = link
+        self._topology = topology
+        self._cascade = cascade
+        self._management = management
+
+    async def findings(self) -> list[Finding]:
+        """Everything that is off or could not be seen. Raises BrokerUnreachable.
+
+        A missing permission, or a management API that does not answer, is a finding of severity "unknown".
+        """
+        things = [await self._thing(exchange) for exchange in self._topology.exchanges]
+        things += [await self._thing(queue) for queue in self._topology.queues]
+        found = [finding for finding in things if finding is not None]
+        missing = {finding.name for finding in found if finding.found == "nothing"}
+        if self._management is not None:
+            try:
+                return found + await self._told(self._management, missing)
+            except (BrokerRefused, BrokerUnreachable) as error:
+                found.append(self._unseen(f"{error}"))
+        else:
+            found.append(self._unseen("AMQP does not tell bindings, and no management_url is configured"))
+        return found + await self._tried(missing)
+
+    async def _thing(self, wanted: Exchange | Queue) -> Finding | None:
+        kind: Literal["exchange", "queue"] = "exchange" if isinstance(wanted, Exchange) else "queue"
+        try:
+            answer = await self._ask(wanted)
+        except BrokerRefused as error:
+            return Finding(kind, wanted.name, str(wanted), str(error), "unknown")
+        if isinstance(answer, ChannelNotFoundEntity):
+            return Finding(kind, wanted.name, str(wanted), "nothing")
+        return Finding(kind, wanted.name, str(wanted), str(answer)) if answer is not None else None
+
+    async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
+        """Passively first: an active declaration of what is missing would make it."""
+        name = wanted.name
+        if isinstance(wanted, Exchange):
+            exchange = wanted
+            exists = await answered(self._link, lambda channel: find_exchange(channel, name))
+            if isinstance(exists, ChannelClosed):
+                return exists
+            return await answered(self._link, lambda channel: declare_exchange(channel, exchange))
+        queue = wanted
+        counted = await answered(self._link, lambda channel: find_queue(channel, name))
+        if isinstance(counted, ChannelClosed):
+            return counted
+        return await answered(self._link, lambda channel: declare_queue(channel, queue))
+
+    async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
+        """Bindings and policies, from the management API."""
+        found: list[Finding] = []
+        sources = dict.fromkeys([exchange.name for exchange in self._topology.exchanges])
+        sources |= dict.fromkeys(binding.source for binding in self._topology.bindings)
+        for source in sources:
+            if source not in missing:
+                rows = await management.bindings_from(source)
+                # Bindings with arguments are none of ours; on topic and fanout exchanges they route all the same.
+                present = {binding for binding, arguments in rows if not arguments}
+                found += self._compared(source, present, {binding for binding, _ in rows}, missing)
+        for queue in self._topology.queues:
+            if queue.name not in missing:
+                policy = await management.policy_of(queue.name)
+                if risky := {key: policy[key] for key in sorted(RISKY_POLICY_KEYS & policy.keys())}:
+                    found.append(
+                        Finding("policy", queue.name, "no policy about expiry, length or dead letters", f"{risky}")
+                    )
+        return found
+
+    def _compared(
+        self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]
+    ) -> list[Finding]:
+        wanted = {binding for binding in self._topology.bindings if binding.source == source}
+        found = [
+            Finding("binding", source, str(binding), "nothing")
+            for binding in self._topology.bindings
+            if binding in wanted - present and binding.destination not in missing
+        ]
+        exchange = next((one for one in self._topology.exchanges if one.name == source), None)
+        if exchange is None or exchange.shared:
+            return found
+        severity: Severity = "error" if exchange.closed else "note"
+        for binding in sorted(everything - wanted, key=str):
+            if exchange.closed or not _is_address(binding.key):
+                found.append(Finding("binding", source, "no other binding", str(binding), severity))
+        return found
+
+    async def _tried(self, missing: set[str]) -> list[Finding]:
+        """The zero path, from messages, where that is possible without leaving anything behind."""
+        cascade = self._cascade
+        if cascade is None or cascade.shared or missing & {one.name for one in cascade.topology().exchanges}:
+            return []
+        answer = await answered(self._link, lambda channel: zero_path_breaks_at(channel, cascade))
+        if isinstance(answer, ChannelClosed):
+            return [self._unseen(f"the zero path could not be tried: {answer}")]
+        if answer is None:
+            return []
+        name = cascade.level(answer)
+        expected = next(b for b in cascade.topology().bindings if b.source == name and b.destination_kind == "exchange")
+        return [Finding("binding", name, str(expected), "a message without delay is not passed on here")]
+
+    def _unseen(self, reason: str) -> Finding:
+        return Finding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
+
+
+def _is_address(key: str) -> bool:
+    """A key as :func:`delayer.core.cascade.delivery_binding` makes it: an address bound by a user, as it should be."""
+    stars = "*." * LEVELS
+    return key.startswith(stars) and bindable(key[len(stars) :].encode())
