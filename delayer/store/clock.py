@@ -1,0 +1,86 @@
+"""The store's clock, estimated from here: what relative delays count from, and what a sleeper sleeps towards.
+
+A *sample* is one question ``clock_timestamp()``: the server read its clock somewhere between our sending and our
+receiving, so at any later moment its clock stands between two lines. The upper one serves :meth:`StoreClock.now_ms` (a
+delay counted from it is never short), the lower one serves sleeping (a sleeper that wakes by it never wakes early).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+DRIFT = 200e-6
+"""Seconds that two clocks may drift apart in a second; NTP keeps them within 500 ppm even while it slews, and a sample
+is taken every second or so, so that this widens the estimate by a fraction of a millisecond."""
+
+
+class Sample(NamedTuple):
+    """One reading: local monotonic seconds before and after, the server's epoch milliseconds (fractions kept)."""
+
+    before: float
+    server_ms: float
+    after: float
+
+
+class Bounds(NamedTuple):
+    """The server's epoch milliseconds are between these two."""
+
+    lower: float
+    upper: float
+
+
+def bounds(sample: Sample, at: float) -> Bounds:
+    """Where the server's clock stands at the local monotonic instant ``at``, judged by ``sample``."""
+    slack = DRIFT * 1000 * abs(at - sample.after)
+    return Bounds(
+        lower=sample.server_ms + (at - sample.after) * 1000 - slack,
+        upper=sample.server_ms + (at - sample.before) * 1000 + slack,
+    )
+
+
+def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
+    """Which sample to go by, and whether the server's clock was stepped (then the new one, whatever its width)."""
+    old, fresh = bounds(kept, new.after), bounds(new, new.after)
+    if fresh.lower > old.upper or fresh.upper < old.lower:
+        return new, True
+    narrower = fresh.upper - fresh.lower <= old.upper - old.lower
+    return (new if narrower else kept), False
+
+
+class StoreClock:
+    """Keeps the best sample. ``monotonic`` is passed in for the tests."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.monotonic = monotonic
+        self.steps = 0
+        """How often the server's clock was found stepped: whatever was derived from it before must be dropped."""
+        self._sample: Sample | None = None
+
+    def observe(self, before: float, server_ms: float, after: float) -> None:
+        """Take a sample in."""
+        sample = Sample(before, server_ms, after)
+        if self._sample is None:
+            self._sample = sample
+            return
+        self._sample, stepped = better(self._sample, sample)
+        self.steps += stepped
+
+    def now_ms(self) -> int:
+        """An upper bound of the server's clock, rounded up."""
+        return math.ceil(self._bounds().upper)
+
+    def lower_ms(self) -> int:
+        """A lower bound of the server's clock, rounded down."""
+        return math.floor(self._bounds().lower)
+
+    def seconds_until(self, due_ms: int) -> float:
+        """How long until the server's clock surely shows ``due_ms``; not more than 0.0 if it does."""
+        return (due_ms - self._bounds().lower) / 1000
+
+    def _bounds(self) -> Bounds:
+        if self._sample is None:
+            raise RuntimeError("the store's clock was never asked")
+        return bounds(self._sample, self.monotonic())

@@ -1,0 +1,51 @@
+"""What can go wrong with a store, beside the losses that every layer knows, and the one place that translates.
+
+core.StoreLost        out of reach, or it refused the transaction: try again later
+└─ core.LaneLost      the lane is somebody else's by now
+SchemaOutdated        the store lacks a schema upgrade (or has one that this program does not know): a human must act
+BadStoreUrl           the URL cannot be read: a human must act
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import asyncpg
+
+from delayer.core.errors import StoreLost
+
+# Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
+DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
+
+# The transaction was well-formed and lost against another one: the same again may well pass.
+WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
+
+
+class BadStoreUrl(ValueError):
+    """The store's URL cannot be read. Never contains the URL, which may carry a password."""
+
+
+class SchemaOutdated(Exception):
+    """The store's schema is not the one that this program works with."""
+
+    def __init__(self, found: str | None, expected: str, *, newer: bool = False) -> None:
+        self.found = found
+        self.expected = expected
+        advice = "it was upgraded by a newer delayer: use that one" if newer else "run `delayer db upgrade`"
+        super().__init__(f"the store's schema is {found or 'missing'}, expected {expected}: {advice}")
+
+
+def describe(error: BaseException) -> str:
+    """One line for a driver's error: its class and first line, without the details that may quote data."""
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn a driver's error into StoreLost, cause chained. ``doing`` names the operation."""
+    try:
+        yield
+    except DRIVER_ERRORS as error:
+        raise StoreLost(f"{doing}: {describe(error)}") from error

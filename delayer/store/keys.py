@@ -1,0 +1,95 @@
+"""Keys: a later message with the same key replaces the waiting one, and a cancel removes it. The rare path.
+
+What must never happen is a ring of waiting transactions, so everybody takes locks in one order:
+
+1. the keys' advisory locks, by number: two transactions on the same key take turns from here on;
+2. the old messages' rows, by lane, due instant and id, the order that a release takes them in. A release in flight is
+   waited for: it either published the old message (too late) or rolled back, and then it is ours to cancel;
+3. the rows of message_key, by key. Nobody who holds one of them waits for a message's row;
+4. the counters, by lane and kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import asyncpg
+
+from delayer.core.message import Due
+
+_SIGN = 1 << 31
+
+
+class Cancelled(NamedTuple):
+    """Messages that keyed transactions took out: how many of each lane, and how many of these were held."""
+
+    messages: Counter[int]
+    held: Counter[int]
+
+
+def lock_number(key: bytes) -> int:
+    """The key's advisory lock, a signed 32-bit number. Two keys may share one: they take turns, that is all."""
+    return crc32(key) - _SIGN
+
+
+async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
+    """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
+    cancelled = Cancelled(Counter(), Counter())
+    await connection.execute(
+        "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
+        sorted({lock_number(key) for key in keys}),
+    )
+    waiting = await connection.fetch(
+        "SELECT lane, due_at, id FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
+    )
+    for lane, due_at, message_id in waiting:
+        if await _delete_message(connection, lane, due_at, message_id):
+            cancelled.messages[lane] += 1
+        elif await connection.fetchval("DELETE FROM held WHERE id = $1 RETURNING true", message_id):
+            cancelled.messages[lane] += 1
+            cancelled.held[lane] += 1
+        elif await _delete_message(connection, lane, due_at, message_id):
+            # It was on its way out of the default partition when we looked first.
+            cancelled.messages[lane] += 1
+    return cancelled
+
+
+async def _delete_message(connection: asyncpg.Connection, lane: int, due_at: int, message_id: int) -> bool:
+    return bool(
+        await connection.fetchval(
+            "DELETE FROM message WHERE lane = $1 AND due_at = $2 AND id = $3 RETURNING true", lane, due_at, message_id
+        )
+    )
+
+
+async def point(
+    connection: asyncpg.Connection, lane: int, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int]]
+) -> None:
+    """Make the keys of ``parked`` (key, due_ms, id) stand for these, and the cancelled ones for nothing. Step 3."""
+    keys = sorted({*cancelled, *(key for key, _, _ in parked)})
+    await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
+    await connection.execute("DELETE FROM message_key WHERE key = ANY($1)", keys)
+    if parked:
+        ordered = sorted(parked)
+        await connection.execute(
+            "INSERT INTO message_key (key, lane, due_at, id)"
+            " SELECT key, $2, due_at, id"
+            " FROM unnest($1::bytea[], $3::timestamptz[], $4::bigint[]) AS new (key, due_at, id) ORDER BY key",
+            [key for key, _, _ in ordered],
+            lane,
+            [due_ms for _, due_ms, _ in ordered],
+            [message_id for _, _, message_id in ordered],
+        )
+
+
+async def forget_released(connection: asyncpg.Connection, released: Sequence[Due]) -> None:
+    """Remove the keys that stand for ``released``, unless they stand for a newer message by now. Step 3."""
+    keyed = [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]
+    if not keyed:
+        return
+    keys, ids = zip(*keyed, strict=True)
+    await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
+    await connection.execute("DELETE FROM message_key WHERE key = ANY($1) AND id = ANY($2)", keys, ids)

@@ -1,0 +1,80 @@
+"""Taking lanes: who has the advisory lock owns the lane, and raises its epoch before doing anything with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import asyncpg
+
+from delayer.store import session, statements
+from delayer.store.clock import StoreClock
+from delayer.store.errors import translated
+from delayer.store.lane import PostgresLane
+
+_LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
+_RAISE = "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = $1 RETURNING epoch"
+_NEW = (
+    "INSERT INTO lane (number, epoch, owner)"
+    " SELECT coalesce(max(number), 0) + 1, 0, $1 FROM lane"
+    " ON CONFLICT DO NOTHING RETURNING number"
+)
+
+
+class LaneTaker:
+    """Opens one connection a lane and takes its lock there."""
+
+    def __init__(self, url: str, clock: StoreClock, *, owner: str, idle: float, idle_in_transaction: float) -> None:
+        self._url = url
+        self._clock = clock
+        self._owner = owner
+        self._timeouts = {
+            "idle_session_timeout": f"{idle * 1000:.0f}ms",
+            "idle_in_transaction_session_timeout": f"{idle_in_transaction * 1000:.0f}ms",
+            # The claim's plan must be an index range and a join by place, whatever the statistics say of a partition
+            # that was filled a second ago: a wrong guess was measured at 122 ms a claim instead of 4.
+            "enable_seqscan": "off",
+            "enable_bitmapscan": "off",
+            "enable_hashjoin": "off",
+            "enable_mergejoin": "off",
+        }
+
+    async def free(self, asker: asyncpg.Connection, *, with_rows_only: bool) -> list[int]:
+        """Lanes without a living owner, those with rows first."""
+        rows = await asker.fetch(statements.LANES_FREE)
+        return [number for number, has_rows in rows if has_rows or not with_rows_only]
+
+    async def take(self, numbers: Iterable[int], count: int) -> list[PostgresLane]:
+        """Up to ``count`` of the lanes ``numbers``. Another daemon may be quicker: then fewer. Raises StoreLost."""
+        taken: list[PostgresLane] = []
+        try:
+            for number in numbers:
+                if len(taken) == count:
+                    break
+                lane = await self._take(number)
+                if lane is not None:
+                    taken.append(lane)
+        except BaseException:
+            for lane in taken:
+                await lane.release()
+            raise
+        return taken
+
+    async def create(self, asker: asyncpg.Connection) -> int | None:
+        """A new lane's number; None if another daemon made one at the same moment."""
+        number: int | None = await asker.fetchval(_NEW, self._owner)
+        return number
+
+    async def _take(self, number: int) -> PostgresLane | None:
+        connection = await session.connect(self._url, f"delayer lane {number}", self._timeouts)
+        try:
+            with translated(f"take lane {number}"):
+                if not await connection.fetchval(_LOCK, number):
+                    await session.close(connection)
+                    return None
+                # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
+                epoch = await connection.fetchval(_RAISE, number, self._owner)
+                await session.sample(connection, self._clock)
+        except BaseException:
+            connection.terminate()
+            raise
+        return PostgresLane(number, epoch, connection, self._clock)

@@ -1,0 +1,214 @@
+"""The store on Postgres: what services.ports.Store asks for, put together from the other modules."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.message import Parcel
+from delayer.faultpoint import reach
+from delayer.store import parking, partitions, session, upgrades
+from delayer.store.clock import StoreClock
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.lane import PostgresLane
+from delayer.store.lanes import LaneTaker
+from delayer.store.partitions import DAY_MS, DAYS_AHEAD, Days
+
+ATTEMPTS = 3
+"""How often a park is tried when it loses against another transaction."""
+CREATE_ATTEMPTS = 100
+CLOSE_SECONDS = 5.0
+
+
+class PostgresStore:
+    """Satisfies services.ports.Store. Made by :meth:`connect`, ended by :meth:`close`."""
+
+    def __init__(self, pool: asyncpg.Pool, clock: StoreClock, taker: LaneTaker, days: Days) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._taker = taker
+        self._days = days
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        owner: str | None = None,
+        idle_timeout: float = 5.0,
+        transaction_timeout: float = 10.0,
+        parkers: int = 4,
+    ) -> PostgresStore:
+        """Connect, compare the schema, and learn the store's time and partitions.
+
+        ``owner`` names this process in the table of lanes (default: host and process id). ``idle_timeout`` (seconds) is
+        after how long the server takes the lanes of a process that hangs, ``transaction_timeout`` the same inside a
+        transaction: it must be longer than the slowest publish. ``parkers`` is how many parks can run at once.
+
+        Raises StoreLost, BadStoreUrl, SchemaOutdated.
+        """
+        owner = owner or f"{socket.gethostname()}:{os.getpid()}"
+        timeout = f"{transaction_timeout * 1000:.0f}ms"
+        pool = await session.open_pool(url, "delayer park", parkers, {"idle_in_transaction_session_timeout": timeout})
+        clock = StoreClock()
+        try:
+            with translated("connect"):
+                async with pool.acquire() as connection:
+                    await upgrades.check(connection)
+                    await session.sample(connection, clock)
+                    days = Days(await partitions.existing(connection))
+        except BaseException:
+            pool.terminate()
+            raise
+        taker = LaneTaker(url, clock, owner=owner, idle=idle_timeout, idle_in_transaction=transaction_timeout)
+        return cls(pool, clock, taker, days)
+
+    async def close(self) -> None:
+        """Close the connections that park, after the parks that run. The lanes are released by whoever took them."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._pool.close()
+        except DRIVER_ERRORS:
+            self._pool.terminate()
+
+    def now_ms(self) -> int:
+        """See the port."""
+        return self._clock.now_ms()
+
+    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
+        if not parcels and not cancels:
+            return
+        ours = _ours(lane)
+        keyed = bool(cancels) or any(parcel.key is not None for parcel in parcels)
+
+        async def work(connection: asyncpg.Connection) -> None:
+            if keyed:
+                await parking.park_keyed(connection, ours, parcels, cancels)
+            else:
+                await parking.park_plain(connection, ours, parcels)
+
+        dues = [parcel.due_ms for parcel in parcels]
+        await self._ensure_days({due_ms // DAY_MS for due_ms in dues})
+        try:
+            await self._write("park", ours, work)
+        finally:
+            # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
+            if dues:
+                ours.note_parked(min(dues))
+
+    async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, str]]) -> None:
+        """See the port. Counts them as parked, and as held."""
+        if not parcels:
+            return
+        ours = _ours(lane)
+        soonest = 0
+
+        async def work(connection: asyncpg.Connection) -> None:
+            nonlocal soonest
+            soonest = await parking.hold_new(connection, ours, parcels, self._clock.now_ms())
+
+        await self._write("hold", ours, work)
+        ours.note_held(soonest)
+
+    async def _ensure_days(self, days: set[int]) -> None:
+        with translated("make partitions"):
+            await self._days.ensure(self._pool, days, self._clock.now_ms() // DAY_MS, self._clock.monotonic())
+
+    async def _write(
+        self, doing: str, lane: PostgresLane, work: Callable[[asyncpg.Connection], Awaitable[None]]
+    ) -> None:
+        """One transaction around ``work``, again if it lost against another one."""
+        for attempt in range(1, ATTEMPTS + 1):
+            if not lane.held_by_us:
+                raise LaneLost(f"lane {lane.number}: {doing}: the connection that holds its lock is gone")
+            try:
+                async with self._transaction() as connection:
+                    await work(connection)
+            except WORTH_REPEATING as error:
+                if attempt == ATTEMPTS:
+                    raise StoreLost(f"{doing}: {describe(error)}, {ATTEMPTS} times") from error
+            except DRIVER_ERRORS as error:
+                raise StoreLost(f"{doing}: {describe(error)}") from error
+            else:
+                reach("park.committed")
+                return
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
+        """A transaction on a pooled connection; whatever goes wrong, the connection does not come back with it open."""
+        async with self._pool.acquire() as connection:
+            try:
+                await connection.execute("BEGIN")
+                yield connection
+                status = await connection.execute("COMMIT")
+            except (LaneLost, *WORTH_REPEATING):
+                await connection.execute("ROLLBACK")
+                raise
+            except BaseException:
+                connection.terminate()
+                raise
+            if status != "COMMIT":
+                raise StoreLost(f"the store answered COMMIT by {status}")
+
+    async def own_lanes(self, count: int) -> list[Any]:
+        """See the port. Raises StoreLost."""
+        lanes: list[PostgresLane] = []
+        try:
+            for _ in range(CREATE_ATTEMPTS):
+                with translated("own lanes"):
+                    async with self._pool.acquire() as connection:
+                        free = await self._taker.free(connection, with_rows_only=False)
+                        if not free:
+                            new = await self._taker.create(connection)
+                            free = [] if new is None else [new]
+                lanes += await self._taker.take(free, count - len(lanes))
+                if len(lanes) == count:
+                    return lanes
+        except BaseException:
+            for lane in lanes:
+                await lane.release()
+            raise
+        for lane in lanes:
+            await lane.release()
+        raise StoreLost(f"own lanes: {count} wanted, but other daemons were quicker {CREATE_ATTEMPTS} times")
+
+    async def adopt(self) -> list[Any]:
+        """See the port. Raises StoreLost."""
+        with translated("adopt"):
+            async with self._pool.acquire() as connection:
+                free = await self._taker.free(connection, with_rows_only=True)
+        return await self._taker.take(free, len(free))
+
+    async def maintain(self) -> None:
+        """See the port. Raises StoreLost."""
+        with translated("maintain"):
+            async with self._pool.acquire() as connection:
+                await session.sample(connection, self._clock)
+                lock = "('message'::regclass::oid::int, 2)"
+                if not await connection.fetchval(f"SELECT pg_try_advisory_lock{lock}"):
+                    return
+                try:
+                    today = self._clock.now_ms() // DAY_MS
+                    for day in range(today, today + DAYS_AHEAD + 1):
+                        await partitions.make(connection, day, today)
+                    await partitions.drop_passed(connection, today)
+                    self._days.learn(await partitions.existing(connection))
+                except BaseException:
+                    connection.terminate()
+                    raise
+                await connection.execute(f"SELECT pg_advisory_unlock{lock}")
+
+
+def _ours(lane: object) -> PostgresLane:
+    """The port speaks of any lane; its own are the only ones that a store can write to."""
+    if not isinstance(lane, PostgresLane):
+        raise TypeError(f"expected a lane of this store, found {type(lane).__name__}")
+    return lane

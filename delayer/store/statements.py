@@ -1,0 +1,21 @@
+"""The statements of the hot paths, one a file under sql/, as they stand for EXPLAIN."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+_HERE = files("delayer.store") / "sql"
+
+
+def _read(name: str) -> str:
+    return (_HERE / f"{name}.sql").read_text(encoding="utf-8")
+
+
+CLAIM = _read("claim")
+CLAIM_HELD = _read("claim_held")
+NEXT_DUE = _read("next_due")
+NEXT_RETRY = _read("next_retry")
+COUNT = _read("count")
+COUNT_PARKED = _read("count_parked")
+HOLD_AGAIN = _read("hold_again")
+LANES_FREE = _read("lanes_free")

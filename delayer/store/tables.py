@@ -1,0 +1,134 @@
+"""The store's tables, as SQLAlchemy sees them. The schema upgrades in migrations/ add up to exactly this (a test
+compares both catalogs).
+
+message      a waiting message, partitioned by the day that it is due; ``id`` is the order of arrival
+held         a message whose destination would not take it, with the reason and the time of the next attempt
+message_key  which message a key (header ``x-delay-key``) stands for at present
+lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one
+counter      what happened to how many messages, a row for each lane and kind
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    DDL,
+    BigInteger,
+    Column,
+    DateTime,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Sequence,
+    SmallInteger,
+    Table,
+    Text,
+    event,
+    func,
+)
+
+# Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
+CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
+COUNT_OPTIONS = {
+    "fillfactor": 10,
+    "autovacuum_vacuum_scale_factor": 0,
+    "autovacuum_vacuum_threshold": 1000,
+}
+
+metadata = MetaData()
+message_id = Sequence("message_id", data_type=BigInteger(), metadata=metadata)
+
+Instant = DateTime(timezone=True)
+
+
+def _column(name: str, kind: Any, **more: Any) -> Column[Any]:
+    return Column(name, kind, nullable=False, **more)
+
+
+def _content() -> list[Column[Any]]:
+    """The message itself. Byte strings that are only carried are ``bytea``: AMQP's need not be text."""
+    return [
+        _column("checksum", BigInteger),
+        _column("lane", SmallInteger),
+        _column("format", SmallInteger),
+        _column("route", LargeBinary),
+        _column("exchange", LargeBinary),
+        _column("routing_key", LargeBinary),
+        _column("to_exchange", LargeBinary),
+        _column("to_key", LargeBinary),
+        _column("properties", LargeBinary),
+        _column("body", LargeBinary),
+        Column("key", LargeBinary),
+    ]
+
+
+message = Table(
+    "message",
+    metadata,
+    _column("id", BigInteger, server_default=message_id.next_value()),
+    _column("due_at", Instant),
+    _column("parked_at", Instant, server_default=func.now()),
+    *_content(),
+    PrimaryKeyConstraint("lane", "due_at", "id", name="message_pkey"),
+    postgresql_partition_by="RANGE (due_at)",
+)
+
+held = Table(
+    "held",
+    metadata,
+    _column("id", BigInteger),
+    _column("due_at", Instant),
+    _column("parked_at", Instant, server_default=func.now()),
+    _column("held_at", Instant, server_default=func.now()),
+    _column("retry_at", Instant),
+    _column("attempts", Integer),
+    *_content(),
+    _column("reason", Text),
+    PrimaryKeyConstraint("id", name="held_pkey"),
+    Index("held_lane_retry_at", "lane", "retry_at", "id"),
+)
+
+message_key = Table(
+    "message_key",
+    metadata,
+    _column("key", LargeBinary),
+    _column("lane", SmallInteger),
+    _column("due_at", Instant),
+    _column("id", BigInteger),
+    PrimaryKeyConstraint("key", name="message_key_pkey"),
+)
+
+lane = Table(
+    "lane",
+    metadata,
+    _column("number", SmallInteger, autoincrement=False),
+    _column("epoch", BigInteger),
+    _column("owner", Text),
+    PrimaryKeyConstraint("number", name="lane_pkey"),
+)
+
+counter = Table(
+    "counter",
+    metadata,
+    _column("lane", SmallInteger),
+    _column("kind", Text),
+    _column("n", BigInteger),
+    PrimaryKeyConstraint("lane", "kind", name="counter_pkey"),
+    postgresql_with=COUNT_OPTIONS,
+)
+
+# Bodies are stored as they are: compressing them (pglz, the default) costs the parking path more than the disk it
+# spares, and many are compressed or encrypted already. The partitions copy this from the parent.
+_AS_IS = "ALTER TABLE {} ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL"
+
+
+def _after(table: Table, statement: str) -> None:
+    event.listen(table, "after_create", DDL(statement))  # type: ignore[no-untyped-call]
+
+
+_after(message, _AS_IS.format("message"))
+_after(held, _AS_IS.format("held"))
+_after(message, f"CREATE TABLE message_default PARTITION OF message DEFAULT WITH ({CHURN_OPTIONS})")
