@@ -1,1 +1,1 @@
-"""Private RabbitMQ and Postgres servers for tests, the demo and benchmarks: free ports, temporary directories, no trace."""
+"""Private RabbitMQ and Postgres servers for tests, demo and benchmarks: free ports, temporary directories, no trace."""

@@ -15,8 +15,6 @@ HOST = "127.0.0.1"
 _CANDIDATES = range(15_000, 32_000)
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
-_reservations: list[socket.socket] = []
-
 
 def reserve() -> int:
     """A port that nothing listens on and that no other rig on this machine was given."""
@@ -41,7 +39,7 @@ def _reserved(port: int) -> bool:
     except OSError:
         lock.close()
         return False
-    _reservations.append(lock)
+    lock.detach()  # stays open, unreferenced, for the life of this process
     return True
 
 

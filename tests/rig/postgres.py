@@ -42,8 +42,8 @@ _SETTINGS: Mapping[str, str | int] = {
 class Postgres:
     """`with Postgres() as server:` starts it and leaves nothing behind.
 
-    kill() and stop() keep the data and the port, and start() continues from there; pause() and resume() stop and continue
-    every process of the server. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
+    kill() and stop() keep the data and the port, and start() continues from there; pause() and resume() stop and
+    continue every process of the server. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
     `settings` are added to postgresql.conf. Everybody on this machine is trusted.
     """
 

@@ -42,8 +42,8 @@ class Certificates:
 class RabbitMQ:
     """`with RabbitMQ() as broker:` starts it and leaves nothing behind.
 
-    kill() and stop() keep the data and the ports, and start() continues from there; pause() and resume() stop and continue
-    every process of the node. All methods block: from a coroutine, `await asyncio.to_thread(broker.start)`.
+    kill() and stop() keep the data and the ports, and start() continues from there; pause() and resume() stop and
+    continue every process of the node. All methods block: from a coroutine, `await asyncio.to_thread(broker.start)`.
     `config` are further lines of rabbitmq.conf. Users: guest/guest, who may do everything everywhere.
     """
 
@@ -79,7 +79,7 @@ class RabbitMQ:
         return self
 
     def stop(self) -> None:
-        """An orderly shutdown (takes a second or two)."""
+        """An orderly shutdown: clients are told, and the management plugin takes five seconds to leave."""
         if self._node:
             self._node.stop(signal.SIGTERM, grace=30)
             self._node = None

@@ -1,7 +1,7 @@
 """The process that ends our servers when we cannot: it watches a pipe, and when we are gone, however, it cleans up.
 
-Run by `processes.py` as `python reaper.py`, in a session of its own so that Ctrl-C does not reach it. A line on its standard
-input is one instruction; the end of the input is the death of whoever wrote them.
+Run by `processes.py` as `python reaper.py`, in a session of its own so that Ctrl-C does not reach it. A line on its
+standard input is one instruction; the end of the input is the death of whoever wrote them.
 
     watch PID SIGNAL    end this process and its descendants: SIGNAL first, SIGKILL for whoever is left
     forget PID          it was ended properly
@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterable
 
 import psutil
@@ -39,6 +40,24 @@ def send(processes: Iterable[psutil.Process], sig: int) -> None:
             continue
 
 
+def wait_dead(processes: Iterable[psutil.Process], timeout: float) -> None:
+    """Return when all have ended, or after `timeout` seconds.
+
+    A zombie without threads has ended: its files, ports and memory are free; when init collects it is up to init.
+    (A zombie with threads is only its main thread: the others may still hold a port.)
+    """
+    deadline = time.monotonic() + timeout
+    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end(pid: int, sig: int, grace: float = GRACE_SECONDS) -> None:
     """End the process and all its descendants, paused ones included, and return when they are gone.
 
@@ -50,9 +69,9 @@ def end(pid: int, sig: int, grace: float = GRACE_SECONDS) -> None:
     send(processes, signal.SIGCONT)
     if sig != signal.SIGKILL:
         send(processes[:1], sig)
-        _, processes = psutil.wait_procs(processes, timeout=grace)
+        wait_dead(processes, grace)
     send(processes, signal.SIGKILL)
-    psutil.wait_procs(processes, timeout=grace)
+    wait_dead(processes, GRACE_SECONDS)
 
 
 def main() -> None:

@@ -1,0 +1,79 @@
+"""Servers for tests, and coroutine tests.
+
+Servers are started by the first test that asks for one: the unit tests alone start none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvloop
+
+from tests.rig.servers import Postgres, RabbitMQ
+
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run `async def` tests in a loop of their own, each with a deadline: `@pytest.mark.deadline(seconds)` moves it.
+
+    What the loop's exception handler hears of (a task that died unnoticed, a callback that raised) fails the test too.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    marker = pyfuncitem.get_closest_marker("deadline")
+    seconds = float(marker.args[0]) if marker else DEADLINE_SECONDS
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    unheard: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                await pyfuncitem.obj(**arguments)
+        except TimeoutError:
+            if limit.expired():
+                pytest.fail(f"took longer than {seconds:g} s; where it stood is above")
+            raise
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    for context in unheard:
+        error = context.get("exception")
+        raise AssertionError(f"nobody heard of this: {context['message']}: {error!r}") from error
+    return True
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQ]:
+    """One broker for all tests; whoever wants to stop, kill or pause it starts one of their own."""
+    with RabbitMQ() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One Postgres for all tests; whoever wants to stop, kill or pause it starts one of their own."""
+    with Postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def vhost(rabbitmq: RabbitMQ) -> Iterator[str]:
+    """The amqp:// URL of a fresh vhost."""
+    name = rabbitmq.add_vhost()
+    yield rabbitmq.url(name)
+    rabbitmq.drop_vhost(name)
+
+
+@pytest.fixture
+def database(postgres: Postgres) -> Iterator[str]:
+    """The postgresql:// URL of a fresh, empty database."""
+    name = postgres.add_database()
+    yield postgres.url(name)
+    postgres.drop_database(name)

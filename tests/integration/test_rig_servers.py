@@ -1,0 +1,212 @@
+"""The rig's servers do what fault tests rely on: they come back as they were, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aio_pika
+import asyncpg
+import psutil
+import pytest
+
+from tests.rig.proxy import Proxy
+from tests.rig.servers import Postgres, RabbitMQ, StartFailed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def own_rabbitmq() -> Iterator[RabbitMQ]:
+    with RabbitMQ() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def own_postgres() -> Iterator[Postgres]:
+    with Postgres() as server:
+        yield server
+
+
+async def test_vhost_takes_quorum_queues(vhost: str) -> None:
+    async with await aio_pika.connect(vhost) as connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
+        await channel.default_exchange.publish(aio_pika.Message(b"hello"), "q")
+        message = await queue.get(timeout=5)
+        assert message.body == b"hello"
+        await message.ack()
+
+
+async def test_vhosts_are_apart(rabbitmq: RabbitMQ, vhost: str) -> None:
+    other = rabbitmq.add_vhost()
+    async with await aio_pika.connect(vhost) as here, await aio_pika.connect(rabbitmq.url(other)) as there:
+        await (await here.channel()).declare_queue("q", durable=True)
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+            await (await there.channel()).declare_queue("q", passive=True)
+    rabbitmq.drop_vhost(other)
+
+
+async def test_user_without_permissions_is_refused(rabbitmq: RabbitMQ) -> None:
+    name = rabbitmq.add_vhost()
+    rabbitmq.add_user("reader", "secret", vhost=name, read=".*")
+    async with await aio_pika.connect(rabbitmq.url(name, user="reader:secret")) as connection:
+        with pytest.raises(aio_pika.exceptions.ChannelClosed, match="ACCESS_REFUSED"):
+            await (await connection.channel()).declare_queue("q")
+    rabbitmq.drop_vhost(name)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+async def test_rabbitmq_comes_back_with_its_messages(own_rabbitmq: RabbitMQ, end: str) -> None:
+    url = own_rabbitmq.url(own_rabbitmq.add_vhost())
+    async with await aio_pika.connect(url) as connection:
+        channel = await connection.channel(publisher_confirms=True)
+        await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
+        await channel.default_exchange.publish(aio_pika.Message(b"kept"), "q")
+
+    await asyncio.to_thread(getattr(own_rabbitmq, end))
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.open_connection("127.0.0.1", own_rabbitmq.port)
+    await asyncio.to_thread(own_rabbitmq.start)
+
+    async with await aio_pika.connect(url) as connection:
+        queue = await (await connection.channel()).get_queue("q")
+        message = await queue.get(timeout=10)
+        assert message.body == b"kept"
+        await message.ack()
+
+
+async def test_rabbitmq_paused_is_silent_and_resumed_goes_on(own_rabbitmq: RabbitMQ) -> None:
+    own_rabbitmq.pause()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", own_rabbitmq.port)
+        writer.write(b"AMQP\x00\x00\x09\x01")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.3)
+    finally:
+        own_rabbitmq.resume()
+    assert await reader.read(1) == b"\x01"
+    writer.close()
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+async def test_postgres_comes_back_with_its_rows(own_postgres: Postgres, end: str) -> None:
+    url = own_postgres.url(own_postgres.add_database())
+    connection = await asyncpg.connect(url)
+    await connection.execute("CREATE TABLE t AS SELECT 42 AS x")
+
+    await asyncio.to_thread(getattr(own_postgres, end))
+    with pytest.raises((OSError, asyncpg.PostgresError, asyncpg.InterfaceError)):
+        await connection.execute("SELECT 1")
+    await asyncio.to_thread(own_postgres.start)
+
+    connection = await asyncpg.connect(url)
+    assert await connection.fetchval("SELECT x FROM t") == 42
+    await connection.close()
+
+
+async def test_postgres_paused_is_silent_and_resumed_goes_on(own_postgres: Postgres) -> None:
+    connection = await asyncpg.connect(own_postgres.url())
+    own_postgres.pause()
+    try:
+        answer = asyncio.ensure_future(connection.fetchval("SELECT 1"))
+        done, _ = await asyncio.wait([answer], timeout=0.3)
+        assert not done
+    finally:
+        own_postgres.resume()
+    assert await answer == 1
+    await connection.close()
+
+
+async def test_postgres_writes_to_disk(database: str) -> None:
+    connection = await asyncpg.connect(database)
+    assert await connection.fetchval("SHOW fsync") == "on"
+    assert await connection.fetchval("SHOW synchronous_commit") == "on"
+    await connection.close()
+
+
+async def test_proxy_before_the_broker(rabbitmq: RabbitMQ, vhost: str) -> None:
+    async with Proxy(rabbitmq.port) as proxy:
+        url = rabbitmq.url(vhost.rsplit("/", 1)[1], port=proxy.port)
+        connection = await aio_pika.connect(url)
+        lost = asyncio.get_running_loop().create_future()
+        connection.close_callbacks.add(lambda _, error: lost.done() or lost.set_result(error))
+        assert proxy.connections == 1
+        proxy.cut()
+        assert isinstance(await lost, Exception)
+
+
+def test_a_server_that_cannot_start_shows_its_log() -> None:
+    with (
+        pytest.raises(StartFailed, match=r"the end of .*\n.*no_such_setting"),
+        Postgres(settings={"no_such_setting": "1"}),
+    ):
+        raise AssertionError("it started")
+
+
+def _end_with_ctrl_c(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+def _end_with_sigkill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+
+
+@pytest.mark.parametrize("end", [_end_with_ctrl_c, _end_with_sigkill])
+def test_nothing_outlives_its_owner(end: Callable[[subprocess.Popen[str]], None], tmp_path: Path) -> None:
+    """The servers, their epmd and their directories are gone after Ctrl-C, and after SIGKILL to who started them."""
+    owner = subprocess.Popen(
+        [sys.executable, "-m", "tests.rig.servers"],
+        cwd=ROOT, env=os.environ | {"TMPDIR": str(_passable(tmp_path))}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert owner.stdout is not None
+    for line in owner.stdout:
+        if "Ctrl-C" in line:
+            break
+    family = psutil.Process(owner.pid).children(recursive=True)
+    names = {process.name() for process in family}
+    assert {"beam.smp", "epmd", "postgres"} <= names
+
+    end(owner)
+    owner.wait(timeout=30)
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+def _passable(directory: Path) -> Path:
+    """Pytest's directories are ours alone, and Postgres, as another user, has to get through to its own."""
+    made = directory / "t"
+    made.mkdir(mode=0o711)
+    for parent in [directory, *directory.parents[:2]]:
+        parent.chmod(0o711)
+    return made
+
+
+def test_taken_default_ports_do_not_matter() -> None:
+    """Somebody else's broker, epmd and database stand where such servers usually do."""
+    taken = []
+    for port in (4369, 5432, 5672, 15672, 25672):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+        except OSError:  # really taken: just as good
+            listener.close()
+            continue
+        taken.append(listener)
+    try:
+        with RabbitMQ() as broker, Postgres() as server:
+            assert broker.api("GET", "/api/overview")["node"] == broker.node
+            assert server.execute("SELECT 1") == "SELECT 1"
+    finally:
+        for listener in taken:
+            listener.close()

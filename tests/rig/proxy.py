@@ -1,0 +1,164 @@
+"""A TCP proxy to stand between us and a server, for what networks do: cut, fall silent, and come back.
+
+    async with Proxy(broker.port) as proxy:
+        url = broker.url(vhost, port=proxy.port)
+        ...
+        proxy.cut()
+
+Runs in the test's own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from tests.rig import ports
+
+_CHUNK = 64 * 1024
+
+
+class Proxy:
+    """Forwards connections to `port` on the loopback interface.
+
+    cut()       reset every connection there is; new ones are accepted as before
+    refuse()    and accept nobody any more, until accept()
+    stall()     read nothing and answer nothing, on old and new connections, until resume(): a dead peer behind a live
+                network. What was sent meanwhile goes through then
+    stall(to_server=False)  the same for the server's answers alone: requests arrive and take effect, and nobody hears
+    """
+
+    def __init__(self, port: int, *, host: str = ports.HOST) -> None:
+        self.port = ports.reserve()
+        self.accepted = 0
+        self._target = (host, port)
+        self._server: asyncio.Server | None = None
+        self._links: set[_Link] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._to_server = asyncio.Event()
+        self._to_client = asyncio.Event()
+        self.resume()
+
+    async def __aenter__(self) -> Self:
+        await self.accept()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.refuse()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return len(self._links)
+
+    async def accept(self) -> None:
+        """Take connections (again)."""
+        if self._server is None:
+            self._server = await asyncio.start_server(self._admit, ports.HOST, self.port)
+
+    async def refuse(self) -> None:
+        """Cut what there is, and be a port where nobody listens."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.cut()
+
+    def cut(self) -> None:
+        """Reset every connection, on both sides, without a goodbye."""
+        for link in list(self._links):
+            link.cut()
+
+    def stall(self, *, to_server: bool = True, to_client: bool = True) -> None:
+        """Fall silent in these directions; whoever connects is accepted and hears nothing."""
+        if to_server:
+            self._to_server.clear()
+        if to_client:
+            self._to_client.clear()
+
+    def resume(self) -> None:
+        self._to_server.set()
+        self._to_client.set()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        client = _End(reader, writer)
+        try:
+            server = _End(*await asyncio.open_connection(*self._target))
+        except OSError:
+            client.reset()
+            return
+        link = _Link(client, server)
+        self._links.add(link)
+        try:
+            await link.forward(self._to_server, self._to_client)
+        finally:
+            self._links.discard(link)
+
+
+class _End:
+    """One side of a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def reset(self) -> None:
+        """Close with RST where the system lets us: the peer sees an error, not an orderly end."""
+        sock = self.writer.get_extra_info("socket")
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+class _Link:
+    """A client's connection and ours to the server on its behalf."""
+
+    def __init__(self, client: _End, server: _End) -> None:
+        self._client = client
+        self._server = server
+
+    def cut(self) -> None:
+        self._client.reset()
+        self._server.reset()
+
+    async def forward(self, to_server: asyncio.Event, to_client: asyncio.Event) -> None:
+        """Until one side ends; then both do."""
+        directions = [
+            asyncio.ensure_future(_pump(self._client, self._server, to_server)),
+            asyncio.ensure_future(_pump(self._server, self._client, to_client)),
+        ]
+        try:
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
+            self._client.writer.close()
+            self._server.writer.close()
+
+
+async def _pump(source: _End, sink: _End, flowing: asyncio.Event) -> None:
+    """Bytes in one direction, while they may flow, up to the end of the source or an error on either side."""
+    with suppress(OSError):
+        while True:
+            await flowing.wait()
+            data = await source.reader.read(_CHUNK)
+            if not data:
+                return
+            await flowing.wait()
+            sink.writer.write(data)
+            await sink.writer.drain()
