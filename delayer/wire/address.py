@@ -1,0 +1,150 @@
+"""Broker addresses: ``amqp://`` and ``amqps://`` URLs."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+_PORTS = {"amqp": 5672, "amqps": 5671}
+# RabbitMQ's own names first, then those that aio-pika takes, so that one URL serves both.
+_PARAMETERS = {
+    "heartbeat": "heartbeat",
+    "connection_timeout": "connection_timeout",
+    "auth_mechanism": "auth_mechanism",
+    "auth": "auth_mechanism",
+    "cacertfile": "cafile",
+    "cafile": "cafile",
+    "certfile": "certfile",
+    "keyfile": "keyfile",
+    "verify": "verify",
+    "server_name_indication": "server_name",
+}
+_VERIFY = {"verify_peer": True, "verify_none": False, "true": True, "false": False, "1": True, "0": False}
+_MECHANISMS = ("PLAIN", "EXTERNAL")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the broker is and how to log in. ``repr`` and ``str`` never show the password.
+
+    ``heartbeat`` and ``timeout`` are seconds, None where the URL does not say. ``server_name`` is what the broker's
+    certificate must be for, if not ``host``.
+    """
+
+    host: str
+    port: int
+    vhost: str
+    user: str
+    password: str = field(repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    auth_mechanism: str = "PLAIN"
+    heartbeat: float | None = None
+    timeout: float | None = None
+    server_name: str | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Read ``amqp[s]://user:password@host:port/vhost?parameters``.
+
+        Everything but the scheme and the host has a default: guest, guest, 5672 or 5671, ``/``. Parameters:
+        ``heartbeat`` (s, 0 is none), ``connection_timeout`` (ms, as RabbitMQ's URLs have it), ``auth_mechanism``
+        (plain, external), and for amqps ``cafile``, ``certfile``, ``keyfile``, ``verify`` (verify_peer, verify_none),
+        ``server_name_indication``. Raises ValueError that says what was expected, and never shows the URL.
+        """
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise ValueError("broker URL: expected amqp://user:password@host:port/vhost") from None
+        if parts.scheme not in _PORTS:
+            raise ValueError("broker URL: expected it to begin with amqp:// or amqps://")
+        port = _port(parts)
+        if not parts.hostname:
+            raise ValueError("broker URL: expected a host name after // (and @)")
+        if parts.fragment or "/" in parts.path[1:]:
+            raise ValueError("broker URL: expected / and # in user, password and vhost to be written %2F and %23")
+        query = _query(parts.query)
+        secure = parts.scheme == "amqps"
+        if not secure and query.keys() & {"cafile", "certfile", "keyfile", "verify", "server_name"}:
+            raise ValueError("broker URL: certificates and verification need amqps://")
+        return cls(
+            host=parts.hostname,
+            port=port,
+            vhost=unquote(parts.path[1:]) or "/",
+            user=unquote(parts.username) if parts.username else "guest",
+            password="guest" if parts.password is None else unquote(parts.password),
+            tls=_context(query) if secure else None,
+            auth_mechanism=_mechanism(query.get("auth_mechanism", "plain")),
+            heartbeat=_number(query, "heartbeat"),
+            timeout=None if (timeout_ms := _number(query, "connection_timeout")) is None else timeout_ms / 1000,
+            server_name=query.get("server_name"),
+        )
+
+    def __str__(self) -> str:
+        scheme = "amqp" if self.tls is None else "amqps"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{self.user}@{host}:{self.port}/{'' if self.vhost == '/' else self.vhost}"
+
+
+def _port(parts: SplitResult) -> int:
+    # The cause is not chained: where a password holds an unescaped / or @, it is what the port is read from.
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port is None:
+        return _PORTS[parts.scheme]
+    if port == 0:
+        raise ValueError("broker URL: expected a port of 1 to 65535 (and / and @ in a password written %2F and %40)")
+    return port
+
+
+def _query(text: str) -> Mapping[str, str]:
+    found = {}
+    for name, value in parse_qsl(text, keep_blank_values=True):
+        if name not in _PARAMETERS:
+            # A name is shown only if it looks like one: it could be the rest of a password.
+            shown = f", found {name!r}" if re.fullmatch("[a-z_]{1,40}", name) else ""
+            raise ValueError(f"broker URL: expected a parameter of {', '.join(sorted(_PARAMETERS))}{shown}")
+        found[_PARAMETERS[name]] = value
+    return found
+
+
+def _number(query: Mapping[str, str], name: str) -> float | None:
+    value = query.get(name)
+    if value is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", value):
+        raise ValueError(f"broker URL: expected {name} to be a number of 0 or more")
+    return float(value)
+
+
+def _mechanism(name: str) -> str:
+    if name.upper() not in _MECHANISMS:
+        raise ValueError("broker URL: expected auth_mechanism to be plain or external")
+    return name.upper()
+
+
+def _context(query: Mapping[str, str]) -> ssl.SSLContext:
+    """Certificate and host name are verified unless the URL says verify_none; by the system's CAs or the cafile."""
+    verify = _VERIFY.get(query.get("verify", "verify_peer").lower())
+    if verify is None:
+        raise ValueError("broker URL: expected verify to be verify_peer or verify_none")
+    if "keyfile" in query and "certfile" not in query:
+        raise ValueError("broker URL: expected certfile next to keyfile")
+    try:
+        context = ssl.create_default_context(cafile=query.get("cafile"))
+    except OSError as error:
+        raise ValueError(f"broker URL: expected cafile to be a readable PEM file: {error}") from error
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if "certfile" in query:
+        try:
+            context.load_cert_chain(query["certfile"], query.get("keyfile"), password="")
+        except OSError as error:
+            raise ValueError(f"broker URL: expected certfile and keyfile to be readable PEM files: {error}") from error
+    return context

@@ -1,0 +1,382 @@
+"""One AMQP connection, as an asyncio protocol. Nothing is awaited for a frame or a message that comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from typing import Self, TypeVar, cast
+
+from pamqp.base import Frame
+
+from delayer.core.message import Delivery
+from delayer.wire import handshake, methods, serialize
+from delayer.wire.address import Address
+from delayer.wire.channel import WRITE_BYTES, Channel, ClosingChannel
+from delayer.wire.errors import (
+    REPLY_SUCCESS,
+    UNEXPECTED_FRAME,
+    AccessRefused,
+    ConnectionLost,
+    NoFreeChannel,
+    ProtocolError,
+    again,
+)
+from delayer.wire.framing import DEFAULT_FRAME_MAX, PROTOCOL_HEADER, Parser, Receiver, ReturnedMessage
+from delayer.wire.methods import commands
+from delayer.wire.pulse import Pulse
+
+_Reply = TypeVar("_Reply", bound=Frame)
+_HIGH_WATER = 1 << 20
+# How long a peer may take to agree that the connection ends before we end it without.
+_CLOSE_SECONDS = 5.0
+
+
+class Connection(asyncio.Protocol):
+    """Made by :meth:`open`.
+
+    ``closed`` is done when the connection is gone, its result is why. Wait for it with ``asyncio.wait`` or behind
+    ``asyncio.shield``: a task that awaits it directly cancels it when it is cancelled. ``blocked`` is true while the
+    broker takes no publishes because of a resource alarm, ``blocked_reason`` is its word for it.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[ConnectionLost] = loop.create_future()
+        self.blocked = False
+        self.blocked_reason = ""
+        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}  # channel 0 has none
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._gone: asyncio.Future[None] = loop.create_future()
+        self._loss: ConnectionLost | None = None
+        self._opened = False
+        self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
+        self._receivers: dict[int, Receiver] = {0: self}
+        self._parser = Parser(self._receivers)
+        self._discarding = False
+        self._pulse = Pulse(loop, self._beat, self._on_silence)
+        self._full = False
+        self._drained: set[asyncio.Future[None]] = set()
+        self._unblocked: asyncio.Future[None] | None = None
+        self._released: dict[int, asyncio.Future[None]] = {}
+        self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
+        self._abort_timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def open(cls, address: Address | str, *, name: str, heartbeat: float = 20.0, timeout: float = 10.0) -> Self:
+        """Connect and log in, within ``timeout`` seconds. ``name`` is what the broker's operators see.
+
+        What the URL says about heartbeat and timeout wins. Raises ValueError for a bad URL, AccessRefused, and
+        ConnectionLost (ProtocolError) with the cause for everything else that keeps us from the broker.
+        """
+        where = Address.parse(address) if isinstance(address, str) else address
+        heartbeat = heartbeat if where.heartbeat is None else where.heartbeat
+        timeout = timeout if where.timeout is None else where.timeout
+        connection: Self | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    cls,
+                    where.host,
+                    where.port,
+                    ssl=where.tls,
+                    server_hostname=(where.server_name or where.host) if where.tls else None,
+                )
+                await connection._log_in(where, name, heartbeat)
+        except TimeoutError as late:
+            raise ConnectionLost(0, f"no connection to {where} within {timeout:g} s") from late
+        except OSError as error:
+            raise ConnectionLost(0, f"no connection to {where}: {error}") from error
+        finally:
+            if connection is not None and not connection._opened:
+                connection._abort()
+                await asyncio.shield(connection._gone)
+        return connection
+
+    @property
+    def frame_max(self) -> int:
+        """Bytes of the longest frame that both sides agreed on."""
+        return self._limits.frame_max
+
+    @property
+    def unblocked(self) -> Awaitable[None]:
+        """Done as soon as the broker takes publishes: at once while not ``blocked``. Raises ConnectionLost."""
+        if self._unblocked is None or (self._unblocked.done() and (self.blocked or self._loss is not None)):
+            self._unblocked = self._loop.create_future()
+            self._unblocked.add_done_callback(_look_at)
+            if self._loss is not None:
+                self._unblocked.set_exception(again(self._loss))
+            elif not self.blocked:
+                self._unblocked.set_result(None)
+        return asyncio.shield(self._unblocked)
+
+    async def channel(self) -> Channel:
+        """Open a channel. Raises NoFreeChannel, ConnectionLost."""
+        self._check_open()
+        number = next(one for one in count(1) if one not in self._receivers)
+        if number > self._limits.channel_max:
+            raise NoFreeChannel(f"all {self._limits.channel_max} channels of the connection are in use")
+        channel = Channel(self, number)
+        self._receivers[number] = channel
+        await channel.open()
+        return channel
+
+    def pause_reading(self) -> None:
+        """Take nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
+        if self._pulse.reading and self._loss is None and self._transport is not None:
+            self._pulse.reading = False
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on reading. Idempotent."""
+        if not self._pulse.reading and self._transport is not None:
+            self._pulse.reading = True
+            self._pulse.read_at = self._loop.time()
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    async def close(self) -> None:
+        """Say goodbye, wait for the broker's answer, at most 5 s, and for the socket to be gone. Idempotent."""
+        if self._loss is None:
+            self._end(ConnectionLost(REPLY_SUCCESS, "closed by us"))
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            pass  # the broker had its chance
+        finally:
+            self._abort()
+        await asyncio.shield(self._gone)
+
+    # What channels need.
+
+    def write(self, data: bytes) -> None:
+        """Hand bytes to the transport. Raises ConnectionLost."""
+        self._check_open()
+        self._send(data)
+
+    def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """The same for the pieces of many frames, in writes of a size that does not double the memory they take."""
+        size = start = 0
+        for index, part in enumerate(parts):
+            size += len(part)
+            if size >= WRITE_BYTES:
+                self.write(b"".join(parts[start : index + 1]))
+                size, start = 0, index + 1
+        if size:
+            self.write(b"".join(parts[start:]))
+
+    async def drain(self) -> None:
+        """Wait while the transport's buffer is above its high-water mark. Raises ConnectionLost."""
+        while self._full and self._loss is None:
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._drained.add(future)
+            try:
+                await future
+            finally:
+                self._drained.discard(future)
+        self._check_open()
+
+    def release_channel(self, number: int) -> None:
+        """We close this channel: ignore what comes for it, and keep its number until the broker agrees."""
+        self._released[number] = self._loop.create_future()
+        self._receivers[number] = ClosingChannel(
+            number,
+            on_closed=lambda: self.forget_channel(number),
+            answer=lambda: self._send(methods.marshal(commands.Channel.CloseOk(), number)),
+        )
+
+    def forget_channel(self, number: int) -> None:
+        """The number is free again."""
+        del self._receivers[number]
+        released = self._released.pop(number, None)
+        if released is not None and not released.done():
+            released.set_result(None)
+
+    async def wait_released(self, number: int, seconds: float) -> None:
+        """Until the broker agreed that a channel is closed, or the connection is lost, or the time is over."""
+        released = self._released.get(number)
+        if released is not None:
+            await asyncio.wait({released}, timeout=seconds)
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._pulse.read_at = self._loop.time()
+        if self._discarding:
+            return
+        try:
+            self._parser.feed(data)
+        except ProtocolError as error:
+            self._on_protocol_error(error)
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._wake_writers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        loss = ConnectionLost(0, f"the connection was cut: {exc}" if exc else "the broker hung up")
+        loss.__cause__ = exc
+        self._fail(loss)
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    # What the parser calls, for channel 0.
+
+    def on_method(self, frame: bytes) -> None:
+        method = methods.unmarshal(frame)
+        if isinstance(method, commands.Connection.Close):
+            self._on_close(method)
+        elif isinstance(method, commands.Connection.CloseOk) and self._loss is not None:
+            self._hang_up()
+        elif self._loss is not None:
+            pass  # we closed: until the broker agrees, everything else is ignored
+        elif isinstance(method, commands.Connection.Blocked):
+            self.blocked, self.blocked_reason = True, str(method.reason)
+        elif isinstance(method, commands.Connection.Unblocked):
+            self.blocked, self.blocked_reason = False, ""
+            if self._unblocked is not None and not self._unblocked.done():
+                self._unblocked.set_result(None)
+        elif self._reply is not None and isinstance(method, self._reply[0]):
+            _, future = self._reply
+            self._reply = None
+            if not future.done():
+                future.set_result(method)
+        else:
+            raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
+
+    def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
+        raise ProtocolError(UNEXPECTED_FRAME, "a confirm on channel 0")
+
+    def on_returned(self, returned: ReturnedMessage) -> None:
+        raise ProtocolError(UNEXPECTED_FRAME, "a return on channel 0")
+
+    def _on_close(self, close: commands.Connection.Close) -> None:
+        if self._loss is None:
+            refused = not self._opened and close.reply_code in handshake.REFUSALS
+            kind = AccessRefused if refused else ConnectionLost
+            self._fail(kind(close.reply_code or 0, close.reply_text))
+        self._send(methods.marshal(commands.Connection.CloseOk(), 0))
+        self._hang_up()
+
+    def _on_protocol_error(self, error: ProtocolError) -> None:
+        # The stream cannot be read on, so the answer cannot be waited for: the broker is to hang up.
+        self._discarding = True
+        if self._loss is None:
+            self._end(error)
+        else:
+            self._hang_up()
+
+    # Log-in.
+
+    async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
+        start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
+        hello = handshake.start_ok(start, address, name)
+        tune = await self._ask(methods.marshal(hello, 0), commands.Connection.Tune)
+        self._limits = handshake.agree(tune, heartbeat)
+        self._parser.frame_max = self._limits.frame_max
+        self.write(methods.marshal(handshake.tune_ok(self._limits), 0))
+        wish = commands.Connection.Open(virtual_host=address.vhost)
+        await self._ask(methods.marshal(wish, 0), commands.Connection.OpenOk)
+        self._opened = True
+        self._pulse.start(self._limits.heartbeat)
+
+    async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
+        self.write(frame)
+        future: asyncio.Future[Frame] = self._loop.create_future()
+        self._reply = (reply, future)
+        answer = await future
+        assert isinstance(answer, reply)  # on_method compared it
+        return answer
+
+    # The end.
+
+    def _check_open(self) -> None:
+        if self._loss is not None:
+            raise again(self._loss)
+
+    def _send(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+            self._pulse.written_at = self._loop.time()
+
+    def _beat(self) -> None:
+        self._send(serialize.HEARTBEAT_FRAME)
+
+    def _on_silence(self, text: str) -> None:
+        self._fail(ConnectionLost(0, text))
+        self._abort()
+
+    def _end(self, loss: ConnectionLost) -> None:
+        """Close from our side, without waiting."""
+        self._fail(loss)
+        self.resume_reading()  # or the answer would never be seen
+        self._send(methods.marshal(commands.Connection.Close(loss.code, loss.text[:255], 0, 0), 0))
+        self._abort_soon()
+
+    def _hang_up(self) -> None:
+        """Close the socket when everything is written, or a little later in any case."""
+        self._parser.stop()
+        self._discarding = True
+        if self._transport is not None:
+            self._transport.close()
+        self._abort_soon()
+
+    def _abort_soon(self) -> None:
+        if self._abort_timer is None and not self._gone.done():
+            self._abort_timer = self._loop.call_later(_CLOSE_SECONDS, self._abort)
+
+    def _abort(self) -> None:
+        if self._transport is not None and not self._gone.done():
+            self._transport.abort()
+
+    def _fail(self, loss: ConnectionLost) -> None:
+        """The connection is gone for everybody who uses it; the first loss is the one that counts."""
+        if self._loss is not None:
+            return
+        self._loss = loss
+        self._pulse.stop()
+        receivers = list(self._receivers.items())
+        for number, receiver in receivers:
+            if isinstance(receiver, Channel):
+                self._receivers[number] = ClosingChannel(number, _nothing, _nothing)
+                receiver.fail(loss)
+        if self._reply is not None and not self._reply[1].done():
+            self._reply[1].set_exception(again(loss))
+        for released in self._released.values():
+            if not released.done():
+                released.set_result(None)
+        if self._unblocked is not None and not self._unblocked.done():
+            self._unblocked.set_exception(again(loss))
+        self._wake_writers()
+        if not self.closed.done():
+            self.closed.set_result(loss)
+
+    def _wake_writers(self) -> None:
+        for future in self._drained:
+            if not future.done():
+                future.set_result(None)
+
+
+def _look_at(future: asyncio.Future[None]) -> None:
+    """Tell asyncio that a failure was not overlooked, also when nobody waits any more."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _nothing() -> None:
+    """The connection is gone: there is no number to free, and nobody to answer."""
