@@ -28,8 +28,10 @@ log = structlog.get_logger(__name__)
 
 CONFIRM_TIMEOUT: Final = 8.0
 """Seconds to wait for the confirms of a batch: less than the idle timeout of the store transaction behind it."""
-MAX_PROPERTIES: Final = 131_072 - 8 - 12
-"""RabbitMQ's default frame, less frame and content header: what is assumed before the first connection."""
+OVERHEAD: Final = 8 + 12
+"""Bytes of a content-header frame around the properties: type, channel, size and end; class, weight and body size."""
+MAX_PROPERTIES: Final = 131_072 - OVERHEAD
+"""What fits RabbitMQ's default frame; assumed before the first connection."""
 REMEMBERED: Final = 10_000
 """Exchanges known to take publishes. Beyond that many distinct ones, forgetting costs a round trip each."""
 
@@ -57,7 +59,7 @@ class RelayPublisher:
         """Bytes of properties that fit a frame, as last negotiated."""
         connection = self._relay.current
         if connection is not None:
-            self._max_properties = connection.max_properties
+            self._max_properties = connection.frame_max - OVERHEAD
         return self._max_properties
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
@@ -77,7 +79,7 @@ class RelayPublisher:
     async def _usable(self) -> Connection:
         connection = await self._relay.connection(self._timeout)
         try:
-            await asyncio.wait_for(connection.wait_unblocked(), self._timeout)
+            await asyncio.wait_for(connection.unblocked, self._timeout)
         except TimeoutError as late:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
         return connection

@@ -10,7 +10,7 @@ from delayer.core.message import Confirmed, Outgoing, Parcel
 from delayer.services import edits
 from delayer.services.counting import Counters
 from delayer.services.dispatch import NotTaken, why
-from delayer.services.ports import Publisher
+from delayer.services.ports import Holder, Publisher
 
 log = structlog.get_logger(__name__)
 
@@ -50,3 +50,15 @@ class StraysHolder:
             if not isinstance(outcome, Confirmed):
                 raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to hold: {why(outcome)}")
         report(items, self._counters)
+
+
+class Holding:
+    """Holds in the store where there is one to reach, else among the strays; satisfies ports.Holder."""
+
+    def __init__(self, store: Holder, store_usable: Callable[[], bool], strays: Holder) -> None:
+        self._store = store
+        self._store_usable = store_usable
+        self._strays = strays
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        await (self._store if self._store_usable() else self._strays).hold(items)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import count
+from typing import Final
 
 import structlog
 
@@ -12,38 +14,39 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.services.counting import Counters
 from delayer.services.holding import report
-from delayer.services.ports import Lane, Store
+from delayer.services.ports import Lane, Pulse, Store
 from delayer.services.release import Release
 from delayer.services.retry import Retry
 
 log = structlog.get_logger(__name__)
 
-LOOK_AROUND = 1.0
+LOOK_AROUND: Final = 1.0
 """Seconds between two looks for lanes without an owner."""
-MAINTAIN = 60.0
-"""Seconds between two rounds of partition upkeep."""
+UPKEEP: Final = 60
+"""Looks between two rounds of partition upkeep."""
 
 
 class Lanes:
     """Keeps ``wanted`` lanes of its own and any number of adopted ones, each with a release loop.
 
-    Parks go to our own lanes in turn; adopted lanes are only emptied.
+    Parks go to our own lanes in turn; adopted lanes are only emptied. Satisfies ports.Parking and ports.Holder.
     """
 
     def __init__(
         self,
-        store: Store,
+        connect: Callable[[], Awaitable[Store]],
         wanted: int,
         release: Callable[[Lane], Release],
         *,
-        beat: Callable[[], None],
+        pulse: Pulse,
         counters: Counters,
     ) -> None:
-        self._store = store
+        self._connect = connect
         self._wanted = wanted
         self._release = release
-        self._beat = beat
+        self._pulse = pulse
         self._counters = counters
+        self._store: Store | None = None
         self._own: list[Lane] = []
         self._loops: dict[asyncio.Task[None], Lane] = {}
         self._turn = count()
@@ -59,37 +62,40 @@ class Lanes:
         """The lanes that we release from, our own and adopted."""
         return sorted(lane.number for lane in self._loops.values())
 
+    def now_ms(self) -> int | None:
+        """An upper bound of the store's clock, or None while no store was reached yet."""
+        return None if self._store is None else self._store.now_ms()
+
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
-        """Satisfies ports.Parking. A lane lost under our hands costs one try; the next one is another lane."""
-        for _ in range(len(self._own)):
-            lane = self._next()
+        """A lane lost under our hands costs one try; the next one is another lane."""
+        while True:
+            store, lane = self._place()
             try:
-                await self._store.park(lane, parcels, cancels)
+                await store.park(lane, parcels, cancels)
             except LaneLost as lost:
                 self._disown(lane, lost)
             else:
                 return
-        raise StoreLost("no lane of ours is left to park into")
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
-        """Satisfies ports.Holder."""
-        await self._store.hold(self._next(), items)
+        """Into the held table of a lane of ours."""
+        store, lane = self._place()
+        await store.hold(lane, items)
         report(items, self._counters)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Own, adopt and maintain until stopping is set; then wait for the release loops to let go."""
-        retry = Retry(stopping, self._beat)
-        rounds = count()
+        """Connect, own, adopt and maintain until stopping is set; then wait for the release loops to let go.
+
+        Raises whatever the store says that waiting does not mend (its schema is too old).
+        """
+        beat = partial(self._pulse.beat, "lanes")
+        retry = Retry(stopping, beat)
+        looks = count()
         try:
             while not stopping.is_set():
-                self._beat()
+                beat()
                 try:
-                    await self._own_what_is_wanted(stopping)
-                    for lane in await self._store.adopt():
-                        log.info("lane adopted", lane=lane.number)
-                        self._start(lane, stopping)
-                    if next(rounds) % round(MAINTAIN / LOOK_AROUND) == 0:
-                        await self._store.maintain()
+                    await self._look_around(next(looks), stopping)
                     retry.succeeded()
                 except StoreLost as lost:
                     log.warning("store unreachable", reason=str(lost))
@@ -99,11 +105,34 @@ class Lanes:
             self._ready.clear()
             if self._loops:
                 await asyncio.wait(self._loops)
+            self._pulse.forget("lanes")
+            if self._store is not None:
+                await self._store.close()
 
-    def _next(self) -> Lane:
-        if not self._own:
-            raise StoreLost("no lane of ours is left to park into")
-        return self._own[next(self._turn) % len(self._own)]
+    async def _look_around(self, look: int, stopping: asyncio.Event) -> None:
+        if self._store is None:
+            self._store = await self._connect()
+            log.info("store connected")
+        for lane in await self._store.own_lanes(max(0, self._wanted - len(self._own))):
+            log.info("lane owned", lane=lane.number)
+            self._own.append(lane)
+            self._start(lane, stopping)
+        if self._own:
+            self._ready.set()
+        for lane in await self._store.adopt():
+            log.info("lane adopted", lane=lane.number)
+            self._start(lane, stopping)
+        if look % UPKEEP == 0:
+            await self._store.maintain()
+
+    def _start(self, lane: Lane, stopping: asyncio.Event) -> None:
+        task = asyncio.create_task(self._release(lane).run(stopping), name=f"release lane {lane.number}")
+        self._loops[task] = lane
+
+    def _place(self) -> tuple[Store, Lane]:
+        if self._store is None or not self._own:
+            raise StoreLost("no lane of ours to park into")
+        return self._store, self._own[next(self._turn) % len(self._own)]
 
     def _disown(self, lane: Lane, lost: LaneLost) -> None:
         log.warning("lane lost", lane=lane.number, reason=str(lost))
@@ -111,21 +140,6 @@ class Lanes:
             self._own.remove(lane)
         if not self._own:
             self._ready.clear()
-
-    async def _own_what_is_wanted(self, stopping: asyncio.Event) -> None:
-        missing = self._wanted - len(self._own)
-        if missing <= 0:
-            return
-        for lane in await self._store.own_lanes(missing):
-            log.info("lane owned", lane=lane.number)
-            self._own.append(lane)
-            self._start(lane, stopping)
-        if self._own:
-            self._ready.set()
-
-    def _start(self, lane: Lane, stopping: asyncio.Event) -> None:
-        task = asyncio.create_task(self._release(lane).run(stopping), name=f"release lane {lane.number}")
-        self._loops[task] = lane
 
     async def _until_next_look(self, stopping: asyncio.Event) -> None:
         """Wait for a loop to end, for the order to stop, or for the time of the next look."""

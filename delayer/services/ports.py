@@ -121,6 +121,9 @@ class Store(Protocol):
     async def maintain(self) -> None:
         """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""
 
+    async def close(self) -> None:
+        """Close every connection but those of lanes. Safe to call twice."""
+
 
 class Bindings(Protocol):
     """The delivery exchange's bindings, for messages that the broker takes out of the cascade by itself."""
@@ -128,6 +131,16 @@ class Bindings(Protocol):
     async def bound(self, queue: bytes) -> bool:
         """Make sure that ``queue`` is bound to the delivery exchange under its own name. False if there is no such
         queue. Raises BrokerLost."""
+
+
+class Pulse(Protocol):
+    """Who is still moving: what the watchdog is fed by."""
+
+    def beat(self, loop: str) -> None:
+        """``loop`` went round once more. The first beat of a name begins its watch."""
+
+    def forget(self, loop: str) -> None:
+        """``loop`` ended because it was meant to."""
 
 
 class Parking(Protocol):

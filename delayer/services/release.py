@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -14,7 +15,7 @@ from delayer.faultpoint import reach
 from delayer.services import edits
 from delayer.services.counting import Counters
 from delayer.services.dispatch import why
-from delayer.services.ports import Lane, Publisher
+from delayer.services.ports import Lane, Publisher, Pulse
 from delayer.services.retry import Retry
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
@@ -41,21 +42,23 @@ class Release:
         publisher: Publisher,
         *,
         portion: Portion,
-        beat: Callable[[], None],
+        pulse: Pulse,
         counters: Counters,
     ) -> None:
         self._lane = lane
         self._publisher = publisher
         self._portion = portion
-        self._beat = beat
+        self._loop = f"lane {lane.number}"
+        self._pulse = pulse
         self._counters = counters
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Tick until stopping is set or the lane is lost; then let go of the lane."""
-        retry = Retry(stopping, self._beat)
+        beat = partial(self._pulse.beat, self._loop)
+        retry = Retry(stopping, beat)
         try:
             while not stopping.is_set():
-                self._beat()
+                beat()
                 if not self._publisher.ready:
                     # A claim now would only keep a transaction open until its idle timeout ends it.
                     await self._lane.wait(SLICE)
@@ -75,6 +78,7 @@ class Release:
         except StoreLost as lost:
             log.warning("lane given up", lane=self._lane.number, reason=str(lost))
         finally:
+            self._pulse.forget(self._loop)
             await self._lane.release()
 
     async def tick(self) -> float:

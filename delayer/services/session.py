@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
 from delayer.faultpoint import reach
-from delayer.services.ports import Consumer, Subscription
+from delayer.services.ports import Consumer, Pulse, Subscription
 from delayer.services.retry import Retry
 from delayer.services.settle import Settler
 
 log = structlog.get_logger(__name__)
 
-Carry = Callable[[Sequence[Delivery], Settler], Awaitable[None]]
+Carry = Callable[[Sequence[Delivery], Settler], Coroutine[None, None, None]]
 """Take a batch to where it belongs and settle every delivery of it; raises BrokerLost, StoreLost to end the session,
 which returns whatever is unsettled to the queue."""
 
@@ -47,13 +48,14 @@ class Session:
         carry: Carry,
         *,
         prepare: Callable[[], Awaitable[None]],
-        beat: Callable[[], None],
+        pulse: Pulse,
     ) -> None:
         self._intake = intake
         self._consumer = consumer
         self._carry = carry
         self._prepare = prepare
-        self._beat = beat
+        self._beat = partial(pulse.beat, intake.queue)
+        self._forget = partial(pulse.forget, intake.queue)
         self.consuming = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -73,6 +75,7 @@ class Session:
                 await retry.pause()
             finally:
                 self.consuming.clear()
+        self._forget()
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
         settler = Settler(subscription)

@@ -108,8 +108,8 @@ def to_target(delivery: Delivery, due: Parcel, token: bytes, released: bytes) ->
 
 def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> Publication:
     """Set aside in the refused queue."""
-    properties = edits.refused(delivery, plan.reason, token, names.max_properties)
-    outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, token)
+    properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
+    outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
     return Publication(delivery, outgoing, refusal=plan.reason)
 
 

@@ -1,0 +1,56 @@
+"""``delayer run``: one daemon in one event loop, its signals, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import structlog
+import uvloop
+
+from delayer import __version__, telemetry
+from delayer.broker.errors import TopologyMismatch
+from delayer.daemon import Daemon
+from delayer.ops.notify import Notifier
+from delayer.reload import Reload
+from delayer.settings import Settings
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+log = structlog.get_logger(__name__)
+
+
+def run_daemon(load: Callable[[], Settings]) -> int:
+    """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again through ``load``.
+
+    Returns the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is logged). Raises
+    ConfigError if the first ``load`` does.
+    """
+    settings = load()
+    telemetry.configure(settings.log.format, settings.log.level)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, load))
+    except TopologyMismatch as wrong:
+        log.error("start refused", reason=str(wrong), next_step="delayer topology verify")
+        return 1
+    except BadStoreUrl as wrong:
+        log.error("start refused", reason=str(wrong), next_step="correct store.url")
+        return 2
+    except SchemaOutdated as wrong:
+        log.error("start refused", reason=str(wrong), next_step="delayer db upgrade")
+        return 1
+    return 0
+
+
+async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
+    notifier = Notifier()
+    daemon = Daemon(settings, notifier)
+    reload = Reload(daemon, load, notifier)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, daemon.stop)
+    loop.add_signal_handler(signal.SIGHUP, reload.request)
+    log.info("starting", version=__version__, mode=settings.mode)
+    daemon.life.add("reload", reload.run)
+    await daemon.run()

@@ -1,0 +1,186 @@
+"""The running daemon: its parts, constructed from settings and wired to each other. The rules are in the services."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Final
+
+import structlog
+
+from delayer.broker.admin import Admin
+from delayer.broker.bindings import DeliveryBindings
+from delayer.broker.consumer import RelayConsumer
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.ops.notify import Notifier
+from delayer.ops.pulse import WatchedPulse
+from delayer.services.carry import IntakeCarrier
+from delayer.services.counting import Counters
+from delayer.services.dispatch import Dispatch
+from delayer.services.due import DueCarrier
+from delayer.services.holding import Holding, StraysHolder
+from delayer.services.lanes import Lanes
+from delayer.services.lifecycle import Life
+from delayer.services.ports import Lane, Store
+from delayer.services.release import Portion, Release
+from delayer.services.session import Carry, Intake, Session
+from delayer.services.shelf import Shelf
+from delayer.services.sorting import Names
+from delayer.settings import Settings
+from delayer.store.postgres import PostgresStore
+from delayer.wire.address import Address
+from delayer.wiring import cascade_of, policy_of, topology_of, uses_cascade
+
+log = structlog.get_logger(__name__)
+
+STORE_WAIT: Final = 5.0
+"""Seconds that consuming waits for a lane before it says that there is none, and waits again."""
+
+
+def new_id() -> bytes:
+    """An ``x-delayer-id`` for a message that no store has numbered."""
+    return uuid.uuid4().hex.encode()
+
+
+class Daemon:
+    """One process of ``delayer run``."""
+
+    def __init__(self, settings: Settings, notifier: Notifier) -> None:
+        self.settings = settings
+        self.shelf = Shelf()
+        self.counters = Counters()
+        self._notifier = notifier
+        self.life = Life()
+        self._pulse = WatchedPulse(notifier)
+        address = Address.parse(settings.broker_url)
+        heartbeat = settings.broker.heartbeat_ms / 1000
+        self._relays = {
+            use: Relay(address, f"delayer {use}", heartbeat=heartbeat) for use in ("intake", "due", "publish")
+        }
+        self._cascade = cascade_of(settings)
+        self._publisher = RelayPublisher(self._relays["publish"])
+        self._bindings = DeliveryBindings(self._connect_admin, self._cascade.delivery)
+        strays = (self._cascade.strays or settings.refused.queue).encode()
+        astray = StraysHolder(self._publisher, strays, new_id, self.counters)
+        holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
+        self._dispatch = Dispatch(self._publisher, holding, self.counters)
+        self._policy = policy_of(settings, has_store=settings.store_url is not None)
+        self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())
+        self._due: Session | None = None
+
+    async def run(self) -> None:
+        """Until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
+        for relay in self._relays.values():
+            relay.start()
+        if self.settings.store_url is not None:
+            self.start_lanes(self.settings)
+        self.life.add("intake", self._intake.run)
+        self.life.add("watchdog", self._pulse.feed)
+        self.life.add("readiness", self._announce)
+        try:
+            await self.life.run()
+        finally:
+            await self._bindings.close()
+            for relay in self._relays.values():
+                await relay.close()
+            log.info("stopped", **self.counters.as_dict())
+
+    def stop(self) -> None:
+        """Stop consuming, settle what is in flight, let go of the lanes."""
+        log.info("stopping")
+        self._notifier.stopping()
+        self.life.stop()
+
+    def start_lanes(self, settings: Settings) -> None:
+        """Begin to own lanes of the store, unless we do already."""
+        if self.shelf.lanes is None:
+            url = settings.store_url or ""
+
+            async def connect() -> Store:
+                return await PostgresStore.connect(url)
+
+            self.shelf.lanes = Lanes(
+                connect, settings.store.lanes, self._release, pulse=self._pulse, counters=self.counters
+            )
+            self.life.add("lanes", self.shelf.lanes.run)
+
+    def adopt(self, settings: Settings) -> None:
+        """Let the live part of new settings rule from the next batch on."""
+        self.settings = settings
+        self._policy = policy_of(settings, has_store=self.shelf.lanes is not None)
+
+    async def declare(self, settings: Settings | None = None) -> None:
+        """Make the topology so. Raises BrokerLost, TopologyMismatch."""
+        wanted = settings or self.settings
+        admin = await self._connect_admin()
+        try:
+            await admin.declare(topology_of(wanted))
+            # Messages may still be on their way through a cascade that new delays do not take any more.
+            if self._due is None and (uses_cascade(wanted) or await admin.queue_exists(wanted.native.due_queue)):
+                carrier = DueCarrier(now_ms=self._now_ms, names=self._names, dispatch=self._dispatch, new_id=new_id)
+                self._due = self._session("due", wanted.native.due_queue, carrier)
+                self.life.add("due", self._due.run)
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
+        finally:
+            await admin.close()
+
+    async def _connect_admin(self) -> Admin:
+        try:
+            return await Admin.connect(self.settings.broker_url)
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
+
+    async def _prepare(self) -> None:
+        await self.declare()
+        if self.settings.mode == "store":
+            await self.shelf.wait_usable(STORE_WAIT)
+
+    async def _announce(self, stopping: asyncio.Event) -> None:
+        """Tell systemd that we are ready, when we are: consuming, and with lanes where lanes are needed."""
+        consuming = asyncio.create_task(self._intake.consuming.wait(), name="consuming")
+        stop = asyncio.create_task(stopping.wait(), name="stopping")
+        await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
+        if consuming.done():
+            log.info("ready", mode=self.settings.mode)
+            self._notifier.ready(f"mode {self.settings.mode}")
+        consuming.cancel()
+        stop.cancel()
+
+    def _session(self, use: str, queue: str, carry: Carry) -> Session:
+        intake = Intake(queue, self.settings.intake.prefetch)
+        prepare = self._prepare if use == "intake" else self.declare
+        return Session(intake, RelayConsumer(self._relays[use]), carry, prepare=prepare, pulse=self._pulse)
+
+    def _intake_carrier(self) -> IntakeCarrier:
+        return IntakeCarrier(
+            policy=lambda: self._policy,
+            now_ms=self._now_ms,
+            names=self._names,
+            dispatch=self._dispatch,
+            parking=self.shelf,
+            bindings=self._bindings,
+            new_id=new_id,
+            counters=self.counters,
+        )
+
+    def _release(self, lane: Lane) -> Release:
+        publisher = RelayPublisher(self._relays["publish"])
+        return Release(lane, publisher, portion=Portion(), pulse=self._pulse, counters=self.counters)
+
+    def _names(self) -> Names:
+        return Names(
+            levels=self._cascade,
+            due_queue=self.settings.native.due_queue.encode(),
+            refused_exchange=self.settings.refused.queue.encode(),
+            max_properties=self._publisher.max_properties,
+        )
+
+    def _now_ms(self) -> int:
+        """The clock that rules: the store's where there is one, else this host's; rounded up, so never early."""
+        stored = self.shelf.now_ms()
+        return -(-time.time_ns() // 1_000_000) if stored is None else stored

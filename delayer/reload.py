@@ -1,0 +1,91 @@
+"""SIGHUP: the configuration is read again, and what can change live does. A bad one changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from delayer import telemetry
+from delayer.broker.errors import TopologyMismatch
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.daemon import Daemon
+from delayer.ops.notify import Notifier
+from delayer.settings import ConfigError, Settings
+from delayer.store.errors import SchemaOutdated
+from delayer.store.postgres import PostgresStore
+
+log = structlog.get_logger(__name__)
+
+
+class Reload:
+    """Carries out reloads one after another; requests that come meanwhile are one more."""
+
+    def __init__(self, daemon: Daemon, load: Callable[[], Settings], notifier: Notifier) -> None:
+        self._daemon = daemon
+        self._load = load
+        self._notifier = notifier
+        self._requested = asyncio.Event()
+
+    def request(self) -> None:
+        """Ask for a reload; safe in a signal handler of the loop."""
+        self._requested.set()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve requests until stopping is set."""
+        stop = asyncio.create_task(stopping.wait(), name="stopping")
+        try:
+            while not stopping.is_set():
+                request = asyncio.create_task(self._requested.wait(), name="reload requested")
+                await asyncio.wait([stop, request], return_when=asyncio.FIRST_COMPLETED)
+                request.cancel()
+                if self._requested.is_set():
+                    self._requested.clear()
+                    self._notifier.reloading()
+                    await self._reload()
+                    self._notifier.ready(f"mode {self._daemon.settings.mode}")
+        finally:
+            stop.cancel()
+
+    async def _reload(self) -> None:
+        old = self._daemon.settings
+        try:
+            new = self._load()
+            live, restart = old.diff(new)
+            wanted = live_part(old, new)
+            await self._make_ready(wanted)
+        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, SchemaOutdated) as wrong:
+            log.error("reload refused", reason=str(wrong))
+            return
+        telemetry.configure(wanted.log.format, wanted.log.level)
+        self._daemon.adopt(wanted)
+        if restart:
+            log.warning("restart needed", keys=restart)
+        if old.mode != wanted.mode:
+            log.info("mode switched", before=old.mode, now=wanted.mode)
+        log.info("reloaded", keys=live)
+
+    async def _make_ready(self, wanted: Settings) -> None:
+        """Whatever the new settings need is there before they rule: queues, exchanges, and a store to park into."""
+        await self._daemon.declare(wanted)
+        if wanted.mode == "store" and self._daemon.shelf.lanes is None:
+            # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.
+            store = await PostgresStore.connect(wanted.store_url or "")
+            await store.close()
+            self._daemon.start_lanes(wanted)
+        if wanted.mode == "store":
+            await self._daemon.shelf.wait_usable(10.0)
+
+
+def live_part(old: Settings, new: Settings) -> Settings:
+    """``old``, with everything from ``new`` that may change while the daemon runs."""
+    return old.model_copy(
+        update={
+            "mode": new.mode,
+            "routes": new.routes,
+            "log": new.log,
+            "intake": old.intake.model_copy(update={"max_delay_ms": new.intake.max_delay_ms}),
+            "store": old.store.model_copy(update={"park_beyond_ms": new.store.park_beyond_ms}),
+        }
+    )

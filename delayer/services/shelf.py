@@ -1,0 +1,47 @@
+"""The store as the other services see it, whether one is configured, reached, or neither."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from delayer.core.errors import StoreLost
+from delayer.core.message import Parcel
+from delayer.services.lanes import Lanes
+
+
+class Shelf:
+    """Parks and holds in the lanes, once there are any. Satisfies ports.Parking and ports.Holder."""
+
+    def __init__(self) -> None:
+        self.lanes: Lanes | None = None
+
+    @property
+    def usable(self) -> bool:
+        """A lane of ours is there to park into."""
+        return self.lanes is not None and self.lanes.ready.is_set()
+
+    def now_ms(self) -> int | None:
+        """An upper bound of the store's clock; None before the store was first reached."""
+        return None if self.lanes is None else self.lanes.now_ms()
+
+    async def wait_usable(self, seconds: float) -> None:
+        """Raises StoreLost if no lane is there after ``seconds``."""
+        lanes = self._lanes()
+        try:
+            await asyncio.wait_for(lanes.ready.wait(), seconds)
+        except TimeoutError as late:
+            raise StoreLost(f"no lane of ours after {seconds:g} s: the store is out of reach") from late
+
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        """See ports.Parking."""
+        await self._lanes().park(parcels, cancels)
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        """See ports.Holder."""
+        await self._lanes().hold(items)
+
+    def _lanes(self) -> Lanes:
+        if self.lanes is None:
+            raise StoreLost("no store is configured")
+        return self.lanes

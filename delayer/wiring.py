@@ -1,0 +1,58 @@
+"""From settings to the values that the layers below understand: policy, cascade, topology."""
+
+from __future__ import annotations
+
+from delayer.core.cascade import Cascade, due_topology, intake_topology
+from delayer.core.plan import Finish, Mode, Policy, Route
+from delayer.core.topology import Topology
+from delayer.settings import Settings
+
+
+def cascade_of(settings: Settings) -> Cascade:
+    """The cascade that ``[native]`` names."""
+    return Cascade(settings.native.cascade, settings.native.prefix)
+
+
+def uses_cascade(settings: Settings) -> bool:
+    """Whether new delays may take the cascade."""
+    return settings.mode == "native" or settings.store.park_beyond_ms > 0
+
+
+def policy_of(settings: Settings, *, has_store: bool) -> Policy:
+    """What decisions depend on."""
+    routes = (
+        Route(
+            source=route.from_.encode(),
+            to=route.to.encode(),
+            routing_key=route.routing_key.encode(),
+            delay_from=route.delay_from,
+            default_delay_ms=route.default_delay_ms,
+            allow_exchanges=route.allow_exchanges,
+            finish=Finish(route.finish),
+        )
+        for route in settings.routes
+    )
+    return Policy(
+        mode=Mode(settings.mode),
+        routes={route.source: route for route in routes},
+        intake_queue=settings.intake.queue.encode(),
+        max_delay_ms=settings.intake.max_delay_ms,
+        park_beyond_ms=settings.store.park_beyond_ms,
+        has_store=has_store,
+    )
+
+
+def intake_of(settings: Settings) -> Topology:
+    """What every mode needs: the intake queue, the refused queue, the exchanges of the routes."""
+    return intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])
+
+
+def native_of(settings: Settings) -> Topology:
+    """What native mode needs besides: the cascade, and the daemon's own queue at its end."""
+    cascade = cascade_of(settings)
+    return cascade.topology() + due_topology(cascade, settings.native.due_queue, settings.refused.queue)
+
+
+def topology_of(settings: Settings) -> Topology:
+    """All that this configuration needs on the broker."""
+    return intake_of(settings) + native_of(settings) if uses_cascade(settings) else intake_of(settings)
