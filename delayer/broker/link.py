@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import aio_pika
+import aio_pika.connection
 from aio_pika.abc import AbstractChannel, AbstractConnection
-from aiormq.abc import AbstractChannel as Wire
+from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
@@ -36,18 +37,9 @@ class Link:
         """Raises BrokerUnreachable, BrokerRefused; ValueError for a URL that is none."""
         address = Address.parse(url)
         where = f"{address.host}:{address.port} vhost {address.vhost!r}"
+        connection = _prepared(address, name)
         with translated(where):
-            connection = await aio_pika.connect(
-                host=address.host,
-                port=address.port,
-                login=address.user,
-                password=address.password,
-                virtualhost=address.vhost,
-                ssl=address.tls is not None,
-                ssl_context=address.tls,
-                timeout=patience,
-                client_properties={"connection_name": name},
-            )
+            await connection.connect(timeout=patience if address.timeout is None else address.timeout)
         return cls(connection, where, address.vhost, patience)
 
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
@@ -67,12 +59,35 @@ class Link:
         if self._connection.is_closed:
             raise BrokerUnreachable(f"{self.where}: the connection is closed")
         if self._channel is None or self._channel.is_closed:
-            self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
-        return await self._channel.get_underlay_channel()
+            try:
+                self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
+            except RuntimeError as error:  # the driver's word for a connection that closes at this moment
+                raise BrokerUnreachable(f"{self.where}: the connection is closed") from error
+        channel = await self._channel.get_underlay_channel()
+        assert isinstance(channel, Wire), channel
+        return channel
 
     async def close(self) -> None:
         with translated(self.where):
             await self._connection.close()
+
+
+def _prepared(address: Address, name: str) -> aio_pika.Connection:
+    """Not robust, not yet connected, and with the parameters that the wire understands too."""
+    url = aio_pika.connection.make_url(
+        host=address.host,
+        port=address.port,
+        login=address.user,
+        password=address.password,
+        virtualhost=address.vhost,
+        ssl=address.tls is not None,
+        auth=address.auth_mechanism.lower(),
+        heartbeat=None if address.heartbeat is None else int(address.heartbeat),
+    )
+    connection = aio_pika.Connection(url, ssl_context=address.tls, client_properties={"connection_name": name})
+    if address.tls is not None and address.server_name is not None:
+        connection.kwargs["server_hostname"] = address.server_name
+    return connection
 
 
 async def answered(link: Link, method: Callable[[Wire], Awaitable[T]]) -> T | ChannelClosed:

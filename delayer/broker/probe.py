@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from aiormq.abc import AbstractChannel as Wire
 from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel as Wire
 from aiormq.exceptions import DeliveryError
 from pamqp.commands import Basic
 

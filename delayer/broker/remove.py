@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from aiormq.abc import AbstractChannel as Wire
+from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
-from delayer.broker.calls import find_exchange, find_queue, unbind
+from delayer.broker.calls import delete_exchange, delete_queue, find_exchange, find_queue, unbind
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.link import Link, answered
 from delayer.core.topology import Binding, Exchange, Topology
@@ -88,7 +88,7 @@ class Remover:
             self._result.removed.append(f"exchange {exchange.name}")
 
     def _delete_exchange(self, name: str) -> Callable[[Wire], Awaitable[object]]:
-        return lambda channel: channel.exchange_delete(name, if_unused=not self._force)
+        return lambda channel: delete_exchange(channel, name, if_unused=not self._force)
 
     async def _unbind(self, binding: Binding) -> None:
         """A destination that is gone already took the binding with it."""
@@ -102,7 +102,7 @@ class Remover:
         if not self._force and (reason := _reason(state)):
             self._result.left[f"queue {name}"] = reason
             return False
-        _raise_unless_gone(await answered(self._link, lambda channel: channel.queue_delete(name)))
+        _raise_unless_gone(await answered(self._link, lambda channel: delete_queue(channel, name)))
         self._result.removed.append(f"queue {name}")
         return True
 

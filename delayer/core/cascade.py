@@ -26,7 +26,7 @@ ADDRESS_BYTES = SHORT_STRING_BYTES - 2 * LEVELS
 """What a routing key leaves for the address: a digit and a dot for every level are gone."""
 
 NAME_BYTES = 127
-"""AMQP 0-9-1's limit for names of exchanges. RabbitMQ takes 255; client libraries, ours too, hold to the standard."""
+"""AMQP 0-9-1's limit for names of exchanges, as for their letters. RabbitMQ takes more, its client libraries do not."""
 
 # RabbitMQ 4's default limit of 20 deletes a message after 21 lost connections, and -1 deletes it after one on 3.10.
 DELIVERY_LIMIT = 1_000_000
@@ -34,6 +34,7 @@ DELIVERY_LIMIT = 1_000_000
 Kind = Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+_NAMES_BEGIN = re.compile(r"[A-Za-z0-9_.:-]*")
 _PREFIX = re.compile(rb"(?:[01]\.){28}")
 _QUORUM: dict[str, Value] = {
     "x-queue-type": "quorum",
@@ -77,11 +78,13 @@ class Cascade:
         """Raises ValueError for an unknown kind, and for a prefix that the broker would not take in a name."""
         if self.kind not in KINDS:
             raise ValueError(f"cascade: expected one of {', '.join(KINDS)}, found {self.kind!r}")
+        if not _NAMES_BEGIN.fullmatch(self.prefix):
+            raise ValueError(f"prefix: expected letters, digits and any of '-_.:' only, found {self.prefix!r}")
         if self.prefix.startswith("amq."):
             raise ValueError(
                 f"prefix: expected any but 'amq.', which the broker keeps for itself, found {self.prefix!r}"
             )
-        if len(self.level(0).encode()) > NAME_BYTES:
+        if len(self.level(0)) > NAME_BYTES:
             raise ValueError(f"prefix: expected names of at most {NAME_BYTES} bytes, found {self.prefix!r}")
 
     @property

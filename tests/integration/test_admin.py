@@ -1,0 +1,236 @@
+"""Declare, bind, look and remove on a real broker, and what its refusals become."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import aio_pika
+import pytest
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
+from delayer.core.topology import Exchange, Queue, Topology, arguments
+from tests.rig.servers import RabbitMQ
+
+
+def whole(cascade: Cascade) -> Topology:
+    return cascade.topology() + intake_topology() + due_topology(cascade)
+
+
+def inventory(rabbitmq: RabbitMQ, vhost: str) -> dict[str, Any]:
+    """Everything in the vhost that lasts, the broker's own exchanges left out."""
+    name = quote(urlsplit(vhost).path[1:], safe="")
+    exchanges = rabbitmq.api("GET", f"/api/exchanges/{name}")
+    queues = rabbitmq.api("GET", f"/api/queues/{name}")
+    bindings = rabbitmq.api("GET", f"/api/bindings/{name}")
+    return {
+        "exchanges": {e["name"]: (e["type"], e["arguments"]) for e in exchanges if not re.match("amq\\.|$", e["name"])},
+        "queues": {q["name"]: q["arguments"] for q in queues},
+        "bindings": sorted((b["source"], b["destination"], b["routing_key"]) for b in bindings if b["source"]),
+    }
+
+
+async def publish(vhost: str, queue: str, body: bytes = b"x") -> None:
+    connection = await aio_pika.connect(vhost)
+    async with connection, connection.channel() as channel:
+        message = aio_pika.Message(body, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
+        await channel.default_exchange.publish(message, queue)
+
+
+async def ignore(message: aio_pika.abc.AbstractIncomingMessage) -> None:
+    """Take it and say nothing."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_declared_is_what_the_topology_says(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
+    topology = whole(Cascade(kind))  # type: ignore[arg-type]
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(topology)
+        first = inventory(rabbitmq, vhost)
+        await admin.declare(topology)
+    assert inventory(rabbitmq, vhost) == first
+    assert first["exchanges"] == {e.name: (e.type, dict(e.arguments)) for e in topology.exchanges}
+    assert first["queues"] == {q.name: dict(q.arguments) for q in topology.queues}
+    assert first["bindings"] == sorted((b.source, b.destination, b.key) for b in topology.bindings)
+
+
+async def test_every_mismatch_is_named_and_nothing_is_bound(rabbitmq: RabbitMQ, vhost: str) -> None:
+    cascade = Cascade()
+    async with await Admin.connect(vhost) as admin:
+        level = cascade.level(9)
+        await admin.declare(
+            Topology(
+                (Exchange(cascade.delivery, "fanout"),),
+                (Queue(level, arguments({"x-queue-type": "quorum", "x-message-ttl": 511_000})),),
+            )
+        )
+        with pytest.raises(TopologyMismatch) as caught:
+            await admin.declare(cascade.topology())
+        assert await admin.queue_exists(cascade.level(0)), "what does not mismatch is declared"
+    kinds = [(mismatch.kind, mismatch.name) for mismatch in caught.value.mismatches]
+    assert kinds == [("exchange", cascade.delivery), ("queue", level)]
+    text = str(caught.value)
+    assert "x-message-ttl=512000" in text, "what was expected"
+    assert "received 'topic' but current is 'fanout'" in text, "what the broker says"
+    assert inventory(rabbitmq, vhost)["bindings"] == []
+
+
+async def test_a_binding_to_nothing_is_a_mismatch_too(vhost: str) -> None:
+    async with await Admin.connect(vhost) as admin:
+        with pytest.raises(TopologyMismatch, match=r"no exchange 'delayer\.delay-delivery'"):
+            await admin.declare(due_topology(Cascade()))
+
+
+async def test_binding_says_whether_both_ends_exist(vhost: str) -> None:
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(Topology((Exchange("here", "topic"),), (Queue("there"),)))
+        assert await admin.bind_queue("there", "here", "k")
+        assert await admin.bind_queue("there", "here", "k"), "twice is once"
+        assert not await admin.bind_queue("nowhere", "here", "k")
+        assert not await admin.bind_queue("there", "nowhere", "k")
+        assert await admin.exchange_exists("here")
+        assert await admin.exchange_exists("")
+        assert not await admin.exchange_exists("there")
+        assert await admin.queue_exists("there")
+        assert not await admin.queue_exists("here")
+
+
+async def test_an_address_of_199_bytes_can_be_bound(vhost: str) -> None:
+    async with await Admin.connect(vhost) as admin:
+        name = "é" * 99 + "x"
+        await admin.declare(Topology((Exchange("here", "topic"),), (Queue(name),)))
+        assert await admin.bind_queue(name, "here", delivery_binding(name))
+
+
+async def test_a_queue_that_another_connection_owns_exists_and_has_no_depth(vhost: str) -> None:
+    other = await aio_pika.connect(vhost)
+    async with other, await Admin.connect(vhost) as admin:
+        await (await other.channel()).declare_queue("theirs", exclusive=True)
+        assert await admin.queue_exists("theirs")
+        assert await admin.depths(["theirs"]) == {"theirs": None}
+
+
+async def test_depths_and_the_picture(vhost: str) -> None:
+    cascade = Cascade()
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(cascade.topology() + intake_topology())
+        await publish(vhost, cascade.level(20))
+        await publish(vhost, "delays")
+        assert await admin.depths(["delays", "nowhere"]) == {"delays": 1, "nowhere": None}
+        picture = await admin.picture(cascade, ["delays", "nowhere"])
+    assert [level.level for level in picture.levels] == list(range(27, -1, -1))
+    assert {level.name: level.depth for level in picture.levels if level.depth} == {cascade.level(20): 1}
+    assert picture.levels[0].ttl_ms == 2**27 * 1000
+    assert picture.queues == {"delays": 1, "nowhere": None, "delayer.delay-strays": 0}
+    assert picture.as_dict()["levels"][27] == {"level": 0, "name": cascade.level(0), "ttl_ms": 1000, "depth": 0}
+
+
+async def test_remove_leaves_nothing(rabbitmq: RabbitMQ, vhost: str) -> None:
+    cascade = Cascade()
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(whole(cascade))
+        removal = await admin.remove(whole(cascade))
+        assert removal.left == {}
+        assert len(removal.removed) == len(whole(cascade).exchanges) + len(whole(cascade).queues)
+        again = await admin.remove(whole(cascade))
+    assert (again.removed, again.left) == ([], {})
+    assert inventory(rabbitmq, vhost) == {"exchanges": {}, "queues": {}, "bindings": []}
+
+
+async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitMQ, vhost: str) -> None:
+    topology = whole(Cascade())
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(topology)
+        before = inventory(rabbitmq, vhost)
+        await publish(vhost, "delayer.delay-level-25")
+        removal = await admin.remove(topology)
+        assert removal.removed == []
+        assert removal.left == {"queue delayer.delay-level-25": "holds 1 messages"}
+        assert inventory(rabbitmq, vhost) == before
+        assert (await admin.remove(topology, force=True)).left == {}
+    assert inventory(rabbitmq, vhost)["queues"] == {}
+
+
+async def test_a_consumer_keeps_everything_standing(vhost: str) -> None:
+    other = await aio_pika.connect(vhost)
+    async with other, await Admin.connect(vhost) as admin:
+        await admin.declare(intake_topology())
+        queue = await (await other.channel()).get_queue("delays")
+        await queue.consume(ignore)
+        removal = await admin.remove(intake_topology())
+    assert (removal.removed, removal.left) == ([], {"queue delays": "has 1 consumers"})
+
+
+async def test_an_exchange_that_others_bound_to_stays(rabbitmq: RabbitMQ, vhost: str) -> None:
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(intake_topology() + Topology(queues=(Queue("audit"),)))
+        assert await admin.bind_queue("audit", "delayer.in", "#")
+        removal = await admin.remove(intake_topology())
+        assert list(removal.left) == ["exchange delayer.in"]
+        assert "in use" in removal.left["exchange delayer.in"]
+    assert inventory(rabbitmq, vhost)["exchanges"] == {"delayer.in": ("topic", {})}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "delayer"])
+@pytest.mark.parametrize("force", [False, True])
+async def test_what_is_shared_is_never_removed(rabbitmq: RabbitMQ, vhost: str, kind: str, force: bool) -> None:
+    cascade = Cascade(kind)  # type: ignore[arg-type]
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(cascade.topology())
+        before = inventory(rabbitmq, vhost)
+        await admin.declare(whole(cascade))
+        removal = await admin.remove(whole(cascade), force=force)
+    assert set(removal.left.values()) == {"shared with another system"}
+    assert inventory(rabbitmq, vhost) == before, "our own queue and its binding went, nothing else"
+
+
+async def test_a_wrong_password_is_refused_and_not_repeated(vhost: str) -> None:
+    with pytest.raises(BrokerRefused, match="login was refused") as caught:
+        await Admin.connect(vhost.replace("guest:guest", "guest:s3cret"))
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_a_vhost_that_does_not_exist_is_named(vhost: str) -> None:
+    with pytest.raises(BrokerRefused, match=r"vhost '.*-nope'.*does not exist"):
+        await Admin.connect(f"{vhost}-nope")
+
+
+async def test_a_missing_permission_is_named(rabbitmq: RabbitMQ, vhost: str) -> None:
+    rabbitmq.add_user("reader", "reader", vhost=urlsplit(vhost).path[1:], read=".*")
+    async with await Admin.connect(vhost.replace("guest:guest", "reader:reader")) as admin:
+        with pytest.raises(BrokerRefused, match="ACCESS_REFUSED"):
+            await admin.declare(intake_topology())
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:\d+ vhost '/'"):
+            await Admin.connect(f"amqp://guest:s3cret@127.0.0.1:{unused.getsockname()[1]}/")
+
+
+async def test_a_server_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"amqp://guest:s3cret@127.0.0.1:{silent.getsockname()[1]}/"
+        with pytest.raises(BrokerUnreachable, match="no answer in time") as caught:
+            await Admin.connect(url, patience=0.2)
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_a_lost_connection_is_said_so(rabbitmq: RabbitMQ, vhost: str) -> None:
+    admin = await Admin.connect(vhost, name="to be lost")
+    await admin.depths(["nowhere"])
+    await asyncio.to_thread(_cut, rabbitmq, urlsplit(vhost).path[1:])
+    with pytest.raises(BrokerUnreachable):
+        while True:  # the broker's close travels while we ask
+            await admin.depths(["nowhere"])
+    await admin.close()
+
+
+def _cut(rabbitmq: RabbitMQ, vhost: str) -> None:
+    rabbitmq.ctl("close_all_connections", "--vhost", vhost, "test")
