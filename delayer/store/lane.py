@@ -54,7 +54,10 @@ class _Claim:
 class PostgresLane:
     """Satisfies services.ports.Lane. Made by lanes.py, which took the lock on ``connection``."""
 
-    def __init__(self, number: int, epoch: int, connection: asyncpg.Connection, clock: StoreClock) -> None:
+    def __init__(
+        self, number: int, epoch: int, connection: asyncpg.Connection, clock: StoreClock, retry_ms: int | None
+    ) -> None:
+        """``retry_ms`` is when the soonest held row of the lane is tried again, None without any."""
         self._number = number
         self.epoch = epoch
         self._connection = connection
@@ -65,7 +68,7 @@ class PostgresLane:
         self._claim: _Claim | None = None
         self._watermark = session.BEGINNING_MS
         self._noted = NEVER_MS  # soonest row parked since the last claim began
-        self._retry = session.BEGINNING_MS  # soonest retry of a held row; unknown at first
+        self._retry = NEVER_MS if retry_ms is None else retry_ms
         self._more = True
         self._look_back_at = clock.monotonic() + LONGEST_SLEEP
         self._clock_steps = clock.steps
@@ -160,8 +163,7 @@ class PostgresLane:
             if again:
                 await connection.execute(statements.HOLD_AGAIN, *map(list, zip(*again, strict=True)))
         if held or self._retry <= self._clock.now_ms():
-            soonest = await connection.fetchval(statements.NEXT_RETRY, self._number)
-            self._retry = NEVER_MS if soonest is None else soonest
+            await self._look_at_retries(connection)
 
     async def _count(self, connection: asyncpg.Connection, **numbers: int) -> None:
         changed = [(kind, n) for kind, n in sorted(numbers.items()) if n]
@@ -188,9 +190,6 @@ class PostgresLane:
                 return 0.0
             horizon = self._clock.now_ms() + _HORIZON_MS
             soonest = await connection.fetchval(statements.NEXT_DUE, self._number, self._watermark, horizon)
-            if self._retry == session.BEGINNING_MS:
-                retry = await connection.fetchval(statements.NEXT_RETRY, self._number)
-                self._retry = NEVER_MS if retry is None else retry
         next_ms = min(self._noted, self._retry, NEVER_MS if soonest is None else soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
 
@@ -201,7 +200,11 @@ class PostgresLane:
         first = await connection.fetchval(statements.NEXT_DUE, self._number, session.BEGINNING_MS, horizon)
         if first is not None:
             self._watermark = min(self._watermark, first)
-        self._retry = session.BEGINNING_MS
+        await self._look_at_retries(connection)
+
+    async def _look_at_retries(self, connection: asyncpg.Connection) -> None:
+        retry_ms = await connection.fetchval(statements.NEXT_RETRY, self._number)
+        self._retry = NEVER_MS if retry_ms is None else retry_ms
 
     def _forget_after_step(self) -> None:
         """A watermark taken from a clock that was set back since is worth nothing."""

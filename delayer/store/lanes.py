@@ -74,7 +74,8 @@ class LaneTaker:
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
                 epoch = await connection.fetchval(_RAISE, number, self._owner)
                 await session.sample(connection, self._clock)
+                retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
         except BaseException:
             connection.terminate()
             raise
-        return PostgresLane(number, epoch, connection, self._clock)
+        return PostgresLane(number, epoch, connection, self._clock, retry_ms)

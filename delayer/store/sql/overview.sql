@@ -1,0 +1,12 @@
+-- Every lane with its owner, whether that one lives, and its counters. A few rows; messages are not looked at.
+SELECT l.number, l.owner,
+       EXISTS (
+           SELECT FROM pg_locks AS k
+           WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
+             AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+             AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
+       ) AS alive,
+       array(SELECT c.kind FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS kinds,
+       array(SELECT c.n FROM counter AS c WHERE c.lane = l.number ORDER BY c.kind) AS numbers
+FROM lane AS l
+ORDER BY l.number

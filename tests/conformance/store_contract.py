@@ -1,0 +1,303 @@
+"""What every store must do, as a suite: subclass :class:`StoreContract`, say how a daemon opens the store, and run it.
+
+Several stores opened at one place are several daemons. Nothing here knows of SQL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from delayer.core.errors import LaneLost
+from delayer.core.message import Due, Parcel, Target
+from delayer.services.ports import Lane, Store
+
+MANY = 1_000_000
+ROOM = 1 << 30
+
+
+def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
+    """A message like any other."""
+    values: dict[str, Any] = {
+        "route": b"delayer.in",
+        "exchange": b"delayer.in",
+        "routing_key": b"orders.eu",
+        "target": Target(b"delayer.out", b"orders.eu"),
+        "properties": b"\x10\x00\x02",
+    }
+    return Parcel(due_ms=due_ms, body=body, **(values | more))
+
+
+@asynccontextmanager
+async def owned(store: Store, count: int = 1) -> AsyncIterator[list[Lane]]:
+    """Lanes of ``store``, released in the end."""
+    async with AsyncExitStack() as stack:
+        lanes = await store.own_lanes(count)
+        for lane in lanes:
+            stack.push_async_callback(lane.release)
+        yield lanes
+
+
+async def claim_when_due(lane: Lane, limit: int = MANY, max_bytes: int = ROOM) -> list[Due]:
+    """Sleep as a release loop does, until a claim brings something."""
+    while True:
+        await lane.wait(await lane.sleep_hint())
+        rows = await lane.claim(limit, max_bytes)
+        if rows:
+            return rows
+        await lane.settle([], [])
+
+
+async def release_all(lane: Lane) -> list[Due]:
+    """Release whatever is due now."""
+    released: list[Due] = []
+    while rows := await lane.claim(MANY, ROOM):
+        await lane.settle(rows, [])
+        released += rows
+    await lane.settle([], [])
+    return released
+
+
+def bodies(rows: Sequence[Due]) -> list[bytes]:
+    return [due.parcel.body for due in rows]
+
+
+class StoreContract:
+    """Subclasses define ``daemon`` and a fixture ``place``: where the daemons of one test meet."""
+
+    def daemon(self, place: str) -> AbstractAsyncContextManager[Store]:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("key", [None, b"\x00key"])
+    async def test_comes_out_as_it_went_in(self, place: str, key: bytes | None) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            due_ms = store.now_ms() - 5
+            every = Parcel(
+                due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0" * 9, key
+            )
+            empty = Parcel(due_ms, b"", b"", b"", Target(b"", b""), b"", b"", None)
+            big = parcel(due_ms, body=bytes(range(256)) * 12_000, properties=b"\xff" * 70_000)
+            await store.park(lane, [every, empty, big], [])
+            rows = await lane.claim(MANY, ROOM)
+            assert [due.parcel for due in rows] == [every, empty, big]
+            assert [(due.due_ms, due.attempts, due.sound) for due in rows] == [(due_ms, 0, True)] * 3
+            assert len({due.id for due in rows}) == 3
+            await lane.settle(rows, [])
+            assert await release_all(lane) == []
+
+    async def test_order_is_due_instant_then_arrival(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - 10, b"3"), parcel(now - 30, b"1"), parcel(now - 10, b"4")], [])
+            await store.park(lane, [parcel(now - 10, b"5"), parcel(now - 20, b"2")], [])
+            assert bodies(await release_all(lane)) == [b"1", b"2", b"3", b"4", b"5"]
+
+    async def test_a_batch_is_bounded_by_count(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - 1, b"%d" % n) for n in range(7)], [])
+            sizes = []
+            for _ in range(4):
+                rows = await lane.claim(2, ROOM)
+                await lane.settle(rows, [])
+                sizes.append(len(rows))
+                if len(rows) == 2:
+                    assert await lane.sleep_hint() == 0.0
+            assert sizes == [2, 2, 2, 1]
+
+    async def test_a_batch_is_bounded_by_bytes_but_takes_one(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - 9 + n, b"x" * 1000) for n in range(4)], [])
+            sizes = []
+            for limit in (1, 1500, 1):
+                rows = await lane.claim(MANY, limit)
+                await lane.settle(rows, [])
+                sizes.append(len(rows))
+            assert sizes == [1, 2, 1]
+
+    async def test_never_early_and_not_missed(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await release_all(lane)
+            due_ms = store.now_ms() + 80
+            await store.park(lane, [parcel(due_ms)], [])
+            assert await lane.claim(MANY, ROOM) == []
+            await lane.settle([], [])
+            assert 0.0 < await lane.sleep_hint() <= 0.081
+            rows = await claim_when_due(lane)
+            assert store.now_ms() >= due_ms
+            await lane.settle(rows, [])
+            assert await lane.sleep_hint() == 60.0
+
+    async def test_wait_ends_when_something_nearer_is_parked(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await release_all(lane)
+            sleeper = asyncio.create_task(lane.wait(50.0))
+            await asyncio.sleep(0)
+            await store.park(lane, [parcel(store.now_ms() + 20)], [])
+            await sleeper
+            assert len(await claim_when_due(lane)) == 1
+            await lane.give_up()
+
+    async def test_given_up_rows_are_there_again(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms() - n, b"%d" % n) for n in range(5)], [])
+            first = await lane.claim(3, ROOM)
+            await lane.give_up()
+            assert await lane.sleep_hint() == 0.0
+            assert await lane.claim(3, ROOM) == first
+            await lane.give_up()
+            await lane.give_up()
+            assert len(await release_all(lane)) == 5
+
+    async def test_settling_less_than_was_claimed_settles_nothing(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms()) for _ in range(3)], [])
+            rows = await lane.claim(MANY, ROOM)
+            with pytest.raises(ValueError, match="claimed 3"):
+                await lane.settle(rows[:1], [])
+            assert len(await release_all(lane)) == 3
+
+    async def test_parked_before_the_watermark_during_a_claim(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - 10, b"late")], [])
+            rows = await lane.claim(MANY, ROOM)
+            await store.park(lane, [parcel(now - 5000, b"later")], [])
+            await lane.settle(rows, [])
+            assert await lane.sleep_hint() == 0.0
+            assert bodies(await release_all(lane)) == [b"later"]
+
+    async def test_parked_before_the_watermark_between_claims(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await release_all(lane)
+            day = 86_400_000
+            for back in (0, 10, 60_000, 3 * day, 30 * day):
+                await store.park(lane, [parcel(store.now_ms() - back)], [])
+                assert await lane.sleep_hint() == 0.0
+                assert len(await release_all(lane)) == 1
+
+    async def test_held_ones_are_tried_again_later(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms(), b"a"), parcel(store.now_ms(), b"b")], [])
+            a, b = await lane.claim(MANY, ROOM)
+            await lane.settle([a], [(b, "returned: 312 NO_ROUTE\0\udcff")])
+            assert await release_all(lane) == []
+            assert 1.0 < await lane.sleep_hint() <= 10.0
+
+    async def test_held_at_once(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await release_all(lane)
+            await store.hold(lane, [(parcel(store.now_ms()), "no such exchange")])
+            assert await release_all(lane) == []
+            assert 1.0 < await lane.sleep_hint() <= 10.0
+
+    async def test_two_daemons_never_share_a_lane(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as ones, owned(two, 2) as twos:
+            assert len({lane.number for lane in [*ones, *twos]}) == 4
+            assert await one.adopt() == await two.adopt() == []
+            await one.park(ones[0], [parcel(one.now_ms() - 1)], [])
+            assert await release_all(twos[0]) == await release_all(ones[1]) == []
+            assert len(await release_all(ones[0])) == 1
+
+    async def test_a_lane_with_rows_is_adopted_when_its_owner_is_gone(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two:
+            async with owned(one, 2) as [with_rows, without]:
+                await one.park(with_rows, [parcel(one.now_ms() - 1, b"orphan")], [])
+                assert await two.adopt() == []
+                await with_rows.claim(MANY, ROOM)
+                await with_rows.release()
+                await with_rows.release()
+                assert not with_rows.held_by_us
+                [adopted] = await two.adopt()
+                assert adopted.number == with_rows.number != without.number
+                assert bodies(await release_all(adopted)) == [b"orphan"]
+                await adopted.release()
+                assert await two.adopt() == []
+
+    async def test_lanes_with_rows_are_owned_first(self, place: str) -> None:
+        async with self.daemon(place) as store:
+            async with owned(store, 3) as [_, _, third]:
+                await store.park(third, [parcel(store.now_ms() + 1000)], [])
+            async with owned(store, 2) as again:
+                assert again[0].number == third.number
+
+    async def test_a_lost_lane_takes_nothing(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two:
+            [lane] = await one.own_lanes(1)
+            await lane.release()
+            async with owned(two) as [theirs]:
+                assert theirs.number == lane.number
+                with pytest.raises(LaneLost):
+                    await one.park(lane, [parcel(one.now_ms())], [])
+                with pytest.raises(LaneLost):
+                    await one.hold(lane, [(parcel(one.now_ms()), "why")])
+                for doing in (lane.claim(1, 1), lane.sleep_hint(), lane.settle([], [])):
+                    with pytest.raises(LaneLost):
+                        await doing
+                await lane.give_up()
+                await lane.wait(10.0)
+                assert await release_all(theirs) == []
+
+    async def test_a_key_replaces_the_waiting_message(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store, 2) as [lane, other]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now, b"old", key=b"k"), parcel(now, b"else", key=b"l"), parcel(now)], [])
+            await store.park(other, [parcel(now, b"new", key=b"k")], [])
+            assert bodies(await release_all(lane)) == [b"else", b"body"]
+            assert bodies(await release_all(other)) == [b"new"]
+
+    async def test_the_last_of_a_key_wins_in_a_batch(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - n, b"%d" % n, key=b"k") for n in range(4)], [])
+            assert bodies(await release_all(lane)) == [b"3"]
+
+    async def test_a_key_is_free_again_after_the_release(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            for _ in range(2):
+                await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+                assert len(await release_all(lane)) == 1
+                await store.park(lane, [], [b"k"])
+
+    async def test_a_cancel_removes_the_waiting_message(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now, b"1", key=b"k"), parcel(now, b"2", key=b"l")], [b"unknown"])
+            await store.park(lane, [parcel(now, b"3", key=b"l")], [b"k", b"l"])
+            assert bodies(await release_all(lane)) == [b"3"]
+
+    async def test_a_cancel_removes_the_held_message(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+            rows = await lane.claim(MANY, ROOM)
+            await lane.settle([], [(rows[0], "returned")])
+            await store.park(lane, [], [b"k"])
+            await lane.settle(await lane.claim(MANY, ROOM), [])
+            assert await lane.sleep_hint() == 60.0
+
+    async def test_a_cancel_waits_for_the_release_in_flight(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], [])
+            for gives_up in (True, False):
+                rows = await lane.claim(MANY, ROOM)
+                assert bodies(rows) == [b"old"]
+                replacing = asyncio.create_task(store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], []))
+                done, _ = await asyncio.wait([replacing], timeout=0.2)
+                assert not done
+                await (lane.give_up() if gives_up else lane.settle(rows, []))
+                await replacing
+            assert bodies(await release_all(lane)) == [b"old"]
+
+    async def test_maintenance_disturbs_nothing(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two, owned(one) as [lane]:
+            now = one.now_ms()
+            ahead = [parcel(now + days * 86_400_000) for days in (0, 1, 6, 9, 399, 500, 3650)]
+            await one.park(lane, [parcel(now - 1), *ahead], [])
+            await asyncio.gather(one.maintain(), two.maintain())
+            await one.park(lane, [parcel(now - 1), *ahead], [])
+            assert len([due for due in await release_all(lane) if due.due_ms == now - 1]) == 2

@@ -1,0 +1,29 @@
+"""The store port, over Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from delayer.services.ports import Store
+from delayer.store import upgrades
+from delayer.store.postgres import PostgresStore
+from tests.conformance.store_contract import StoreContract
+
+
+class TestPostgresStore(StoreContract):
+    @pytest.fixture
+    def place(self, database: str) -> str:
+        return database
+
+    @asynccontextmanager
+    async def daemon(self, place: str) -> AsyncIterator[Store]:
+        if await upgrades.pending(place):
+            await upgrades.upgrade(place)
+        store = await PostgresStore.connect(place)
+        try:
+            yield store
+        finally:
+            await store.close()
