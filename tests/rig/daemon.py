@@ -1,0 +1,136 @@
+"""The daemon as its users run it: a process, a configuration, signals, and a log to read."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+EXECUTABLE = Path(sys.executable).with_name("delayer")
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+class DaemonProcess:
+    """One ``delayer run``. ``async with`` kills it at the end if it still runs; a clean end is the test's to ask for.
+
+    ``environ`` are DELAYER_… variables: ``{"MODE": "native", "BROKER__URL": url}``.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, config: Path | None = None) -> None:
+        self._arguments = ["--config", str(config)] if config else []
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
+        self._environ = ours | {"DELAYER_LOG__FORMAT": "json"} | {f"DELAYER_{k}": v for k, v in environ.items()}
+        self.events: list[dict[str, Any]] = []
+        self.stray_lines: list[str] = []
+        self._news = asyncio.Condition()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> Self:
+        """Start the process; does not wait for anything."""
+        self._process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE),
+            *self._arguments,
+            "run",
+            env=self._environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+            preexec_fn=_die_with_parent,
+        )
+        self._reader = asyncio.create_task(self._read(self._process))
+        return self
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.running:
+            self.signal(signal.SIGKILL)
+        await self.wait()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def wait(self, timeout: float = 30.0) -> int:
+        """The exit code (negative: the signal), after the log is read to its end."""
+        assert self._process is not None and self._reader is not None
+        async with asyncio.timeout(timeout):
+            code = await self._process.wait()
+            await asyncio.shield(self._reader)
+        return code
+
+    async def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.signal(signal.SIGTERM)
+        return await self.wait()
+
+    async def event(
+        self,
+        name: str,
+        *,
+        where: Callable[[dict[str, Any]], bool] = lambda _: True,
+        after: int = 0,
+        timeout: float = 30.0,
+    ) -> dict[str, Any]:
+        """The first event of that name from position ``after`` of :attr:`events` on; waits for it.
+
+        Fails with the end of the log when the process ends first, or at the timeout.
+        """
+
+        def found() -> dict[str, Any] | None:
+            return next((one for one in self.events[after:] if one.get("event") == name and where(one)), None)
+
+        try:
+            async with asyncio.timeout(timeout), self._news:
+                await self._news.wait_for(lambda: found() is not None or not self.running)
+        except TimeoutError:
+            raise AssertionError(f"no event {name!r} within {timeout:g} s; the log ends:\n{self.tail()}") from None
+        event = found()
+        if event is None:
+            raise AssertionError(f"the daemon ended before event {name!r}; the log ends:\n{self.tail()}")
+        return event
+
+    async def ready(self) -> Self:
+        """Wait until it consumes (and owns lanes, in store mode)."""
+        await self.event("ready")
+        return self
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join([json.dumps(event) for event in self.events[-lines:]] + self.stray_lines[-lines:])
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        async for line in process.stderr:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                self.stray_lines.append(line.decode("utf-8", "replace").rstrip())
+            else:
+                self.events.append(event)
+            async with self._news:
+                self._news.notify_all()
+        await process.wait()
+        async with self._news:
+            self._news.notify_all()
