@@ -227,9 +227,10 @@ class PostgresLane:
             self._woken.set()
 
     async def wait(self, seconds: float) -> None:
-        """See the port. Also returns when the lane is lost."""
+        """See the port. Also returns when the lane is lost, and when the store's clock was set: sleep hints of the
+        old time are worth nothing then."""
         deadline = self._clock.monotonic() + seconds
-        while self.held_by_us:
+        while self.held_by_us and self._clock_steps == self._clock.steps:
             self._woken.clear()
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(min(self._noted, NEVER_MS)))
             if left <= 0.0:
@@ -303,6 +304,8 @@ class PostgresLane:
                 except DRIVER_ERRORS as error:
                     self._connection.terminate()
                     log.warning("lane.lost", lane=self._number, error=describe(error))
+            if self._clock_steps != self._clock.steps:
+                self._woken.set()
 
     def _on_termination(self, _connection: object) -> None:
         self._woken.set()

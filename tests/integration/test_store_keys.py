@@ -1,0 +1,127 @@
+"""Keys and the law of conservation, under daemons that work at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import asyncpg
+
+from delayer.store.postgres import PostgresStore
+from delayer.store.status import overview
+from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
+from tests.integration.test_store_lane import opened, sql
+
+
+async def test_a_cancel_removes_the_held_message(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+        rows = await lane.claim(MANY, ROOM)
+        await lane.settle([], [(rows[0], "returned")])
+        assert await admin.fetchval("SELECT count(*) FROM message_key") == 1
+        await store.park(lane, [], [b"k"])
+        for table in ("message", "held", "message_key"):
+            assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
+        [of] = (await overview(database)).lanes
+        assert (of.counters["parked"], of.counters["cancelled"], of.held, of.waiting) == (1, 1, 0, 0)
+
+
+async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new_one(database: str) -> None:
+    async with opened(database) as store, owned(store, 2) as [lane, other], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], [])
+        rows = await lane.claim(MANY, ROOM)
+        replacing = asyncio.create_task(store.park(other, [parcel(store.now_ms(), b"new", key=b"k")], []))
+        while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
+            assert not replacing.done()
+        await lane.settle(rows, [])
+        await replacing
+        assert await admin.fetchval("SELECT lane FROM message_key") == other.number
+        assert len(await release_all(other)) == 1
+        assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
+
+
+async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
+        rows = await lane.claim(MANY, ROOM)
+        cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
+        while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
+            assert not cancelling.done()
+        await lane.settle([], [(rows[0], "returned")])
+        await cancelling
+        assert await admin.fetchval("SELECT count(*) FROM held") == 0
+
+
+async def test_conservation_under_everything_at_once(database: str) -> None:
+    """Two daemons, each with two loops, park, replace, cancel, hold, release, give up and adopt; the counters fit the rows at every look."""
+    chance = random.Random(20_261_120)
+    keys = [b"key %d" % n for n in range(6)]
+    async with opened(database) as one, opened(database) as two, sql(database) as admin:
+
+        async def work(store: PostgresStore, turns: int) -> int:
+            released = 0
+            async with owned(store, 2) as lanes:
+                for _ in range(turns):
+                    lane = chance.choice(lanes)
+                    match chance.randrange(7):
+                        case 0 | 1:
+                            dues = [store.now_ms() + chance.randrange(-50, 50) for _ in range(chance.randrange(1, 30))]
+                            await store.park(lane, [parcel(due, b"%d" % due) for due in dues], [])
+                        case 2 | 3:
+                            some = [parcel(store.now_ms(), key=chance.choice(keys)) for _ in range(chance.randrange(5))]
+                            await store.park(lane, some, chance.sample(keys, chance.randrange(3)))
+                        case 4:
+                            await store.hold(lane, [(parcel(store.now_ms()), "why")] * 2)
+                        case 5:
+                            await lane.claim(chance.randrange(1, 40), ROOM)
+                            await lane.give_up()
+                        case _:
+                            rows = await lane.claim(chance.randrange(1, 40), ROOM)
+                            split = chance.randrange(len(rows) + 1)
+                            released += split
+                            await lane.settle(rows[:split], [(due, "returned") for due in rows[split:]])
+                    if chance.random() < 0.1:
+                        async with sql(database) as hand:
+                            await hand.execute("UPDATE held SET retry_at = now()")
+                        lane._look_back_at = 0.0
+                        await lane.sleep_hint()
+            return released
+
+        looking = asyncio.Event()
+
+        async def look() -> None:
+            async with sql(database) as reader:
+                while not looking.is_set():
+                    await check(reader)
+
+        watcher = asyncio.create_task(look())
+        released = sum(await asyncio.gather(*(work(store, 80) for store in (one, two, one, two))))
+        looking.set()
+        await watcher
+        await check(admin)
+        whole = await overview(database)
+        assert whole.counters["released"] == released > 0
+        assert whole.counters["cancelled"] > 0 < whole.held
+        dangling = (
+            "SELECT key FROM message_key k WHERE id NOT IN (SELECT id FROM message UNION ALL SELECT id FROM held)"
+        )
+        assert await admin.fetch(dangling) == []
+        twice = "SELECT key FROM (SELECT key FROM message UNION ALL SELECT key FROM held) m WHERE key IS NOT NULL"
+        assert await admin.fetch(f"{twice} GROUP BY key HAVING count(*) > 1") == []
+
+
+async def check(connection: asyncpg.Connection) -> None:
+    """parked + restored = released + cancelled + compacted + held + waiting, per lane, in one snapshot."""
+    wrong = await connection.fetch(
+        """
+        SELECT number, c, waiting, held FROM lane,
+        LATERAL (SELECT coalesce(jsonb_object_agg(kind, n), '{}') AS c FROM counter WHERE lane = number) AS a,
+        LATERAL (SELECT count(*) AS waiting FROM message WHERE lane = number) AS b,
+        LATERAL (SELECT count(*) AS held FROM held WHERE lane = number) AS d
+        WHERE coalesce((c->>'held')::int, 0) <> held
+           OR coalesce((c->>'parked')::int, 0) + coalesce((c->>'restored')::int, 0)
+              <> coalesce((c->>'released')::int, 0) + coalesce((c->>'cancelled')::int, 0)
+                 + coalesce((c->>'compacted')::int, 0) + held + waiting
+        """
+    )
+    assert wrong == []

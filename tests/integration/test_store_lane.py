@@ -1,0 +1,263 @@
+"""Lanes over Postgres: what happens when the connection that holds a lane's lock is cut, or its process hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.store import session, upgrades
+from delayer.store.lane import PostgresLane
+from delayer.store.postgres import PostgresStore
+from delayer.store.status import overview
+from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
+
+
+@asynccontextmanager
+async def opened(url: str, **options: float) -> AsyncIterator[PostgresStore]:
+    if await upgrades.pending(url):
+        await upgrades.upgrade(url)
+    store = await PostgresStore.connect(url, **options)  # type: ignore[arg-type]
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def sql(url: str) -> AsyncIterator[asyncpg.Connection]:
+    connection = await session.connect(url, "test")
+    try:
+        yield connection
+    finally:
+        await session.close(connection)
+
+
+async def cut(url: str, application: str) -> None:
+    """End the server processes behind ``application`` and wait until they are gone."""
+    async with sql(url) as admin:
+        of = "FROM pg_stat_activity WHERE application_name = $1"
+        assert await admin.fetchval(f"SELECT bool_and(pg_terminate_backend(pid, 5000)) {of}", application)
+
+
+async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> None:
+    async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
+        await one.park(lane, [parcel(one.now_ms() - n, b"%d" % n) for n in range(3)], [])
+        rows = await lane.claim(2, ROOM)
+        sleeping = asyncio.create_task(lane.wait(50.0))
+        await cut(database, f"delayer lane {lane.number}")
+        await sleeping
+        assert not lane.held_by_us
+        with pytest.raises(LaneLost):
+            await lane.settle(rows, [])
+        await lane.give_up()
+        with pytest.raises(LaneLost):
+            await lane.claim(2, ROOM)
+        with pytest.raises(LaneLost):
+            await one.park(lane, [parcel(one.now_ms())], [])
+        [adopted] = await two.adopt()
+        assert bodies(await release_all(adopted)) == [b"2", b"1", b"0"]
+        await adopted.release()
+
+
+async def test_a_hanging_process_loses_its_lanes(database: str) -> None:
+    async with opened(database, idle_timeout=0.2) as hanging, opened(database) as other:
+        [lane] = await hanging.own_lanes(1)
+        await hanging.park(lane, [parcel(hanging.now_ms())], [])
+        lane._keeper.cancel()  # as a loop that does not run: nothing feeds the session
+        while not (adopted := await other.adopt()):
+            pass
+        assert await other.adopt() == []
+        await asyncio.gather(lane._keeper, return_exceptions=True)
+        await lane.wait(30.0)
+        assert not lane.held_by_us
+        await lane.release()
+        assert len(await release_all(adopted[0])) == 1
+        await adopted[0].release()
+
+
+async def test_an_open_release_has_a_timeout_of_its_own(database: str) -> None:
+    async with opened(database, transaction_timeout=0.2) as store, owned(store) as [lane]:
+        await store.park(lane, [parcel(store.now_ms())], [])
+        rows = await lane.claim(MANY, ROOM)
+        await lane.wait(30.0)
+        with pytest.raises(LaneLost):
+            await lane.settle(rows, [])
+        [again] = await store.adopt()
+        assert len(await release_all(again)) == 1
+        await again.release()
+
+
+async def test_a_fed_lane_outlives_its_idle_timeout(database: str) -> None:
+    async with opened(database, idle_timeout=2.0) as store, owned(store) as [lane]:
+        await release_all(lane)
+        await lane.wait(4.0)
+        assert await release_all(lane) == []
+
+
+async def test_parks_of_an_older_epoch_commit_nothing(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await admin.execute("UPDATE lane SET epoch = epoch + 1 WHERE number = $1", lane.number)
+        for doing in (
+            store.park(lane, [parcel(store.now_ms())], []),
+            store.park(lane, [parcel(store.now_ms(), key=b"k")], []),
+            store.park(lane, [], [b"k"]),
+            store.hold(lane, [(parcel(store.now_ms()), "why")]),
+        ):
+            with pytest.raises(LaneLost, match="owner"):
+                await doing
+        for table in ("message", "held", "message_key", "counter"):
+            assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
+
+
+async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
+    async with opened(database) as one, opened(database) as two, sql(database) as slow:
+        [lane] = await one.own_lanes(1)
+        assert isinstance(lane, PostgresLane)
+        await one.park(lane, [parcel(one.now_ms())], [])
+        transaction = slow.transaction()
+        await transaction.start()
+        fence = "SELECT FROM lane WHERE number = $1 AND epoch = $2 FOR SHARE"
+        assert await slow.fetch(fence, lane.number, lane.epoch)
+        await lane.release()
+        adopting = asyncio.create_task(two.adopt())
+        async with sql(database) as admin:
+            waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'UPDATE lane%'"
+            while not await admin.fetchval(waits):
+                assert not adopting.done()
+        await transaction.commit()
+        [adopted] = await adopting
+        assert adopted.epoch == lane.epoch + 1
+        await adopted.release()
+
+
+async def test_rows_put_there_by_hand_are_found_by_looking_back(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms() + 3_600_000, b"moved")], [])
+        await release_all(lane)
+        await admin.execute("UPDATE message SET due_at = now() - interval '40 days'")
+        assert await lane.sleep_hint() == 60.0
+        lane._look_back_at = 0.0
+        assert await lane.sleep_hint() == 0.0
+        assert bodies(await release_all(lane)) == [b"moved"]
+
+
+async def test_a_stepped_clock_moves_the_watermark_to_the_beginning(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms() + 3_600_000, b"hidden")], [])
+        await release_all(lane)
+        await admin.execute("UPDATE message SET due_at = now() - interval '1 minute'")
+        lane._clock.observe(lane._clock.monotonic(), store.now_ms() - 5_000_000.0, lane._clock.monotonic())
+        assert bodies(await claim_when_due(lane)) == [b"hidden"]
+        await lane.give_up()
+
+
+async def test_damaged_rows_are_not_sound(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        now = store.now_ms()
+        await store.park(lane, [parcel(now, b"%d" % n) for n in range(7)], [])
+        for n, damage in enumerate(
+            [
+                "body = body || '\\x00'",
+                "routing_key = routing_key || exchange, exchange = ''",
+                "properties = ''",
+                "checksum = checksum + 1",
+                "format = 2",
+                "exchange = set_byte(exchange, 0, 0)",
+            ]
+        ):
+            await admin.execute(f"UPDATE message SET {damage} WHERE body = '{n}'")
+        rows = await lane.claim(MANY, ROOM)
+        assert [due.sound for due in rows] == [False] * 6 + [True]
+        await lane.settle(rows[6:], [(due, "checksum") for due in rows[:6]])
+        await admin.execute("UPDATE held SET retry_at = now()")
+        lane._look_back_at = 0.0
+        rows = await claim_when_due(lane)
+        assert [due.sound for due in rows] == [False] * 6, "moving a row must not heal its checksum"
+        await lane.give_up()
+
+
+async def test_held_rows_come_again_until_they_are_released(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
+        rows = await lane.claim(MANY, ROOM)
+        await lane.settle(rows[:1], [(due, "returned: 312") for due in rows[1:]])
+        await store.hold(lane, [(parcel(store.now_ms(), b"3"), "returned: 404")])
+        pauses = "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, reason FROM held ORDER BY id"
+        assert [tuple(row) for row in await admin.fetch(pauses)] == [
+            (2, 1, "returned: 312"),
+            (2, 1, "returned: 312"),
+            (2, 1, "returned: 404"),
+        ]
+        await admin.execute("UPDATE held SET retry_at = now()")
+        lane._look_back_at = 0.0
+        await store.park(lane, [parcel(store.now_ms() - 1, b"fresh")], [])
+        assert await lane.sleep_hint() == 0.0
+        rows = await lane.claim(MANY, ROOM)
+        assert [(due.parcel.body, due.attempts) for due in rows] == [(b"fresh", 0), (b"1", 1), (b"2", 1), (b"3", 1)]
+        await lane.settle(rows[:2], [(due, "nacked") for due in rows[2:]])
+        held = await admin.fetch("SELECT attempts, reason, (extract(epoch FROM retry_at - now()) / 10)::int FROM held")
+        assert {tuple(row) for row in held} == {(2, "nacked", 2)}
+        [of] = (await overview(database)).lanes
+        assert dict(of.counters) == {
+            "parked": 5,
+            "restored": 0,
+            "released": 3,
+            "cancelled": 0,
+            "compacted": 0,
+            "held": 2,
+        }
+        assert (of.waiting, of.next_due_ms) == (0, None)
+
+
+async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        async with owned(store) as [lane]:
+            await store.hold(lane, [(parcel(store.now_ms()), "why") for _ in range(100)])
+            await store.park(lane, [parcel(store.now_ms()) for _ in range(100)], [])
+        await admin.execute("UPDATE held SET retry_at = now()")
+        async with owned(store) as [lane]:
+            rows = await lane.claim(50, ROOM)
+            assert [due.attempts for due in rows] == [0] * 45 + [1] * 5
+            await lane.give_up()
+            rows = await lane.claim(1, ROOM)
+            assert len(rows) == 1
+            await lane.give_up()
+
+
+async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
+    async with opened(database) as one, opened(database) as two, owned(one) as [lane], sql(database) as blocker:
+        await one.park(lane, [parcel(one.now_ms())], [])
+        async with blocker.transaction():
+            await blocker.execute("SELECT FROM message FOR UPDATE")
+            claiming = asyncio.create_task(lane.claim(MANY, ROOM))
+            async with sql(database) as admin:
+                while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
+                    pass
+            claiming.cancel()
+            assert isinstance((await asyncio.gather(claiming, return_exceptions=True))[0], asyncio.CancelledError)
+            assert not lane.held_by_us
+        while not (adopted := await two.adopt()):
+            pass
+        assert len(await release_all(adopted[0])) == 1
+        await adopted[0].release()
+
+
+async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms())], [])
+        await admin.execute("ALTER TABLE counter RENAME TO elsewhere")
+        rows = await lane.claim(MANY, ROOM)
+        with pytest.raises(StoreLost) as caught:
+            await lane.settle(rows, [])
+        assert not isinstance(caught.value, LaneLost)
+        assert isinstance(caught.value.__cause__, asyncpg.UndefinedTableError)
+        await lane.give_up()
+        with pytest.raises(StoreLost):
+            await store.park(lane, [parcel(store.now_ms())], [])
+        await admin.execute("ALTER TABLE elsewhere RENAME TO counter")
+        assert len(await release_all(lane)) == 1
