@@ -20,7 +20,49 @@ import structlog
 
 from delayer.settings import mask
 
-EVENTS: Final[Mapping[str, str]] = {}
+EVENTS: Final[Mapping[str, str]] = {
+    # the daemon's life
+    "starting": "the configuration is read; connections come next",
+    "start refused": "something that a person has to decide first; next_step says what",
+    "ready": "broker and topology are there, and the queues are about to be consumed",
+    "stopping": "told to stop: nothing new is read, what is in flight is settled",
+    "stopped": "everything is settled; with the counts of this process's life",
+    "stop forced": "a part did not end in time and was cut off; what it had in flight comes again",
+    "reloaded": "SIGHUP: these keys changed live",
+    "reload refused": "SIGHUP: the new configuration cannot be used, the old one stays",
+    "restart needed": "SIGHUP: these keys changed too, and act after a restart",
+    "mode switched": "SIGHUP: new delays go the other way from now on",
+    "loops stalled": "these loops stand still: the watchdog is not fed, and systemd will end the daemon",
+    "notify failed": "systemd did not hear of a change of state",
+    "notify socket unusable": "NOTIFY_SOCKET is of a kind that is not spoken here; systemd hears nothing",
+    # the broker
+    "broker connected": "a connection of the hot path stands",
+    "broker unreachable": "an attempt to connect failed; the next one follows by itself",
+    "broker connection lost": "a connection broke; it is opened again by itself",
+    "publish channel closed": "the broker closed a publishing channel; in_doubt publishes are repeated",
+    "consumer cancelled by the broker": "the queue went away or moved; consuming begins again",
+    "consuming": "a queue is consumed",
+    "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
+    # the store
+    "store connected": "connected, and the schema is the right one",
+    "store unreachable": "an attempt to connect failed; the next one follows by itself",
+    "lane owned": "this process parks into this lane and releases from it",
+    "lane adopted": "a lane with rows and without a living owner is ours now",
+    "lane lost": "the lane's lock is gone: releasing from it stopped at once",
+    "lane given up": "the lane is left to others",
+    "lane.lost": "the connection that holds a lane's lock broke",
+    "lane.rollback_failed": "a transaction could not be rolled back by word; its connection is gone, and so is it",
+    "release interrupted": "a release was rolled back: its rows wait again",
+    "store.partition_made": "a day's partition was made",
+    "store.partition_not_made": "a day's partition could not be made; its rows go to the default one",
+    "store.partition_dropped": "a passed and empty partition was dropped",
+    "store.partition_not_dropped": "a passed partition could not be dropped; it is tried again",
+    # messages that need somebody's attention
+    "message refused": "set aside in the refused queue, with the reason",
+    "message held": "its destination would not take it; it is tried again, and can be seen in the store",
+    "queue missing": "the address at the end of the cascade is no queue; the daemon will finish its messages itself",
+}
+"""What every event means. A test compares this table with the code."""
 
 _LONGEST_BYTES = 512
 _LONGEST_TEXT = 16_384
@@ -83,12 +125,24 @@ def _ordered(_logger: object, _method: str, event: Event) -> Event:
     return {**first, **event}
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to ``stream``; without one, to what is stderr at that moment, which is not always what it was before."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__(stream)
+        self._fixed = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = self._fixed or sys.stderr
+        super().emit(record)
+
+
 def configure(
     form: Literal["json", "console"], level: Literal["debug", "info", "warning", "error"], stream: TextIO | None = None
 ) -> None:
     """Send every log of this process to ``stream`` (stderr). Called again, it takes over at once, also for loggers
     that exist already: that is how SIGHUP changes format and level."""
-    stream = stream or sys.stderr
+    coloured = (stream or sys.stderr).isatty()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -101,9 +155,9 @@ def configure(
     renderer: Any = (
         structlog.processors.JSONRenderer(ensure_ascii=False)
         if form == "json"
-        else structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=24, sort_keys=False)
+        else structlog.dev.ConsoleRenderer(colors=coloured, pad_event_to=24, sort_keys=False)
     )
-    handler = logging.StreamHandler(stream)
+    handler = _Handler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
@@ -115,6 +169,8 @@ def configure(
     root.setLevel(threshold)
     for library in _LIBRARIES:
         logging.getLogger(library).setLevel(threshold if level == "debug" else max(threshold, logging.WARNING))
+    # It logs what it also raises, and who called it says so in better words.
+    logging.getLogger("aiormq.connection").setLevel(threshold if level == "debug" else logging.CRITICAL)
     logging.captureWarnings(True)
     structlog.configure(
         processors=[

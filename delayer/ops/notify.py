@@ -75,7 +75,7 @@ class Notifier:
 def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
     try:
         microseconds = int(environ.get("WATCHDOG_USEC", "0"))
-        watched = int(environ.get("WATCHDOG_PID", "0") or os.getpid())
+        watched = int(environ.get("WATCHDOG_PID") or os.getpid())
     except ValueError:
         return None
     return microseconds / 1e6 if microseconds > 0 and watched == os.getpid() else None

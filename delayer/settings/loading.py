@@ -13,6 +13,7 @@ from delayer.settings.errors import ConfigError, Expected, Problem, show
 from delayer.settings.layers import Key, Merged
 from delayer.settings.model import Native, Refused, Route, Settings
 from delayer.settings.values import duration_ms, duration_text
+from delayer.wire.address import Address
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
 _FILES = ("url_file", "ca_file", "cert_file", "key_file")
@@ -58,9 +59,22 @@ def load(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, st
     except ValidationError as error:
         problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
     problems += _between_keys(merged)
+    if settings is not None and not problems:
+        problems += _broker_address(merged, settings)
     if problems or settings is None:
         raise ConfigError(problems)
     return settings
+
+
+def _broker_address(merged: Merged, settings: Settings) -> list[Problem]:
+    """What only shows when everything about the broker is put together: its parameters, certificates and keys."""
+    try:
+        Address.parse(settings.broker_url)
+    except ValueError as error:  # names what was expected, and never shows the URL
+        expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
+        found = found or show(str(settings.broker.url))
+        return [Problem(merged.origin(("broker", "url")), "broker.url", expected, found)]
+    return []
 
 
 def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:

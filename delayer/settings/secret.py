@@ -6,13 +6,14 @@ import re
 
 # The password runs to the last "@" before a blank: a password with an unescaped "/" or "@" in it is a mistake that
 # people make, and must not be half shown. Two URLs glued together lose the text between them; that is the price.
-_IN_AUTHORITY = re.compile(r"(://[^\s:@/?#]*):[^\s]*@")
+# One "/" is enough: a URL that went through a file path has lost the other.
+_IN_AUTHORITY = re.compile(r"(:/+[^\s:@/?#]*):[^\s]*@")
 _AS_PARAMETER = re.compile(r"""(?i)\b((?:\w*password|passwd|secret|token)\s*=\s*)('[^']*'|"[^"]*"|[^\s&,;'"]+)""")
 
 
 def mask(text: str) -> str:
     """``text`` with every password in it as ``***``: in URLs, and as ``password=…``."""
-    if "://" in text:
+    if ":/" in text:
         text = _IN_AUTHORITY.sub(r"\1:***@", text)
     if "=" in text:
         text = _AS_PARAMETER.sub(r"\1***", text)

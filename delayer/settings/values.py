@@ -26,6 +26,8 @@ def duration_ms(value: object) -> int:
     wanted = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise Expected(f'{wanted} (a bare number has no unit: write "{value:g}s" or "{value:g}ms")')
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value):
+        raise Expected(f'{wanted} (a bare number has no unit: write "{value}s" or "{value}ms")')
     match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise Expected(wanted)

@@ -1,0 +1,122 @@
+"""delayer check: everything that could keep messages from arriving, before it does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, NamedTuple
+
+import click
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused
+from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, quoted, request_of
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.settings import Settings, duration_text
+from delayer.store import upgrades
+from delayer.store.errors import BadStoreUrl
+from delayer.wiring import cascade_of, topology_of, uses_cascade
+
+Result = Literal["ok", "note", "off", "out of reach"]
+
+
+class Row(NamedTuple):
+    """One thing that was looked at. ``advice`` is the next step where there is one to take."""
+
+    what: str
+    result: Result
+    found: str
+    advice: str = ""
+
+
+@click.command(short_help="Check configuration, broker, topology and store.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.pass_context
+def check(context: click.Context, as_json: bool) -> None:
+    """Check configuration, broker, topology and store; change nothing.
+
+    Exit code 0 if all is well, 1 if anything is off, 2 if the configuration cannot be used, 3 if the broker or the
+    store is out of reach.
+
+    \b
+    Examples:
+      delayer check
+      delayer --config new.toml check && systemctl reload delayer
+      delayer check --json | jq '.checks[] | select(.result != "ok")'
+    """
+    request = request_of(context)
+    settings = request.settings()
+    where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
+    rows = [Row("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")]
+    rows += asyncio.run(_broker(settings))
+    rows += asyncio.run(_store(settings))
+    results = {row.result for row in rows}
+    code = OUT_OF_REACH if "out of reach" in results else FOUND if "off" in results else DONE
+    if as_json:
+        print_json({"ok": code == DONE, "checks": [row._asdict() for row in rows]})
+    else:
+        print_table(["check", "result", "found", "next step"], rows)
+    if code != DONE:
+        note("Not all is well." if code == FOUND else "Something is out of reach.")
+    context.exit(code)
+
+
+async def _broker(settings: Settings) -> list[Row]:
+    shown = str(settings.broker.url)
+    try:
+        async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
+            rows = [Row("broker", "ok", shown)]
+            rows += await _topology(admin, settings)
+            rows += await _destinations(admin, settings)
+            return rows
+    except BrokerLost as lost:
+        return [Row("broker", "out of reach", str(lost), "check broker.url, and that the broker runs")]
+    except BrokerRefused as refused:
+        return [Row("broker", "out of reach", str(refused), "check user, password, vhost and permissions")]
+
+
+async def _topology(admin: Admin, settings: Settings) -> list[Row]:
+    cascade = cascade_of(settings) if uses_cascade(settings) else None
+    findings = await admin.verify(topology_of(settings), cascade=cascade)
+    off = [one for one in findings if one.severity == "error"]
+    rows = []
+    missing = [one for one in off if one.found == "nothing"]
+    if missing:
+        names = ", ".join(f"{one.kind} {one.name}" for one in missing[:3]) + (", …" if len(missing) > 3 else "")
+        rows.append(Row("topology", "off", f"{len(missing)} missing: {names}", "run `delayer topology apply`"))
+    for one in off:
+        if one.found != "nothing":
+            found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
+            rows.append(
+                Row("topology", "off", found, "remove it or choose another name, then `delayer topology apply`")
+            )
+    rows = rows or [Row("topology", "ok", "everything that could be seen is as it should be")]
+    rows += [Row("topology", "note", f"{one.name}: {one.found}") for one in findings if one.severity != "error"]
+    return rows
+
+
+async def _destinations(admin: Admin, settings: Settings) -> list[Row]:
+    rows = []
+    for name in dict.fromkeys(route.to for route in settings.routes if route.to):
+        if await admin.exchange_exists(name):
+            rows.append(Row("destination", "ok", f"exchange {quoted(name)}"))
+        else:
+            advice = "declare it, or change the route's `to`; due messages would be held"
+            rows.append(Row("destination", "off", f"exchange {quoted(name)} does not exist", advice))
+    return rows
+
+
+async def _store(settings: Settings) -> list[Row]:
+    url = settings.store_url
+    if url is None:
+        longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
+        return [Row("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")]
+    try:
+        found, needed = await upgrades.current(url), await upgrades.head()
+    except StoreLost as lost:
+        return [Row("store", "out of reach", str(lost), "check store.url, and that Postgres runs")]
+    except BadStoreUrl as bad:
+        return [Row("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")]
+    rows = [Row("store", "ok", str(settings.store.url or url))]
+    if found == needed:
+        return [*rows, Row("schema", "ok", needed)]
+    return [*rows, Row("schema", "off", f"{found or 'missing'}; needed: {needed}", "run `delayer db upgrade`")]

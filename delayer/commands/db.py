@@ -1,0 +1,66 @@
+"""delayer db: the store's schema."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from delayer.commands.common import FOUND, Misused, Request, note, print_json
+from delayer.settings import Settings
+from delayer.store import upgrades
+
+
+def store_url(settings: Settings) -> str:
+    """The store's URL. Raises Misused where none is configured."""
+    url = settings.store_url
+    if url is None:
+        raise Misused('no store is configured: in native mode, set store.url (or mode = "store")')
+    return url
+
+
+@click.group(short_help="Make and upgrade the store's tables.")
+def db() -> None:
+    """Make the store's tables and keep them up to date (schema upgrades)."""
+
+
+@db.command()
+@click.pass_obj
+def upgrade(request: Request) -> None:
+    """Apply every schema upgrade that the store lacks. Safe to repeat.
+
+    The database has to exist: `createdb delayer`.
+    """
+    url = store_url(request.settings())
+
+    async def work() -> tuple[str | None, str | None]:
+        before = await upgrades.current(url)
+        await upgrades.upgrade(url)
+        return before, await upgrades.current(url)
+
+    before, after = asyncio.run(work())
+    if before == after:
+        click.echo(f"The schema is {after} already: nothing to do.")
+    else:
+        click.echo(f"The schema was {before or 'missing'} and is {after} now.")
+    note("Next: `delayer run`.")
+
+
+@db.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def current(context: click.Context, as_json: bool) -> None:
+    """Say which schema the store has, and which one this program needs. Exit code 1 if they differ."""
+    url = store_url(context.find_object(Request).settings())  # type: ignore[union-attr]
+
+    async def work() -> tuple[str | None, str]:
+        return await upgrades.current(url), await upgrades.head()
+
+    found, needed = asyncio.run(work())
+    if as_json:
+        print_json({"found": found, "needed": needed, "current": found == needed})
+    else:
+        click.echo(f"The schema is {found or 'missing'}; this program needs {needed}.")
+    if found != needed:
+        note("Next: `delayer db upgrade`.")
+        context.exit(FOUND)

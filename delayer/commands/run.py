@@ -1,0 +1,27 @@
+"""delayer run"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from delayer import app
+from delayer.commands.common import Request
+
+
+@click.command()
+@click.pass_obj
+def run(request: Request) -> None:
+    """Run the daemon, in the foreground.
+
+    It waits for a broker or a store that is not there yet, and says so. SIGTERM and SIGINT stop it: what is in flight
+    is settled first. SIGHUP reads the configuration again. Logs go to stderr.
+
+    \b
+    Examples:
+      delayer run
+      delayer --config /etc/delayer/delayer.toml run
+      delayer --mode native --set log.format=console run
+    """
+    sys.exit(app.run_daemon(request.settings))

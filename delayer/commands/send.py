@@ -1,0 +1,186 @@
+"""delayer send: publish a message that asks for a delay, as any publisher would."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import IO
+
+import click
+
+from delayer.commands.common import Misused, Off, Request, note, quoted
+from delayer.commands.publishing import Message, Value, publish
+from delayer.settings import Route, Settings, duration_ms, duration_text
+
+_TYPES = {"str": str, "int": int, "float": float}
+_RELATIVE = ("x-delay", "x-opt-delivery-delay")
+_ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
+
+
+def _delay(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    try:
+        return None if text is None else duration_ms(text)
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+
+def _instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Epoch milliseconds, rounded up: never early."""
+    if text is None:
+        return None
+    try:
+        instant = datetime.fromisoformat(text)
+    except ValueError:
+        instant = None
+    if instant is None or instant.tzinfo is None:
+        raise click.BadParameter(
+            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z or …+02:00, found {text!r}"
+        )
+    since = instant - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+
+
+def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
+    headers: dict[str, Value] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name, _, kind = name.rpartition(":") if name.rpartition(":")[2] in {*_TYPES, "bool"} else (name, "", "str")
+        if not equals or not name:
+            raise click.BadParameter(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {text!r}")
+        try:
+            headers[name] = _truth(value) if kind == "bool" else _TYPES[kind](value)
+        except ValueError:
+            raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
+    return headers
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+@click.command(short_help="Publish a message that asks for a delay.")
+@click.option("--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is one.")
+@click.option("--key", default="", help="Routing key with which the message shall come out.")
+@click.option("--delay", "delay_ms", callback=_delay, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
+@click.option("--at", "at_ms", callback=_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z.")
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    callback=_headers,
+    metavar="NAME[:TYPE]=VALUE",
+    help="A header; TYPE is str (the default), int, float or bool. May be repeated.",
+)
+@click.option("--body", "text", default=None, help="The body, as text.")
+@click.option("--body-file", "file", type=click.File("rb"), help="The body from a file; - is stdin.")
+@click.option("--id", "message_id", help="The message_id; a random one if left out.")
+@click.option("--count", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="How many of them.")
+@click.pass_obj
+def send(
+    request: Request,
+    *,
+    route_name: str | None,
+    key: str,
+    delay_ms: int | None,
+    at_ms: int | None,
+    headers: Mapping[str, Value],
+    text: str | None,
+    file: IO[bytes] | None,
+    message_id: str | None,
+    count: int,
+) -> None:
+    """Publish a message that asks for a delay, and wait until the broker confirmed it.
+
+    It goes the way of every publisher's message: to the route's exchange, with a header that says the delay.
+
+    \b
+    Examples:
+      delayer send --to delayer.in --key orders.reminder --delay 10s --body 'hello'
+      delayer send --key report --at 2031-01-31T08:00:00Z --header retries:int=3
+      tar c . | delayer send --key backup --delay 12h --body-file -
+      delayer send --key load --delay 5m --count 1000
+    """
+    if delay_ms is not None and at_ms is not None:
+        raise click.UsageError("--delay and --at say the same thing: give one of them")
+    if text is not None and file is not None:
+        raise click.UsageError("--body and --body-file say the same thing: give one of them")
+    settings = request.settings()
+    route = _route(settings, route_name)
+    body = file.read() if file is not None else (text or "").encode()
+    message = prepared(route, settings.intake.queue, key, body, headers)
+    ask(message, route, delay_ms, at_ms, now_ms=time.time_ns() // 1_000_000)
+    first = message_id or str(uuid.uuid4())
+    ids = [first] if count == 1 else [f"{first}-{number}" for number in range(1, count + 1)]
+    untaken = asyncio.run(publish(settings.broker_url, message, ids))
+    if untaken is not None:
+        already = f" {ids.index(untaken.message_id)} before it were." if count > 1 else ""
+        raise Off(
+            f"the broker did not take {quoted(untaken.message_id)}: {untaken.reason}.{already} "
+            "Next: `delayer topology apply`, then `delayer check`."
+        )
+    click.echo(_said(message, ids))
+    note("Next: `delayer status` shows what waits.")
+
+
+def _route(settings: Settings, name: str | None) -> Route:
+    known = ", ".join(quoted(route.from_) for route in settings.routes)
+    if name is None:
+        if len(settings.routes) > 1:
+            raise click.UsageError(f"--to is needed: there are several routes: {known}")
+        return settings.routes[0]
+    route = settings.route_from(name)
+    if route is None:
+        raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
+    return route
+
+
+def prepared(route: Route, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Value]) -> Message:
+    """The message without its delay. Straight to the intake queue, the routing key is that queue's name; the key that
+    the message shall have in the end then travels in a header."""
+    message = Message(route.from_, key, body, dict(headers))
+    if not route.from_:
+        message.routing_key = intake_queue
+        if key:
+            message.headers.setdefault("x-delay-routing-key", key)
+    if len(message.routing_key.encode()) > 255:
+        raise click.UsageError("--key: expected at most 255 bytes")
+    return message
+
+
+def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
+    """Put the delay into ``message``, in the first form that its route reads. Raises Misused where none will do."""
+    if delay_ms is None and at_ms is None:
+        message.due_ms = None if set(message.headers) & {*_RELATIVE, *_ABSOLUTE} else now_ms + route.default_delay_ms
+        return
+    forms = set(route.delay_from)
+    relative = next((form for form in _RELATIVE if form in forms), None)
+    absolute = next((form for form in _ABSOLUTE if form in forms), None)
+    if clash := sorted(forms & set(message.headers)):
+        raise Misused(f"--header {clash[0]} and --delay or --at say the same thing: give one of them")
+    message.due_ms = due_ms = at_ms if at_ms is not None else now_ms + (delay_ms or 0)
+    if delay_ms is not None and relative is not None:
+        message.headers[relative] = delay_ms
+    elif absolute is not None:
+        message.headers[absolute] = due_ms
+    elif "timestamp" in forms:
+        message.timestamp = -(-due_ms // 1000)
+        message.due_ms = message.timestamp * 1000
+    else:
+        reads = ", ".join(route.delay_from) or "none"
+        raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
+
+
+def _said(message: Message, ids: list[str]) -> str:
+    what = ids[0] if len(ids) == 1 else f"{len(ids)} messages, {ids[0]} to {ids[-1]},"
+    where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
+    if message.due_ms is None:
+        return f"Sent {what} to {where}; its own header says when it is due."
+    due = datetime.fromtimestamp(message.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    wait = message.due_ms - time.time_ns() // 1_000_000
+    about = f"in {duration_text(-(-wait // 1000) * 1000)}" if wait > 0 else "now"
+    return f"Sent {what} to {where}; due {due.replace('+00:00', 'Z')} ({about})."

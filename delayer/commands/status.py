@@ -1,0 +1,181 @@
+"""delayer status: what waits, where, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused
+from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, request_of
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.settings import Settings, duration_text
+from delayer.store import status as store_status
+from delayer.store.errors import BadStoreUrl
+from delayer.wiring import cascade_of
+
+
+@click.command(short_help="Show what waits, where, and until when.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.pass_context
+def status(context: click.Context, as_json: bool) -> None:
+    """Show the mode, the lanes, what is parked and held, the next due instant, and the depths of cascade and queues.
+
+    Shows what can be reached, and says what cannot. Exit code 3 if the broker or a configured store is out of reach,
+    1 if the store lacks a schema upgrade.
+
+    \b
+    Examples:
+      delayer status
+      watch delayer status
+      delayer status --json | jq .store.waiting
+    """
+    settings = request_of(context).settings()
+    broker, store = asyncio.run(_look(settings))
+    answer = {"mode": settings.mode, "broker": broker, "store": store}
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"mode: {settings.mode}")
+        _print_store(store)
+        _print_broker(broker)
+    parts = {"broker": broker, "store": store or {}}
+    unreached = [f"The {name} is out of reach: {part['error']}" for name, part in parts.items() if part.get("error")]
+    for line in unreached:
+        note(line)
+    if unreached:
+        context.exit(OUT_OF_REACH)
+    if store is not None and store["upgrade_pending"]:
+        note("The store lacks a schema upgrade. Next: `delayer db upgrade`.")
+        context.exit(FOUND)
+    context.exit(DONE)
+
+
+async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Broker and store at the same time: neither waits for the other's timeout."""
+    broker, store = await asyncio.gather(_broker(settings), _store(settings))
+    return broker, store
+
+
+async def _broker(settings: Settings) -> dict[str, Any]:
+    queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
+    try:
+        async with await Admin.connect(settings.broker_url, name="delayer status") as admin:
+            picture = await admin.picture(cascade_of(settings), queues)
+    except (BrokerLost, BrokerRefused) as error:
+        return {"error": str(error)}
+    levels = [
+        {"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in picture.levels
+    ]
+    return {"error": None, "queues": dict(picture.queues), "cascade": levels}
+
+
+async def _store(settings: Settings) -> dict[str, Any] | None:
+    if settings.store_url is None:
+        return None
+    try:
+        seen = await store_status.overview(settings.store_url)
+    except (StoreLost, BadStoreUrl) as error:
+        return {"error": str(error), "upgrade_pending": False}
+    lanes = [
+        {
+            "lane": lane.number,
+            "owner": lane.owner,
+            "alive": lane.alive,
+            "waiting": lane.waiting,
+            "held": lane.held,
+            "released": lane.counters["released"],
+            "next_due_ms": lane.next_due_ms,
+            "next_retry_ms": lane.next_retry_ms,
+        }
+        for lane in seen.lanes
+    ]
+    return {
+        "error": None,
+        "upgrade_pending": seen.upgrade_pending,
+        "schema": seen.schema_found,
+        "waiting": seen.waiting,
+        "held": seen.held,
+        "counters": seen.counters,
+        "next_due_ms": seen.next_due_ms,
+        "store_now_ms": seen.store_now_ms,
+        "lanes": lanes,
+    }
+
+
+def _print_store(store: dict[str, Any] | None) -> None:
+    if store is None:
+        click.echo("store: none configured")
+        return
+    if store["error"] is not None or store["upgrade_pending"]:
+        return
+    now_ms = store["store_now_ms"]
+    click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due: {when(store['next_due_ms'], now_ms)}")
+    if not store["lanes"]:
+        click.echo("lanes: none yet; a running daemon makes its own")
+        return
+    click.echo()
+    print_table(
+        ["lane", "owner", "", "parked", "held", "released", "next due"],
+        [
+            (
+                lane["lane"],
+                lane["owner"] or "-",
+                "running" if lane["alive"] else "free",
+                lane["waiting"],
+                lane["held"],
+                lane["released"],
+                when(lane["next_due_ms"], now_ms),
+            )
+            for lane in store["lanes"]
+        ],
+        right=(0, 3, 4, 5),
+    )
+
+
+def _print_broker(broker: dict[str, Any]) -> None:
+    if broker["error"] is not None:
+        return
+    click.echo()
+    rows: list[tuple[object, ...]] = [("", name, "", _depth(depth)) for name, depth in broker["queues"].items()]
+    levels = broker["cascade"]
+    if all(one["depth"] is None for one in levels):
+        rows.append(("", "cascade", "", "not declared"))
+    else:
+        # 28 lines of zeros help nobody: levels in which something waits, or which are missing.
+        rows += [
+            (one["level"], one["queue"], duration_text(one["ttl_ms"]), _depth(one["depth"]))
+            for one in levels
+            if one["depth"] != 0
+        ]
+        waiting = sum(one["depth"] or 0 for one in levels)
+        rows.append(("", "cascade, all levels", "", str(waiting)))
+    print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))
+
+
+def _depth(depth: int | None) -> str:
+    return "missing" if depth is None else str(depth)
+
+
+def when(due_ms: int | None, now_ms: int | None = None) -> str:
+    """An instant for people: in UTC, and how far away it is."""
+    if due_ms is None:
+        return "-"
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    try:
+        instant = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):
+        instant = f"{due_ms} ms"  # beyond the calendar
+    seconds = abs(due_ms - now_ms) // 1000
+    return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {_roughly(seconds)})"
+
+
+def _roughly(seconds: int) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"

@@ -1,0 +1,353 @@
+"""The command line without any server: parsing, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from click.testing import CliRunner, Result
+
+import delayer
+from delayer import app
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
+from delayer.cli import cli
+from delayer.commands.common import FOUND, OUT_OF_REACH, USAGE, failure, print_table
+from delayer.commands.publishing import Message
+from delayer.commands.send import ask, prepared
+from delayer.commands.status import when
+from delayer.core.errors import StoreLost
+from delayer.settings import ConfigError, Problem, Route, Settings, loading
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
+VERBS = ["run", "check", "topology", "db", "send", "status"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No configuration of this machine, and logging as it was."""
+    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "none.toml")
+    monkeypatch.delenv("DELAYER_CONFIG", raising=False)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+def call(*arguments: str, env: dict[str, str] | None = None, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, arguments, env=env, input=stdin, prog_name="delayer")
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.stdout) == (0, f"delayer {delayer.__version__}\n")
+
+
+def test_help_names_every_verb_and_the_exit_codes() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    listed = [line.split()[0] for line in result.stdout.partition("Commands:")[2].splitlines() if line.strip()]
+    assert listed == VERBS
+    assert "Exit codes: 0 done, 1 a check found something, 2 usage or configuration" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "path",
+    [[], *([verb] for verb in VERBS), *(["topology", verb] for verb in ("apply", "verify", "show", "remove"))],
+    ids=" ".join,
+)
+def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> None:
+    env = {"DELAYER_CONFIG": "/nowhere.toml", "DELAYER_BROKER__URL": "amqp://u:hunter2@h", "DELAYER_NONSENSE": "1"}
+    result = call(*NOWHERE, *path, "--help", env=env)
+    assert result.exit_code == 0
+    assert "hunter2" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["--nonsense", "check"],
+        ["--set", "mode", "check"],
+        ["--set", "=x", "check"],
+        ["send", "--delay", "10"],
+        ["send", "--delay", "soon"],
+        ["send", "--at", "tomorrow"],
+        ["send", "--at", "2031-01-31T08:00:00"],
+        ["send", "--delay", "1s", "--at", "2031-01-31T08:00:00Z"],
+        ["send", "--body", "x", "--body-file", "-"],
+        ["send", "--header", "novalue"],
+        ["send", "--header", "n:int=x"],
+        ["send", "--header", "n:bool=yes"],
+        ["send", "--count", "0"],
+        ["send", "--to", "nonsense"],
+        ["--mode", "nonsense", "status"],
+        ["--config", "/nowhere.toml", "status"],
+        ["--mode", "native", "db", "upgrade"],
+        ["--mode", "native", "db", "current"],
+        ["--set", 'route=[{"from": "a"}, {"from": "b"}]', "send"],
+        ["--set", 'route=[{"from": "a", "delay_from": ["x-delay"]}]', "send", "--at", "2031-01-31T08:00:00Z"],
+        ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
+        ["send", "--delay", "1s", "--header", "x-delay:int=5"],
+        ["send", "--key", "k" * 256],
+    ],
+    ids=" ".join,
+)
+def test_usage_and_configuration_exit_2(arguments: list[str]) -> None:
+    result = call(*arguments)
+    assert result.exit_code == USAGE, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr
+
+
+def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text('mode = "stor"\n[broker]\nurl = "http://u:hunter2@h"\n')
+    result = call("--config", str(file), "--set", "intake.prefetch=0", "check", env={"DELAYER_LOG__LEVEL": "loud"})
+    assert result.exit_code == USAGE
+    assert result.stderr == (
+        "delayer: the configuration has 4 mistakes:\n"
+        f'  {file}: mode: expected "native" or "store", found "stor"\n'
+        f"  {file}: broker.url: expected a URL like amqp://user:password@host:5672/vhost, or amqps:// for TLS, found "
+        '"http://u:***@h"\n'
+        "  flag --set intake.prefetch: intake.prefetch: expected a whole number of at least 1, found 0\n"
+        '  environment variable DELAYER_LOG__LEVEL: log.level: expected "debug", "info", "warning" or "error", found '
+        '"loud"\n'
+    )
+
+
+def test_unknown_route_lists_the_routes() -> None:
+    routes = 'route=[{"from": "orders.in", "to": "o"}, {"from": ""}]'
+    result = call("--set", routes, "send", "--to", "order.in")
+    assert result.exit_code == USAGE
+    assert result.stderr == ('delayer: no route comes from exchange "order.in"; expected one of "orders.in", ""\n')
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["check"],
+        ["status"],
+        ["send", "--delay", "1s"],
+        ["db", "upgrade"],
+        ["db", "current"],
+        *(["topology", verb] for verb in ("apply", "verify", "show", "remove")),
+    ],
+    ids=" ".join,
+)
+def test_out_of_reach_exits_3_and_says_so_without_a_traceback(verb: list[str]) -> None:
+    result = call(*NOWHERE, *verb)
+    assert result.exit_code == OUT_OF_REACH, result.output
+    assert "out of reach" in result.stderr.lower()
+    assert "Traceback" not in result.output
+    assert "hunter2" not in result.output
+
+
+def test_json_is_all_there_is_on_stdout() -> None:
+    for verb in ("check", "status"):
+        result = call(*NOWHERE, verb, "--json")
+        assert result.exit_code == OUT_OF_REACH
+        assert isinstance(json.loads(result.stdout), dict)
+
+
+def test_status_says_what_cannot_be_reached() -> None:
+    result = call(*NOWHERE, "--mode", "native", "status")
+    assert result.stdout.startswith("mode: native\n")
+    assert "The broker is out of reach: 127.0.0.1:1" in result.stderr
+    assert "The store is out of reach: " in result.stderr
+
+
+def test_run_hands_the_loader_to_the_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader reads everything again each time: that is what SIGHUP needs."""
+    file = tmp_path / "f.toml"
+    file.write_text('mode = "store"\n')
+    modes = []
+
+    def run_daemon(load: object) -> int:
+        assert callable(load)
+        modes.append(load().mode)
+        file.write_text('mode = "native"\n')
+        modes.append(load().mode)
+        return 7
+
+    monkeypatch.setattr(app, "run_daemon", run_daemon)
+    assert call("--config", str(file), "run").exit_code == 7
+    assert modes == ["store", "native"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "next_step"),
+    [
+        (ConfigError([Problem("f", "k", "a", "b")]), USAGE, "f: k: expected a, found b"),
+        (BrokerUnreachable("h:1: refused"), OUT_OF_REACH, "check broker.url"),
+        (BrokerRefused("h:1: login"), OUT_OF_REACH, "permissions"),
+        (TopologyMismatch([Mismatch("queue", "q", "x", "y")]), FOUND, "delayer topology apply"),
+        (StoreLost("connect: refused"), OUT_OF_REACH, "check store.url"),
+        (SchemaOutdated(None, "0001"), FOUND, "delayer db upgrade"),
+        (BadStoreUrl("store.url cannot be read"), USAGE, "store.url"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_every_expected_error_has_a_code_and_a_next_step(error: Exception, code: int, next_step: str) -> None:
+    made = failure(error)
+    assert made.exit_code == code
+    assert next_step in made.message
+
+
+def test_an_error_cannot_write_to_the_terminal_what_it_likes() -> None:
+    made = failure(BrokerUnreachable("evil\x1b[2J\r\n amqp://u:hunter2@h"))
+    assert made.message.isprintable()
+    assert "hunter2" not in made.message
+
+
+def test_a_table_takes_nothing_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["a", "n"], [("[red]x[/red]", 1), ("\x1b[2J:smile:", 20)], right=(1,))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["a", "n"], ["[red]x[/red]", "1"], ["\\x1b[2J:smile:", "20"]]
+
+
+def test_the_module_and_the_command_are_the_same() -> None:
+    command = [sys.executable, "-c", "from delayer.cli import main; main()", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"delayer {delayer.__version__}\n"
+
+
+# --- what send makes of its options ---
+
+NOW_MS = 1_800_000_000_123
+
+
+def route(**keys: object) -> Route:
+    return Route.model_validate({"from": "in", "to": "out", **keys})
+
+
+@pytest.mark.parametrize(
+    ("of", "delay_ms", "at_ms", "headers", "timestamp", "due_ms"),
+    [
+        (route(), 10_000, None, {"x-delay": 10_000}, None, NOW_MS + 10_000),
+        (route(), 0, None, {"x-delay": 0}, None, NOW_MS),
+        (route(), None, NOW_MS + 5, {"x-deliver-at": NOW_MS + 5}, None, NOW_MS + 5),
+        (route(default_delay="7s"), None, None, {}, None, NOW_MS + 7000),
+        (
+            route(delay_from=["x-opt-delivery-delay", "x-opt-delivery-time"]),
+            5,
+            None,
+            {"x-opt-delivery-delay": 5},
+            None,
+            NOW_MS + 5,
+        ),
+        (
+            route(delay_from=["x-opt-delivery-time"]),
+            5,
+            None,
+            {"x-opt-delivery-time": NOW_MS + 5},
+            None,
+            NOW_MS + 5,
+        ),
+        (route(delay_from=["timestamp"]), 5, None, {}, 1_800_000_001, 1_800_000_001_000),
+    ],
+)
+def test_the_delay_is_said_in_a_form_that_the_route_reads(  # noqa: PLR0917 - the columns of the table above
+    of: Route, delay_ms: int | None, at_ms: int | None, headers: dict[str, int], timestamp: int | None, due_ms: int
+) -> None:
+    message = Message("in", "key", b"")
+    ask(message, of, delay_ms, at_ms, now_ms=NOW_MS)
+    assert (message.headers, message.timestamp, message.due_ms) == (headers, timestamp, due_ms)
+
+
+def test_a_delay_in_a_header_of_ones_own() -> None:
+    message = prepared(route(), "delays", "key", b"", {"x-delay": 5})
+    ask(message, route(), None, None, now_ms=NOW_MS)
+    assert (message.headers, message.due_ms) == ({"x-delay": 5}, None)
+
+
+def test_through_an_exchange_the_key_is_the_routing_key() -> None:
+    message = prepared(route(), "delays", "orders.new", b"body", {"a": 1})
+    assert message == Message("in", "orders.new", b"body", {"a": 1})
+
+
+def test_straight_to_the_queue_the_key_travels_in_a_header() -> None:
+    message = prepared(route(**{"from": ""}), "delays", "orders.new", b"", {})
+    assert message == Message("", "delays", b"", {"x-delay-routing-key": "orders.new"})
+    assert prepared(route(**{"from": ""}), "delays", "", b"", {}).headers == {}
+
+
+def test_typed_headers() -> None:
+    seen = []
+
+    def publish(_url: str, message: Message, ids: list[str]) -> None:
+        seen.append((message, ids))
+
+    async def published(url: str, message: Message, ids: list[str]) -> None:
+        publish(url, message, ids)
+
+    headers = ["a=1", "b:int=1", "c:float=1.5", "d:bool=true", "e:f=x=y", "g:str=", "x:y:int=-3"]
+    arguments = [part for header in headers for part in ("--header", header)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("delayer.commands.send.publish", published)
+        result = call(
+            "send",
+            "--key",
+            "k",
+            "--delay",
+            "1s",
+            "--id",
+            "i",
+            "--count",
+            "3",
+            "--body-file",
+            "-",
+            *arguments,
+            stdin=b"\x00\xff",
+        )
+    assert result.exit_code == 0, result.output
+    ((message, ids),) = seen
+    assert ids == ["i-1", "i-2", "i-3"]
+    assert message.body == b"\x00\xff"
+    assert message.headers == {
+        "a": "1", "b": 1, "c": 1.5, "d": True, "e:f": "x=y", "g": "", "x:y": -3, "x-delay": 1000,
+    }  # fmt: skip
+    assert result.stdout.startswith('Sent 3 messages, i-1 to i-3, to exchange "delayer.in"; due 2')
+
+
+@pytest.mark.parametrize(
+    ("due_ms", "text"),
+    [
+        (None, "-"),
+        (NOW_MS, "2027-01-15 08:00:00Z (in 0s)"),
+        (NOW_MS + 119_000, "2027-01-15 08:01:59Z (in 119s)"),
+        (NOW_MS + 7_200_000, "2027-01-15 10:00:00Z (in 2h)"),
+        (NOW_MS - 60_000, "2027-01-15 07:59:00Z (overdue by 60s)"),
+        (10**17, f"100000000000000000 ms (in {(10**17 - NOW_MS) // 86_400_000}d)"),
+    ],
+)
+def test_when(due_ms: int | None, text: str) -> None:
+    assert when(due_ms, NOW_MS) == text
+
+
+def test_settings_are_what_the_shortcuts_say() -> None:
+    seen: list[Settings] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "run_daemon", lambda load: seen.append(load()) or 0)
+        call(
+            "--set",
+            "mode=store",
+            "--mode",
+            "native",
+            "--broker-url",
+            "amqp://a",
+            "--store-url",
+            "postgresql://b",
+            "run",
+        )
+    assert (seen[0].mode, str(seen[0].broker.url), seen[0].store_url) == ("native", "amqp://a", "postgresql://b")

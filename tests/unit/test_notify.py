@@ -1,0 +1,113 @@
+"""The line to systemd, over a real socket; the watchdog's decision, over a passed-in clock."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from delayer.ops.notify import Notifier, Watchdog
+
+
+@pytest.fixture(params=["path", "abstract"])
+def systemd(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """systemd's end of the line: the value of NOTIFY_SOCKET, and the socket that hears what is sent there."""
+    name = str(tmp_path / "s") if request.param == "path" else f"@delayer-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(name.replace("@", "\0", 1))
+        server.settimeout(5)
+        yield name, server
+
+
+def test_what_systemd_hears(systemd: tuple[str, socket.socket]) -> None:
+    name, server = systemd
+    notifier = Notifier({"NOTIFY_SOCKET": name})
+    assert notifier.active
+
+    def heard() -> list[str]:
+        return server.recv(4096).decode().split("\n")
+
+    notifier.ready("store mode, 2 lanes")
+    assert heard() == ["READY=1", "STATUS=store mode, 2 lanes"]
+    before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+    notifier.reloading()
+    state, stamp = heard()
+    assert state == "RELOADING=1"
+    assert before <= int(stamp.removeprefix("MONOTONIC_USEC=")) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+    notifier.ready()
+    assert heard() == ["READY=1"]
+    notifier.status("broker unreachable:\nREADY=1\n  forged")
+    assert heard() == ["STATUS=broker unreachable: READY=1 forged"]
+    notifier.feed_watchdog()
+    assert heard() == ["WATCHDOG=1"]
+    notifier.stopping("settling")
+    assert heard() == ["STOPPING=1", "STATUS=settling"]
+
+
+def test_inert_without_systemd() -> None:
+    notifier = Notifier({"WATCHDOG_USEC": "30000000"})
+    assert not notifier.active
+    assert notifier.watchdog_interval is None
+    notifier.ready("nobody hears this")
+    notifier.stopping()
+
+
+@pytest.mark.parametrize("address", ["/nowhere/at/all", "@nobody-listens-here"])
+def test_a_dead_socket_is_logged_and_no_more(address: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        Notifier({"NOTIFY_SOCKET": address}).ready()
+    assert [(one["event"], one["state"]) for one in logs] == [("notify failed", "READY=1")]
+
+
+def test_an_address_of_another_family_is_not_used() -> None:
+    with structlog.testing.capture_logs() as logs:
+        notifier = Notifier({"NOTIFY_SOCKET": "vsock:2:1234"})
+    assert not notifier.active
+    assert [one["event"] for one in logs] == ["notify socket unusable"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "interval"),
+    [
+        ({}, None),
+        ({"WATCHDOG_USEC": "30000000"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({"WATCHDOG_USEC": "1000000", "WATCHDOG_PID": "me"}, None),
+    ],
+)
+def test_watchdog_interval(environ: dict[str, str], interval: float | None) -> None:
+    assert Notifier({"NOTIFY_SOCKET": "@x", **environ}).watchdog_interval == interval
+
+
+def test_the_watchdog_is_fed_only_while_every_loop_goes_round() -> None:
+    watchdog = Watchdog()
+    assert watchdog.may_feed(0.0), "no loop, no complaint"
+    watchdog.register("intake", 10.0, 100.0)
+    watchdog.register("lane 1", 5.0, 100.0)
+    assert watchdog.may_feed(105.0)
+    assert watchdog.stalled(105.1) == ["lane 1"]
+    watchdog.progress("lane 1", 105.0)
+    assert watchdog.may_feed(110.0)
+    assert watchdog.stalled(110.1) == ["intake", "lane 1"]
+    watchdog.progress("intake", 111.0)
+    assert watchdog.stalled(111.0) == ["lane 1"], "the progress of one loop does not speak for another"
+    watchdog.forget("lane 1")
+    assert watchdog.may_feed(111.0)
+    watchdog.progress("lane 1", 112.0)
+    assert watchdog.may_feed(121.0), "a loop that ended is not watched"
+    assert watchdog.stalled(121.5) == ["intake"]
+
+
+def test_progress_does_not_go_back() -> None:
+    watchdog = Watchdog()
+    watchdog.register("loop", 1.0, 10.0)
+    watchdog.progress("loop", 9.0)
+    assert watchdog.may_feed(11.0)

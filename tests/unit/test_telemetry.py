@@ -1,0 +1,162 @@
+"""What a line of the log looks like, what never appears in it, and that every event has its meaning written down."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+import delayer
+from delayer import telemetry
+from delayer.telemetry import EVENTS, configure, readable
+
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """A stream to log to. Afterwards logging is as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for library in (*telemetry._LIBRARIES, "aiormq.connection"):
+        logging.getLogger(library).setLevel(logging.NOTSET)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_one_object_a_line(stream: io.StringIO) -> None:
+    configure("json", "info", stream)
+    structlog.get_logger("delayer.services.release").info(
+        "message held", id=7, key=b"orders.\xff\n", route=b"a", n=None
+    )
+    (line,) = lines(stream)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
+    assert line == {
+        "level": "info",
+        "event": "message held",
+        "logger": "delayer.services.release",
+        "id": 7,
+        "key": "orders.\\xff\\n",
+        "route": "a",
+        "n": None,
+    }
+
+
+def test_level_and_format_change_live(stream: io.StringIO) -> None:
+    log = structlog.get_logger("delayer.x")
+    configure("json", "warning", stream)
+    log.info("one")
+    configure("json", "debug", stream)
+    log.debug("two")
+    configure("console", "error", stream)
+    log.warning("three")
+    log.error("four", key="value")
+    first, second = stream.getvalue().splitlines()
+    assert json.loads(first)["event"] == "two"
+    assert "four" in second
+    assert "key=value" in second
+    assert "\x1b" not in second, "no colours where no terminal is"
+
+
+def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO) -> None:
+    configure("json", "info", stream)
+    logging.getLogger("aio_pika.robust").info("chatter")
+    logging.getLogger("alembic.runtime.migration").warning("to %s", "amqp://u:hunter2@h")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old\nways", stacklevel=1)
+    first, second = lines(stream)
+    assert first["event"] == "to amqp://u:***@h"
+    assert (first["level"], first["logger"]) == ("warning", "alembic.runtime.migration")
+    assert second["logger"] == "py.warnings"
+    assert "old\\nways" in second["event"]
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_no_secret_and_no_forged_line(form: Any, foreign: bool, stream: io.StringIO) -> None:
+    configure(form, "info", stream)
+    evil = 'x\r\n{"event": "forged"}\u2028\x1b[2J amqp://user:hunter2@host/ password=hunter2'
+    try:
+        raise ValueError(evil)  # noqa: TRY301 - a real traceback is wanted
+    except ValueError:
+        if foreign:
+            logging.getLogger("some.library").exception(evil)
+        else:
+            structlog.get_logger("delayer.x").exception(
+                evil, text=evil, raw=evil.encode(), nested={"k": [evil]}, error=ValueError(evil), also=Path(evil)
+            )
+    text = stream.getvalue()
+    assert "hunter2" not in text
+    assert "user:***@host" in text
+    assert not {"\r", "\x1b", "\u2028"} & set(text)
+    assert not any(line.startswith('{"event": "forged"}') for line in text.splitlines())
+    if form == "json":
+        (line,) = lines(stream)
+        assert "Traceback" in line["exception"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("plain", "plain"),
+        ("Grüße, 日本", "Grüße, 日本"),
+        ("tab\tnull\0", "tab\\tnull\\x00"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\x85\x9b", "\\x85\\x9b"),
+        ("\ud800", "\\ud800"),
+        (b"key", "key"),
+        ("Grüße".encode(), "Grüße"),
+        (b"\x00\xff", "\\x00\\xff"),
+        (b"x" * 600, "x" * 512 + "… (88 more bytes)"),
+        ("x" * 20_000, "x" * 16_384 + "… (3616 more characters)"),
+    ],
+)
+def test_readable(value: str | bytes, expected: str) -> None:
+    assert readable(value) == expected
+
+
+def events_used() -> Iterator[tuple[str, int, ast.Call]]:
+    """Every ``log.<level>(…)`` in the package."""
+    package = Path(delayer.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
+                owner = node.func.value
+                name = (
+                    owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+                )
+                if name.strip("_") in ("log", "logger"):
+                    yield str(path.relative_to(package)), node.lineno, node
+
+
+def test_every_event_is_listed() -> None:
+    used = set()
+    for path, line, call in events_used():
+        name = call.args[0] if call.args else None
+        assert isinstance(name, ast.Constant), f"{path}:{line}: an event's name is a constant, its details are keywords"
+        assert name.value in EVENTS, f"{path}:{line}: {name.value!r} is missing in delayer.telemetry.EVENTS"
+        used.add(name.value)
+    assert used == set(EVENTS), "listed and used by nobody"
+
+
+def test_every_event_has_a_meaning_and_no_variable_part() -> None:
+    for name, meaning in EVENTS.items():
+        assert re.fullmatch(r"[a-z][a-z ._-]+", name), name
+        assert len(meaning) > 10, name
