@@ -5,14 +5,43 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.topology import Binding
+from delayer.core.topology import Binding, Queue
+
+
+class Policy(NamedTuple):
+    """``applies_to``: all, queues, exchanges, classic_queues, quorum_queues, streams. ``pattern``: of names."""
+
+    name: str
+    pattern: str
+    applies_to: str
+    priority: int
+    definition: dict[str, Any]
+    by_operator: bool
+
+    def covers(self, queue: Queue) -> bool:
+        """The broker matches with Erlang's flavour of the same expressions. One that Python cannot read covers all."""
+        kind = queue.argument("x-queue-type")
+        if self.applies_to not in ("all", "queues") and (kind is None or self.applies_to != f"{kind}_queues"):
+            return False
+        try:
+            return re.search(self.pattern, queue.name) is not None
+        except re.error:
+            return True
+
+
+def policies_in_force(policies: Iterable[Policy], queue: Queue) -> list[Policy]:
+    """Of the users' policies and of the operators' the one of highest priority each."""
+    covering = sorted((policy for policy in policies if policy.covers(queue)), key=lambda policy: policy.priority)
+    return list({policy.by_operator: policy for policy in covering}.values())
 
 
 class Management:
@@ -38,20 +67,28 @@ class Management:
         )
 
     async def bindings_from(self, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
-        """Every binding out of ``exchange`` with its arguments. Empty for an exchange that is missing."""
-        rows = await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source") or []
+        """Every binding out of ``exchange``, which exists, with its arguments."""
+        rows = await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source")
         return [
             (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
             for row in rows
         ]
 
-    async def policy_of(self, queue: str) -> dict[str, Any]:
-        """What policies and operator policies say about ``queue`` together. Empty when nothing does."""
-        row = await self._get(f"queues/{self._vhost}/{quote(queue, safe='')}")
-        return dict((row or {}).get("effective_policy_definition") or {})
+    async def policies(self) -> list[Policy]:
+        """Every policy and operator policy of the vhost."""
+        found = []
+        for path, by_operator in (("policies", False), ("operator-policies", True)):
+            for row in await self._get(f"{path}/{self._vhost}"):
+                found.append(
+                    Policy(
+                        row["name"], row["pattern"], row["apply-to"], row["priority"], row["definition"], by_operator
+                    )
+                )
+        return found
 
     async def _get(self, path: str) -> Any:
-        """The decoded answer, None for 404. Raises BrokerRefused (401, 403) and BrokerUnreachable (anything else)."""
+        """The decoded answer. Raises BrokerRefused (401, 403) and BrokerUnreachable (anything else, 404 too: whoever
+        answers for things that exist with "not found" is not our broker)."""
         return await asyncio.to_thread(self._get_blocking, path)
 
     def _get_blocking(self, path: str) -> Any:
@@ -62,8 +99,6 @@ class Management:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                if error.code == 404:
-                    return None
                 if error.code in (401, 403):
                     raise BrokerRefused(f"{self.where}: the management API refused the user ({error.code})") from error
                 raise BrokerUnreachable(f"{self.where}: the management API answered {error.code}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import NamedTuple
 
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel as Wire
@@ -16,19 +17,32 @@ from pamqp.commands import Basic
 
 from delayer.core.cascade import LEVELS, Cascade, delivery_binding, routing_key
 
+QUIET_SECONDS = 0.3
 
-async def zero_path_breaks_at(channel: Wire, cascade: Cascade, *, patience: float = 5.0) -> int | None:
-    """The lowest level whose exchange does not pass a message without delay on; None when all of them do.
 
-    One message enters at every level, addressed to a temporary queue that nobody else sees. ``patience``: seconds to
-    wait for those that the broker took. Their expiration of 0 keeps no copy alive where a wrong binding leads one
-    into a queue without a consumer.
+class ZeroPath(NamedTuple):
+    """``breaks_at``: the lowest level whose exchange does not pass a message without delay on, None when all do.
+
+    ``detours``: level queues that a wrong binding led a copy of such a message through.
+    """
+
+    breaks_at: int | None
+    detours: frozenset[str]
+
+
+async def try_zero_path(channel: Wire, cascade: Cascade, *, patience: float = 5.0) -> ZeroPath:
+    """Let one message enter at every level, addressed to a temporary queue that nobody else sees.
+
+    ``patience``: seconds to wait for those that the broker took. Their expiration of 0 sends a copy that a wrong
+    binding leads into a level's queue on at once; we stay a little to meet it, and one that is even later is a stray.
     """
     arrived: set[int] = set()
+    detours: set[str] = set()
     changed = asyncio.Event()
 
     async def on_message(message: DeliveredMessage) -> None:
         arrived.add(int(message.body))
+        detours.update(_queues_of_death(message))
         changed.set()
 
     address = f"delayer.probe.{uuid.uuid4().hex}"
@@ -43,11 +57,21 @@ async def zero_path_breaks_at(channel: Wire, cascade: Cascade, *, patience: floa
                 while not taken <= arrived:
                     await changed.wait()
                     changed.clear()
+                while True:
+                    async with asyncio.timeout(QUIET_SECONDS):
+                        await changed.wait()
+                    changed.clear()
         except TimeoutError:
             pass  # what did not arrive by now counts as not passed on
     finally:
         await channel.queue_delete(address)
-    return min(set(range(LEVELS)) - arrived, default=None)
+    return ZeroPath(min(set(range(LEVELS)) - arrived, default=None), frozenset(detours))
+
+
+def _queues_of_death(message: DeliveredMessage) -> list[str]:
+    """The queues that the message expired in."""
+    deaths = (message.header.properties.headers or {}).get("x-death")
+    return [str(death["queue"]) for death in deaths if isinstance(death, dict)] if isinstance(deaths, list) else []
 
 
 async def _taken(channel: Wire, exchange: str, key: str, level: int) -> bool:

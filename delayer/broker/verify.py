@@ -15,8 +15,8 @@ from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 from delayer.broker.calls import declare_exchange, declare_queue, find_exchange, find_queue
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.link import Link, answered
-from delayer.broker.management import Management
-from delayer.broker.probe import zero_path_breaks_at
+from delayer.broker.management import Management, policies_in_force
+from delayer.broker.probe import try_zero_path
 from delayer.core.cascade import LEVELS, Cascade, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
@@ -63,7 +63,7 @@ class Verifier:
         missing = {finding.name for finding in found if finding.found == "nothing"}
         if self._management is not None:
             try:
-                return found + await self._told(self._management, missing)
+                return found + await self._told(self._management, missing) + await self._governed(self._management)
             except (BrokerRefused, BrokerUnreachable) as error:
                 found.append(self._unseen(f"{error}"))
         else:
@@ -96,7 +96,7 @@ class Verifier:
         return await answered(self._link, lambda channel: declare_queue(channel, queue))
 
     async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
-        """Bindings and policies, from the management API."""
+        """Bindings, from the management API."""
         found: list[Finding] = []
         sources = dict.fromkeys([exchange.name for exchange in self._topology.exchanges])
         sources |= dict.fromkeys(binding.source for binding in self._topology.bindings)
@@ -106,14 +106,18 @@ class Verifier:
                 # Bindings with arguments are none of ours; on topic and fanout exchanges they route all the same.
                 present = {binding for binding, arguments in rows if not arguments}
                 found += self._compared(source, present, {binding for binding, _ in rows}, missing)
-        for queue in self._topology.queues:
-            if queue.name not in missing:
-                policy = await management.policy_of(queue.name)
-                if risky := {key: policy[key] for key in sorted(RISKY_POLICY_KEYS & policy.keys())}:
-                    found.append(
-                        Finding("policy", queue.name, "no policy about expiry, length or dead letters", f"{risky}")
-                    )
         return found
+
+    async def _governed(self, management: Management) -> list[Finding]:
+        """Policies that change what the arguments say."""
+        expected = "no policy about expiry, length or dead letters"
+        policies = await management.policies()
+        return [
+            Finding("policy", queue.name, expected, f"{policy.name!r} with {risky}")
+            for queue in self._topology.queues
+            for policy in policies_in_force(policies, queue)
+            if (risky := {key: value for key, value in policy.definition.items() if key in RISKY_POLICY_KEYS})
+        ]
 
     def _compared(
         self, source: str, present: set[Binding], everything: set[Binding], missing: set[str]
@@ -138,14 +142,20 @@ class Verifier:
         cascade = self._cascade
         if cascade is None or cascade.shared or missing & {one.name for one in cascade.topology().exchanges}:
             return []
-        answer = await answered(self._link, lambda channel: zero_path_breaks_at(channel, cascade))
+        answer = await answered(self._link, lambda channel: try_zero_path(channel, cascade))
         if isinstance(answer, ChannelClosed):
             return [self._unseen(f"the zero path could not be tried: {answer}")]
-        if answer is None:
-            return []
-        name = cascade.level(answer)
-        expected = next(b for b in cascade.topology().bindings if b.source == name and b.destination_kind == "exchange")
-        return [Finding("binding", name, str(expected), "a message without delay is not passed on here")]
+        found = [
+            Finding("binding", "*", "no other binding", f"one that leads messages without delay into queue {queue}")
+            for queue in sorted(answer.detours)
+        ]
+        if answer.breaks_at is not None:
+            name = cascade.level(answer.breaks_at)
+            wanted = next(
+                b for b in cascade.topology().bindings if b.source == name and b.destination_kind == "exchange"
+            )
+            found.append(Finding("binding", name, str(wanted), "a message without delay is not passed on here"))
+        return found
 
     def _unseen(self, reason: str) -> Finding:
         return Finding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")

@@ -1,0 +1,327 @@
+"""Break one thing on the broker, and verify finds exactly that thing. Whatever it finds, it changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import aio_pika
+import pytest
+from aio_pika.abc import AbstractChannel
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerUnreachable
+from delayer.broker.management import Management, Policy, policies_in_force
+from delayer.broker.verify import Finding
+from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
+from delayer.core.topology import Queue, Topology, arguments
+from tests.rig.servers import RabbitMQ
+
+OURS = Cascade()
+WHOLE = OURS.topology() + intake_topology() + due_topology(OURS)
+
+Break = Callable[[AbstractChannel], Awaitable[Any]]
+
+
+def everything(rabbitmq: RabbitMQ, vhost: str) -> list[Any]:
+    """The whole vhost as the management API lists it, figures that move by themselves left out."""
+    name = quote(urlsplit(vhost).path[1:], safe="")
+    return [
+        rabbitmq.api("GET", f"/api/exchanges/{name}?columns=name,type,durable,arguments"),
+        rabbitmq.api("GET", f"/api/queues/{name}?columns=name,durable,arguments"),
+        rabbitmq.api("GET", f"/api/bindings/{name}"),
+    ]
+
+
+async def on_channel(vhost: str, action: Break) -> None:
+    connection = await aio_pika.connect(vhost)
+    async with connection, connection.channel() as channel:
+        await action(channel)
+
+
+async def look(
+    rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, cascade: Cascade = OURS, *, told: bool
+) -> list[Finding]:
+    """Verify with or without the management API, and check that it changed nothing."""
+    before = everything(rabbitmq, vhost)
+    async with await Admin.connect(vhost, management_url=rabbitmq.management_url if told else None) as admin:
+        findings = await admin.verify(topology, cascade=cascade)
+        depths = await admin.depths([queue.name for queue in topology.queues])
+    assert everything(rabbitmq, vhost) == before
+    assert not any(depths.values()), "no message stays behind"
+    return findings
+
+
+async def declared(vhost: str, topology: Topology = WHOLE) -> None:
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(topology)
+
+
+def brief(findings: list[Finding]) -> list[tuple[str, str, str]]:
+    return [(finding.severity, finding.kind, finding.name) for finding in findings]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_was_just_declared_is_clean(rabbitmq: RabbitMQ, vhost: str, kind: str) -> None:
+    cascade = Cascade(kind)  # type: ignore[arg-type]
+    topology = cascade.topology() + intake_topology() + due_topology(cascade)
+    await declared(vhost, topology)
+    assert await look(rabbitmq, vhost, topology, cascade, told=True) == []
+    assert brief(await look(rabbitmq, vhost, topology, cascade, told=False)) == [("unknown", "binding", "*")]
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_empty_vhost_lacks_everything_and_stays_empty(rabbitmq: RabbitMQ, vhost: str, told: bool) -> None:
+    errors = [finding for finding in await look(rabbitmq, vhost, told=told) if finding.severity == "error"]
+    assert {finding.found for finding in errors} == {"nothing"}
+    names = [thing.name for thing in WHOLE.exchanges] + [thing.name for thing in WHOLE.queues]
+    assert [finding.name for finding in errors] == names
+
+
+async def unbind_queue(channel: AbstractChannel) -> None:
+    queue = await channel.get_queue(OURS.level(13))
+    await queue.unbind(OURS.level(13), "*." * 14 + "1.#")
+
+
+async def unbind_exchange(channel: AbstractChannel) -> None:
+    exchange = await channel.get_exchange(OURS.level(12))
+    await exchange.unbind(OURS.level(13), "*." * 14 + "0.#")
+
+
+async def unbind_the_way_out(channel: AbstractChannel) -> None:
+    exchange = await channel.get_exchange(OURS.delivery)
+    await exchange.unbind(OURS.level(0), "*." * 27 + "0.#")
+
+
+async def unbind_intake(channel: AbstractChannel) -> None:
+    await (await channel.get_queue("delays")).unbind("delayer.in", "#")
+
+
+async def unbind_due(channel: AbstractChannel) -> None:
+    await (await channel.get_queue("delays.due")).unbind(OURS.delivery, delivery_binding("delays.due"))
+
+
+async def unbind_strays(channel: AbstractChannel) -> None:
+    await (await channel.get_queue("delayer.delay-strays")).unbind("delayer.delay-strays", "")
+
+
+async def bind_level_queue_twice(channel: AbstractChannel) -> None:
+    await (await channel.get_queue(OURS.level(3))).bind(OURS.level(5), "#")
+
+
+async def bind_with_arguments(channel: AbstractChannel) -> None:
+    await (await channel.get_queue("delays")).bind(OURS.level(5), "*." * 22 + "1.#", arguments={"x": "y"})
+
+
+async def delete_queue(channel: AbstractChannel) -> None:
+    await channel.queue_delete(OURS.level(5))
+
+
+async def delete_exchange(channel: AbstractChannel) -> None:
+    await channel.exchange_delete(OURS.level(5))
+
+
+async def wrong_ttl(channel: AbstractChannel) -> None:
+    name = OURS.level(5)
+    right = next(dict(queue.arguments) for queue in WHOLE.queues if queue.name == name)
+    await channel.queue_delete(name)
+    queue = await channel.declare_queue(name, durable=True, arguments=right | {"x-message-ttl": 31_999})
+    await queue.bind(name, "*." * 22 + "1.#")
+
+
+async def no_alternate_exchange(channel: AbstractChannel) -> None:
+    await channel.exchange_delete(OURS.delivery)
+    exchange = await channel.declare_exchange(OURS.delivery, "topic", durable=True)
+    await exchange.bind(OURS.level(0), "*." * 27 + "0.#")
+    await (await channel.get_queue("delays.due")).bind(OURS.delivery, delivery_binding("delays.due"))
+
+
+async def short_delivery_limit(channel: AbstractChannel) -> None:
+    right = next(dict(queue.arguments) for queue in WHOLE.queues if queue.name == "delays")
+    del right["x-delivery-limit"]
+    await channel.queue_delete("delays")
+    queue = await channel.declare_queue("delays", durable=True, arguments=right)
+    await queue.bind("delayer.in", "#")
+
+
+@pytest.mark.parametrize(
+    ("action", "wanted"),
+    [
+        (unbind_queue, ("binding", OURS.level(13), "1.#'", "nothing")),
+        (unbind_exchange, ("binding", OURS.level(13), "0.#'", "nothing")),
+        (unbind_the_way_out, ("binding", OURS.level(0), "exchange delayer.delay-delivery", "nothing")),
+        (unbind_intake, ("binding", "delayer.in", "queue delays with key '#'", "nothing")),
+        (unbind_due, ("binding", OURS.delivery, "queue delays.due", "nothing")),
+        (unbind_strays, ("binding", "delayer.delay-strays", "queue delayer.delay-strays", "nothing")),
+        (bind_level_queue_twice, ("binding", OURS.level(5), "no other", f"{OURS.level(3)} with key '#'")),
+        (bind_with_arguments, ("binding", OURS.level(5), "no other", "queue delays")),
+        (delete_queue, ("queue", OURS.level(5), "x-message-ttl=32000", "nothing")),
+        (delete_exchange, ("exchange", OURS.level(5), "durable topic", "nothing")),
+        (wrong_ttl, ("queue", OURS.level(5), "x-message-ttl=32000", "current is '31999'")),
+        (no_alternate_exchange, ("exchange", OURS.delivery, "alternate-exchange=", "inequivalent arg")),
+        (short_delivery_limit, ("queue", "delays", "x-delivery-limit=1000000", "x-delivery-limit")),
+    ],
+)
+async def test_one_thing_broken_is_the_one_thing_found(
+    rabbitmq: RabbitMQ, vhost: str, action: Break, wanted: tuple[str, str, str, str]
+) -> None:
+    kind, name, expected, found = wanted
+    await declared(vhost)
+    await on_channel(vhost, action)
+    (finding,) = await look(rabbitmq, vhost, told=True)
+    assert (finding.severity, finding.kind, finding.name) == ("error", kind, name)
+    assert expected in finding.expected
+    assert found in finding.found
+
+
+@pytest.mark.parametrize(
+    ("action", "errors"),
+    [
+        (unbind_exchange, [("error", "binding", OURS.level(13))]),
+        (unbind_the_way_out, [("error", "binding", OURS.level(0))]),
+        (delete_queue, [("error", "queue", OURS.level(5))]),
+        (delete_exchange, [("error", "exchange", OURS.level(5))]),
+        (wrong_ttl, [("error", "queue", OURS.level(5))]),
+        (unbind_queue, []),  # only a message with that bit set could tell, and it would stay for two hours
+        (unbind_intake, []),
+    ],
+)
+async def test_what_can_be_found_without_the_management_api(
+    rabbitmq: RabbitMQ, vhost: str, action: Break, errors: list[tuple[str, str, str]]
+) -> None:
+    await declared(vhost)
+    await on_channel(vhost, action)
+    findings = brief(await look(rabbitmq, vhost, told=False))
+    assert [finding for finding in findings if finding[0] == "error"] == errors
+    assert ("unknown", "binding", "*") in findings
+
+
+async def test_a_wrong_binding_is_met_by_its_copies_of_the_probes(vhost: str) -> None:
+    await declared(vhost)
+    await on_channel(vhost, bind_level_queue_twice)
+    async with await Admin.connect(vhost) as admin:
+        findings = await admin.verify(WHOLE, cascade=OURS)
+        depths = await admin.depths(level.name for level in OURS.levels())
+    assert brief(findings) == [("unknown", "binding", "*"), ("error", "binding", "*")]
+    assert OURS.level(3) in findings[1].found
+    assert not any(depths.values())
+
+
+async def test_addresses_that_users_bind_are_no_findings(rabbitmq: RabbitMQ, vhost: str) -> None:
+    await declared(vhost, WHOLE + Topology(queues=(Queue("a.b"), Queue("b"))))
+    async with await Admin.connect(vhost) as admin:
+        assert await admin.bind_queue("a.b", OURS.delivery, delivery_binding("a.b"))
+        assert await look(rabbitmq, vhost, told=True) == []
+        assert await admin.bind_queue("b", OURS.delivery, "#.b")
+    (finding,) = await look(rabbitmq, vhost, told=True)
+    assert (finding.severity, finding.kind, finding.name) == ("note", "binding", OURS.delivery)
+    assert "'#.b'" in finding.found
+
+
+async def test_a_policy_that_shortens_delays_is_found(rabbitmq: RabbitMQ, vhost: str) -> None:
+    await declared(vhost)
+    name = quote(urlsplit(vhost).path[1:], safe="")
+    harmless = {"pattern": "", "definition": {"alternate-exchange": "x"}, "apply-to": "exchanges", "priority": 9}
+    short = {"pattern": "^delays$", "definition": {"message-ttl": 500}, "apply-to": "queues"}
+    await asyncio.to_thread(rabbitmq.api, "PUT", f"/api/policies/{name}/harmless", harmless)
+    await asyncio.to_thread(rabbitmq.api, "PUT", f"/api/policies/{name}/short", short)
+    (finding,) = await look(rabbitmq, vhost, told=True)
+    assert (finding.severity, finding.kind, finding.name) == ("error", "policy", "delays")
+    assert finding.found == "'short' with {'message-ttl': 500}"
+
+
+async def test_a_user_of_the_management_api_needs_no_more_than_that_tag(rabbitmq: RabbitMQ, vhost: str) -> None:
+    await declared(vhost)
+    name = urlsplit(vhost).path[1:]
+    await asyncio.to_thread(rabbitmq.add_user, "watcher", "watcher", vhost=name, configure=".*", read=".*")
+    await asyncio.to_thread(rabbitmq.api, "PUT", "/api/users/watcher", {"password": "watcher", "tags": "management"})
+    url = rabbitmq.management_url.replace("guest:guest", "watcher:watcher")
+    async with await Admin.connect(vhost, management_url=url) as admin:
+        assert await admin.verify(WHOLE, cascade=OURS) == []
+
+
+def policy(name: str, pattern: str = "", applies_to: str = "all", priority: int = 0, operator: bool = False) -> Policy:
+    return Policy(name, pattern, applies_to, priority, {}, operator)
+
+
+@pytest.mark.parametrize(
+    ("policies", "in_force"),
+    [
+        ([], []),
+        ([policy("low", priority=1), policy("high", priority=2)], ["high"]),
+        ([policy("high", priority=2), policy("low", priority=1)], ["high"]),
+        ([policy("ours", priority=2), policy("theirs", operator=True)], ["theirs", "ours"]),
+        ([policy("other", "^x"), policy("part", "lay")], ["part"]),
+        ([policy("classic", applies_to="classic_queues")], []),
+        ([policy("quorum", applies_to="quorum_queues")], ["quorum"]),
+        ([policy("exchanges", applies_to="exchanges")], []),
+        ([policy("unreadable", "(?<x")], ["unreadable"]),
+    ],
+)
+def test_which_policies_are_in_force(policies: list[Policy], in_force: list[str]) -> None:
+    queue = Queue("delays", arguments({"x-queue-type": "quorum"}))
+    assert [one.name for one in policies_in_force(policies, queue)] == in_force
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://guest:wr0ng@{at}", "refused the user"),
+        ("http://guest:wr0ng@127.0.0.1:1", "Connection refused"),
+        ("http://guest:guest@{at}/nothing/here", "answered 4"),
+    ],
+)
+async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
+    rabbitmq: RabbitMQ, vhost: str, url: str, reason: str
+) -> None:
+    await declared(vhost)
+    await on_channel(vhost, unbind_exchange)
+    address = url.format(at=f"127.0.0.1:{rabbitmq.management_port}")
+    async with await Admin.connect(vhost, management_url=address) as admin:
+        findings = await admin.verify(WHOLE, cascade=OURS)
+    assert brief(findings) == [("unknown", "binding", "*"), ("error", "binding", OURS.level(13))]
+    assert reason in findings[0].found
+    assert "wr0ng" not in str(findings)
+
+
+async def test_something_else_than_a_management_api(vhost: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n<html>")
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(BrokerUnreachable, match="not RabbitMQ's management API"):
+            await Management(f"http://127.0.0.1:{port}", "/").bindings_from("x")
+
+
+async def test_a_user_who_may_only_look_sees_what_exists(rabbitmq: RabbitMQ, vhost: str) -> None:
+    await declared(vhost)
+    await on_channel(vhost, delete_queue)
+    name = urlsplit(vhost).path[1:]
+    await asyncio.to_thread(rabbitmq.add_user, "onlooker", "onlooker", vhost=name, read=".*")
+    async with await Admin.connect(vhost.replace("guest:guest", "onlooker:onlooker")) as admin:
+        findings = await admin.verify(WHOLE, cascade=OURS)
+    assert [f.name for f in findings if f.severity == "error"] == [OURS.level(5)]
+    assert len([f for f in findings if f.severity == "unknown"]) >= len(WHOLE.queues) - 1
+
+
+def test_a_management_url_that_is_none_is_refused_without_being_shown() -> None:
+    with pytest.raises(ValueError, match="expected http://") as caught:
+        Management("file:///etc/s3cret", "/")
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_wrong_arguments_of_a_shared_cascade_are_found(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Celery's own switch: broker_native_delayed_delivery_queue_type = "classic"."""
+    cascade = Cascade("celery")
+    classic = Topology(queues=(Queue(cascade.level(4), arguments({"x-queue-type": "classic"})),))
+    await declared(vhost, classic)
+    findings = await look(rabbitmq, vhost, cascade.topology(), cascade, told=True)
+    (wrong,) = [finding for finding in findings if finding.found != "nothing"]
+    assert (wrong.kind, wrong.name) == ("queue", cascade.level(4))
