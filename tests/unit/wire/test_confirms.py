@@ -1,0 +1,179 @@
+"""Acks, nacks and returns find their message: by number, and by token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.message import CONFIRMED, NACKED, Outcome, Returned
+from delayer.wire.confirms import Batch, Confirms
+from delayer.wire.errors import ProtocolError
+from delayer.wire.framing import ReturnedMessage
+from delayer.wire.properties import encode_headers, entry, int64, long_string
+
+NO_ROUTE = Returned(312, "NO_ROUTE")
+C, N, R = CONFIRMED, NACKED, NO_ROUTE
+
+
+def back(token: bytes) -> ReturnedMessage:
+    return ReturnedMessage(312, "NO_ROUTE", encode_headers(entry(b"x-delayer-id", long_string(token))), b"")
+
+
+def batch_of(count: int, prefix: str = "t") -> Batch:
+    tokens = [f"{prefix}{at}".encode() for at in range(count)]
+    return Batch(tokens, asyncio.get_running_loop().create_future())
+
+
+async def written(*counts: int) -> tuple[Confirms, list[Batch]]:
+    confirms = Confirms()
+    batches = [batch_of(count, prefix) for count, prefix in zip(counts, "abcdef", strict=False)]
+    for batch, count in zip(batches, counts, strict=True):
+        confirms.written(batch, 0, count)
+    return confirms, batches
+
+
+# What the broker says, as (number, multiple, positive) or a token that comes back, and what becomes of three messages.
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([(3, True, True)], [C, C, C]),
+        ([(0, True, True)], [C, C, C]),
+        ([(1, False, True), (2, False, True), (3, False, True)], [C, C, C]),
+        ([(3, False, True), (1, False, True), (2, False, True)], [C, C, C]),
+        ([(2, False, True), (3, True, True)], [C, C, C]),
+        ([(1, True, True), (3, True, True)], [C, C, C]),
+        ([(2, False, False), (3, True, True)], [C, N, C]),
+        ([(2, False, True), (3, True, False)], [N, C, N]),
+        ([(2, True, False), (3, False, True)], [N, N, C]),
+        (["a1", (3, True, True)], [C, R, C]),
+        (["a0", (1, False, True), "a2", (3, True, True)], [R, C, R]),
+        (["a0", "a1", "a2", (3, True, True)], [R, R, R]),
+        (["a1", (2, False, False), (3, True, True)], [C, R, C]),
+        ([(2, True, True), (2, True, True), (3, False, True)], [C, C, C]),  # says again what it said
+    ],
+)
+async def test_one_batch(said: list[tuple[int, bool, bool] | str], expected: list[Outcome]) -> None:
+    confirms, (batch,) = await written(3)
+    for one in said:
+        assert not batch.outcomes.done()
+        if isinstance(one, str):
+            confirms.note_returned(back(one.encode()))
+        else:
+            number, multiple, positive = one
+            confirms.settle(number, multiple=multiple, positive=positive)
+    assert batch.outcomes.result() == expected
+    assert confirms.in_flight == 0
+
+
+async def test_several_batches() -> None:
+    confirms, (first, second, third) = await written(2, 3, 1)
+    confirms.note_returned(back(b"b1"))
+    confirms.settle(6, multiple=False, positive=False)
+    assert third.outcomes.result() == [N]
+    assert confirms.in_flight == 5
+    confirms.settle(4, multiple=True, positive=True)
+    assert first.outcomes.result() == [C, C]
+    assert not second.outcomes.done()
+    confirms.settle(5, multiple=True, positive=False)
+    assert second.outcomes.result() == [C, R, N]
+    assert confirms.in_flight == 0
+
+
+async def test_a_batch_in_runs_with_another_between() -> None:
+    confirms = Confirms()
+    first, second = batch_of(4, "a"), batch_of(2, "b")
+    confirms.written(first, 0, 2)
+    confirms.written(second, 0, 2)
+    confirms.written(first, 2, 1)
+    confirms.settle(5, multiple=True, positive=True)
+    assert second.outcomes.result() == [C, C]
+    assert not first.outcomes.done()
+    confirms.written(first, 3, 1)
+    confirms.note_returned(back(b"a3"))
+    confirms.settle(6, multiple=False, positive=True)
+    assert first.outcomes.result() == [C, C, C, R]
+
+
+async def test_an_abandoned_batch_is_still_consumed() -> None:
+    confirms, (first, second) = await written(2, 2)
+    first.outcomes.cancel()
+    confirms.note_returned(back(b"a1"))
+    confirms.settle(3, multiple=True, positive=True)
+    confirms.settle(4, multiple=False, positive=True)
+    assert second.outcomes.result() == [C, C]
+    assert confirms.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "multiple", "why"), [(0, False, "publish 0"), (4, False, "publish 4"), (4, True, "publish 4")]
+)
+async def test_confirms_of_nothing(number: int, multiple: bool, why: str) -> None:
+    confirms, _ = await written(3)
+    with pytest.raises(ProtocolError, match=why):
+        confirms.settle(number, multiple=multiple, positive=True)
+
+
+async def test_second_confirm() -> None:
+    confirms, _ = await written(3)
+    confirms.settle(2, multiple=False, positive=True)
+    with pytest.raises(ProtocolError, match="second confirm of publish 2"):
+        confirms.settle(2, multiple=False, positive=True)
+    confirms.settle(3, multiple=True, positive=True)
+    with pytest.raises(ProtocolError, match="second confirm of publish 3"):
+        confirms.settle(3, multiple=False, positive=True)
+
+
+@pytest.mark.parametrize(
+    ("properties", "why"),
+    [
+        (b"\0\0", "no x-delayer-id"),
+        (encode_headers(entry(b"x-delayer-id", long_string(b"stranger"))), "0 publishes"),
+        (encode_headers(entry(b"x-delayer-id", int64(1))), "0 publishes"),
+        (b"\x20\0\0\0\0\x02\1a", "cannot be read"),
+        (b"\x80", "cannot be read"),
+    ],
+)
+async def test_returns_of_strangers(properties: bytes, why: str) -> None:
+    confirms, _ = await written(3)
+    with pytest.raises(ProtocolError, match=why):
+        confirms.note_returned(ReturnedMessage(312, "NO_ROUTE", properties, b""))
+
+
+async def test_the_same_token_in_flight_twice() -> None:
+    with pytest.raises(ValueError, match="unique"):
+        Batch([b"a", b"b", b"a"], asyncio.get_running_loop().create_future())
+    confirms = Confirms()
+    confirms.written(batch_of(1), 0, 1)
+    confirms.written(batch_of(1), 0, 1)
+    with pytest.raises(ProtocolError, match="2 publishes"):
+        confirms.note_returned(back(b"t0"))
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=40),
+)
+def test_against_a_plain_table(counts: list[int], said: list[tuple[int, bool, bool]]) -> None:
+    """Whatever order the confirms come in: the same as a table of every number."""
+    total = sum(counts)
+    table: dict[int, Outcome] = {}
+
+    async def run() -> None:
+        confirms, batches = await written(*counts)
+        for wish, multiple, positive in [*said, (total - 1, True, True)]:
+            number = wish % total + 1  # the last of them is all
+            if not multiple and number in table:
+                continue
+            for one in range(1 if multiple else number, number + 1):
+                table.setdefault(one, C if positive else N)
+            confirms.settle(number, multiple=multiple, positive=positive)
+            assert confirms.in_flight == total - len(table)
+        first = 1
+        for batch, count in zip(batches, counts, strict=True):
+            assert batch.outcomes.result() == [table[one] for one in range(first, first + count)]
+            first += count
+
+    asyncio.run(run())
