@@ -64,11 +64,17 @@ async def connect(url: str, application: str, more: Mapping[str, str] | None = N
     return connection
 
 
-async def connect_plain(url: str, application: str, more: Mapping[str, str] | None = None) -> asyncpg.Connection:
+async def connect_plain(
+    url: str,
+    application: str,
+    more: Mapping[str, str] | None = None,
+    *,
+    command_seconds: float | None = COMMAND_SECONDS,
+) -> asyncpg.Connection:
     """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
     try:
         return await asyncpg.connect(
-            url, timeout=CONNECT_SECONDS, command_timeout=COMMAND_SECONDS, server_settings=settings(application, more)
+            url, timeout=CONNECT_SECONDS, command_timeout=command_seconds, server_settings=settings(application, more)
         )
     except DRIVER_ERRORS as error:
         raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)

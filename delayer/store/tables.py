@@ -79,7 +79,7 @@ message = Table(
 held = Table(
     "held",
     metadata,
-    _column("id", BigInteger),
+    _column("id", BigInteger, autoincrement=False),
     _column("due_at", Instant),
     _column("parked_at", Instant, server_default=func.now()),
     _column("held_at", Instant, server_default=func.now()),

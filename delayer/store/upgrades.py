@@ -1,5 +1,6 @@
 """Schema upgrades: where the store stands, and how it gets to where this program needs it.
 
+One at a time in a process, as Alembic keeps its environment in module globals; processes take turns by a lock.
 They ship with the package (delayer/store/migrations in the wheel); in a checkout they are in migrations/ at its root.
 """
 
@@ -98,7 +99,8 @@ async def downgrade(url: str, revision: str) -> None:
 
 async def _run(url: str, step: Callable[[Config], None]) -> None:
     async def connect() -> asyncpg.Connection:
-        return await session.connect_plain(url, "delayer schema", {"statement_timeout": "0"})
+        # An upgrade of a large store takes as long as it takes.
+        return await session.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
 
     def run(connection: Connection) -> None:
         config = _config()

@@ -53,7 +53,7 @@ async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(d
 
 
 async def test_conservation_under_everything_at_once(database: str) -> None:
-    """Two daemons, each with two loops, park, replace, cancel, hold, release, give up and adopt; the counters fit the rows at every look."""
+    """Two daemons with two loops each do all there is to do; the counters fit the rows at every look."""
     chance = random.Random(20_261_120)
     keys = [b"key %d" % n for n in range(6)]
     async with opened(database) as one, opened(database) as two, sql(database) as admin:

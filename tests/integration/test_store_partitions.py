@@ -1,0 +1,129 @@
+"""Partitions: made when needed, filled from the default one, dropped when passed, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from delayer.store import partitions
+from delayer.store.partitions import DAY_MS, name_of
+from tests.conformance.store_contract import bodies, owned, parcel, release_all
+from tests.integration.test_store_lane import opened, sql
+
+COUNT = "SELECT tableoid::regclass::text AS name, count(*) AS n FROM message GROUP BY 1 ORDER BY 1"
+
+
+@pytest.mark.parametrize(
+    ("day", "name"), [(0, "message_p19700101"), (20_776, "message_p20261119"), (25_000, "message_p20380613")]
+)
+def test_names(day: int, name: str) -> None:
+    assert name_of(day) == name
+    assert partitions.day_of(name) == day
+
+
+@pytest.mark.parametrize("name", ["message_default", "message_p", "message_p20261350", "other_p20261119"])
+def test_names_that_are_not_days(name: str) -> None:
+    assert partitions.day_of(name) is None
+
+
+async def test_rows_stand_in_the_partition_of_their_day(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        midnight = (store.now_ms() // DAY_MS + 3) * DAY_MS
+        await store.park(lane, [parcel(midnight - 1), parcel(midnight), parcel(midnight + DAY_MS - 1)], [])
+        day = midnight // DAY_MS
+        assert [tuple(row) for row in await admin.fetch(COUNT)] == [(name_of(day - 1), 1), (name_of(day), 2)]
+        options = "SELECT reloptions::text FROM pg_class WHERE relname = $1"
+        assert "vacuum_truncate=off" in await admin.fetchval(options, name_of(day))
+
+
+async def test_too_far_and_too_old_go_to_the_default_partition(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        now = store.now_ms()
+        dues = [now - 2 * DAY_MS, now - DAY_MS, now + 400 * DAY_MS, now + 402 * DAY_MS, now + 3650 * DAY_MS, 0]
+        await store.park(lane, [parcel(due) for due in dues], [])
+        counts = {row["name"]: row["n"] for row in await admin.fetch(COUNT)}
+        assert counts.pop("message_default") == 4
+        assert counts == {name_of(due // DAY_MS): 1 for due in (now - DAY_MS, now + 400 * DAY_MS)}
+
+
+async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        for day in range(today - 5, today - 1):
+            assert await partitions.make(admin, day, today - 10)
+        await admin.execute(f"ALTER TABLE message DETACH PARTITION {name_of(today - 4)}")
+        await admin.execute(f"DROP TABLE {name_of(today - 4)}")
+        await store.park(lane, [parcel((today - 3) * DAY_MS, b"old")], [])
+        await store.maintain()
+        kept = {today - 3, *range(today, today + 8)}
+        assert await partitions.existing(admin) == kept
+        assert bodies(await release_all(lane)) == [b"old"]
+        await store.maintain()
+        assert await partitions.existing(admin) == kept - {today - 3}
+
+
+async def test_a_partition_takes_over_what_the_default_one_has_of_its_day(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        now = store.now_ms()
+        await store.park(lane, [parcel(now + 401 * DAY_MS, b"%d" % n, key=b"%d" % n) for n in range(3)], [])
+        assert await partitions.make(admin, now // DAY_MS + 401, now // DAY_MS)
+        assert [row["name"] for row in await admin.fetch(COUNT)] == [name_of(now // DAY_MS + 401)]
+        await store.park(lane, [], [b"1"])
+        assert await admin.fetchval("SELECT count(*) FROM message") == 2
+
+
+async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "MOVED_AT_MOST", 1)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        now = store.now_ms()
+        today = now // DAY_MS
+        far = now + 401 * DAY_MS
+        await store.park(lane, [parcel(far), parcel(far)], [])
+        assert not await partitions.make(admin, far // DAY_MS, today)
+        await admin.execute(
+            "UPDATE message SET due_at = statement_timestamp() WHERE id = (SELECT min(id) FROM message)"
+        )
+        assert not await partitions.make(admin, today, today), "its rows may be in a release"
+        await store.park(lane, [parcel(store.now_ms(), b"due")], [])
+        assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
+        assert len(await release_all(lane)) == 2
+
+
+async def test_partitions_are_not_waited_for(database: str) -> None:
+    """Somebody reads the default partition for long: the day is not made, and the park goes through all the same."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM message_default")
+            await store.park(lane, [parcel(store.now_ms(), b"x")], [])
+        assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
+
+
+async def test_dropping_waits_for_nobody(database: str) -> None:
+    async with opened(database) as store, sql(database) as reader, sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        assert await partitions.make(admin, today - 5, today - 10)
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM message LIMIT 1")
+            assert await partitions.drop_passed(admin, today) == []
+        assert await partitions.drop_passed(admin, today) == [name_of(today - 5)]
+
+
+async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> None:
+    async with opened(database) as one, opened(database) as two, owned(one) as [lane], owned(two) as [other]:
+        now = one.now_ms()
+        batch = [parcel(now + day * DAY_MS) for day in range(20)]
+        await asyncio.gather(one.park(lane, batch, []), two.park(other, batch, []), one.park(lane, batch, []))
+        async with sql(database) as admin:
+            assert len(await partitions.existing(admin)) == 20
+            assert {row["n"] for row in await admin.fetch(COUNT)} == {3}
+
+
+def test_days_that_are_asked_for() -> None:
+    days = partitions.Days([100])
+    wanted = [98, 99, 100, 101, 501, 500]
+    assert days.missing(wanted, today=100, at=0.0) == [99, 101, 500]
+    days.learn([99, 101])
+    assert days.missing(wanted, today=100, at=0.0) == [100, 500]
