@@ -86,6 +86,10 @@ class DaemonProcess:
         self.signal(signal.SIGTERM)
         return await self.wait()
 
+    def reload(self) -> None:
+        """SIGHUP; what comes of it is an event: "reloaded" or "reload refused"."""
+        self.signal(signal.SIGHUP)
+
     async def event(
         self,
         name: str,

@@ -1,0 +1,70 @@
+"""Everything that a look at delayer needs: private servers, a schema, a configuration file, and the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.servers import Postgres, RabbitMQ
+
+ROUTES: tuple[dict[str, object], ...] = (
+    {"from": "orders.in", "to": "orders.out"},
+    {"from": "mail.in", "to": "", "routing_key": "mail.inbox"},
+    {"from": "", "to": "orders.out", "delay_from": ["x-deliver-at", "x-delay"]},
+)
+
+
+@dataclass
+class Stack:
+    """The parts of a running stack. ``configure`` rewrites the file that the daemon reads at SIGHUP."""
+
+    broker_url: str
+    store_url: str
+    config: Path
+    routes: Sequence[dict[str, object]] = ROUTES
+    daemon: DaemonProcess = field(init=False)
+
+    def configure(self, mode: str) -> None:
+        lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(self.broker_url)}"]
+        lines += ["[store]", f"url = {json.dumps(self.store_url)}", "[log]", 'level = "info"']
+        for route in self.routes:
+            lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
+        self.config.write_text("\n".join(lines) + "\n")
+
+    async def delayer(self, *arguments: str) -> str:
+        """Run a command of the command line to its end; its output. Fails with what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "--config", str(self.config), *arguments,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        if process.returncode != 0:
+            raise RuntimeError(f"delayer {' '.join(arguments)}: exit {process.returncode}\n{output.decode()}")
+        return output.decode()
+
+
+@asynccontextmanager
+async def running_stack(mode: str, routes: Sequence[dict[str, object]] = ROUTES) -> AsyncIterator[Stack]:
+    """Servers, schema, daemon; all of it gone at the end, whatever ends it."""
+    with ExitStack() as undo:
+        directory = Path(tempfile.mkdtemp(prefix="delayer-stack-"))
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
+        broker, postgres = RabbitMQ(), Postgres()
+        undo.callback(broker.close)
+        undo.callback(postgres.close)
+        await asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))
+        stack = Stack(broker.url(), postgres.url(), directory / "delayer.toml", routes)
+        stack.configure(mode)
+        await stack.delayer("db", "upgrade")
+        async with DaemonProcess({}, config=stack.config) as stack.daemon:
+            await stack.daemon.ready()
+            yield stack
+            if stack.daemon.running:
+                await stack.daemon.stop()
