@@ -153,7 +153,7 @@ class Channel:
         """Close from our side, without waiting. The number stays taken until the broker answers."""
         if self._loss is None:
             self._connection.release_channel(self.number)
-            close = commands.Channel.Close(loss.code or REPLY_SUCCESS, loss.text[:255], 0, 0)
+            close = commands.Channel.Close(loss.code or REPLY_SUCCESS, methods.clipped(loss.text), 0, 0)
             self._connection.write(methods.marshal(close, self.number))
             self.fail(loss)
 

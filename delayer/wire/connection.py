@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
         """Close from our side, without waiting."""
         self._fail(loss)
         self.resume_reading()  # or the answer would never be seen
-        self._send(methods.marshal(commands.Connection.Close(loss.code, loss.text[:255], 0, 0), 0))
+        self._send(methods.marshal(commands.Connection.Close(loss.code, methods.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:

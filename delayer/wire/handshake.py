@@ -27,7 +27,7 @@ class Limits(NamedTuple):
 
 def start_ok(start: commands.Connection.Start, address: Address, name: str) -> commands.Connection.StartOk:
     """Our credentials and capabilities. Raises AccessRefused if the broker does not offer our way to log in."""
-    offered = start.mechanisms.split()
+    offered = str(start.mechanisms).split()
     if address.auth_mechanism not in offered:
         text = f"the broker offers {' '.join(offered)}, expected {address.auth_mechanism}"
         raise AccessRefused(0, text)

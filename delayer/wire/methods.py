@@ -10,7 +10,20 @@ from pamqp.exceptions import UnmarshalingException
 
 from delayer.wire.errors import SYNTAX_ERROR, ProtocolError
 
-__all__ = ["commands", "marshal", "unmarshal"]
+_CLOSES = {close.index: close for close in (commands.Connection.Close, commands.Channel.Close)}
+_UNREADABLE = (
+    UnmarshalingException,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
+
+_ORIGIN = struct.Struct(">HH")
+
+__all__ = ["clipped", "commands", "marshal", "unmarshal"]
 
 
 def marshal(method: Frame, channel: int) -> bytes:
@@ -18,19 +31,25 @@ def marshal(method: Frame, channel: int) -> bytes:
     return frame.marshal(method, channel)
 
 
+def clipped(text: str) -> str:
+    """As much of a text as a short string holds: 255 bytes of UTF-8."""
+    return text.encode()[:255].decode("utf-8", "ignore")
+
+
 def unmarshal(whole: bytes) -> Frame:
-    """The method in a method frame. Raises ProtocolError for what pamqp cannot read."""
+    """The method in a method frame. Raises ProtocolError for what cannot be read."""
+    close = _CLOSES.get(int.from_bytes(whole[7:11], "big"))
+    if close is not None and len(whole) > 13:
+        # Brokers clip the text at 255 bytes, perhaps in the middle of a letter, which pamqp would not read.
+        text_end = 14 + whole[13]
+        if len(whole) != text_end + 5:
+            raise ProtocolError(SYNTAX_ERROR, f"close of {len(whole) - 12} bytes")
+        text = whole[14:text_end].decode("utf-8", "replace")
+        class_id, method_id = _ORIGIN.unpack_from(whole, text_end)
+        return close(int.from_bytes(whole[11:13], "big"), text, class_id, method_id)
     try:
         _, _, method = frame.unmarshal(whole)
-    except (
-        UnmarshalingException,
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-        struct.error,
-    ) as broken:
+    except _UNREADABLE as broken:
         raise ProtocolError(SYNTAX_ERROR, f"unreadable method {whole[7:11].hex()}: {broken}") from broken
     if not isinstance(method, Frame):
         raise ProtocolError(SYNTAX_ERROR, f"expected a method, found {type(method).__name__}")

@@ -14,6 +14,7 @@ from pamqp import body, commands, frame
 from pamqp.base import Frame
 
 from delayer.core.message import Delivery
+from delayer.wire import methods
 from delayer.wire.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
 from delayer.wire.framing import ReturnedMessage
 from tests.unit.wire.recorded import (
@@ -125,6 +126,16 @@ def test_names_of_255_bytes() -> None:
     assert events_of(start + content(b"\0\0", b"b")) == [(1, Delivery(1, False, *names, b"\0\0", b"b"))]
 
 
+def test_a_text_clipped_in_the_middle_of_a_letter() -> None:
+    text = "ü".encode()[:1]
+    wire = frame_of(1, 1, struct.pack(">HHHB", 20, 40, 404, 255) + b"n" * 254 + text + struct.pack(">HH", 50, 10))
+    arguments = {"reply_code": 404, "reply_text": "n" * 254 + "\ufffd", "class_id": 50, "method_id": 10}
+    assert events_of(wire) == [(1, "Channel.Close", arguments)]
+    long = "ü" * 200
+    assert methods.unmarshal(methods.marshal(commands.Channel.Close(1, methods.clipped(long), 0, 0), 1))
+    assert methods.clipped(long) == "ü" * 127
+
+
 def frame_of(kind: int, channel: int, payload: bytes, end: bytes = b"\xce") -> bytes:
     return struct.pack(">BHI", kind, channel, len(payload)) + payload + end
 
@@ -159,7 +170,9 @@ BODY = frame.marshal(body.ContentBody(b"abc"), 1)
         (frame_of(1, 1, b"\0\x3c\0\x32\x01\x38\x09abc"), FRAME_ERROR, "return cut short"),
         (frame_of(1, 1, b"\0\x3c\0\x32\x01\x38\0\0\0\0"), FRAME_ERROR, "return of the wrong length"),
         (frame_of(1, 1, b"\0\x63\0\x01"), 502, "unreadable method 00630001"),
-        (frame_of(1, 1, b"\0\x14\0\x28\x01"), 502, "unreadable method 00140028"),
+        (frame_of(1, 1, b"\0\x3c\0\x15\x01\xff"), 502, "unreadable method 003c0015"),
+        (frame_of(1, 1, b"\0\x14\0\x28"), 502, "unreadable method 00140028"),
+        (frame_of(1, 1, b"\0\x14\0\x28\x01\x94\5abcd\0\0\0"), 502, "close of"),
         (frame_of(4, 1, b""), FRAME_ERROR, "frame type 4"),
         (frame_of(8, 1, b""), FRAME_ERROR, "frame type 8"),
         (frame_of(8, 0, b"a"), FRAME_ERROR, "frame type 8"),

@@ -1,0 +1,124 @@
+"""A broker that says what the test tells it to: an in-process server on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from pamqp import body, commands, frame, header, heartbeat
+from pamqp.base import Frame
+
+from delayer.wire.address import Address
+from delayer.wire.channel import Channel
+from delayer.wire.connection import Connection
+
+HOST = "127.0.0.1"
+One = TypeVar("One", bound=Frame | body.ContentBody | header.ContentHeader | heartbeat.Heartbeat)
+
+
+class Peer:
+    """The broker's end of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, method: Frame, channel: int = 0) -> None:
+        self.writer.write(frame.marshal(method, channel))
+
+    def send_raw(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def next_frame(self) -> tuple[int, object]:
+        head = await self.reader.readexactly(7)
+        rest = await self.reader.readexactly(int.from_bytes(head[3:], "big") + 1)
+        _, channel, found = frame.unmarshal(head + rest)
+        return channel, found
+
+    async def expect(self, kind: type[One]) -> One:
+        """The next frame but for heartbeats, which must be of that kind."""
+        while True:
+            _, found = await self.next_frame()
+            if isinstance(found, heartbeat.Heartbeat) and kind is not heartbeat.Heartbeat:
+                continue
+            assert isinstance(found, kind), f"expected {kind.__name__}, found {found}"
+            return found
+
+    async def log_in(self, tune: commands.Connection.Tune | None = None) -> commands.Connection.StartOk:
+        """The broker's half of the handshake."""
+        assert await self.reader.readexactly(8) == b"AMQP\0\0\x09\1"
+        self.send(commands.Connection.Start(0, 9, {"product": "script"}, "PLAIN EXTERNAL", "en_US"))
+        hello = await self.expect(commands.Connection.StartOk)
+        self.send(tune or commands.Connection.Tune(2047, 131072, 0))
+        await self.expect(commands.Connection.TuneOk)
+        await self.expect(commands.Connection.Open)
+        self.send(commands.Connection.OpenOk())
+        return hello
+
+    async def open_channel(self, number: int = 1) -> None:
+        await self.expect(commands.Channel.Open)
+        self.send(commands.Channel.OpenOk(), number)
+
+    async def select(self, number: int = 1) -> None:
+        await self.expect(commands.Confirm.Select)
+        self.send(commands.Confirm.SelectOk(), number)
+
+    async def hung_up(self) -> None:
+        """Wait for the other side to close the socket."""
+        try:
+            while await self.reader.read(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+
+
+class Script:
+    """A listening port: ``address`` to connect to, ``peer()`` for the broker's end of the next connection."""
+
+    def __init__(self, port: int, peers: asyncio.Queue[Peer]) -> None:
+        self.port = port
+        self._peers = peers
+
+    @property
+    def address(self) -> Address:
+        return Address.parse(f"amqp://{HOST}:{self.port}")
+
+    async def peer(self) -> Peer:
+        return await self._peers.get()
+
+    async def connect(
+        self, *, heartbeat: float = 0.0, tune: commands.Connection.Tune | None = None
+    ) -> tuple[Connection, Peer]:
+        """Both ends of a connection that is logged in."""
+        opening = asyncio.create_task(Connection.open(self.address, name="test", heartbeat=heartbeat))
+        peer = await self.peer()
+        await peer.log_in(tune)
+        return await opening, peer
+
+    async def channel(self, *, confirms: bool = False) -> tuple[Connection, Channel, Peer]:
+        """The same, with channel 1 open."""
+        connection, peer = await self.connect()
+        channel, _ = await asyncio.gather(connection.channel(), peer.open_channel())
+        if confirms:
+            await asyncio.gather(channel.confirm_select(), peer.select())
+        return connection, channel, peer
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[Script]:
+    peers: asyncio.Queue[Peer] = asyncio.Queue()
+    writers: list[asyncio.StreamWriter] = []
+
+    def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        peers.put_nowait(Peer(reader, writer))
+
+    server = await asyncio.start_server(admit, HOST, 0, limit=1 << 26)
+    try:
+        yield Script(server.sockets[0].getsockname()[1], peers)
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
