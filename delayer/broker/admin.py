@@ -20,6 +20,7 @@ from delayer.broker.remove import Removal, Remover, queue_state
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.cascade import Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
+from delayer.wire.address import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,13 @@ class Admin:
     ) -> Self:
         """Connect to ``url``, TLS by its scheme and query as everywhere else. ``patience``: seconds, for each call.
 
-        ``management_url`` (``http://user:password@host:15672``) lets verify see bindings and policies.
+        ``management_url`` (``http://user:password@host:15672``) lets verify see bindings and policies. Raises
+        ValueError for a URL that is none, never showing it.
         """
-        link = await Link.open(url, name=name, patience=patience)
-        return cls(link, Management(management_url, link.vhost, timeout=patience) if management_url else None)
+        management = None
+        if management_url:
+            management = Management(management_url, Address.parse(url).vhost, timeout=patience)
+        return cls(await Link.open(url, name=name, patience=patience), management)
 
     async def __aenter__(self) -> Self:
         return self

@@ -25,9 +25,8 @@ T = TypeVar("T")
 class Link:
     """``patience``: seconds for each call. A quorum queue's declaration waits for an election, so be generous."""
 
-    def __init__(self, connection: AbstractConnection, where: str, vhost: str, patience: float) -> None:
+    def __init__(self, connection: AbstractConnection, where: str, patience: float) -> None:
         self.where = where
-        self.vhost = vhost
         self._connection = connection
         self._patience = patience
         self._channel: AbstractChannel | None = None
@@ -40,7 +39,7 @@ class Link:
         connection = _prepared(address, name)
         with translated(where):
             await connection.connect(timeout=patience if address.timeout is None else address.timeout)
-        return cls(connection, where, address.vhost, patience)
+        return cls(connection, where, patience)
 
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.

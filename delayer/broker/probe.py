@@ -46,25 +46,25 @@ async def try_zero_path(channel: Wire, cascade: Cascade, *, patience: float = 5.
         changed.set()
 
     address = f"delayer.probe.{uuid.uuid4().hex}"
-    await channel.queue_declare(address, exclusive=True, auto_delete=True)
+    # Exclusive: should anything below fail, it goes with the connection.
+    await channel.queue_declare(address, exclusive=True)
+    await channel.queue_bind(address, cascade.delivery, delivery_binding(address))
+    consumer = await channel.basic_consume(address, on_message, no_ack=True)
+    key = routing_key(0, address.encode()).decode()
+    taken = {level for level in range(LEVELS) if await _taken(channel, cascade.level(level), key, level)}
     try:
-        await channel.queue_bind(address, cascade.delivery, delivery_binding(address))
-        await channel.basic_consume(address, on_message, no_ack=True)
-        key = routing_key(0, address.encode()).decode()
-        taken = {level for level in range(LEVELS) if await _taken(channel, cascade.level(level), key, level)}
-        try:
-            async with asyncio.timeout(patience):
-                while not taken <= arrived:
+        async with asyncio.timeout(patience):
+            while not taken <= arrived:
+                await changed.wait()
+                changed.clear()
+            while True:
+                async with asyncio.timeout(QUIET_SECONDS):
                     await changed.wait()
-                    changed.clear()
-                while True:
-                    async with asyncio.timeout(QUIET_SECONDS):
-                        await changed.wait()
-                    changed.clear()
-        except TimeoutError:
-            pass  # what did not arrive by now counts as not passed on
-    finally:
-        await channel.queue_delete(address)
+                changed.clear()
+    except TimeoutError:
+        pass  # what did not arrive by now counts as not passed on
+    await channel.basic_cancel(str(consumer.consumer_tag))
+    await channel.queue_delete(address)
     return ZeroPath(min(set(range(LEVELS)) - arrived, default=None), frozenset(detours))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
+from delayer.broker.remove import Remover
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.rig.servers import RabbitMQ
@@ -154,6 +155,27 @@ async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitM
         assert inventory(rabbitmq, vhost) == before
         assert (await admin.remove(topology, force=True)).left == {}
     assert inventory(rabbitmq, vhost)["queues"] == {}
+
+
+async def test_a_message_that_slips_in_stops_the_removal_there(
+    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it came between the first look and the level's turn. It goes on through the levels below, to the end."""
+    cascade = Cascade()
+
+    async def saw_nothing(remover: Remover, queues: list[str]) -> dict[str, str]:
+        return {}
+
+    monkeypatch.setattr(Remover, "_reasons_against", saw_nothing)
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(cascade.topology())
+        await publish(vhost, cascade.level(10))
+        removal = await admin.remove(cascade.topology())
+        assert removal.left == {f"queue {cascade.level(10)}": "holds 1 messages"}
+        assert await admin.depths([cascade.level(10)]) == {cascade.level(10): 1}
+    left = inventory(rabbitmq, vhost)
+    assert set(left["queues"]) == {cascade.level(n) for n in range(11)} | {cascade.strays}
+    assert set(left["exchanges"]) == {cascade.level(n) for n in range(10)} | {cascade.delivery, cascade.strays}
 
 
 async def test_a_consumer_keeps_everything_standing(vhost: str) -> None:
