@@ -34,10 +34,10 @@ class Bounds(NamedTuple):
 
 def bounds(sample: Sample, at: float) -> Bounds:
     """Where the server's clock stands at the local monotonic instant ``at``, judged by ``sample``."""
-    slack = DRIFT * 1000 * abs(at - sample.after)
+    shortest, longest = at - sample.after, at - sample.before  # since the server read its clock, seconds
     return Bounds(
-        lower=sample.server_ms + (at - sample.after) * 1000 - slack,
-        upper=sample.server_ms + (at - sample.before) * 1000 + slack,
+        lower=sample.server_ms + (shortest - DRIFT * abs(shortest)) * 1000,
+        upper=sample.server_ms + (longest + DRIFT * abs(longest)) * 1000,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import asyncpg
 import pytest
@@ -18,10 +19,10 @@ from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due,
 
 
 @asynccontextmanager
-async def opened(url: str, **options: float) -> AsyncIterator[PostgresStore]:
+async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
     if await upgrades.pending(url):
         await upgrades.upgrade(url)
-    store = await PostgresStore.connect(url, **options)  # type: ignore[arg-type]
+    store = await PostgresStore.connect(url, **options)
     try:
         yield store
     finally:

@@ -1,0 +1,35 @@
+"""What `delayer status` hears of the store."""
+
+from __future__ import annotations
+
+from delayer.store.partitions import DAY_MS
+from delayer.store.status import overview
+from tests.conformance.store_contract import MANY, ROOM, owned, parcel
+from tests.integration.test_store_lane import opened
+
+
+async def test_lanes_counters_and_what_is_next(database: str) -> None:
+    async with opened(database, owner="somebody") as store:
+        now = store.now_ms()
+        async with owned(store, 3) as [empty, near, far]:
+            await store.park(near, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 2 * DAY_MS)], [])
+            await store.park(
+                far, [parcel(now + 900 * DAY_MS), parcel(now + 30 * DAY_MS), parcel(now + 800 * DAY_MS)], []
+            )
+            await store.hold(far, [(parcel(now), "why")])
+            rows = await near.claim(MANY, ROOM)
+            await near.settle(rows, [])
+            whole = await overview(database)
+            assert [lane.number for lane in whole.lanes] == [empty.number, near.number, far.number]
+            assert {(lane.owner, lane.alive) for lane in whole.lanes} == {("somebody", True)}
+            assert [lane.waiting for lane in whole.lanes] == [0, 2, 3]
+            assert [lane.held for lane in whole.lanes] == [0, 0, 1]
+            assert [lane.next_due_ms for lane in whole.lanes] == [None, now + 2 * DAY_MS, now + 30 * DAY_MS]
+            retries = [lane.next_retry_ms for lane in whole.lanes]
+            assert retries[:2] == [None, None]
+            assert retries[2] is not None
+            assert (whole.waiting, whole.held, whole.next_due_ms) == (5, 1, now + 2 * DAY_MS)
+            assert (whole.counters["parked"], whole.counters["released"]) == (7, 1)
+            assert not whole.upgrade_pending
+            assert abs(whole.store_now_ms - store.now_ms()) < 10_000
+        assert not any(lane.alive for lane in (await overview(database)).lanes)

@@ -1,0 +1,91 @@
+"""The estimate of the store's clock: always around the truth, never early."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.store.clock import DRIFT, Sample, StoreClock, better, bounds
+
+OFFSET_MS = 1_790_000_000_000.0
+seconds = st.floats(0.0, 10.0, allow_nan=False)
+rates = st.floats(-DRIFT / 2, DRIFT / 2)
+
+
+class Local:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def truth(at: float, rate: float) -> float:
+    """A server's clock that runs a little fast or slow."""
+    return OFFSET_MS + at * (1 + rate) * 1000
+
+
+@given(rates, st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=20), seconds)
+def test_the_truth_is_within_the_bounds(rate: float, rounds: list[tuple[float, float, float]], later: float) -> None:
+    local = Local()
+    clock = StoreClock(local)
+    for idle, out, back in rounds:
+        local.now += idle
+        before = local.now
+        read = truth(before + out, rate)
+        local.now = before + out + back
+        clock.observe(before, read, local.now)
+        assert clock.lower_ms() <= truth(local.now, rate) <= clock.now_ms()
+    local.now += later
+    assert clock.lower_ms() <= truth(local.now, rate) <= clock.now_ms()
+    assert clock.steps == 0
+
+
+@given(rates, seconds, seconds, st.integers(0, 5000))
+def test_who_sleeps_as_long_as_told_wakes_when_it_is_due(rate: float, out: float, back: float, ahead: int) -> None:
+    local = Local()
+    clock = StoreClock(local)
+    clock.observe(1000.0, truth(1000.0 + out, rate), 1000.0 + out + back)
+    local.now = 1000.0 + out + back
+    due_ms = clock.now_ms() + ahead
+    for _ in range(100):
+        left = clock.seconds_until(due_ms)
+        if left <= 0:
+            break
+        local.now += math.ceil(left * 1000) / 1000
+    assert truth(local.now, rate) >= due_ms
+    assert clock.seconds_until(due_ms) <= 0
+
+
+def test_a_narrow_sample_is_kept_until_it_has_widened() -> None:
+    narrow, wide = Sample(0.0, 1000.0, 0.001), Sample(1.0, 2005.0, 1.010)
+    assert better(narrow, wide) == (narrow, False)
+    assert better(wide, narrow) == (narrow, False)
+    long_after = Sample(100.0, 101_005.0, 100.010)
+    assert better(narrow, long_after) == (long_after, False)
+
+
+@pytest.mark.parametrize("step_ms", [-3_600_000.0, -50.0, 50.0, 3_600_000.0])
+def test_a_step_is_believed_at_once(step_ms: float) -> None:
+    local = Local()
+    clock = StoreClock(local)
+    clock.observe(999.999, OFFSET_MS, 1000.0)
+    clock.observe(999.989, OFFSET_MS + step_ms, 1000.0)
+    assert clock.steps == 1
+    assert abs(clock.now_ms() - OFFSET_MS - step_ms) <= 12
+
+
+def test_rounding_is_away_from_early() -> None:
+    local = Local()
+    clock = StoreClock(local)
+    clock.observe(1000.0, 5000.25, 1000.0)
+    assert (clock.lower_ms(), clock.now_ms()) == (5000, 5001)
+    assert bounds(Sample(1000.0, 5000.25, 1000.0), 1000.0) == (5000.25, 5000.25)
+
+
+def test_a_clock_that_was_never_asked_says_so() -> None:
+    with pytest.raises(RuntimeError, match="never asked"):
+        StoreClock().now_ms()

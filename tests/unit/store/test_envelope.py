@@ -1,0 +1,111 @@
+"""What stands in a row: bytes of every format that was ever written still read, and damage is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.message import Due, Parcel, Target
+from delayer.store import envelope
+
+# Rows as format 1 wrote them. Never edit: add the next format below.
+FORMAT_1: list[tuple[Mapping[str, object], Parcel]] = [
+    (
+        {
+            "id": 7,
+            "due_at": 1_795_000_000_123,
+            "checksum": 1_442_107_447,
+            "format": 1,
+            "route": b"delayer.in",
+            "exchange": b"delayer.in",
+            "routing_key": b"orders.\xff\x00eu",
+            "to_exchange": b"delayer.out",
+            "to_key": b"orders.eu",
+            "properties": b"\x20\x00\x00\x00\x00\x0e\x07x-delayI\x00\x00\x03\xe8",
+            "body": b"\x00\x01 body",
+            "key": b"k\x00",
+        },
+        Parcel(
+            1_795_000_000_123,
+            b"delayer.in",
+            b"delayer.in",
+            b"orders.\xff\x00eu",
+            Target(b"delayer.out", b"orders.eu"),
+            b"\x20\x00\x00\x00\x00\x0e\x07x-delayI\x00\x00\x03\xe8",
+            b"\x00\x01 body",
+            b"k\x00",
+        ),
+    ),
+    (
+        {
+            "id": 8,
+            "due_at": -1,
+            "checksum": 3_971_697_493,
+            "format": 1,
+            "route": b"",
+            "exchange": b"",
+            "routing_key": b"",
+            "to_exchange": b"",
+            "to_key": b"",
+            "properties": b"",
+            "body": b"",
+            "key": None,
+        },
+        Parcel(-1, b"", b"", b"", Target(b"", b""), b"", b"", None),
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "parcel"), FORMAT_1)
+def test_format_1_still_reads(record: Mapping[str, object], parcel: Parcel) -> None:
+    assert envelope.read(record) == Due(record["id"], parcel.due_ms, 0, parcel, sound=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("record", "parcel"), FORMAT_1)
+def test_format_1_is_still_written(record: Mapping[str, object], parcel: Parcel) -> None:
+    expected = dict(record) | {"lane": 3}
+    del expected["id"]
+    assert dict(zip(envelope.COLUMNS, envelope.row(parcel, 3), strict=True)) == expected
+
+
+def test_a_format_of_the_future_is_not_sound() -> None:
+    record, _ = FORMAT_1[0]
+    assert not envelope.read(dict(record) | {"format": envelope.FORMAT + 1}).sound
+
+
+pieces = st.binary(max_size=6)
+
+
+@given(st.tuples(pieces, pieces, pieces, pieces), st.tuples(pieces, pieces, pieces, pieces))
+def test_bytes_do_not_move_between_columns_unnoticed(
+    one: tuple[bytes, bytes, bytes, bytes], two: tuple[bytes, bytes, bytes, bytes]
+) -> None:
+    if b"".join(one) == b"".join(two) and one != two:
+        assert envelope.checksum(*one) != envelope.checksum(*two)
+
+
+@given(pieces, pieces, pieces, pieces)
+def test_a_message_reads_as_it_was_written(exchange: bytes, key: bytes, properties: bytes, body: bytes) -> None:
+    parcel = Parcel(5, b"r", exchange, key, Target(key, exchange), properties, body)
+    record = dict(zip(envelope.COLUMNS, envelope.row(parcel, 1), strict=True)) | {"id": 1}
+    due = envelope.read(record, attempts=4)
+    assert due == Due(1, 5, 4, parcel, sound=True)
+    assert envelope.row_again(due, 1) == envelope.row(parcel, 1)
+
+
+def test_moving_a_damaged_row_does_not_heal_it() -> None:
+    record, _ = FORMAT_1[0]
+    due = envelope.read(dict(record) | {"body": b"damaged"})
+    assert not due.sound
+    moved = dict(zip(envelope.COLUMNS, envelope.row_again(due, 1), strict=True)) | {"id": 7}
+    assert not envelope.read(moved).sound
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"), [("NO_ROUTE", "NO_ROUTE"), ("a\0b", "a\ufffdb"), ("\udcff", "?"), ("ü", "ü")]
+)
+def test_reasons_are_text_that_postgres_keeps(text: str, kept: str) -> None:
+    assert envelope.reason_text(text) == kept
