@@ -69,7 +69,7 @@ _LONGEST_TEXT = 16_384
 _DEEPEST = 6
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
-# What these report below a warning is about themselves; at debug level that is wanted, at info it is noise.
+# What these report below a warning is about themselves, and at debug level it is whole frames: bodies, and the login.
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
 
 Event = MutableMapping[str, Any]
@@ -168,9 +168,9 @@ def configure(
     threshold = getattr(logging, level.upper())
     root.setLevel(threshold)
     for library in _LIBRARIES:
-        logging.getLogger(library).setLevel(threshold if level == "debug" else max(threshold, logging.WARNING))
+        logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
     # It logs what it also raises, and who called it says so in better words.
-    logging.getLogger("aiormq.connection").setLevel(threshold if level == "debug" else logging.CRITICAL)
+    logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
     structlog.configure(
         processors=[

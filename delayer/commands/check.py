@@ -90,7 +90,11 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
                 Row("topology", "off", found, "remove it or choose another name, then `delayer topology apply`")
             )
     rows = rows or [Row("topology", "ok", "everything that could be seen is as it should be")]
-    rows += [Row("topology", "note", f"{one.name}: {one.found}") for one in findings if one.severity != "error"]
+    rows += [
+        Row("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")
+        for one in findings
+        if one.severity != "error"
+    ]
     return rows
 
 

@@ -222,8 +222,6 @@ def test_the_module_and_the_command_are_the_same() -> None:
     assert done.stdout == f"delayer {delayer.__version__}\n"
 
 
-# --- what send makes of its options ---
-
 NOW_MS = 1_800_000_000_123
 
 

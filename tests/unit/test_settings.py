@@ -48,9 +48,6 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (settings.log.format, settings.log.level) == ("json", "info")
 
 
-# --- durations ---
-
-
 @pytest.mark.parametrize(
     ("text", "amount_ms"),
     [
@@ -103,8 +100,6 @@ def test_a_bare_number_is_told_its_unit() -> None:
     with pytest.raises(ValueError, match='write "10s" or "10ms"'):
         duration_ms(10)
 
-
-# --- layers ---
 
 LAYERS = ("file", "environment", "flags")
 
@@ -201,9 +196,6 @@ def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> Non
     assert load(None, environ, {}) == load(None, {}, {})
 
 
-# --- routes ---
-
-
 @pytest.mark.parametrize(
     ("route", "finish"),
     [
@@ -224,9 +216,6 @@ def test_route_from() -> None:
     assert settings.route_from("a") is settings.routes[1]
     assert settings.route_from("") is settings.routes[0]
     assert settings.route_from("c") is None
-
-
-# --- URLs and the files that hold them ---
 
 
 @pytest.mark.parametrize(
@@ -293,9 +282,6 @@ def test_tls_files_are_read_where_they_are_configured(tmp_path: Path) -> None:
     assert load(None, {}, {"broker.url": "amqp://h", "broker.ca_file": str(ca)}).broker.ca_file == str(ca)
 
 
-# --- secrets ---
-
-
 def test_no_password_in_any_text_of_the_settings() -> None:
     flags = {
         "broker.url": "amqp://user:hunter2@h",
@@ -308,9 +294,6 @@ def test_no_password_in_any_text_of_the_settings() -> None:
         assert "user" in text
     assert "hunter2" in settings.broker_url
     assert settings.management_url == "http://user:hunter2@h"
-
-
-# --- reload ---
 
 
 def test_diff() -> None:
@@ -338,9 +321,6 @@ def test_diff() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(None, {}, {}).mode = "native"  # type: ignore[misc]
-
-
-# --- the file that we ship ---
 
 
 def test_the_shipped_file_loads_and_says_the_defaults() -> None:

@@ -75,8 +75,9 @@ def test_level_and_format_change_live(stream: io.StringIO) -> None:
 
 
 def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO) -> None:
-    configure("json", "info", stream)
+    configure("json", "debug", stream)
     logging.getLogger("aio_pika.robust").info("chatter")
+    logging.getLogger("aiormq.connection").debug("Sending a frame with the login in it")
     logging.getLogger("alembic.runtime.migration").warning("to %s", "amqp://u:hunter2@h")
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -1,0 +1,284 @@
+"""The command line against a real broker and a real store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aio_pika
+import pytest
+import structlog
+from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+from click.testing import CliRunner, Result
+
+from delayer.cli import cli
+from tests.rig.servers import RabbitMQ
+
+Run = Callable[..., Result]
+LEVELS = 28
+
+
+@pytest.fixture
+def delayer(vhost: str, database: str) -> Iterator[Run]:
+    """Call `delayer …` with a vhost and a database of its own, in this process: a new interpreter for each of some
+    eighty calls would take a minute."""
+    nothing = {name: None for name in os.environ if name.startswith("DELAYER_")}
+    ours = nothing | {
+        "DELAYER_CONFIG": os.devnull,
+        "DELAYER_BROKER__URL": vhost,
+        "DELAYER_STORE__URL": database,
+    }
+
+    def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str) -> Result:
+        # In a thread: the command has an event loop of its own, and the test may have one too.
+        call = partial(CliRunner().invoke, cli, arguments, env=ours | more, input=stdin, prog_name="delayer")
+        with ThreadPoolExecutor(1) as thread:
+            result = thread.submit(call).result(60)
+        assert result.exit_code == expect, f"{result.output}\n{result.exception!r}"
+        assert "Traceback" not in result.stderr
+        return result
+
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield run
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+@asynccontextmanager
+async def channel_to(url: str) -> AsyncIterator[AbstractChannel]:
+    async with await aio_pika.connect(url) as connection:
+        yield await connection.channel()
+
+
+def said(message: AbstractIncomingMessage) -> dict[str, object]:
+    """The publisher's headers: a quorum queue adds a count of its own, from RabbitMQ 4.0 on."""
+    return {name: value for name, value in message.headers.items() if name != "x-delivery-count"}
+
+
+async def take(url: str, queue: str) -> list[AbstractIncomingMessage]:
+    """Everything that is ready in ``queue``."""
+    taken = []
+    async with channel_to(url) as channel:
+        source = await channel.get_queue(queue)
+        while (message := await source.get(no_ack=True, fail=False)) is not None:
+            taken.append(message)
+    return taken
+
+
+def test_apply_verify_show_remove_in_store_mode(delayer: Run) -> None:
+    missing = delayer("topology", "verify", expect=1)
+    assert "delayer topology apply" in missing.stderr
+    applied = delayer("topology", "apply")
+    assert "In place: 2 exchanges, 2 queues, 2 bindings." in applied.stdout
+    assert 'exchange "delayer.out"' in applied.stderr
+    delayer("topology", "apply")
+    assert "as it should be" in delayer("topology", "verify").stdout
+    found = json.loads(delayer("topology", "verify", "--json").stdout)
+    assert found["ok"]
+    shown = json.loads(delayer("topology", "show", "--json").stdout)
+    assert shown["queues"] == {"delays": 0, "delays.due": None, "delays.refused": 0, "delayer.delay-strays": None}
+    delayer("topology", "remove")
+    delayer("topology", "verify", expect=1)
+
+
+def test_the_cascade_belongs_to_native_mode(delayer: Run) -> None:
+    delayer("--mode", "native", "topology", "apply")
+    delayer("--mode", "native", "topology", "verify")
+    shown = delayer("--mode", "native", "topology", "show").stdout
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["27", "delayer.delay-level-27", "134217728s", "0"] in rows
+    assert ["0", "delayer.delay-level-00", "1s", "0"] in rows
+    picture = json.loads(delayer("--mode", "native", "topology", "show", "--json").stdout)
+    assert [level["ttl_ms"] for level in picture["levels"]] == [2**level * 1000 for level in reversed(range(LEVELS))]
+    removed = delayer("--mode", "native", "topology", "remove", "--only-cascade")
+    assert removed.stdout.startswith("Removed 60; 0 left.")
+    delayer("topology", "verify")
+    delayer("--mode", "native", "topology", "verify", expect=1)
+
+
+async def test_what_is_different_is_named_and_nothing_is_bound(delayer: Run, vhost: str) -> None:
+    async with channel_to(vhost) as channel:
+        await channel.declare_queue("delays", durable=True)
+    refused = delayer("topology", "apply", expect=1)
+    assert "'delays'" in refused.stderr
+    assert "Nothing was bound" in refused.stderr
+    check = json.loads(delayer("check", "--json", expect=1).stdout)
+    assert any(row["what"] == "topology" and "queue delays" in row["found"] for row in check["checks"])
+
+
+async def test_a_queue_with_messages_is_not_removed(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    delayer("send", "--key", "k", "--delay", "1h")
+    kept = delayer("topology", "remove", expect=1)
+    assert "holds 1 messages" in kept.stdout
+    assert [message.routing_key for message in await take(vhost, "delays")] == ["k"]
+    delayer("send", "--key", "k", "--delay", "1h")
+    delayer("topology", "remove", "--force")
+    delayer("topology", "verify", expect=1)
+
+
+async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    sent = delayer(
+        "send", "--to", "delayer.in", "--key", "orders.new", "--delay", "10s", "--id", "one", "--header", "tries:int=3",
+        "--header", "who=me", "--body-file", "-", stdin=b"\x00\xff body",
+    )  # fmt: skip
+    assert sent.stdout.startswith('Sent one to exchange "delayer.in"; due ')
+    assert sent.stdout.endswith("(in 10s).\n")
+    assert "delayer status" in sent.stderr
+    (message,) = await take(vhost, "delays")
+    assert (message.exchange, message.routing_key, message.body) == ("delayer.in", "orders.new", b"\x00\xff body")
+    assert said(message) == {"x-delay": 10_000, "tries": 3, "who": "me"}
+    assert (message.message_id, message.delivery_mode, message.expiration) == ("one", 2, None)
+    assert (message.timestamp, message.content_type) == (None, None)
+
+
+async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:
+    routes = '[{"from": "", "to": "out"}]'
+    delayer("topology", "apply", DELAYER_ROUTE=routes)
+    delayer("send", "--to", "", "--key", "orders.new", "--at", "2031-01-31T09:00:00.0001+01:00", DELAYER_ROUTE=routes)
+    (message,) = await take(vhost, "delays")
+    assert (message.exchange, message.routing_key) == ("", "delays")
+    assert said(message) == {"x-delay-routing-key": "orders.new", "x-deliver-at": 1_927_612_800_001}
+
+
+async def test_send_many(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    delayer("send", "--delay", "5m", "--id", "n", "--count", "30", "--body", "x")
+    assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n}" for n in range(1, 31)]
+
+
+async def test_send_says_the_instant_as_a_timestamp_where_the_route_wants_that(delayer: Run, vhost: str) -> None:
+    routes = '[{"from": "old", "to": "out", "delay_from": ["timestamp"]}]'
+    delayer("topology", "apply", DELAYER_ROUTE=routes)
+    delayer("send", "--at", "2031-01-31T08:00:00.5Z", DELAYER_ROUTE=routes)
+    (message,) = await take(vhost, "delays")
+    assert message.timestamp is not None
+    assert message.timestamp.isoformat() == "2031-01-31T08:00:01+00:00"
+
+
+async def test_what_nothing_is_bound_for_is_not_sent(delayer: Run, vhost: str) -> None:
+    nowhere = delayer("send", "--delay", "1s", expect=1)
+    assert 'exchange "delayer.in" does not exist' in nowhere.stderr
+    assert "delayer topology apply" in nowhere.stderr
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.in", aio_pika.ExchangeType.TOPIC, durable=True)
+    unbound = delayer("send", "--delay", "1s", "--id", "lost", expect=1)
+    assert 'the broker did not take "lost": nothing is bound for it.' in unbound.stderr
+
+
+def test_db(delayer: Run) -> None:
+    before = delayer("db", "current", expect=1)
+    assert "missing" in before.stdout
+    assert "delayer db upgrade" in before.stderr
+    assert "The schema was missing and is " in delayer("db", "upgrade").stdout
+    assert "nothing to do" in delayer("db", "upgrade").stdout
+    found = json.loads(delayer("db", "current", "--json").stdout)
+    assert found["current"]
+    assert found["found"] == found["needed"]
+
+
+async def test_check_finds_one_thing_after_another(delayer: Run, vhost: str) -> None:
+    def off(expect: int) -> dict[str, str]:
+        answer = json.loads(delayer("check", "--json", expect=expect).stdout)
+        assert answer["ok"] == (expect == 0)
+        return {row["what"]: row["advice"] for row in answer["checks"] if row["result"] == "off"}
+
+    found = off(1)
+    assert found.keys() == {"topology", "destination", "schema"}
+    assert "topology apply" in found["topology"]
+    assert "db upgrade" in found["schema"]
+    delayer("topology", "apply")
+    assert off(1).keys() == {"destination", "schema"}
+    delayer("db", "upgrade")
+    assert off(1).keys() == {"destination"}
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    assert off(0) == {}
+    table = delayer("check")
+    assert "off" not in table.stdout.split()
+    assert "schema" in table.stdout
+
+
+def test_check_through_the_management_api(delayer: Run, rabbitmq: RabbitMQ) -> None:
+    delayer("--mode", "native", "topology", "apply")
+    answer = json.loads(
+        delayer(
+            "--mode", "native", "topology", "verify", "--json", DELAYER_BROKER__MANAGEMENT_URL=rabbitmq.management_url
+        ).stdout
+    )
+    assert answer == {"ok": True, "findings": []}
+
+
+def test_a_wrong_password_is_not_shown(delayer: Run, vhost: str) -> None:
+    parts = urlsplit(vhost)
+    url = f"amqp://someone:hunter2@{parts.hostname}:{parts.port}{parts.path}"
+    refused = delayer("check", "--json", expect=3, DELAYER_BROKER__URL=url)
+    assert "login" in refused.stdout
+    assert "hunter2" not in refused.stdout + refused.stderr
+    refused = delayer("topology", "apply", expect=3, DELAYER_BROKER__URL=url)
+    assert "hunter2" not in refused.stdout + refused.stderr
+
+
+def test_status(delayer: Run) -> None:
+    pending = delayer("status", expect=1)
+    assert "delayer db upgrade" in pending.stderr
+    delayer("db", "upgrade")
+    delayer("topology", "apply")
+    delayer("send", "--delay", "1h", "--count", "3")
+    told = delayer("status")
+    assert "mode: store" in told.stdout
+    assert "parked: 0   held: 0   next due: -" in told.stdout
+    assert ["delays", "3"] in [line.split() for line in told.stdout.splitlines()]
+    answer = json.loads(delayer("status", "--json").stdout)
+    assert answer["mode"] == "store"
+    assert answer["broker"]["queues"]["delays"] == 3
+    assert answer["broker"]["queues"]["delays.refused"] == 0
+    assert len(answer["broker"]["cascade"]) == LEVELS
+    assert (answer["store"]["waiting"], answer["store"]["held"], answer["store"]["lanes"]) == (0, 0, [])
+
+
+def test_status_works_with_what_is_left(delayer: Run) -> None:
+    delayer("topology", "apply")
+    half = delayer("status", "--json", expect=3, DELAYER_STORE__URL="postgresql://u:hunter2@127.0.0.1:1/d")
+    answer = json.loads(half.stdout)
+    assert answer["broker"]["queues"]["delays"] == 0
+    assert "Connection" in answer["store"]["error"] or "connect" in answer["store"]["error"]
+    assert "hunter2" not in half.stdout + half.stderr
+    delayer("db", "upgrade")
+    half = delayer("status", expect=3, DELAYER_BROKER__URL="amqp://u:hunter2@127.0.0.1:1")
+    assert "parked: 0" in half.stdout
+    assert "The broker is out of reach" in half.stderr
+    assert "hunter2" not in half.stdout + half.stderr
+
+
+def test_a_process_of_its_own_with_a_credential(vhost: str, tmp_path: Path) -> None:
+    """As systemd starts it: the URL from a credential file, everything else from the configuration file."""
+    (tmp_path / "broker-url").write_text(vhost + "\n")
+    file = tmp_path / "delayer.toml"
+    file.write_text('[broker]\nurl_file = "${CREDENTIALS_DIRECTORY}/broker-url"\n')
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
+    command = [sys.executable, "-c", "from delayer.cli import main; main()", "--config", str(file), "topology", "apply"]
+    done = subprocess.run(
+        command,
+        env=environ | {"CREDENTIALS_DIRECTORY": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "In place: 2 exchanges, 2 queues, 2 bindings.\n"
+    assert vhost not in done.stderr
