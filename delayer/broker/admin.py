@@ -134,9 +134,9 @@ class Admin:
         return {name: state.messages if state else None for name, state in states.items()}
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
-        """False when the queue or the exchange is missing."""
+        """False when the queue or the exchange is missing, or the queue is another connection's own (exclusive)."""
         answer = await answered(self._link, lambda channel: bind(channel, Binding(exchange, queue, "queue", key)))
-        return _exists(answer)
+        return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def queue_exists(self, name: str) -> bool:
         answer = await answered(self._link, lambda channel: find_queue(channel, name))

@@ -114,6 +114,7 @@ async def test_a_queue_that_another_connection_owns_exists_and_has_no_depth(vhos
         await (await other.channel()).declare_queue("theirs", exclusive=True)
         assert await admin.queue_exists("theirs")
         assert await admin.depths(["theirs"]) == {"theirs": None}
+        assert not await admin.bind_queue("theirs", "amq.topic", "k")
 
 
 async def test_depths_and_the_picture(vhost: str) -> None:
