@@ -113,7 +113,8 @@ class Lanes:
         if self._store is None:
             self._store = await self._connect()
             log.info("store connected")
-        for lane in await self._store.own_lanes(max(0, self._wanted - len(self._own))):
+        missing = self._wanted - len(self._own)
+        for lane in await self._store.own_lanes(missing) if missing > 0 else []:
             log.info("lane owned", lane=lane.number)
             self._own.append(lane)
             self._start(lane, stopping)

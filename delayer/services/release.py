@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,18 +62,16 @@ class Release:
                 beat()
                 if not self._publisher.ready:
                     # A claim now would only keep a transaction open until its idle timeout ends it.
-                    await self._lane.wait(SLICE)
+                    await retry.wait(SLICE)
                     continue
                 try:
                     seconds = await self.tick()
                     retry.succeeded()
                 except BrokerLost as lost:
                     log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
-                    await self._lane.wait(0.0)
                     await retry.pause()
                     continue
-                if seconds > 0:
-                    await self._lane.wait(min(seconds, SLICE))
+                await self._rest(seconds, beat, stopping)
         except LaneLost as lost:
             log.warning("lane lost", lane=self._lane.number, reason=str(lost))
         except StoreLost as lost:
@@ -88,7 +87,7 @@ class Release:
         """
         rows = await self._lane.claim(self._portion.messages, self._portion.body_bytes)
         if not rows:
-            await self._lane.give_up()
+            await self._lane.settle([], [])
             return await self._lane.sleep_hint()
         try:
             released, held = await self._send(rows)
@@ -99,7 +98,18 @@ class Release:
         await self._lane.settle(released, held)
         self._counters.add("released", len(released))
         self._report(held)
-        return 0.0
+        return await self._lane.sleep_hint()
+
+    async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
+        """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""
+        deadline = time.monotonic() + seconds
+        while not stopping.is_set() and (left := deadline - time.monotonic()) > 0:
+            beat()
+            slice_ = min(left, SLICE)
+            began = time.monotonic()
+            await self._lane.wait(slice_)
+            if time.monotonic() - began < slice_:
+                return  # woken: something was parked that is due by now, or the lane is lost
 
     async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, str]]]:
         sendable: list[Due] = []

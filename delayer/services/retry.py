@@ -25,6 +25,10 @@ class Retry:
         """Sleep for the pause that is due after this many failures in a row; return at once when told to stop."""
         seconds = pause(self._failures, random.random())
         self._failures += 1
+        await self.wait(seconds)
+
+    async def wait(self, seconds: float) -> None:
+        """Sleep for ``seconds``; return at once when told to stop."""
         while seconds > 0 and not self._stopping.is_set():
             self._beat()
             step = min(seconds, 1.0)
