@@ -282,7 +282,7 @@ class PostgresLane:
             await self._connection.execute("ROLLBACK")
         except DRIVER_ERRORS as error:
             self._connection.terminate()
-            log.warning("lane.rollback_failed", lane=self._number, error=describe(error))
+            log.warning("rollback failed", lane=self._number, error=describe(error))
 
     async def _keep(self) -> None:
         """Feed the session's idle timeout from the event loop, and ask for the store's time by the way.
@@ -303,7 +303,7 @@ class PostgresLane:
                     await session.sample(self._connection, self._clock, timeout=5 * FEED_SECONDS)
                 except DRIVER_ERRORS as error:
                     self._connection.terminate()
-                    log.warning("lane.lost", lane=self._number, error=describe(error))
+                    log.warning("lane connection broken", lane=self._number, error=describe(error))
             if self._clock_steps != self._clock.steps:
                 self._woken.set()
 

@@ -71,14 +71,14 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> bool:
                 return True
             await _attach(connection, day, today)
     except _NotNow as reason:
-        log.warning("store.partition_not_made", partition=name_of(day), reason=str(reason))
+        log.warning("partition not made", partition=name_of(day), reason=str(reason))
         return False
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
-        log.warning("store.partition_not_made", partition=name_of(day), reason=describe(error))
+        log.warning("partition not made", partition=name_of(day), reason=describe(error))
         return False
-    log.info("store.partition_made", partition=name_of(day))
+    log.info("partition made", partition=name_of(day))
     return True
 
 
@@ -131,9 +131,9 @@ async def _drop(connection: asyncpg.Connection, name: str) -> bool:
                 return False
             await connection.execute(f"DROP TABLE {name}")
     except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError, asyncpg.UndefinedTableError) as error:
-        log.info("store.partition_not_dropped", partition=name, reason=describe(error))
+        log.info("partition not dropped", partition=name, reason=describe(error))
         return False
-    log.info("store.partition_dropped", partition=name)
+    log.info("partition dropped", partition=name)
     return True
 
 

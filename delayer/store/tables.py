@@ -120,8 +120,10 @@ counter = Table(
     postgresql_with=COUNT_OPTIONS,
 )
 
-# Bodies are stored as they are: compressing them (pglz, the default) costs the parking path more than the disk it
-# spares, and many are compressed or encrypted already. The partitions copy this from the parent.
+# Bodies are stored as they are. Postgres's default, pglz, costs the parking path more than the disk it spares: 4 KB of
+# JSON were parked at 13 k rows/s and 3.1 KB each with it, at 26-35 k/s and 5.8 KB without. lz4 is as fast as none and as
+# small as pglz, but not every server is built with it. A body of up to 2 KB stays in its row in any case. The partitions
+# copy this from the parent.
 _AS_IS = "ALTER TABLE {} ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL"
 
 

@@ -9,7 +9,7 @@ import asyncpg
 
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
-from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
+from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 
 
@@ -125,3 +125,18 @@ async def check(connection: asyncpg.Connection) -> None:
         """
     )
     assert wrong == []
+
+
+async def test_a_claim_that_loses_a_deadlock_is_repeated(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as other, sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
+        await other.execute("BEGIN")
+        await other.execute("DELETE FROM message WHERE body = '1'")
+        claiming = asyncio.create_task(lane.claim(MANY, ROOM))
+        while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
+            assert not claiming.done()
+        await other.execute("DELETE FROM message WHERE body = '0'")  # the claim has it, and waits for the one above
+        await other.execute("COMMIT")
+        rows = await claiming
+        assert bodies(rows) == [b"2"]
+        await lane.settle(rows, [])
