@@ -1,0 +1,41 @@
+"""The whole database goes away and comes back: what was committed is there, and the same store object works on."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.core.errors import LaneLost, StoreLost
+from tests.conformance.store_contract import MANY, ROOM, bodies, parcel, release_all
+from tests.integration.test_store_lane import opened
+from tests.rig.servers import Postgres
+
+
+async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
+    with Postgres() as server:
+        async with opened(server.url(server.add_database())) as store:
+            lanes = await store.own_lanes(2)
+            for lane in lanes:
+                await store.park(lane, [parcel(store.now_ms(), b"%d" % n) for n in range(3)], [])
+            rows = await lanes[0].claim(2, ROOM)
+            server.kill()
+            for lane in lanes:
+                await lane.wait(30.0)
+                assert not lane.held_by_us
+                with pytest.raises(LaneLost):
+                    await lane.settle(rows, [])
+                with pytest.raises(LaneLost):
+                    await store.park(lane, [parcel(store.now_ms())], [])
+                await lane.give_up()
+                await lane.release()
+            for doing in (store.adopt(), store.own_lanes(1), store.maintain()):
+                with pytest.raises(StoreLost):
+                    await doing
+            assert store.now_ms() > 0
+            server.start()
+            again = await store.own_lanes(2)
+            assert {lane.number for lane in again} == {lane.number for lane in lanes}
+            for lane in again:
+                assert bodies(await release_all(lane)) == [b"0", b"1", b"2"]
+                rows = await lane.claim(MANY, ROOM)
+                assert rows == []
+                await lane.release()
