@@ -63,7 +63,7 @@ class Daemon:
         }
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self._relays["publish"])
-        self._bindings = DeliveryBindings(self._connect_admin, self._cascade.delivery)
+        self._bindings = DeliveryBindings(self._connect_admin, self._cascade)
         strays = (self._cascade.strays or settings.refused.queue).encode()
         astray = StraysHolder(self._publisher, strays, new_id, self.counters)
         holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)

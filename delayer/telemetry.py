@@ -50,16 +50,17 @@ EVENTS: Final[Mapping[str, str]] = {
     "lane adopted": "a lane with rows and without a living owner is ours now",
     "lane lost": "the lane's lock is gone: releasing from it stopped at once",
     "lane given up": "the lane is left to others",
-    "lane.lost": "the connection that holds a lane's lock broke",
-    "lane.rollback_failed": "a transaction could not be rolled back by word; its connection is gone, and so is it",
+    "lane connection broken": "the connection that holds a lane's lock broke",
+    "rollback failed": "a transaction could not be rolled back by word; its connection is gone, and so is it",
     "release interrupted": "a release was rolled back: its rows wait again",
-    "store.partition_made": "a day's partition was made",
-    "store.partition_not_made": "a day's partition could not be made; its rows go to the default one",
-    "store.partition_dropped": "a passed and empty partition was dropped",
-    "store.partition_not_dropped": "a passed partition could not be dropped; it is tried again",
+    "partition made": "a day's partition was made",
+    "partition not made": "a day's partition could not be made; its rows go to the default one",
+    "partition dropped": "a passed and empty partition was dropped",
+    "partition not dropped": "a passed partition could not be dropped; it is tried again",
     # messages that need somebody's attention
     "message refused": "set aside in the refused queue, with the reason",
     "message held": "its destination would not take it; it is tried again, and can be seen in the store",
+    "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",
     "queue missing": "the address at the end of the cascade is no queue; the daemon will finish its messages itself",
 }
 """What every event means. A test compares this table with the code."""

@@ -7,23 +7,29 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+import structlog
+
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.core.cascade import delivery_binding
-from delayer.core.errors import BrokerLost
+from delayer.core.cascade import Cascade, delivery_binding
+
+log = structlog.get_logger(__name__)
 
 TRUSTED: Final = 30.0
 """Seconds for which a binding is taken to exist. A queue that is deleted and declared again loses its binding; it is
 back this long after the next message for it, and what came out of the cascade meanwhile stands in the strays queue."""
+TRUSTED_SHARED: Final = 1.0
+"""The same for a cascade that is shared: it has no strays queue, and about 32 unroutable messages stop a level."""
 REMEMBERED: Final = 10_000
 
 
 class DeliveryBindings:
     """Satisfies ports.Bindings. One administrative connection, opened when first needed and again after a loss."""
 
-    def __init__(self, connect: Callable[[], Awaitable[Admin]], delivery_exchange: str) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[Admin]], cascade: Cascade) -> None:
         self._connect = connect
-        self._exchange = delivery_exchange
+        self._exchange = cascade.delivery
+        self._trusted_seconds = TRUSTED_SHARED if cascade.shared else TRUSTED
         self._admin: Admin | None = None
         self._bound_at: dict[bytes, float] = {}
         self._one_at_a_time = asyncio.Lock()
@@ -43,7 +49,7 @@ class DeliveryBindings:
 
     def _trusted(self, queue: bytes) -> bool:
         bound_at = self._bound_at.get(queue)
-        return bound_at is not None and time.monotonic() - bound_at < TRUSTED
+        return bound_at is not None and time.monotonic() - bound_at < self._trusted_seconds
 
     async def _bind(self, queue: bytes) -> bool:
         name = queue.decode()  # core.cascade.bindable() let only UTF-8 pass
@@ -55,7 +61,9 @@ class DeliveryBindings:
             await self.close()
             raise
         except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
+            # Of this queue, or of this user: either way the daemon can still finish by itself, and nobody is stopped.
+            log.warning("binding refused", queue=name, reason=str(refused))
+            return False
         if bound:
             if len(self._bound_at) >= REMEMBERED:
                 self._bound_at.clear()

@@ -159,7 +159,7 @@ def _between_keys(merged: Merged) -> list[Problem]:
     problems: list[Problem] = []
     intake = merged.values.get("intake", {})
     intake = intake if isinstance(intake, dict) else {}
-    queues = {("intake", "queue"): intake.get("queue", "delays")}
+    queues: dict[tuple[str, str], str] = {("intake", "queue"): intake.get("queue", "delays")}
     for key, default in ((("native", "due_queue"), Native().due_queue), (("refused", "queue"), Refused().queue)):
         name = _at(merged.values, key) or default
         other = next((one for one, taken in queues.items() if taken == name), None)
@@ -171,12 +171,12 @@ def _between_keys(merged: Merged) -> list[Problem]:
     seen: dict[object, int] = {}
     for index, route in enumerate(routes if isinstance(routes, list) else []):
         if isinstance(route, dict):
-            problems += _route_problems(merged, index, route, seen, str(queues["intake", "queue"]))
+            problems += _route_problems(merged, index, route, seen, queues)
     return problems
 
 
 def _route_problems(
-    merged: Merged, index: int, route: Mapping[str, Any], seen: dict[object, int], intake_queue: str
+    merged: Merged, index: int, route: Mapping[str, Any], seen: dict[object, int], queues: Mapping[tuple[str, str], str]
 ) -> list[Problem]:
     source, at, problems = merged.origin(("route",)), f"route[{index}]", []
     start = route.get("from")
@@ -184,7 +184,13 @@ def _route_problems(
         problems.append(
             Problem(source, f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start))
         )
-    if not route.get("to", "") and route.get("routing_key") == intake_queue:
+    refused = queues["refused", "queue"]
+    problems += [
+        Problem(source, f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused))
+        for end in ("from", "to")
+        if route.get(end) == refused
+    ]
+    if not route.get("to", "") and route.get("routing_key") == queues["intake", "queue"]:
         problems.append(
             Problem(source, f"{at}.routing_key", "a queue other than the intake queue", show(route["routing_key"]))
         )

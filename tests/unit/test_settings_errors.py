@@ -208,6 +208,10 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         ],
     ),
     ('[native]\ndue_queue = "delays"', [("native.due_queue", "another queue than intake.queue", '"delays"', "")]),
+    (
+        '[refused]\nqueue = "in"\n[[route]]\nfrom = "in"\nto = "out"',
+        [("route[0].from", "another name than refused.queue, whose exchange takes it", '"in"', "")],
+    ),
     ('[intake]\nqueue = "delays.due"', [("native.due_queue", "another queue than intake.queue", '"delays.due"', "")]),
     (
         '[native]\ndue_queue = "x"\n[refused]\nqueue = "x"',

@@ -157,6 +157,12 @@ def test_every_event_is_listed() -> None:
     assert used == set(EVENTS), "listed and used by nobody"
 
 
+def test_the_page_of_events_is_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+    rows = dict(re.findall(r"^\| `(.+)` \| (.+) \|$", page, re.MULTILINE))
+    assert rows == EVENTS
+
+
 def test_every_event_has_a_meaning_and_no_variable_part() -> None:
     for name, meaning in EVENTS.items():
         assert re.fullmatch(r"[a-z][a-z ._-]+", name), name
