@@ -25,14 +25,12 @@ from delayer.wire.errors import (
     again,
 )
 from delayer.wire.framing import ReturnedMessage
+from delayer.wire.outlet import WRITE_BYTES
 
 if TYPE_CHECKING:
     from delayer.wire.connection import Connection
 
 _Reply = TypeVar("_Reply", bound=Frame)
-# Publishes are handed to the transport in runs of about this many bytes, and the room in its buffer is looked at
-# between them: few enough writes to be cheap, small enough that a blocked broker costs little memory.
-WRITE_BYTES = 1 << 18
 _CLOSE_SECONDS = 5.0
 
 

@@ -11,9 +11,9 @@ from typing import Self, TypeVar, cast
 from pamqp.base import Frame
 
 from delayer.core.message import Delivery
-from delayer.wire import handshake, methods, serialize
+from delayer.wire import handshake, methods
 from delayer.wire.address import Address
-from delayer.wire.channel import WRITE_BYTES, Channel, ClosingChannel
+from delayer.wire.channel import Channel, ClosingChannel
 from delayer.wire.errors import (
     REPLY_SUCCESS,
     UNEXPECTED_FRAME,
@@ -25,10 +25,10 @@ from delayer.wire.errors import (
 )
 from delayer.wire.framing import DEFAULT_FRAME_MAX, PROTOCOL_HEADER, Parser, Receiver, ReturnedMessage
 from delayer.wire.methods import commands
+from delayer.wire.outlet import Outlet
 from delayer.wire.pulse import Pulse
 
 _Reply = TypeVar("_Reply", bound=Frame)
-_HIGH_WATER = 1 << 20
 # How long a peer may take to agree that the connection ends before we end it without.
 _CLOSE_SECONDS = 5.0
 
@@ -56,9 +56,9 @@ class Connection(asyncio.Protocol):
         self._receivers: dict[int, Receiver] = {0: self}
         self._parser = Parser(self._receivers)
         self._discarding = False
-        self._pulse = Pulse(loop, self._beat, self._on_silence)
-        self._full = False
-        self._drained: set[asyncio.Future[None]] = set()
+
+        self._outlet = Outlet(loop)
+        self._pulse = Pulse(loop, self._outlet, self._on_silence)
         self._unblocked: asyncio.Future[None] | None = None
         self._released: dict[int, asyncio.Future[None]] = {}
         self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
@@ -125,9 +125,10 @@ class Connection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Take nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
-        if self._pulse.reading and self._loss is None and self._transport is not None:
+        transport = self._transport
+        if self._pulse.reading and self._loss is None and transport is not None and not transport.is_closing():
             self._pulse.reading = False
-            self._transport.pause_reading()
+            transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Go on reading. Idempotent."""
@@ -155,28 +156,16 @@ class Connection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Hand bytes to the transport. Raises ConnectionLost."""
         self._check_open()
-        self._send(data)
+        self._outlet.write(data)
 
     def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
-        """The same for the pieces of many frames, in writes of a size that does not double the memory they take."""
-        size = start = 0
-        for index, part in enumerate(parts):
-            size += len(part)
-            if size >= WRITE_BYTES:
-                self.write(b"".join(parts[start : index + 1]))
-                size, start = 0, index + 1
-        if size:
-            self.write(b"".join(parts[start:]))
+        """The same for the pieces of many frames."""
+        self._check_open()
+        self._outlet.write_parts(parts)
 
     async def drain(self) -> None:
         """Wait while the transport's buffer is above its high-water mark. Raises ConnectionLost."""
-        while self._full and self._loss is None:
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._drained.add(future)
-            try:
-                await future
-            finally:
-                self._drained.discard(future)
+        await self._outlet.drain()
         self._check_open()
 
     def release_channel(self, number: int) -> None:
@@ -185,7 +174,7 @@ class Connection(asyncio.Protocol):
         self._receivers[number] = ClosingChannel(
             number,
             on_closed=lambda: self.forget_channel(number),
-            answer=lambda: self._send(methods.marshal(commands.Channel.CloseOk(), number)),
+            answer=lambda: self._outlet.write(methods.marshal(commands.Channel.CloseOk(), number)),
         )
 
     def forget_channel(self, number: int) -> None:
@@ -205,7 +194,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=_HIGH_WATER)
+        self._outlet.attach(self._transport)
         raw = transport.get_extra_info("socket")
         if raw is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -220,11 +209,10 @@ class Connection(asyncio.Protocol):
             self._on_protocol_error(error)
 
     def pause_writing(self) -> None:
-        self._full = True
+        self._outlet.pause()
 
     def resume_writing(self) -> None:
-        self._full = False
-        self._wake_writers()
+        self._outlet.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         loss = ConnectionLost(0, f"the connection was cut: {exc}" if exc else "the broker hung up")
@@ -270,7 +258,7 @@ class Connection(asyncio.Protocol):
             refused = not self._opened and close.reply_code in handshake.REFUSALS
             kind = AccessRefused if refused else ConnectionLost
             self._fail(kind(close.reply_code or 0, close.reply_text))
-        self._send(methods.marshal(commands.Connection.CloseOk(), 0))
+        self._outlet.write(methods.marshal(commands.Connection.CloseOk(), 0))
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
@@ -309,14 +297,6 @@ class Connection(asyncio.Protocol):
         if self._loss is not None:
             raise again(self._loss)
 
-    def _send(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
-            self._pulse.written_at = self._loop.time()
-
-    def _beat(self) -> None:
-        self._send(serialize.HEARTBEAT_FRAME)
-
     def _on_silence(self, text: str) -> None:
         self._fail(ConnectionLost(0, text))
         self._abort()
@@ -325,7 +305,7 @@ class Connection(asyncio.Protocol):
         """Close from our side, without waiting."""
         self._fail(loss)
         self.resume_reading()  # or the answer would never be seen
-        self._send(methods.marshal(commands.Connection.Close(loss.code, methods.clipped(loss.text), 0, 0), 0))
+        self._outlet.write(methods.marshal(commands.Connection.Close(loss.code, methods.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:
@@ -362,14 +342,9 @@ class Connection(asyncio.Protocol):
                 released.set_result(None)
         if self._unblocked is not None and not self._unblocked.done():
             self._unblocked.set_exception(again(loss))
-        self._wake_writers()
+        self._outlet.resume()
         if not self.closed.done():
             self.closed.set_result(loss)
-
-    def _wake_writers(self) -> None:
-        for future in self._drained:
-            if not future.done():
-                future.set_result(None)
 
 
 def _look_at(future: asyncio.Future[None]) -> None:

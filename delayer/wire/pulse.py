@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from delayer.wire.outlet import Outlet
+from delayer.wire.serialize import HEARTBEAT_FRAME
+
 
 class Pulse:
-    """Calls ``beat`` when nothing was written for half of ``heartbeat`` seconds, ``lost``, once, when nothing was read
-    for twice ``heartbeat``. Whoever reads and writes sets ``read_at`` and ``written_at`` (loop time), and ``reading``.
+    """Beats when nothing was written for half of ``heartbeat`` seconds; calls ``lost``, once, when nothing was read for
+    twice as long as ``heartbeat``. Whoever reads sets ``read_at`` (loop time), and ``reading`` while it does.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, beat: Callable[[], None], lost: Callable[[str], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, outlet: Outlet, lost: Callable[[str], None]) -> None:
         self._loop = loop
-        self._beat = beat
+        self._outlet = outlet
         self._lost = lost
         self._heartbeat = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._overdue = False
-        self.read_at = self.written_at = loop.time()
+        self.read_at = loop.time()
         self.reading = True
 
     def start(self, heartbeat: float) -> None:
@@ -37,10 +40,10 @@ class Pulse:
     def _look(self) -> None:
         now = self._loop.time()
         half, deadline = self._heartbeat / 2, 2 * self._heartbeat
-        if now - self.written_at >= half:
-            self._beat()
-            self.written_at = now
-        next_look = self.written_at + half
+        if now - self._outlet.written_at >= half:
+            self._outlet.write(HEARTBEAT_FRAME)
+        due = self._outlet.written_at + half
+        next_look = due if due > now else now + half  # a closing transport takes no write
         if not self.reading:
             self._overdue = False  # we do not listen: silence means nothing
         elif now - self.read_at < deadline:

@@ -12,6 +12,7 @@ from pamqp import heartbeat as heartbeats
 
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Outgoing, Returned
+from delayer.wire.address import Address
 from delayer.wire.connection import Connection
 from delayer.wire.errors import (
     AccessRefused,
@@ -49,6 +50,16 @@ async def say_goodbye(connection: Connection, peer: Peer) -> None:
 
 
 # Coming and going.
+
+
+async def test_certificates_instead_of_a_password() -> None:
+    async with scripted() as script:
+        address = Address.parse(f"amqp://127.0.0.1:{script.port}?auth_mechanism=external")
+        opening = asyncio.create_task(Connection.open(address, name="test"))
+        peer = await script.peer()
+        hello = await peer.log_in()
+        assert (hello.mechanism, hello.response) == ("EXTERNAL", "")
+        await say_goodbye(await opening, peer)
 
 
 async def test_who_we_say_we_are() -> None:

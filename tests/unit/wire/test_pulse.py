@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
+from pamqp import frame
+from pamqp.heartbeat import Heartbeat
 
 from delayer.wire import handshake
 from delayer.wire.handshake import Limits
 from delayer.wire.methods import commands
+from delayer.wire.outlet import Outlet
 from delayer.wire.pulse import Pulse
 
 
@@ -50,10 +53,22 @@ class Ends:
         self.beats: list[float] = []
         self.losses: list[float] = []
         loop = cast(asyncio.AbstractEventLoop, self.clock)
-        self.pulse = Pulse(
-            loop, lambda: self.beats.append(self.clock.now - 1000), lambda _: self.losses.append(self.clock.now - 1000)
-        )
+        self.outlet = Outlet(loop)
+        self.outlet.attach(cast(asyncio.WriteTransport, self))
+        self.pulse = Pulse(loop, self.outlet, lambda _: self.losses.append(self.clock.now - 1000))
         self.pulse.start(heartbeat)
+
+    # The transport.
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        assert high > 0
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        assert data == frame.marshal(Heartbeat(), 0)
+        self.beats.append(self.clock.now - 1000)
 
     def hear(self, seconds: float, every: float = 1.0) -> None:
         for _ in range(int(seconds / every)):
@@ -65,7 +80,7 @@ def test_beats_when_nothing_is_written() -> None:
     ends = Ends(10.0)
     ends.hear(12.0)
     assert ends.beats == [5.0, 10.0]
-    ends.pulse.written_at = ends.clock.now
+    ends.outlet.written_at = ends.clock.now
     ends.hear(8.0)
     assert ends.beats == [5.0, 10.0, 17.0]
     assert ends.losses == []
