@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import structlog
 
+from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
 from delayer.core.plan import Cascade, Finish, Policy
 from delayer.services.counting import Counters
@@ -52,9 +53,9 @@ class IntakeCarrier:
         results = await asyncio.gather(
             self._park(work, settler), self._dispatch(work.publications, settler), return_exceptions=True
         )
-        for result in results:
-            if result is not None:
-                raise result
+        failures = [result for result in results if result is not None]
+        for failure in sorted(failures, key=lambda failure: isinstance(failure, BrokerLost | StoreLost)):
+            raise failure  # of two, the one that is a bug: the losses say the same thing anyway, give back and wait
 
     async def _finishable(self, plans: list[Sorted]) -> list[Sorted]:
         """The broker can finish only into a queue that is there to be bound. Where it is not there (yet), the daemon

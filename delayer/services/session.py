@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -88,8 +88,8 @@ class Session:
                     reach("intake.read")
                     settler.read(batch)
                     running.add(asyncio.create_task(self._carry(batch, settler), name=f"carry {len(batch)}"))
+                if await self._reap(running, at_most=self._intake.in_flight - 1) or not batch:
                     retry.succeeded()
-                await self._reap(running, at_most=self._intake.in_flight - 1)
             await subscription.stop_deliveries()
             await self._reap(running, at_most=0)
         finally:
@@ -97,16 +97,31 @@ class Session:
             # each carry has deadlines of its own.
             if running:
                 await asyncio.wait(running)
+            settler.flush()
             await subscription.close()
+            _raise_first(_failures(running), unless=(BrokerLost, StoreLost))
 
-    async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> None:
-        """Wait until at most ``at_most`` carries run; raise the first failure."""
+    async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> bool:
+        """Wait until at most ``at_most`` carries run. Whether one of them was carried out; raises the first failure."""
+        carried = False
         while running:
             waiting = None if len(running) > at_most else 0
             done, _ = await asyncio.wait(running, timeout=waiting, return_when=asyncio.FIRST_COMPLETED)
             self._beat()
             running -= done
-            for task in done:
-                task.result()
+            _raise_first(_failures(done))
             if not done:
-                return
+                break
+            carried = True
+        return carried
+
+
+def _failures(tasks: Iterable[asyncio.Task[None]]) -> list[BaseException]:
+    return [failure for task in tasks if (failure := task.exception()) is not None]
+
+
+def _raise_first(failures: list[BaseException], unless: tuple[type[BaseException], ...] = ()) -> None:
+    """Raise the first failure that is a bug, else the first loss; losses of a session that is over are no news."""
+    for failure in sorted(failures, key=lambda failure: isinstance(failure, BrokerLost | StoreLost)):
+        if not isinstance(failure, unless):
+            raise failure
