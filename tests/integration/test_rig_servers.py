@@ -70,6 +70,7 @@ async def test_rabbitmq_comes_back_with_its_messages(own_rabbitmq: RabbitMQ, end
         await channel.declare_queue("q", durable=True, arguments={"x-queue-type": "quorum"})
         await channel.default_exchange.publish(aio_pika.Message(b"kept"), "q")
 
+    await asyncio.to_thread(own_rabbitmq.settle)
     await asyncio.to_thread(getattr(own_rabbitmq, end))
     with pytest.raises(OSError, match="refused"):
         await asyncio.open_connection("127.0.0.1", own_rabbitmq.port)

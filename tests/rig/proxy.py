@@ -51,10 +51,7 @@ class Proxy:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.refuse()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks)
 
     @property
     def connections(self) -> int:
@@ -101,12 +98,10 @@ class Proxy:
         except OSError:
             client.reset()
             return
-        link = _Link(client, server)
+        link = _Link(client, server, self._to_server, self._to_client)
         self._links.add(link)
-        try:
-            await link.forward(self._to_server, self._to_client)
-        finally:
-            self._links.discard(link)
+        await link.forward()
+        self._links.discard(link)
 
 
 class _End:
@@ -117,38 +112,39 @@ class _End:
         self.writer = writer
 
     def reset(self) -> None:
-        """Close with RST where the system lets us: the peer sees an error, not an orderly end."""
-        sock = self.writer.get_extra_info("socket")
-        with suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        """Close with RST: the peer sees an error, not an orderly end."""
+        if self.writer.is_closing():
+            return
+        linger_for_nothing = struct.pack("ii", 1, 0)
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_for_nothing)
         self.writer.transport.abort()
 
 
 class _Link:
     """A client's connection and ours to the server on its behalf."""
 
-    def __init__(self, client: _End, server: _End) -> None:
+    def __init__(self, client: _End, server: _End, to_server: asyncio.Event, to_client: asyncio.Event) -> None:
         self._client = client
         self._server = server
+        self._directions = [
+            asyncio.ensure_future(_pump(client, server, to_server)),
+            asyncio.ensure_future(_pump(server, client, to_client)),
+        ]
 
     def cut(self) -> None:
         self._client.reset()
         self._server.reset()
+        for direction in self._directions:
+            direction.cancel()
 
-    async def forward(self, to_server: asyncio.Event, to_client: asyncio.Event) -> None:
-        """Until one side ends; then both do."""
-        directions = [
-            asyncio.ensure_future(_pump(self._client, self._server, to_server)),
-            asyncio.ensure_future(_pump(self._server, self._client, to_client)),
-        ]
-        try:
-            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for direction in directions:
-                direction.cancel()
-            await asyncio.gather(*directions, return_exceptions=True)
-            self._client.writer.close()
-            self._server.writer.close()
+    async def forward(self) -> None:
+        """Until one side ends, or the link is cut; then both end."""
+        await asyncio.wait(self._directions, return_when=asyncio.FIRST_COMPLETED)
+        for direction in self._directions:
+            direction.cancel()
+        await asyncio.wait(self._directions)
+        self._client.writer.close()
+        self._server.writer.close()
 
 
 async def _pump(source: _End, sink: _End, flowing: asyncio.Event) -> None:

@@ -1,0 +1,51 @@
+# What there is to do here. Every target sets up what it needs and says so; `make` alone lists them.
+
+PYTHON_OF_VENV := .venv/bin/python
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: ## .venv with the delayer command in it, and nothing else
+	@.ci/setup venv
+
+.PHONY: demo
+demo: ready ## the main job, before your eyes: private servers, both modes, a summary; under a minute
+	@$(PYTHON_OF_VENV) -m tests.rig.demo
+
+.PHONY: run
+run: ready ## private servers and the daemon, up until Ctrl-C; prints how to send a message
+	@$(PYTHON_OF_VENV) -m tests.rig.up
+
+.PHONY: test
+test: ready lint ## check, then every test, against real servers of their own (PYTEST_ARGS=… to choose)
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: dev lint ## style, types and import rules; no server
+	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
+
+.PHONY: bench
+bench: ready ## park and release rates, and the broker's own ceiling beside them
+	@$(PYTHON_OF_VENV) -m bench
+
+.PHONY: clean
+clean: ## delete .venv and whatever was made here
+	rm -rf .venv dist build .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- steps of the above
+
+.PHONY: dev ready lint
+dev:
+	@.ci/setup dev
+ready:
+	@.ci/setup dev servers
+lint: dev
+	@$(PYTHON_OF_VENV) -m ruff check --quiet .
+	@$(PYTHON_OF_VENV) -m ruff format --check --quiet .
+	@$(PYTHON_OF_VENV) -m mypy
