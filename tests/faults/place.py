@@ -1,0 +1,181 @@
+"""One daemon's surroundings, so that many can share a broker: queues of its own, a database of its own, a ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self, TypeVar
+
+import asyncpg
+
+from delayer.broker.admin import Admin
+from delayer.settings import Settings
+from delayer.store import session
+from delayer.store.status import overview
+from delayer.wiring import cascade_of, topology_of
+from tests.rig.daemon import DaemonProcess
+from tests.rig.ledger import Ledger, Verdict
+
+T = TypeVar("T")
+LOOK_SECONDS = 0.02
+
+
+async def eventually(look: Callable[[], Awaitable[T]], wanted: Callable[[T], bool], *, timeout: float = 30.0) -> T:
+    """Look until what is seen is wanted: for counts that servers do not announce."""
+    seen = None
+    try:
+        async with asyncio.timeout(timeout):
+            while not wanted(seen := await look()):  # noqa: ASYNC110 - the server on the other side sets no event
+                await asyncio.sleep(LOOK_SECONDS)
+            return seen
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout:g} s; the last look saw {seen}") from None
+
+
+@dataclass
+class Place:
+    """Where a daemon works. ``broker`` and ``store`` are URLs that the tests use, ``via_broker`` and ``via_store``
+    those of the daemon, which may lead through a proxy. ``tag`` begins the names of its queues and exchanges; the
+    cascade is shared by all places of a vhost."""
+
+    mode: str
+    broker: str
+    store: str | None = None
+    tag: str = ""
+    via_broker: str = ""
+    via_store: str = ""
+    prefetch: int = 5_000
+    lanes: int = 2
+    daemons: list[DaemonProcess] = field(default_factory=list)
+
+    @cached_property
+    def environ(self) -> dict[str, str]:
+        """The configuration of its daemons."""
+        environ = {
+            "MODE": self.mode,
+            "BROKER__URL": self.via_broker or self.broker,
+            "INTAKE__QUEUE": f"{self.tag}delays",
+            "INTAKE__PREFETCH": str(self.prefetch),
+            "REFUSED__QUEUE": f"{self.tag}delays.refused",
+            "NATIVE__DUE_QUEUE": f"{self.tag}delays.due",
+            "ROUTE": json.dumps([{"from": f"{self.tag}delayer.in", "to": f"{self.tag}delayer.out"}]),
+        }
+        if self.store:
+            environ |= {"STORE__URL": self.via_store or self.store, "STORE__LANES": str(self.lanes)}
+        return environ
+
+    @cached_property
+    def settings(self) -> Settings:
+        tables: dict[str, object] = {
+            "mode": self.mode,
+            "broker": {"url": self.broker},
+            "intake": {"queue": f"{self.tag}delays"},
+            "refused": {"queue": f"{self.tag}delays.refused"},
+            "native": {"due_queue": f"{self.tag}delays.due"},
+            "route": [{"from": f"{self.tag}delayer.in", "to": f"{self.tag}delayer.out"}],
+        }
+        return Settings.model_validate(tables)
+
+    async def declare(self) -> Self:
+        """The topology, before any daemon does it, so that messages can be there first."""
+        async with await Admin.connect(self.broker) as admin:
+            await admin.declare(topology_of(self.settings))
+        return self
+
+    @asynccontextmanager
+    async def ledger(self, seed: int = 1, *, consume: bool = True) -> AsyncIterator[Ledger]:
+        async with Ledger.open(
+            self.broker,
+            random.Random(seed),
+            into=f"{self.tag}delayer.in".encode(),
+            exchange=f"{self.tag}delayer.out",
+            queue=f"{self.tag}ledger",
+            consume=consume,
+        ) as ledger:
+            yield ledger
+
+    @asynccontextmanager
+    async def daemon(self, fault: str = "", **more: str) -> AsyncIterator[DaemonProcess]:
+        """A running daemon, perhaps with a fault; killed at the end if it is still there."""
+        environ = self.environ | ({"FAULT": fault} if fault else {}) | more
+        async with DaemonProcess(environ) as daemon:
+            self.daemons.append(daemon)
+            yield daemon
+
+    # ---- what stands where
+
+    async def depth(self, queue: str) -> int:
+        """Messages ready in one of its queues (``delays``, ``delays.due``, ``delays.refused``, ``ledger``)."""
+        async with await Admin.connect(self.broker) as admin:
+            return (await admin.depths([f"{self.tag}{queue}"]))[f"{self.tag}{queue}"] or 0
+
+    async def ready(self, count: int, queue: str = "delays") -> None:
+        """Wait until so many messages are ready there."""
+        await eventually(lambda: self.depth(queue), lambda depth: depth == count)
+
+    async def rows(self) -> int:
+        """Messages in the store, waiting or held."""
+        assert self.store
+        connection = await session.connect(self.store, "test")
+        try:
+            return await _rows(connection)
+        finally:
+            await session.close(connection)
+
+    async def standing(self) -> dict[str, int]:
+        """Everything that has not gone out, in the broker and in the store."""
+        names = [f"{self.tag}{name}" for name in ("delays", "delays.refused")]
+        if self.mode == "native":
+            cascade = cascade_of(self.settings)
+            names += [f"{self.tag}delays.due", str(cascade.strays), *(level.name for level in cascade.levels())]
+        async with await Admin.connect(self.broker) as admin:
+            found = {name: depth for name, depth in (await admin.depths(names)).items() if depth}
+        if self.store and (rows := await self.rows()):
+            found["store"] = rows
+        return {name: depth for name, depth in found.items() if depth is not None}
+
+    async def conserved(self) -> dict[str, int]:
+        """The counters of the store, after comparing them with its rows, lane by lane."""
+        assert self.store
+        seen = await overview(self.store)
+        connection = await session.connect(self.store, "test")
+        try:
+            for lane in seen.lanes:
+                waiting = await connection.fetchval("SELECT count(*) FROM message WHERE lane = $1", lane.number)
+                held = await connection.fetchval("SELECT count(*) FROM held WHERE lane = $1", lane.number)
+                assert (lane.waiting, lane.held) == (waiting, held), f"lane {lane.number}: {lane.counters}"
+        finally:
+            await session.close(connection)
+        return seen.counters
+
+    async def settle_accounts(self, ledger: Ledger) -> Verdict:
+        """With the daemons stopped: the account, with what still stands somewhere."""
+        assert not any(daemon.running for daemon in self.daemons), "a daemon still runs: the account would not hold"
+        await ledger.drained()
+        return ledger.verdict(await self.standing())
+
+
+async def _rows(connection: asyncpg.Connection) -> int:
+    count: int = await connection.fetchval("SELECT (SELECT count(*) FROM message) + (SELECT count(*) FROM held)")
+    return count
+
+
+async def stopped(daemon: DaemonProcess, timeout: float = 30.0) -> None:
+    """Wait until the process stopped itself (SIGSTOP) at its fault point; fails if it ended instead."""
+    waiting = asyncio.to_thread(os.waitid, os.P_PID, daemon.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    result = await asyncio.wait_for(waiting, timeout)
+    state = os.CLD_STOPPED if result is None else result.si_code
+    assert state == os.CLD_STOPPED, f"it ended; the log ends:\n{daemon.tail()}"
+
+
+async def killed_by_fault(daemon: DaemonProcess) -> None:
+    """Wait until the process killed itself at its fault point."""
+    code = await daemon.wait()
+    assert code == -signal.SIGKILL, f"expected SIGKILL, found exit code {code}; the log ends:\n{daemon.tail()}"
