@@ -12,8 +12,9 @@ import click
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, request_of
+from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.settings import Settings, duration_text
+from delayer.settings import Settings
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of
@@ -148,7 +149,7 @@ def _print_broker(broker: dict[str, Any]) -> None:
     else:
         # 28 lines of zeros help nobody: levels in which something waits, or which are missing.
         rows += [
-            (one["level"], one["queue"], duration_text(one["ttl_ms"]), _depth(one["depth"]))
+            (one["level"], one["queue"], in_words(one["ttl_ms"]), _depth(one["depth"]))
             for one in levels
             if one["depth"] != 0
         ]

@@ -11,8 +11,9 @@ import click
 from delayer.broker.admin import Admin
 from delayer.broker.remove import Removal
 from delayer.commands.common import FOUND, Request, note, print_json, print_table, quoted, request_of
+from delayer.core.delay import in_words
 from delayer.core.topology import Topology
-from delayer.settings import Settings, duration_text
+from delayer.settings import Settings
 from delayer.wiring import cascade_of, intake_of, native_of, topology_of, uses_cascade
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ def show(request: Request, as_json: bool) -> None:
         return
     print_table(
         ["level", "queue", "waits", "messages"],
-        [(one.level, one.name, duration_text(one.ttl_ms), _depth(one.depth)) for one in picture.levels]
+        [(one.level, one.name, in_words(one.ttl_ms), _depth(one.depth)) for one in picture.levels]
         + [("", name, "", _depth(depth)) for name, depth in picture.queues.items()],
         right=(0, 2, 3),
     )
