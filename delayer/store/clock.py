@@ -12,6 +12,12 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+
+def uptime() -> float:
+    """Seconds that pass also while the machine is suspended, where the system counts them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 DRIFT = 200e-6
 """Seconds that two clocks may drift apart in a second; NTP keeps them within 500 ppm even while it slews, and a sample
 is taken every second or so, so that this widens the estimate by a fraction of a millisecond."""
@@ -53,7 +59,7 @@ def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
 class StoreClock:
     """Keeps the best sample. ``monotonic`` is passed in for the tests."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, monotonic: Callable[[], float] = uptime) -> None:
         self.monotonic = monotonic
         self.steps = 0
         """How often the server's clock was found stepped: whatever was derived from it before must be dropped."""

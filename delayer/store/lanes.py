@@ -9,10 +9,10 @@ import asyncpg
 from delayer.store import session, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
-from delayer.store.lane import PostgresLane
+from delayer.store.lane import PostgresLane, Start
 
 _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
-_RAISE = "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = $1 RETURNING epoch"
+_RAISE = "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = $1 RETURNING epoch, watermark"
 _NEW = (
     "INSERT INTO lane (number, epoch, owner)"
     " SELECT coalesce(max(number), 0) + 1, 0, $1 FROM lane"
@@ -23,8 +23,18 @@ _NEW = (
 class LaneTaker:
     """Opens one connection a lane and takes its lock there."""
 
-    def __init__(self, url: str, clock: StoreClock, *, owner: str, idle: float, idle_in_transaction: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        pool: asyncpg.Pool,
+        clock: StoreClock,
+        *,
+        owner: str,
+        idle: float,
+        idle_in_transaction: float,
+    ) -> None:
         self._url = url
+        self._pool = pool
         self._clock = clock
         self._owner = owner
         self._timeouts = {
@@ -72,10 +82,15 @@ class LaneTaker:
                     await session.close(connection)
                     return None
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
-                epoch = await connection.fetchval(_RAISE, number, self._owner)
+                epoch, watermark = await connection.fetchrow(_RAISE, number, self._owner)
                 await session.sample(connection, self._clock)
                 retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
         except BaseException:
             connection.terminate()
             raise
-        return PostgresLane(number, epoch, connection, self._clock, retry_ms)
+        return PostgresLane(number, Start(epoch, watermark, retry_ms), connection, self._clock, self._look)
+
+    async def _look(self, number: int, horizon_ms: int) -> tuple[int | None, int | None]:
+        async with self._pool.acquire() as connection:
+            first = await connection.fetchval(statements.NEXT_DUE, number, session.BEGINNING_MS, horizon_ms)
+            return first, await connection.fetchval(statements.NEXT_RETRY, number)

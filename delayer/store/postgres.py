@@ -67,7 +67,7 @@ class PostgresStore:
         except BaseException:
             pool.terminate()
             raise
-        taker = LaneTaker(url, clock, owner=owner, idle=idle_timeout, idle_in_transaction=transaction_timeout)
+        taker = LaneTaker(url, pool, clock, owner=owner, idle=idle_timeout, idle_in_transaction=transaction_timeout)
         return cls(pool, clock, taker, days)
 
     async def close(self) -> None:

@@ -4,7 +4,8 @@ compares both catalogs).
 message      a waiting message, partitioned by the day that it is due; ``id`` is the order of arrival
 held         a message whose destination would not take it, with the reason and the time of the next attempt
 message_key  which message a key (header ``x-delay-key``) stands for at present
-lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one
+lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
+             ``watermark`` is where the next owner starts to look
 counter      what happened to how many messages, a row for each lane and kind
 """
 
@@ -28,6 +29,7 @@ from sqlalchemy import (
     Text,
     event,
     func,
+    text,
 )
 
 # Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
@@ -107,6 +109,7 @@ lane = Table(
     _column("number", SmallInteger, autoincrement=False),
     _column("epoch", BigInteger),
     _column("owner", Text),
+    _column("watermark", Instant, server_default=text("'-infinity'")),
     PrimaryKeyConstraint("number", name="lane_pkey"),
 )
 
@@ -121,9 +124,9 @@ counter = Table(
 )
 
 # Bodies are stored as they are. Postgres's default, pglz, costs the parking path more than the disk it spares: 4 KB of
-# JSON were parked at 13 k rows/s and 3.1 KB each with it, at 26-35 k/s and 5.8 KB without. lz4 is as fast as none and as
-# small as pglz, but not every server is built with it. A body of up to 2 KB stays in its row in any case. The partitions
-# copy this from the parent.
+# JSON were parked at 13 k rows/s with it (3.1 KB a row on disk), at 26 to 35 k/s without (5.8 KB). lz4 is as fast as
+# none and as small as pglz, but not every server is built with it. What fits into 2 KB stays in its row in any case.
+# The partitions copy this from the parent.
 _AS_IS = "ALTER TABLE {} ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL"
 
 

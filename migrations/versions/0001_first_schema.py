@@ -75,9 +75,10 @@ CREATE TABLE message_key (
 );
 
 CREATE TABLE lane (
-    number smallint NOT NULL,
-    epoch  bigint   NOT NULL,
-    owner  text     NOT NULL,
+    number    smallint    NOT NULL,
+    epoch     bigint      NOT NULL,
+    owner     text        NOT NULL,
+    watermark timestamptz NOT NULL DEFAULT '-infinity',
     CONSTRAINT lane_pkey PRIMARY KEY (number)
 );
 

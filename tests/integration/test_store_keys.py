@@ -83,7 +83,7 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                     if chance.random() < 0.1:
                         async with sql(database) as hand:
                             await hand.execute("UPDATE held SET retry_at = now()")
-                        lane._look_back_at = 0.0
+                        await lane.look_back()
                         await lane.sleep_hint()
             return released
 
@@ -130,6 +130,7 @@ async def check(connection: asyncpg.Connection) -> None:
 async def test_a_claim_that_loses_a_deadlock_is_repeated(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as other, sql(database) as admin:
         await store.park(lane, [parcel(store.now_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
+        await other.execute("SET deadlock_timeout = '1min'")  # so that it is the claim that finds out, and loses
         await other.execute("BEGIN")
         await other.execute("DELETE FROM message WHERE body = '1'")
         claiming = asyncio.create_task(lane.claim(MANY, ROOM))

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.store import session, upgrades
+from delayer.store import envelope, session, upgrades
 from delayer.store.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
@@ -142,7 +142,7 @@ async def test_rows_put_there_by_hand_are_found_by_looking_back(database: str) -
         await release_all(lane)
         await admin.execute("UPDATE message SET due_at = now() - interval '40 days'")
         assert await lane.sleep_hint() == 60.0
-        lane._look_back_at = 0.0
+        await lane.look_back()
         assert await lane.sleep_hint() == 0.0
         assert bodies(await release_all(lane)) == [b"moved"]
 
@@ -176,7 +176,7 @@ async def test_damaged_rows_are_not_sound(database: str) -> None:
         assert [due.sound for due in rows] == [False] * 6 + [True]
         await lane.settle(rows[6:], [(due, "checksum") for due in rows[:6]])
         await admin.execute("UPDATE held SET retry_at = now()")
-        lane._look_back_at = 0.0
+        await lane.look_back()
         rows = await claim_when_due(lane)
         assert [due.sound for due in rows] == [False] * 6, "moving a row must not heal its checksum"
         await lane.give_up()
@@ -195,7 +195,7 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
             (2, 1, "returned: 404"),
         ]
         await admin.execute("UPDATE held SET retry_at = now()")
-        lane._look_back_at = 0.0
+        await lane.look_back()
         await store.park(lane, [parcel(store.now_ms() - 1, b"fresh")], [])
         assert await lane.sleep_hint() == 0.0
         rows = await lane.claim(MANY, ROOM)
@@ -262,3 +262,32 @@ async def test_a_refused_statement_is_not_the_end_of_the_lane(database: str) -> 
             await store.park(lane, [parcel(store.now_ms())], [])
         await admin.execute("ALTER TABLE elsewhere RENAME TO counter")
         assert len(await release_all(lane)) == 1
+
+
+async def test_the_next_owner_starts_where_the_last_one_stood(database: str) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        async with owned(store) as [lane]:
+            before = store.now_ms() - 1000
+            await store.park(lane, [parcel(before - 60_000), parcel(before + 3_600_000, b"hidden")], [])
+            await release_all(lane)
+        assert await admin.fetchval("SELECT watermark FROM lane") > before
+        await admin.execute("UPDATE message SET due_at = now() - interval '1 minute'")
+        async with owned(store) as [lane]:
+            assert await release_all(lane) == [], "written without a note, and before the watermark"
+            assert bodies(await claim_when_due(lane)) == [b"hidden"], "found by the first look back"
+            await lane.give_up()
+
+
+async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next claim would commit what the failed one had deleted."""
+    async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
+        await one.park(lane, [parcel(one.now_ms())], [])
+        with monkeypatch.context() as patch:
+            patch.setattr(envelope, "read", None)
+            with pytest.raises(TypeError):
+                await lane.claim(MANY, ROOM)
+        assert not lane.held_by_us
+        while not (adopted := await two.adopt()):
+            pass
+        assert len(await release_all(adopted[0])) == 1
+        await adopted[0].release()

@@ -49,7 +49,7 @@ async def test_hot_statements_use_the_index_of_few_partitions(database: str, ana
         if analyzed:
             await admin.execute("ANALYZE message")
             await admin.execute("ANALYZE held")
-        connection = lane._connection
+        connection = lane._link.connection
 
         async def plan(statement: str, *arguments: object, places: int) -> None:
             rows = await connection.fetchval(f"EXPLAIN (FORMAT JSON) {statement}", *arguments)
