@@ -56,8 +56,9 @@ class View:
     def _draw(self) -> RenderableType:
         sent, back = len(self._ledger.expected), self._ledger.count()
         bar = ProgressBar(total=max(sent, 1), completed=back, width=40)
-        count = Text(f"{back} of {sent} back", style="bold")
-        return Group(Text(self._phase, style="cyan"), count, bar, self._waiting(), self._arrivals(SHOWN))
+        line = Table.grid(padding=(0, 1))
+        line.add_row(bar, Text(f"{back} of {sent} back", style="bold"))
+        return Group(Text(self._phase, style="cyan"), line, self._waiting(), Text(""), self._arrivals(SHOWN))
 
     def _waiting(self) -> RenderableType:
         here = {arrival.expected.number for arrival in self._ledger.arrivals}
