@@ -19,6 +19,8 @@ from delayer.core.message import Target
 from delayer.core.values import Timestamp
 
 SHORT_STRING: Final = 255
+LATEST_MS: Final = 253_402_300_799_999
+"""The end of the year 9999: later instants fit neither every store nor every program that reads one."""
 
 DELAY = b"x-delay"
 DELIVER_AT = b"x-deliver-at"
@@ -165,7 +167,7 @@ def _decide(ask: Ask, policy: Policy, now_ms: int) -> Plan:
     wait_ms = due_ms - now_ms
     if wait_ms <= 0:
         return AtOnce(due_ms, target)
-    if policy.mode is Mode.STORE and wait_ms > policy.park_beyond_ms:
+    if policy.mode is Mode.STORE and wait_ms > min(policy.park_beyond_ms, MAX_SECONDS * 1000):
         return Park(due_ms, target)
     return _cascade(due_ms, now_ms, target, route, ask)
 
@@ -175,12 +177,13 @@ def _due_ms(ask: Ask, route: Route, policy: Policy, now_ms: int) -> int:
         due_ms = _said_due_ms(ask, route, now_ms)
     except UnreadableDelay as unreadable:
         raise _Refused(str(unreadable)) from unreadable
-    if due_ms - now_ms > policy.max_delay_ms:
+    longest_ms = min(policy.max_delay_ms, LATEST_MS - now_ms)
+    if due_ms - now_ms > longest_ms:
         raise _Refused(
-            f"the delay is too long: expected at most {in_words(policy.max_delay_ms)}, "
-            f"found {in_words(due_ms - now_ms)}"
+            f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(due_ms - now_ms)}"
         )
-    return due_ms
+    # Minus a googol milliseconds is a number too, and means "at once"; as an instant it would fit no header and no row.
+    return max(due_ms, 0)
 
 
 def _said_due_ms(ask: Ask, route: Route, now_ms: int) -> int:

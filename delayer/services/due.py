@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from delayer.core.cascade import MAX_SECONDS
 from delayer.core.delay import seconds_until
 from delayer.core.message import Delivery
 from delayer.core.plan import Refuse
@@ -42,15 +43,16 @@ class DueCarrier:
     async def __call__(self, batch: Sequence[Delivery], settler: Settler) -> None:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
         now_ms = self._now_ms()
-        early_ms = 0
+        last_ms = now_ms
         publications = []
         for delivery in batch:
             publication, due_ms = self._publication(delivery, now_ms)
             publications.append(publication)
             if due_ms - now_ms <= MOMENT_MS:
-                early_ms = max(early_ms, due_ms - now_ms)
-        if early_ms:
+                last_ms = max(last_ms, due_ms)
+        while (early_ms := last_ms - now_ms) > 0:
             await asyncio.sleep(early_ms / 1000)
+            now_ms = self._now_ms()  # looked at again: event loops round sleeps to milliseconds, some of them down
         await self._dispatch(publications, settler)
 
     def _publication(self, delivery: Delivery, now_ms: int) -> tuple[Publication, int]:
@@ -58,12 +60,15 @@ class DueCarrier:
         try:
             envelope = edits.opened(Properties.parse(delivery.properties), delivery.body)
             inner = Properties.parse(envelope.parcel.properties)
+            if len(inner.raw) + edits.ROOM > names.max_properties:
+                raise edits.NoEnvelope(f"{len(inner.raw)} bytes of properties inside are too many to carry on")
             released = edits.released(inner, envelope.id, envelope.parcel.due_ms)
         except (edits.NoEnvelope, MalformedProperties, MalformedTable) as broken:
             reason = f"not a message of the cascade: {broken}"
             return to_refused(delivery, Refuse(reason), names, self._new_id()), now_ms
         due_ms = envelope.parcel.due_ms
         if due_ms - now_ms > MOMENT_MS:
-            seconds = seconds_until(due_ms, now_ms)
+            # One that is too far away for the whole cascade comes by here again.
+            seconds = min(seconds_until(due_ms, now_ms), MAX_SECONDS)
             return through_the_cascade(delivery, envelope.parcel, envelope.id, seconds, names), due_ms
         return to_target(delivery, envelope.parcel, envelope.id, released), due_ms

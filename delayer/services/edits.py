@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from delayer.core.delay import UnreadableDelay, read_delay_ms
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.plan import CONSULTED, DELAY, Ask
+from delayer.core.plan import CONSULTED, DELAY, LATEST_MS, SHORT_STRING, Ask
 from delayer.wire.properties import (
     MalformedProperties,
     MalformedTable,
@@ -54,6 +54,8 @@ _ROUTES: Final = frozenset({b"CC", b"BCC"})
 ROOM: Final = 2048
 """Bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
+ID_BYTES: Final = 32
+"""The longest id that we give: a UUID in hexadecimal."""
 
 
 def asked(delivery: Delivery, properties: Properties) -> Ask:
@@ -154,27 +156,36 @@ def enveloped(parcel: Parcel, id: bytes, held: str = "") -> bytes:
 
 
 def opened(properties: Properties, body: bytes) -> Envelope:
-    """The message inside a carrier. Raises NoEnvelope, MalformedTable."""
+    """The message inside a carrier. Raises NoEnvelope, MalformedTable.
+
+    Anybody can publish to the due queue, so nothing is believed that would not fit where it goes next.
+    """
     found = {field.name: field for field in properties.headers_items()}
 
-    def content(name: bytes) -> bytes:
+    def content(name: bytes, limit: int) -> bytes:
         if name not in found:
             raise NoEnvelope(f"header {name.decode()} is missing")
-        return found[name].content
+        value = found[name].content
+        if len(value) > limit:
+            raise NoEnvelope(f"header {name.decode()}: expected at most {limit} bytes, found {len(value)}")
+        return value
 
-    version = int.from_bytes(content(_ENVELOPE), "big")
+    version = int.from_bytes(content(_ENVELOPE, 8), "big")
     if version != FORMAT:
         raise NoEnvelope(f"expected envelope format {FORMAT}, found {version}")
+    due_ms = int.from_bytes(content(DUE, 8), "big", signed=True)
+    if not 0 <= due_ms <= LATEST_MS:
+        raise NoEnvelope(f"expected a due instant of 0 to {LATEST_MS}, found {due_ms}")
     parcel = Parcel(
-        int.from_bytes(content(DUE), "big", signed=True),
-        content(_ROUTE),
-        content(_EXCHANGE),
-        content(_ROUTING_KEY),
-        Target(content(_TO), content(_TO_KEY)),
-        content(_PROPERTIES),
+        due_ms,
+        content(_ROUTE, SHORT_STRING),
+        content(_EXCHANGE, SHORT_STRING),
+        content(_ROUTING_KEY, SHORT_STRING),
+        Target(content(_TO, SHORT_STRING), content(_TO_KEY, SHORT_STRING)),
+        content(_PROPERTIES, len(properties.raw)),
         body,
     )
-    return Envelope(content(ID), parcel)
+    return Envelope(content(ID, ID_BYTES), parcel)
 
 
 _REFUSED: Final = b"x-delayer-refused"

@@ -1,0 +1,262 @@
+"""Delays and instants: every awkward input in a table, and the laws beside them."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.delay import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, seconds_until, shown
+from delayer.core.values import Timestamp
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+MS = timedelta(milliseconds=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "delay_ms"),
+    [
+        (0, 0),
+        (1, 1),
+        (-1, -1),
+        (-(1 << 63), -(1 << 63)),
+        ((1 << 64) - 1, (1 << 64) - 1),
+        (0.0, 0),
+        (-0.0, 0),
+        (0.25, 1),
+        (-0.25, 0),
+        (-1.5, -1),
+        (999.0000001, 1000),
+        (5e-324, 1),
+        (1e30, 10**30 + 19884624838656),  # the float's exact value: rounding up never means rounding off
+        ("0", 0),
+        ("-0", 0),
+        ("-0.0", 0),
+        ("+5", 5),
+        ("-5", -5),
+        ("007", 7),
+        ("1500.000", 1500),
+        ("1500.0000000000000000000001", 1501),
+        ("9" * 30, 10**30 - 1),
+        (Decimal("1.2"), 2),
+        (Decimal(-3), -3),
+        (Decimal(1).scaleb(-255), 1),
+    ],
+    ids=repr,
+)
+def test_a_relative_delay_is_read(said: object, delay_ms: int) -> None:
+    assert read_delay_ms(said) == delay_ms
+
+
+NOT_A_NUMBER: list[object] = [
+    None,
+    True,
+    False,
+    b"1500",
+    b"",
+    "",
+    " 5",
+    "5 ",
+    "5\n",
+    "5_000",
+    "5,000",
+    "1e3",
+    "0x10",
+    ".5",
+    "5.",
+    "+",
+    "--5",
+    "٣",  # a digit, to str.isdigit() and to int()
+    "５",
+    "5s",
+    "NaN",
+    "inf",
+    "9" * 31,
+    "1." + "9" * 31,
+    math.nan,
+    math.inf,
+    -math.inf,
+    Decimal("NaN"),
+    Decimal("sNaN"),
+    Decimal("Infinity"),
+    Timestamp(5),
+    [5],
+    {"x": 5},
+    2020j,
+]
+
+
+@pytest.mark.parametrize("said", NOT_A_NUMBER, ids=repr)
+def test_a_relative_delay_is_unreadable(said: object) -> None:
+    with pytest.raises(
+        UnreadableDelay, match="expected milliseconds as an integer, a numeric string or a float, found"
+    ):
+        read_delay_ms(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "due_ms"),
+    [
+        (0, 0),
+        (-5, -5),
+        (1_700_000_000_123, 1_700_000_000_123),
+        (Timestamp(0), 0),
+        (Timestamp(1_700_000_000), 1_700_000_000_000),
+        (Timestamp((1 << 64) - 1), ((1 << 64) - 1) * 1000),
+        ("1970-01-01T00:00:00Z", 0),
+        ("1970-01-01t00:00:00z", 0),
+        ("1970-01-01 00:00:01Z", 1000),
+        ("1970-01-01T00:00:00+00:00", 0),
+        ("1970-01-01T00:00:00-00:00", 0),
+        ("1970-01-01T01:00:00+01:00", 0),
+        ("1969-12-31T23:59:00-00:01", 0),
+        ("1970-01-02T23:59:00+23:59", 86_400_000),
+        ("1969-12-31T23:59:59.999Z", -1),
+        ("1969-12-31T23:59:59.9991Z", 0),
+        ("1970-01-01T00:00:00.1Z", 100),
+        ("1970-01-01T00:00:00.12Z", 120),
+        ("1970-01-01T00:00:00.123Z", 123),
+        ("1970-01-01T00:00:00.1230Z", 123),
+        ("1970-01-01T00:00:00.1231Z", 124),
+        ("1970-01-01T00:00:00.12300Z", 123),
+        ("1970-01-01T00:00:00.123001Z", 124),
+        ("1970-01-01T00:00:00.1230001Z", 124),
+        ("1970-01-01T00:00:00.12300001Z", 124),
+        ("1970-01-01T00:00:00.123000001Z", 124),
+        ("1970-01-01T00:00:00.000000001Z", 1),
+        ("1970-01-01T00:00:00.9999Z", 1000),
+        ("2016-12-31T23:59:60Z", 1_483_228_800_000),  # a leap second is the first instant of the next minute
+        ("2016-12-31T23:59:60.5Z", 1_483_228_800_500),
+        ("2024-02-29T12:00:00Z", 1_709_208_000_000),
+        ("2000-02-29T00:00:00Z", 951_782_400_000),
+        ("0000-01-01T00:00:00Z", -62_167_219_200_000),
+        ("0000-02-29T00:00:00Z", -62_162_121_600_000),
+        ("9999-12-31T23:59:59.999Z", 253_402_300_799_999),
+        ("9999-12-31T23:59:59-23:59", 253_402_387_139_000),
+    ],
+    ids=repr,
+)
+def test_an_instant_is_read(said: object, due_ms: int) -> None:
+    assert read_instant_ms(said) == due_ms
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(one for one in NOT_A_NUMBER if not isinstance(one, Timestamp)),
+        "1700000000000",  # seconds or milliseconds?
+        "0",
+        1700000000.5,
+        Decimal(5),
+        "2024-01-01",
+        "2024-01-01T00:00:00",
+        "2024-01-01T00:00Z",
+        "20240101T000000Z",
+        "2024-1-1T00:00:00Z",
+        "2024-01-01T00:00:00.Z",
+        "2024-01-01T00:00:00,5Z",
+        "2024-01-01T00:00:00 Z",
+        "2024-01-01T00:00:00+0100",
+        "2024-01-01T00:00:00+01",
+        "2024-01-01T00:00:00+24:00",
+        "2024-01-01T00:00:00+00:60",
+        "2024-01-01T00:00:00Z\n",
+        " 2024-01-01T00:00:00Z",
+        "2024-01-01_00:00:00Z",
+        "2024-01-01T24:00:00Z",
+        "2024-01-01T00:60:00Z",
+        "2024-01-01T00:00:61Z",
+        "2024-00-01T00:00:00Z",
+        "2024-13-01T00:00:00Z",
+        "2024-01-00T00:00:00Z",
+        "2024-04-31T00:00:00Z",
+        "2023-02-29T00:00:00Z",
+        "1900-02-29T00:00:00Z",
+        "2024-02-30T00:00:00Z",
+        "-2024-01-01T00:00:00Z",
+        "+2024-01-01T00:00:00Z",
+        "99999-01-01T00:00:00Z",
+        "٢٠٢٤-01-01T00:00:00Z",
+        "2024-01-01T00:00:00.٣Z",
+        "2024-01-01T00:00:00." + "1" * 31 + "Z",
+    ],
+    ids=repr,
+)
+def test_an_instant_is_unreadable(said: object) -> None:
+    with pytest.raises(UnreadableDelay, match="expected an instant as integer epoch milliseconds"):
+        read_instant_ms(said)
+
+
+offsets = st.integers(-(23 * 60 + 59), 23 * 60 + 59).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+
+
+@given(st.datetimes(min_value=datetime(1, 1, 3), max_value=datetime(9999, 12, 29)), offsets)  # noqa: DTZ001
+def test_instants_are_what_datetime_says_rounded_up(naive: datetime, zone: timezone) -> None:
+    instant = naive.replace(tzinfo=zone)
+    assert read_instant_ms(instant.isoformat()) == -((EPOCH - instant) // MS)
+
+
+@given(st.integers(0, 9999), st.integers(1, 12), st.integers(1, 31))
+def test_days_that_do_not_exist_are_unreadable(year: int, month: int, day: int) -> None:
+    text = f"{year:04}-{month:02}-{day:02}T00:00:00Z"
+    # The calendar repeats after 400 years, and datetime knows no year 0.
+    try:
+        expected = (datetime(year or 400, month, day, tzinfo=UTC) - EPOCH) // MS - (0 if year else 146_097 * 86_400_000)
+    except ValueError:
+        with pytest.raises(UnreadableDelay):
+            read_instant_ms(text)
+    else:
+        assert read_instant_ms(text) == expected
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.decimals(allow_nan=False, allow_infinity=False, places=9))
+def test_rounding_goes_up_by_less_than_a_millisecond(said: float | Decimal) -> None:
+    assert 0 <= read_delay_ms(said) - Fraction(said) < 1
+
+
+@given(st.decimals(-(10**20), 10**20, places=12))
+def test_a_numeric_string_means_what_the_number_means(number: Decimal) -> None:
+    assert read_delay_ms(f"{number:f}") == math.ceil(number)
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "seconds"),
+    [(-(1 << 63), 0), (-1, 0), (0, 0), (1, 1), (999, 1), (1000, 1), (1001, 2), (268_435_455_000, 268_435_455)],
+)
+def test_seconds_until(wait_ms: int, seconds: int) -> None:
+    assert seconds_until(1_700_000_000_000 + wait_ms, 1_700_000_000_000) == seconds
+
+
+@given(st.integers(), st.integers())
+def test_whole_seconds_are_never_early_and_never_a_second_late(due_ms: int, now_ms: int) -> None:
+    seconds = seconds_until(due_ms, now_ms)
+    assert seconds >= 0
+    assert now_ms + seconds * 1000 >= due_ms
+    assert seconds == 0 or now_ms + seconds * 1000 < due_ms + 1000
+
+
+@given(st.one_of(st.none(), st.booleans(), st.text(), st.binary(), st.lists(st.text()), st.floats(), st.integers()))
+def test_what_is_shown_is_short_and_printable(value: object) -> None:
+    text = shown(value)
+    assert len(text) <= 60
+    assert text.isascii()
+    assert text.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "words"),
+    [
+        (0, "0 s"),
+        (59_999, "59.999 s"),
+        (60_000, "0:01:00"),
+        (315_360_000_000, "3650 days, 0:00:00"),
+        (10**30, f"{10**30 // 86_400_000} days"),
+    ],
+)
+def test_a_delay_in_words(milliseconds: int, words: str) -> None:
+    assert in_words(milliseconds) == words

@@ -1,0 +1,354 @@
+"""decide(): a row for every branch and for both sides of every boundary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.message import Target
+from delayer.core.plan import (
+    CONSULTED,
+    DEFAULT_FORMS,
+    DELAY_FORMS,
+    LATEST_MS,
+    Ask,
+    AtOnce,
+    Cancel,
+    Cascade,
+    Finish,
+    Mode,
+    Park,
+    Policy,
+    Refuse,
+    Route,
+    decide,
+)
+from delayer.core.values import Timestamp
+
+NOW = 1_800_000_000_000
+DAY = 86_400_000
+LONGEST = 268_435_455
+
+ORDERS = Route(b"orders.in", b"orders.out")
+MAIL = Route(b"mail.in", b"", finish=Finish.BROKER)
+FIXED = Route(b"fixed.in", b"", routing_key=b"mail.inbox", finish=Finish.BROKER, default_delay_ms=5000)
+STAMPED = Route(b"stamped.in", b"orders.out", delay_from=("timestamp", "x-delay"))
+OPEN = Route(b"open.in", b"orders.out", allow_exchanges=("shop.*", "r\udcffw"))
+STRAIGHT = Route(b"", b"orders.out")
+
+STORE = Policy(
+    Mode.STORE,
+    {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT)},
+    intake_queue=b"delays",
+    max_delay_ms=3650 * DAY,
+)
+NATIVE = replace(STORE, mode=Mode.NATIVE)
+NO_STORE = replace(NATIVE, has_store=False)
+MIXED = replace(STORE, park_beyond_ms=10_000)
+
+OUT = Target(b"orders.out", b"k")
+
+
+def ask(exchange: bytes = b"orders.in", routing_key: bytes = b"k", **more: Any) -> Ask:
+    """A message; ``says={"x-delay": 5}`` are its headers."""
+    headers = {name.encode(): value for name, value in more.pop("says", {}).items()}
+    return Ask(exchange, routing_key, headers, **more)
+
+
+def says(**headers: object) -> Ask:
+    """A message with these headers, underscores for hyphens."""
+    return ask(says={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def stamped(stamp: object, **headers: object) -> Ask:
+    """The same, with the broker's ``timestamp_in_ms``."""
+    said = {name.replace("_", "-"): value for name, value in headers.items()}
+    return ask(says=said | {"timestamp_in_ms": stamp})
+
+
+def in_ms(delay: int) -> int:
+    return NOW + delay
+
+
+@pytest.mark.parametrize(
+    ("asked", "due_ms"),
+    [
+        (says(), NOW),
+        (says(x_delay=1), in_ms(1)),
+        (says(x_delay="1500"), in_ms(1500)),
+        (says(x_delay=0.5), in_ms(1)),
+        (says(x_deliver_at=NOW + 7), in_ms(7)),
+        (says(x_deliver_at="2027-01-15T08:00:00.0001Z"), in_ms(1)),
+        (says(x_deliver_at=Timestamp(NOW // 1000 + 1)), in_ms(1000)),
+        (says(x_opt_delivery_delay=3), in_ms(3)),
+        (says(x_opt_delivery_time=NOW + 3), in_ms(3)),
+        # The order of a route is x-delay, x-deliver-at, x-opt-delivery-time, x-opt-delivery-delay.
+        (says(x_delay=1, x_deliver_at=NOW + 2, x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(1)),
+        (says(x_deliver_at=NOW + 2, x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(2)),
+        (says(x_opt_delivery_time=NOW + 3, x_opt_delivery_delay=4), in_ms(3)),
+        # The timestamp property counts only where a route asks for it; there it comes first.
+        (ask(timestamp=NOW // 1000 + 9), NOW),
+        (ask(b"stamped.in", timestamp=NOW // 1000 + 9, says={"x-delay": 4}), in_ms(9000)),
+        (ask(b"stamped.in", says={"x-delay": 4}), in_ms(4)),
+        (ask(b"stamped.in", says={"x-deliver-at": NOW + 4}), NOW),
+        (ask(b"fixed.in"), in_ms(5000)),
+        (ask(b"fixed.in", says={"x-delay": 7000}), in_ms(7000)),
+        (ask(b"fixed.in", says={"x-delay": 0}), NOW),
+        # Relative delays count from the broker's stamp, absolute ones do not.
+        (stamped(NOW - 400, x_delay=1000), in_ms(600)),
+        (stamped(NOW - 400, x_opt_delivery_delay=1000), in_ms(600)),
+        (stamped(NOW - 400, x_deliver_at=NOW + 9), in_ms(9)),
+        (stamped(NOW - 1000, x_delay=1000), NOW),
+        (stamped(NOW - 1001, x_delay=1000), in_ms(-1)),
+        (stamped(NOW + 400, x_delay=1000), in_ms(1400)),
+        (ask(b"fixed.in", says={"timestamp_in_ms": NOW - 400}), in_ms(4600)),
+        # A stamp that is no instant is none.
+        *(
+            (stamped(stamp, x_delay=1000), in_ms(1000))
+            for stamp in (0, -1, True, "1800000000000", 1.8e12, None, Timestamp(1_700_000_000))
+        ),
+        # A stamp from before the last due instant is that of an earlier arrival.
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 400), in_ms(1000)),
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 100), in_ms(1000)),
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(600)),
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due="junk"), in_ms(600)),
+        # Zero and less is at once; how much less does not matter, as long as it fits where it is written.
+        (says(x_delay=0), NOW),
+        (says(x_delay=-5), in_ms(-5)),
+        (says(x_delay=-NOW), 0),
+        (says(x_delay=-(1 << 63)), 0),
+        (says(x_delay="-" + "9" * 30), 0),
+        (says(x_delay=-1e300), 0),
+        (says(x_deliver_at=-(1 << 63)), 0),
+        (says(x_deliver_at="0000-01-01T00:00:00Z"), 0),
+    ],
+    ids=repr,
+)
+def test_when_a_message_is_due(asked: Ask, due_ms: int) -> None:
+    plan = decide(asked, STORE, NOW)
+    assert isinstance(plan, AtOnce if due_ms <= NOW else Park), plan
+    assert plan.due_ms == due_ms
+
+
+@pytest.mark.parametrize(
+    ("asked", "plan"),
+    [
+        (says(x_delay=5), Park(in_ms(5), OUT)),
+        (says(), AtOnce(NOW, OUT)),
+        # Where to: the route's exchange and key, else the message's own; headers win.
+        (ask(b"mail.in", b"inbox", says={"x-delay": 5}), Park(in_ms(5), Target(b"", b"inbox"))),
+        (ask(b"fixed.in", b"k"), Park(in_ms(5000), Target(b"", b"mail.inbox"))),
+        (ask(b"", b"delays", says={"x-delay": 5}), Park(in_ms(5), Target(b"orders.out", b"delays"))),
+        (says(x_delay_routing_key="other"), AtOnce(NOW, Target(b"orders.out", b"other"))),
+        (says(x_delay_routing_key=b"\xff"), AtOnce(NOW, Target(b"orders.out", b"\xff"))),
+        (says(x_delay_routing_key=""), AtOnce(NOW, Target(b"orders.out", b""))),
+        (says(x_delay_routing_key="r" * 255), AtOnce(NOW, Target(b"orders.out", b"r" * 255))),
+        (ask(b"fixed.in", says={"x-delay-routing-key": "other", "x-delay": 0}), AtOnce(NOW, Target(b"", b"other"))),
+        (ask(b"open.in", says={"x-delay-exchange": "shop.eu"}), AtOnce(NOW, Target(b"shop.eu", b"k"))),
+        (ask(b"open.in", says={"x-delay-exchange": b"r\xffw"}), AtOnce(NOW, Target(b"r\xffw", b"k"))),
+        (says(x_delay_exchange="orders.out"), AtOnce(NOW, OUT)),  # the route's own needs no leave
+        # 28 digits before the key are a cascade's, and go; anything else is the publisher's.
+        (ask(routing_key=b"0." * 28 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"a.b"))),
+        (ask(routing_key=b"0." * 29 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0.a.b"))),
+        (ask(routing_key=b"0." * 27 + b"a.b"), AtOnce(NOW, Target(b"orders.out", b"0." * 27 + b"a.b"))),
+        # Keys and cancels are the store's business, whatever the delay.
+        (says(x_delay=5, x_delay_key="o-1"), Park(in_ms(5), OUT, b"o-1")),
+        (says(x_delay_key=b"\x00"), Park(NOW, OUT, b"\x00")),
+        (says(x_delay=-5, x_delay_key="o-1"), Park(in_ms(-5), OUT, b"o-1")),
+        (says(x_delay=5, x_delay_key="k" * 255), Park(in_ms(5), OUT, b"k" * 255)),
+        (says(x_delay_cancel="o-1"), Cancel(b"o-1")),
+        (says(x_delay_cancel="o-1", x_delay_key="o-2", x_delay="junk"), Cancel(b"o-1")),
+        # The longest delay, and the end of time.
+        (says(x_delay=3650 * DAY), Park(in_ms(3650 * DAY), OUT)),
+        (says(x_deliver_at=in_ms(3650 * DAY)), Park(in_ms(3650 * DAY), OUT)),
+    ],
+    ids=repr,
+)
+def test_in_store_mode(asked: Ask, plan: object) -> None:
+    assert decide(asked, STORE, NOW) == plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy", "reason"),
+    [
+        (ask(b"else"), STORE, "no route for exchange 'else': expected one of '', 'fixed.in', 'mail.in'"),
+        (ask(b"\xff"), STORE, r"no route for exchange '\xff'"),
+        (says(x_delay="soon"), STORE, "x-delay: expected milliseconds as an integer, a numeric string or a float"),
+        (says(x_delay=float("nan")), STORE, "x-delay: expected milliseconds as an integer"),
+        (says(x_delay=True, x_deliver_at=NOW), STORE, "x-delay: expected"),  # does not fall through to the next form
+        (says(x_deliver_at="1800000000000"), STORE, "x-deliver-at: expected an instant"),
+        (says(x_opt_delivery_time="never"), STORE, "x-opt-delivery-time: expected an instant"),
+        (says(x_opt_delivery_delay=[]), STORE, "x-opt-delivery-delay: expected milliseconds"),
+        (says(x_delay=3650 * DAY + 1), STORE, "the delay is too long: expected at most 3650 days"),
+        (says(x_deliver_at=in_ms(3650 * DAY + 1)), STORE, "the delay is too long"),
+        (says(x_delay=1e300), STORE, "the delay is too long"),
+        (ask(b"stamped.in", timestamp=(1 << 64) - 1), STORE, "the delay is too long"),
+        (says(x_deliver_at=LATEST_MS + 1), replace(STORE, max_delay_ms=1 << 62), "the delay is too long"),
+        (says(x_delay_routing_key=5), STORE, "x-delay-routing-key: expected a string, found 5"),
+        (says(x_delay_routing_key="r" * 256), STORE, "x-delay-routing-key: expected at most 255 bytes, found 256"),
+        (says(x_delay_routing_key="ü" * 128), STORE, "x-delay-routing-key: expected at most 255 bytes, found 256"),
+        (says(x_delay_exchange="shop.eu"), STORE, "x-delay-exchange: exchange 'shop.eu' is forbidden on this route"),
+        (says(x_delay_exchange=""), STORE, "x-delay-exchange: exchange '' is forbidden"),
+        (ask(b"open.in", says={"x-delay-exchange": "Shop.eu"}), STORE, "exchange 'Shop.eu' is forbidden"),
+        (ask(b"open.in", says={"x-delay-exchange": None}), STORE, "x-delay-exchange: expected a string, found None"),
+        # Loops.
+        (ask(b"mail.in", b"delays"), STORE, "leads back into the intake queue"),
+        (ask(b"mail.in", says={"x-delay-routing-key": "delays"}), STORE, "leads back into the intake queue"),
+        (ask(b"open.in", says={"x-delay-exchange": "open.in"}), replace(
+            STORE, routes={b"open.in": replace(OPEN, allow_exchanges=("*",))}), "leads back into the intake queue"),
+        # Keys and cancels.
+        (says(x_delay_key=""), STORE, "x-delay-key: expected a key, found an empty string"),
+        (says(x_delay_key=5), STORE, "x-delay-key: expected a string"),
+        (says(x_delay_key="k" * 256), STORE, "x-delay-key: expected at most 255 bytes"),
+        (says(x_delay_cancel=None), STORE, "x-delay-cancel: expected a string"),
+        (says(x_delay_key="o-1"), NO_STORE, "x-delay-key: keys and cancels need a store, and none is configured"),
+        (says(x_delay_cancel="o-1"), NO_STORE, "x-delay-cancel: keys and cancels need a store"),
+        # The cascade's own limits.
+        (says(x_delay=LONGEST * 1000 + 1), NATIVE, "for the cascade: expected at most 268435455 s, found 268435456"),
+        (ask(b"mail.in", b"a" * 200, says={"x-delay": 1}), NATIVE, "expected 1 to 199 bytes, found 200"),
+        (ask(b"mail.in", b"", says={"x-delay": 1}), NATIVE, "expected 1 to 199 bytes, found 0"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_refused(asked: Ask, policy: Policy, reason: str) -> None:
+    plan = decide(asked, policy, NOW)
+    assert isinstance(plan, Refuse)
+    assert reason in plan.reason
+
+
+def cascade(seconds: int, due_ms: int, target: Target = OUT, finish: Finish = Finish.DAEMON) -> Cascade:
+    return Cascade(due_ms, seconds, target, finish)
+
+
+INBOX = Target(b"", b"inbox")
+
+
+@pytest.mark.parametrize(
+    ("asked", "plan"),
+    [
+        (says(x_delay=0), AtOnce(NOW, OUT)),
+        (says(x_delay=1), cascade(1, in_ms(1))),
+        (says(x_delay=1000), cascade(1, in_ms(1000))),
+        (says(x_delay=1001), cascade(2, in_ms(1001))),
+        (says(x_delay=(1 << 27) * 1000), cascade(1 << 27, in_ms((1 << 27) * 1000))),
+        (says(x_delay=LONGEST * 1000), cascade(LONGEST, in_ms(LONGEST * 1000))),
+        (says(x_delay=LONGEST * 1000 - 999), cascade(LONGEST, in_ms(LONGEST * 1000 - 999))),
+        (ask(b"mail.in", b"inbox", says={"x-delay": 1}), cascade(1, in_ms(1), INBOX, Finish.BROKER)),
+        (ask(b"mail.in", b"a" * 199, says={"x-delay": 1}),
+         cascade(1, in_ms(1), Target(b"", b"a" * 199), Finish.BROKER)),
+        (ask(b"mail.in", b"", says={"x-delay": 0}), AtOnce(NOW, Target(b"", b""))),
+        (ask(b"mail.in", b"a" * 200, says={"x-delay": 0}), AtOnce(NOW, Target(b"", b"a" * 200))),
+        # What would act in the cascade, and what no binding can name, the daemon finishes.
+        (ask(b"mail.in", b"inbox", says={"x-delay": 1}, acts_later=True), cascade(1, in_ms(1), INBOX)),
+        (ask(b"mail.in", b"a.*", says={"x-delay": 1}), cascade(1, in_ms(1), Target(b"", b"a.*"))),
+        (ask(b"mail.in", b"#", says={"x-delay": 1}), cascade(1, in_ms(1), Target(b"", b"#"))),
+        (ask(b"mail.in", b"\xff", says={"x-delay": 1}), cascade(1, in_ms(1), Target(b"", b"\xff"))),
+        # A queue that a header names on a route to an exchange; an exchange's key may be as long as it likes.
+        (ask(says={"x-delay": 1}, routing_key=b"k" * 255), cascade(1, in_ms(1), Target(b"orders.out", b"k" * 255))),
+        (says(x_delay=1, x_delay_key="o-1"), Park(in_ms(1), OUT, b"o-1")),
+        (says(x_delay_cancel="o-1"), Cancel(b"o-1")),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_in_native_mode(asked: Ask, plan: object) -> None:
+    assert decide(asked, NATIVE, NOW) == plan
+
+
+def test_a_route_to_the_default_exchange_that_the_daemon_finishes() -> None:
+    policy = replace(NATIVE, routes={b"mail.in": replace(MAIL, finish=Finish.DAEMON)})
+    asked = ask(b"mail.in", b"a" * 255, says={"x-delay": 1})
+    assert decide(asked, policy, NOW) == cascade(1, in_ms(1), Target(b"", b"a" * 255))
+
+
+def test_a_header_that_names_an_exchange_takes_the_finish_from_the_broker() -> None:
+    policy = replace(NATIVE, routes={b"mail.in": replace(MAIL, allow_exchanges=("*",))})
+    asked = ask(b"mail.in", b"inbox", says={"x-delay": 1, "x-delay-exchange": "shop"})
+    assert decide(asked, policy, NOW) == cascade(1, in_ms(1), Target(b"shop", b"inbox"))
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "plan"),
+    [
+        (0, AtOnce(NOW, OUT)),
+        (1, cascade(1, in_ms(1))),
+        (9_999, cascade(10, in_ms(9_999))),
+        (10_000, cascade(10, in_ms(10_000))),
+        (10_001, Park(in_ms(10_001), OUT)),
+        (LONGEST * 1000 + 1, Park(in_ms(LONGEST * 1000 + 1), OUT)),
+    ],
+)
+def test_up_to_park_beyond_the_cascade_is_taken(delay_ms: int, plan: object) -> None:
+    assert decide(says(x_delay=delay_ms), MIXED, NOW) == plan
+
+
+def test_with_a_store_no_delay_is_too_long_for_the_cascade() -> None:
+    policy = replace(STORE, park_beyond_ms=1 << 50)
+    assert decide(says(x_delay=LONGEST * 1000), policy, NOW) == cascade(LONGEST, in_ms(LONGEST * 1000))
+    assert decide(says(x_delay=LONGEST * 1000 + 1), policy, NOW) == Park(in_ms(LONGEST * 1000 + 1), OUT)
+
+
+numbers = st.integers(-(1 << 63), (1 << 64) - 1)
+# Around what matters, and anywhere.
+delays = (
+    st.integers(-5, 5) | st.integers(-2, 2).map(lambda n: n + LONGEST * 1000) | st.integers(0, 3650 * DAY) | numbers
+)
+values = st.one_of(
+    delays,
+    delays.map(lambda delay: NOW + delay),
+    numbers.map(abs).map(Timestamp),
+    st.floats(),
+    st.decimals(),
+    st.text(max_size=9),
+    st.text("0123456789.-+T:Z", max_size=12),
+    st.sampled_from([b"", b"key", b"k" * 255, b"k" * 256, "ü" * 128]),
+    st.none(),
+    st.booleans(),
+    st.lists(st.none()),
+)
+asks = st.builds(
+    Ask,
+    st.sampled_from([*STORE.routes, b"else", b"\xff"]),
+    st.sampled_from([b"", b"k", b"\xff", b"a.#", b"a" * 199, b"a" * 200, b"delays", b"0." * 28 + b"inbox"]),
+    st.dictionaries(st.sampled_from(sorted(CONSULTED)), values, max_size=4),
+    st.none() | st.integers(0, (1 << 64) - 1),
+    st.booleans(),
+)
+policies = st.builds(
+    replace,
+    st.sampled_from([STORE, NATIVE, NO_STORE]),
+    max_delay_ms=st.integers(0, 1 << 62),
+    park_beyond_ms=st.integers(0, 1 << 62),
+)
+
+
+@given(asks, policies, st.integers(0, LATEST_MS))
+def test_every_message_has_a_plan_that_can_be_carried_out(asked: Ask, policy: Policy, now_ms: int) -> None:
+    plan = decide(asked, policy, now_ms)
+    if isinstance(plan, Park | Cascade | AtOnce):
+        assert 0 <= plan.due_ms <= LATEST_MS
+        assert plan.due_ms - now_ms <= policy.max_delay_ms
+        assert max(map(len, plan.target)) <= 255
+    if isinstance(plan, Cascade):
+        assert 1 <= plan.seconds <= LONGEST
+        assert 0 <= plan.seconds * 1000 - (plan.due_ms - now_ms) < 1000  # never early, and not a second late
+    if isinstance(plan, AtOnce):
+        assert plan.due_ms <= now_ms
+    if isinstance(plan, Park):
+        assert policy.has_store
+    if isinstance(plan, Refuse):
+        assert plan.reason.isascii()
+        assert plan.reason.isprintable()
+
+
+@given(st.integers(0, 3650 * DAY), st.sampled_from(["x-delay", "x-opt-delivery-delay"]), policies)
+def test_never_earlier_than_asked(delay_ms: int, header: str, policy: Policy) -> None:
+    plan = decide(ask(says={header: delay_ms}), policy, NOW)
+    assert isinstance(plan, Refuse) or plan.due_ms == NOW + delay_ms  # type: ignore[union-attr]
+
+
+def test_the_names_of_the_forms_are_those_of_the_configuration() -> None:
+    assert set(DEFAULT_FORMS) | {"timestamp"} == set(DELAY_FORMS)
