@@ -58,10 +58,8 @@ class DueCarrier:
     def _publication(self, delivery: Delivery, now_ms: int) -> tuple[Publication, int]:
         names = self._names()
         try:
-            envelope = edits.opened(Properties.parse(delivery.properties), delivery.body)
+            envelope = edits.opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
             inner = Properties.parse(envelope.parcel.properties)
-            if len(inner.raw) + edits.ROOM > names.max_properties:
-                raise edits.NoEnvelope(f"{len(inner.raw)} bytes of properties inside are too many to carry on")
             released = edits.released(inner, envelope.id, envelope.parcel.due_ms)
         except (edits.NoEnvelope, MalformedProperties, MalformedTable) as broken:
             reason = f"not a message of the cascade: {broken}"

@@ -155,10 +155,11 @@ def enveloped(parcel: Parcel, id: bytes, held: str = "") -> bytes:
     return encode_headers(headers, delivery_mode=2)
 
 
-def opened(properties: Properties, body: bytes) -> Envelope:
+def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
     """The message inside a carrier. Raises NoEnvelope, MalformedTable.
 
-    Anybody can publish to the due queue, so nothing is believed that would not fit where it goes next.
+    Anybody can publish to the due queue, so nothing is believed that would not fit where it goes next: its destination,
+    the cascade once more, or the strays queue.
     """
     found = {field.name: field for field in properties.headers_items()}
 
@@ -182,7 +183,7 @@ def opened(properties: Properties, body: bytes) -> Envelope:
         content(_EXCHANGE, SHORT_STRING),
         content(_ROUTING_KEY, SHORT_STRING),
         Target(content(_TO, SHORT_STRING), content(_TO_KEY, SHORT_STRING)),
-        content(_PROPERTIES, len(properties.raw)),
+        content(_PROPERTIES, max_properties - ROOM),
         body,
     )
     return Envelope(content(ID, ID_BYTES), parcel)
