@@ -1,4 +1,6 @@
 -- Take the held rows of one lane whose time has come again. They stay where they are, locked, until they are settled.
+-- What somebody else has locked (a cancel, an operator who hurries them) is left for the next time: a claim that waited
+-- here would hold waiting rows meanwhile, and whoever locks many held rows in another order would meet it in a ring.
 --
 -- $1 lane, $2 rows, $3 bytes.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
@@ -19,4 +21,4 @@ WHERE h.id IN (
     WHERE before < $3
 )
 ORDER BY h.id
-FOR UPDATE
+FOR UPDATE SKIP LOCKED

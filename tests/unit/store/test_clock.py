@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.store.clock import DRIFT, Sample, StoreClock, better, bounds
@@ -28,6 +28,7 @@ def truth(at: float, rate: float) -> float:
     return OFFSET_MS + at * (1 + rate) * 1000
 
 
+@settings(deadline=None)
 @given(rates, st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=20), seconds)
 def test_the_truth_is_within_the_bounds(rate: float, rounds: list[tuple[float, float, float]], later: float) -> None:
     local = Local()
@@ -44,6 +45,7 @@ def test_the_truth_is_within_the_bounds(rate: float, rounds: list[tuple[float, f
     assert clock.steps == 0
 
 
+@settings(deadline=None)
 @given(rates, seconds, seconds, st.integers(0, 5000))
 def test_who_sleeps_as_long_as_told_wakes_when_it_is_due(rate: float, out: float, back: float, ahead: int) -> None:
     local = Local()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.core.message import Due, Parcel, Target
@@ -79,6 +79,7 @@ def test_a_format_of_the_future_is_not_sound() -> None:
 pieces = st.binary(max_size=6)
 
 
+@settings(deadline=None)
 @given(st.tuples(pieces, pieces, pieces, pieces), st.tuples(pieces, pieces, pieces, pieces))
 def test_bytes_do_not_move_between_columns_unnoticed(
     one: tuple[bytes, bytes, bytes, bytes], two: tuple[bytes, bytes, bytes, bytes]
@@ -87,6 +88,7 @@ def test_bytes_do_not_move_between_columns_unnoticed(
         assert envelope.checksum(*one) != envelope.checksum(*two)
 
 
+@settings(deadline=None)
 @given(pieces, pieces, pieces, pieces)
 def test_a_message_reads_as_it_was_written(exchange: bytes, key: bytes, properties: bytes, body: bytes) -> None:
     parcel = Parcel(5, b"r", exchange, key, Target(key, exchange), properties, body)
