@@ -47,7 +47,8 @@ async def cut(url: str, application: str) -> None:
 
 async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane]:
-        await one.park(lane, [parcel(one.now_ms() - n, b"%d" % n) for n in range(3)], [])
+        now = one.now_ms()
+        await one.park(lane, [parcel(now - n, b"%d" % n) for n in range(3)], [])
         rows = await lane.claim(2, ROOM)
         sleeping = asyncio.create_task(lane.wait(50.0))
         await cut(database, f"delayer lane {lane.number}")
