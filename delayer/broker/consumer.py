@@ -30,14 +30,18 @@ counts messages, and five thousand of 1 MB would be five gigabytes."""
 class RelayConsumer:
     """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another."""
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, *, batch_bytes: int = BATCH_BYTES, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._relay = relay
+        self._batch_bytes = batch_bytes
+        self._buffer_bytes = buffer_bytes
 
     async def subscribe(self, queue: str, prefetch: int) -> RelaySubscription:
         """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
         connection = await self._relay.connection(CONNECT)
         channel = await connection.channel()
-        subscription = RelaySubscription(connection, channel, queue)
+        subscription = RelaySubscription(
+            connection, channel, queue, batch_bytes=self._batch_bytes, buffer_bytes=self._buffer_bytes
+        )
         await channel.qos(prefetch)
         await subscription.begin()
         return subscription
@@ -46,15 +50,20 @@ class RelayConsumer:
 class RelaySubscription:
     """Satisfies ports.Subscription."""
 
-    def __init__(self, connection: Connection, channel: Channel, queue: str) -> None:
+    def __init__(
+        self, connection: Connection, channel: Channel, queue: str, *, batch_bytes: int, buffer_bytes: int
+    ) -> None:
         self._connection = connection
         self._channel = channel
         self._queue = queue
+        self._batch_bytes = batch_bytes
+        self._buffer_bytes = buffer_bytes
         self._consumer_tag: str | None = None
         self._buffer: deque[Delivery] = deque()
         self._bytes = 0
         self._paused = False
         self._cancelled = False
+        self._stopped = False
         self._arrived = asyncio.Event()
         # Also wakes a waiting next_batch when the channel ends.
         channel.closed.add_done_callback(lambda _: self._arrived.set())
@@ -72,7 +81,7 @@ class RelaySubscription:
                 await asyncio.wait_for(self._arrived.wait(), IDLE)
             except TimeoutError:
                 return []
-        if len(self._buffer) < limit and self._bytes < BATCH_BYTES:
+        if len(self._buffer) < limit and self._bytes < self._batch_bytes:
             await asyncio.sleep(gather)
         self._raise_if_lost()
         return self._take(limit)
@@ -84,20 +93,28 @@ class RelaySubscription:
 
     async def stop_deliveries(self) -> None:
         """See ports.Subscription."""
-        self._resume()  # or the broker's answer would never be read
+        self._stop()
         if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():
             await self._channel.cancel(self._consumer_tag)
 
     async def close(self) -> None:
         """See ports.Subscription."""
-        self._buffer.clear()
-        self._resume()
+        self._stop()
         await self._channel.close()
 
+    def _stop(self) -> None:
+        """Nobody takes a batch any more: keep nothing, and read on, or the broker's answers would never be seen."""
+        self._stopped = True
+        self._buffer.clear()
+        self._bytes = 0
+        self._resume()
+
     def _on_delivery(self, delivery: Delivery) -> None:
+        if self._stopped:
+            return  # it returns to its queue when the channel closes
         self._buffer.append(delivery)
         self._bytes += len(delivery.body) + len(delivery.properties)
-        if self._bytes > BUFFER_BYTES and not self._paused:
+        if self._bytes > self._buffer_bytes and not self._paused:
             self._paused = True
             self._connection.pause_reading()
         self._arrived.set()
@@ -117,12 +134,12 @@ class RelaySubscription:
     def _take(self, limit: int) -> list[Delivery]:
         batch: list[Delivery] = []
         taken = 0
-        while self._buffer and len(batch) < limit and taken < BATCH_BYTES:
+        while self._buffer and len(batch) < limit and taken < self._batch_bytes:
             delivery = self._buffer.popleft()
             taken += len(delivery.body) + len(delivery.properties)
             batch.append(delivery)
         self._bytes -= taken
-        if self._bytes < BUFFER_BYTES // 2:
+        if self._bytes < self._buffer_bytes // 2:
             self._resume()
         return batch
 

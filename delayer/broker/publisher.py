@@ -1,18 +1,21 @@
 """The publishing side of the relay: confirmed, mandatory, and exact about which message the broker objects to.
 
 A publish to an exchange that is missing, internal or closed to us makes the broker close the channel, which leaves
-every unconfirmed publish on it in doubt. So an exchange is first tried with one message alone, on a channel of its own;
-only when the broker took that one or returned it does the rest of a batch follow, on the channel that they share.
+every unconfirmed publish on it in doubt. So an exchange is first tried with one message alone, on a channel beside the
+shared one; only when the broker took that one or returned it does the rest of a batch follow, all on the shared one.
 
 Should the broker close the shared channel all the same (the exchange was deleted meanwhile; topic permissions depend
 on the key), then as many messages as were in doubt are next published one at a time, each waiting for its own confirm,
 until the one that closes the channel is known. Slow, rare, and nobody is stopped for good.
+
+A returned message is known by its token. Copies of one message (repeated after a fault, on their way through the
+cascade or on their way here) share theirs; so only one of them at a time goes over the shared channel.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import structlog
@@ -32,6 +35,10 @@ OVERHEAD: Final = 8 + 12
 """Bytes of a content-header frame around the properties: type, channel, size and end; class, weight and body size."""
 MAX_PROPERTIES: Final = 131_072 - OVERHEAD
 """What fits RabbitMQ's default frame; assumed before the first connection."""
+MARGIN: Final = 0.5
+"""Seconds after the confirm timeout in which whatever else hangs, such as the opening of a channel, is given up."""
+NOT_FOUND: Final = 404
+ACCESS_REFUSED: Final = 403
 REMEMBERED: Final = 10_000
 """Exchanges known to take publishes. Beyond that many distinct ones, forgetting costs a round trip each."""
 
@@ -45,6 +52,7 @@ class RelayPublisher:
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._tried: set[bytes] = set()
+        self._tokens: set[bytes] = set()  # in flight on the shared channel
         self._careful = 0
         self._max_properties = MAX_PROPERTIES
 
@@ -63,17 +71,31 @@ class RelayPublisher:
         return self._max_properties
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        """See ports.Publisher. Nothing is published while the broker blocks us: then BrokerLost, after a while."""
+        """See ports.Publisher. Nothing is published while the broker blocks us.
+
+        Raises BrokerLost when not everything is confirmed ``confirm_timeout`` seconds after the call.
+        """
         if not batch:
             return []
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        try:
+            async with asyncio.timeout_at(deadline + MARGIN):
+                return await self._publish(batch, deadline)
+        except TimeoutError as late:
+            raise BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s") from late
+
+    async def _publish(self, batch: Sequence[Outgoing], deadline: float) -> list[Outcome]:
         connection = await self._usable()
-        if self._careful > 0:
-            self._careful -= min(self._careful, len(batch))
-            return [(await self._alone(connection, message))[0] for message in batch]
-        outcomes = await self._try_exchanges(connection, batch)
-        rest = [index for index in range(len(batch)) if index not in outcomes]
-        shared = await self._together(connection, [batch[index] for index in rest])
-        outcomes.update(zip(rest, shared, strict=True))
+        careful, self._careful = self._careful > 0, max(0, self._careful - len(batch))
+        alone: Iterable[int] = range(len(batch)) if careful else self._untried(batch)
+        outcomes = await self._one_by_one(connection, batch, alone, deadline)
+        together, apart = self._reserve(batch, (index for index in range(len(batch)) if index not in outcomes))
+        try:
+            shared = await self._together(connection, [batch[index] for index in together], deadline)
+        finally:
+            self._tokens.difference_update(batch[index].token for index in together)
+        outcomes.update(zip(together, shared, strict=True))
+        outcomes |= await self._one_by_one(connection, batch, apart, deadline)
         return [outcomes[index] for index in range(len(batch))]
 
     async def _usable(self) -> Connection:
@@ -84,47 +106,54 @@ class RelayPublisher:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
         return connection
 
-    async def _try_exchanges(self, connection: Connection, batch: Sequence[Outgoing]) -> dict[int, Outcome]:
-        """Outcomes by index: of the first message to each exchange that was never tried, and of every message to one
-        that turns out to be closed to us."""
+    def _untried(self, batch: Sequence[Outgoing]) -> Iterator[int]:
+        """Messages to exchanges that nothing is known of, looked at one after another: a success makes one known."""
+        return (index for index, message in enumerate(batch) if message.exchange not in self._tried)
+
+    def _reserve(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Note the tokens that go over the shared channel now. Returns their messages, and those that must not go with
+        them, because their token is there already."""
+        together: list[int] = []
+        apart: list[int] = []
+        for index in indexes:
+            token = batch[index].token
+            (apart if token in self._tokens else together).append(index)
+            self._tokens.add(token)
+        return together, apart
+
+    async def _one_by_one(
+        self, connection: Connection, batch: Sequence[Outgoing], indexes: Iterable[int], deadline: float
+    ) -> dict[int, Outcome]:
+        """Outcomes by index. What the broker says of an exchange holds for the rest of the batch."""
         outcomes: dict[int, Outcome] = {}
-        closed: dict[bytes, Outcome] = {}
-        for index, message in enumerate(batch):
-            exchange = message.exchange
-            if exchange in self._tried:
-                continue
-            if exchange in closed:
-                outcomes[index] = closed[exchange]
-                continue
-            outcomes[index], survived = await self._alone(connection, message)
-            if survived:
-                if len(self._tried) >= REMEMBERED:
-                    self._tried.clear()
-                self._tried.add(exchange)
-            else:
-                closed[exchange] = outcomes[index]
+        closed: dict[bytes, Returned] = {}
+        probe = _Probe(connection, deadline)
+        try:
+            for index in indexes:
+                exchange = batch[index].exchange
+                if exchange in closed:
+                    outcomes[index] = closed[exchange]
+                    continue
+                outcomes[index], objection = await probe.publish(batch[index])
+                if objection is None:
+                    self._remember(exchange)
+                elif _concerns_exchange(objection):
+                    closed[exchange] = objection
+        finally:
+            await probe.close()
         return outcomes
 
-    async def _alone(self, connection: Connection, message: Outgoing) -> tuple[Outcome, bool]:
-        """Publish one message on a channel of its own. Whether the channel survived it comes back with the outcome; a
-        channel that the broker closed is its objection to this message, and to no other."""
-        channel = await connection.channel()
-        try:
-            await channel.confirm_select()
-            outcomes = await channel.publish([message], timeout=self._timeout)
-        except ConfirmTimeout:
-            raise
-        except ChannelClosed as closed:
-            return Returned(closed.code, closed.text), False
-        await channel.close()
-        return outcomes[0], True
+    def _remember(self, exchange: bytes) -> None:
+        if len(self._tried) >= REMEMBERED:
+            self._tried.clear()
+        self._tried.add(exchange)
 
-    async def _together(self, connection: Connection, batch: Sequence[Outgoing]) -> list[Outcome]:
+    async def _together(self, connection: Connection, batch: Sequence[Outgoing], deadline: float) -> list[Outcome]:
         if not batch:
             return []
         channel = await self._shared(connection)
         try:
-            return await channel.publish(batch, timeout=self._timeout)
+            return await channel.publish(batch, timeout=_left(deadline))
         except ConfirmTimeout:
             raise
         except ChannelClosed as closed:
@@ -136,7 +165,47 @@ class RelayPublisher:
     async def _shared(self, connection: Connection) -> Channel:
         async with self._opening:
             if self._channel is None or self._channel.closed.done():
-                channel = await connection.channel()
-                await channel.confirm_select()
-                self._channel = channel
+                self._channel = await _confirming(connection)
             return self._channel
+
+
+class _Probe:
+    """Publishes one message at a time, on a channel that is opened again whenever the broker closed it: then its
+    objection is to that message, and to no other."""
+
+    def __init__(self, connection: Connection, deadline: float) -> None:
+        self._connection = connection
+        self._deadline = deadline
+        self._channel: Channel | None = None
+
+    async def publish(self, message: Outgoing) -> tuple[Outcome, Returned | None]:
+        """The outcome, and again if it is the broker's objection and not an answer of its queues."""
+        if self._channel is None:
+            self._channel = await _confirming(self._connection)
+        try:
+            return (await self._channel.publish([message], timeout=_left(self._deadline)))[0], None
+        except ConfirmTimeout:
+            raise
+        except ChannelClosed as closed:
+            self._channel = None
+            objection = Returned(closed.code, closed.text)
+            return objection, objection
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+
+def _concerns_exchange(objection: Returned) -> bool:
+    """Missing, internal, or closed to this user; not if it is about this message or its key (topic permissions)."""
+    return objection.code == NOT_FOUND or (objection.code == ACCESS_REFUSED and "topic '" not in objection.text)
+
+
+async def _confirming(connection: Connection) -> Channel:
+    channel = await connection.channel()
+    await channel.confirm_select()
+    return channel
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - asyncio.get_running_loop().time())

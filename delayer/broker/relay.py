@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from typing import Final
 
 import structlog
 
@@ -13,6 +15,9 @@ from delayer.wire.address import Address
 from delayer.wire.connection import Connection
 
 log = structlog.get_logger(__name__)
+
+SETTLED: Final = 5.0
+"""Seconds after which a connection counts as a success, so that the next one is tried at once."""
 
 
 class Relay:
@@ -38,7 +43,12 @@ class Relay:
             self._keeper = asyncio.create_task(self._keep(), name=f"keep {self._name}")
 
     async def connection(self, timeout: float) -> Connection:
-        """The open connection. Raises BrokerLost if there is none after ``timeout`` seconds."""
+        """The open connection. Raises BrokerLost if there is none after ``timeout`` seconds.
+
+        Raises also what ended the keeper, if anything did: without it there would never be a connection again.
+        """
+        if self._keeper is not None and self._keeper.done():
+            self._keeper.result()
         try:
             await asyncio.wait_for(self._connected.wait(), timeout)
         except TimeoutError as late:
@@ -71,11 +81,17 @@ class Relay:
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
                 continue
-            failures = 0
             log.info("broker connected", connection=self._name, broker=str(self._address))
+            began = time.monotonic()
             self._connection = connection
             self._connected.set()
             reason = await asyncio.shield(connection.closed)
             self._connected.clear()
             self._connection = None
             log.warning("broker connection lost", connection=self._name, reason=str(reason))
+            if time.monotonic() - began > SETTLED:
+                failures = 0
+            else:
+                # Let in and thrown out again: as good as not let in.
+                await asyncio.sleep(pause(failures, random.random()))
+                failures += 1

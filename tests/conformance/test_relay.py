@@ -1,0 +1,201 @@
+"""The publisher's and the consumer's port, over a real broker behind a proxy; and what only the relay promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from urllib.parse import quote
+
+import aio_pika
+import pytest
+
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.core.message import CONFIRMED
+from delayer.wire.address import Address
+from tests.conformance.broker_contract import BOUND, GATHER, BrokerContract, World, bodies, message, take
+from tests.rig.proxy import Proxy
+from tests.rig.servers import RabbitMQ
+
+USER = "relay-test"
+
+
+class AdminHand:
+    """An operator, with aio-pika and the management API."""
+
+    def __init__(self, broker: RabbitMQ, vhost: str, channel: aio_pika.abc.AbstractChannel) -> None:
+        self._broker = broker
+        self._vhost = vhost
+        self._channel = channel
+
+    async def queue(self, name: str, arguments: Mapping[str, int | str] | None = None) -> None:
+        await self._channel.declare_queue(name, durable=True, arguments=dict(arguments or {}))
+
+    async def exchange(self, name: str, *, kind: str = "direct", internal: bool = False) -> None:
+        await self._channel.declare_exchange(name, kind, durable=True, internal=internal)
+
+    async def bind(self, queue: str, exchange: str, key: str) -> None:
+        bound = await self._channel.get_queue(queue, ensure=False)
+        await bound.bind(exchange, key)
+
+    async def delete_exchange(self, name: str) -> None:
+        await self._channel.exchange_delete(name)
+
+    async def delete_queue(self, name: str) -> None:
+        await self._channel.queue_delete(name)
+
+    async def drain(self, queue: str) -> list[bytes]:
+        found = await self._channel.get_queue(queue, ensure=False)
+        taken = []
+        while (one := await found.get(no_ack=True, fail=False)) is not None:
+            taken.append(one.body)
+        return taken
+
+    async def forbid(self, *, write: str = ".*", topic: tuple[str, str] | None = None) -> None:
+        at = f"{quote(self._vhost, safe='')}/{USER}"
+        permissions = {"configure": ".*", "write": write, "read": ".*"}
+        await asyncio.to_thread(self._broker.api, "PUT", f"/api/permissions/{at}", permissions)
+        if topic is not None:
+            rule = {"exchange": topic[0], "write": topic[1], "read": ".*"}
+            await asyncio.to_thread(self._broker.api, "PUT", f"/api/topic-permissions/{at}", rule)
+
+    async def alarm(self, on: bool) -> None:
+        await asyncio.to_thread(self._broker.ctl, "set_vm_memory_high_watermark", "0.0000001" if on else "0.4")
+
+
+@asynccontextmanager
+async def relay_to(address: Address) -> AsyncIterator[Relay]:
+    relay = Relay(address, "relay test", heartbeat=20, timeout=BOUND)
+    relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+class TestRelay(BrokerContract):
+    @pytest.fixture
+    def place(self, rabbitmq: RabbitMQ, vhost: str) -> str:
+        self._broker = rabbitmq
+        self._vhost = Address.parse(vhost).vhost
+        rabbitmq.add_user(USER, "secret", vhost=self._vhost, configure=".*", write=".*", read=".*")
+        return vhost
+
+    @asynccontextmanager
+    async def world(self, place: str) -> AsyncIterator[World]:
+        async with (
+            Proxy(self._broker.port) as proxy,
+            await aio_pika.connect(place) as connection,
+            await connection.channel() as channel,
+        ):
+            url = self._broker.url(self._vhost, port=proxy.port, user=f"{USER}:secret")
+            address = Address.parse(url)
+            async with relay_to(address) as publishing, relay_to(address) as consuming:
+                await asyncio.gather(publishing.connection(30), consuming.connection(30))
+                yield World(
+                    RelayPublisher(publishing, confirm_timeout=BOUND),
+                    RelayConsumer(consuming),
+                    AdminHand(self._broker, self._vhost, channel),
+                    proxy,
+                )
+
+    async def test_a_buffer_is_bounded_by_bytes(self, place: str) -> None:
+        """The socket is left alone while the buffer is full; in the end everything has come."""
+        size, count, bound = 1 << 18, 64, 1 << 20
+        async with self.world(place) as world:
+            await world.hand.queue("q")
+            for n in range(count):
+                assert await world.publisher.publish([message(n, "q", body=bytes((n,)) * size)]) == [CONFIRMED]
+            async with relay_to(Address.parse(place)) as relay:
+                connection = await relay.connection(30)
+                consumer = RelayConsumer(relay, batch_bytes=bound // 2, buffer_bytes=bound)
+                subscription = await consumer.subscribe("q", count)
+                found = []
+                most = 0
+                while len(found) < count:
+                    batch = await subscription.next_batch(count, GATHER)
+                    assert sum(len(one.body) for one in batch) <= bound // 2 + size
+                    most = max(most, subscription._bytes)
+                    found += batch
+                assert bodies(found) == [bytes((n,)) * size for n in range(count)]
+                assert most <= bound + 2 * size  # one read of the socket beyond the bound
+                assert connection._pulse.reading
+                subscription.ack(found[-1].tag, multiple=True)
+                await subscription.close()
+            assert await world.hand.drain("q") == []
+
+    async def test_stopping_with_a_full_buffer(self, place: str) -> None:
+        """Nothing more is kept, the broker's answer is heard, and all of it is given back."""
+        async with self.world(place) as world:
+            await world.hand.queue("q")
+            for n in range(32):
+                await world.publisher.publish([message(n, "q", body=b"%d" % n + bytes(1 << 17))])
+            async with relay_to(Address.parse(place)) as relay:
+                connection = await relay.connection(30)
+                subscription = await RelayConsumer(relay, buffer_bytes=1 << 18).subscribe("q", 32)
+                first = await subscription.next_batch(1, GATHER)
+                while connection._pulse.reading:
+                    await asyncio.wait_for(subscription._arrived.wait(), 10)
+                    subscription._arrived.clear()
+                await subscription.stop_deliveries()
+                assert connection._pulse.reading
+                assert subscription._bytes == 0
+                subscription.ack(first[0].tag, multiple=False)
+                await subscription.close()
+            left = await world.hand.drain("q")
+            assert sorted(int(body.rstrip(b"\0")) for body in left) == list(range(1, 32))
+
+    async def test_two_queues_on_two_relays_do_not_hold_each_other_up(self, place: str) -> None:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as other:
+            await world.hand.queue("large")
+            await world.hand.queue("small")
+            for n in range(8):
+                await world.publisher.publish([message(n, "large", body=bytes(1 << 18))])
+            await world.publisher.publish([message(n, "small") for n in range(100)])
+            await other.connection(30)
+            large = await RelayConsumer(other, buffer_bytes=1 << 18).subscribe("large", 100)
+            small = await world.consumer.subscribe("small", 100)
+            assert len(await take(small, 100)) == 100
+            assert isinstance(large, RelaySubscription)
+            await asyncio.gather(large.close(), small.close())
+
+
+async def test_a_relay_that_was_never_started_is_closed() -> None:
+    relay = Relay(Address.parse("amqp://localhost/"), "relay test", heartbeat=20)
+    with pytest.raises(BrokerLost, match="no connection to amqp://guest@localhost"):
+        await relay.connection(0.01)
+    await relay.close()
+    await relay.close()
+
+
+async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only losses are waited out. Anything else would leave us without a connection for ever, and nobody told."""
+    monkeypatch.setattr("delayer.broker.relay.Connection.open", _broken)
+    async with relay_to(Address.parse("amqp://localhost/")) as relay:
+        with pytest.raises(BrokerLost):
+            await relay.connection(0.05)
+        with pytest.raises(ZeroDivisionError):
+            await relay.connection(0.05)
+
+
+async def _broken(*_: object, **__: object) -> None:
+    raise ZeroDivisionError
+
+
+async def test_a_broker_that_throws_us_out_is_not_asked_without_a_pause(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Connections that end as soon as they stand are paused after, longer each time."""
+    async with Proxy(rabbitmq.port) as proxy:
+        address = Address.parse(rabbitmq.url(Address.parse(vhost).vhost, port=proxy.port))
+        async with relay_to(address) as relay:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            for _ in range(4):
+                connection = await relay.connection(10)
+                proxy.cut()
+                await asyncio.wait({connection.closed})
+                await asyncio.sleep(0)
+            await relay.connection(10)
+            assert loop.time() - began >= 0.1 + 0.2 + 0.4 + 0.8
