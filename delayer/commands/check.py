@@ -12,7 +12,7 @@ from delayer.broker.errors import BrokerRefused
 from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, quoted, request_of
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings, duration_text
-from delayer.store import upgrades
+from delayer.store import schema
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of, topology_of, uses_cascade
 
@@ -115,7 +115,7 @@ async def _store(settings: Settings) -> list[Row]:
         longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
         return [Row("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")]
     try:
-        found, needed = await upgrades.current(url), await upgrades.head()
+        found, needed = await schema.current(url), schema.HEAD
     except StoreLost as lost:
         return [Row("store", "out of reach", str(lost), "check store.url, and that Postgres runs")]
     except BadStoreUrl as bad:

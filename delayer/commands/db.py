@@ -8,7 +8,7 @@ import click
 
 from delayer.commands.common import FOUND, Misused, Request, note, print_json
 from delayer.settings import Settings
-from delayer.store import upgrades
+from delayer.store import schema
 
 
 def store_url(settings: Settings) -> str:
@@ -34,9 +34,11 @@ def upgrade(request: Request) -> None:
     url = store_url(request.settings())
 
     async def work() -> tuple[str | None, str | None]:
-        before = await upgrades.current(url)
+        from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
+
+        before = await schema.current(url)
         await upgrades.upgrade(url)
-        return before, await upgrades.current(url)
+        return before, await schema.current(url)
 
     before, after = asyncio.run(work())
     if before == after:
@@ -54,7 +56,7 @@ def current(context: click.Context, as_json: bool) -> None:
     url = store_url(context.find_object(Request).settings())  # type: ignore[union-attr]
 
     async def work() -> tuple[str | None, str]:
-        return await upgrades.current(url), await upgrades.head()
+        return await schema.current(url), schema.HEAD
 
     found, needed = asyncio.run(work())
     if as_json:

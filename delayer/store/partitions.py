@@ -14,7 +14,7 @@ import asyncpg
 import structlog
 
 from delayer.store.errors import describe
-from delayer.store.tables import CHURN_OPTIONS
+from delayer.store.schema import CHURN_OPTIONS
 
 log = structlog.get_logger()
 

@@ -14,7 +14,7 @@ import asyncpg
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.faultpoint import reach
-from delayer.store import parking, partitions, session, upgrades
+from delayer.store import parking, partitions, schema, session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
@@ -61,7 +61,7 @@ class PostgresStore:
         try:
             with translated("connect"):
                 async with pool.acquire() as connection:
-                    await upgrades.check(connection)
+                    await schema.check(connection)
                     await session.sample(connection, clock)
                     days = Days(await partitions.existing(connection))
         except BaseException:

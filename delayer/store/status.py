@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import asyncpg
 
-from delayer.store import partitions, session, statements, upgrades
+from delayer.store import partitions, schema, session, statements
 from delayer.store.errors import translated
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
@@ -84,7 +84,7 @@ async def overview(url: str) -> StoreOverview:
 
 
 async def _overview(connection: asyncpg.Connection) -> StoreOverview:
-    found, expected = await upgrades.current_of(connection), await upgrades.head()
+    found, expected = await schema.current_of(connection), schema.HEAD
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     if found != expected:
         return StoreOverview(found, expected, now_ms, ())

@@ -32,8 +32,8 @@ from sqlalchemy import (
     text,
 )
 
-# Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
-CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
+from delayer.store.schema import CHURN_OPTIONS
+
 COUNT_OPTIONS = {
     "fillfactor": 10,
     "autovacuum_vacuum_scale_factor": 0,

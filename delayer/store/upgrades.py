@@ -1,4 +1,4 @@
-"""Schema upgrades: where the store stands, and how it gets to where this program needs it.
+"""Schema upgrades: how a store gets to where this program needs it; schema.py says where it stands.
 
 One at a time in a process, as Alembic keeps its environment in module globals; processes take turns by a lock.
 They ship with the package (delayer/store/migrations in the wheel); in a checkout they are in migrations/ at its root.
@@ -6,7 +6,6 @@ They ship with the package (delayer/store/migrations in the wheel); in a checkou
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +20,12 @@ from sqlalchemy.pool import NullPool
 
 from delayer.core.errors import StoreLost
 from delayer.store import session, tables
-from delayer.store.errors import SchemaOutdated, describe, translated
+from delayer.store.errors import describe, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy import Connection
-
-VERSION_TABLE = "delayer_schema_version"
 
 
 def _config() -> Config:
@@ -39,52 +36,10 @@ def _config() -> Config:
     return config
 
 
-@cache
-def _scripts() -> ScriptDirectory:
-    return ScriptDirectory.from_config(_config())
-
-
-async def head() -> str:
-    """The revision that this program works with."""
-    return _head()
-
-
-def _head() -> str:
-    revision = _scripts().get_current_head()
-    if revision is None:
-        raise RuntimeError("the package has no schema upgrades in it")
-    return revision
-
-
-async def current(url: str) -> str | None:
-    """The revision of the store; None if it has no schema of ours. Raises StoreLost, BadStoreUrl."""
-    connection = await session.connect(url, "delayer schema")
-    try:
-        with translated("read the schema's version"):
-            return await current_of(connection)
-    finally:
-        await session.close(connection)
-
-
-async def current_of(connection: asyncpg.Connection) -> str | None:
-    """The revision of the store behind ``connection``. Raises the driver's errors."""
-    if not await connection.fetchval("SELECT to_regclass($1)", VERSION_TABLE):
-        return None
-    revision: str | None = await connection.fetchval(f"SELECT version_num FROM {VERSION_TABLE}")
-    return revision
-
-
-async def pending(url: str) -> bool:
-    """Whether the store lacks an upgrade, or is beyond us. Raises StoreLost, BadStoreUrl."""
-    return await current(url) != _head()
-
-
-async def check(connection: asyncpg.Connection) -> None:
-    """Raise SchemaOutdated unless the store has exactly our schema."""
-    found = await current_of(connection)
-    if found != _head():
-        known = {script.revision for script in _scripts().walk_revisions()}
-        raise SchemaOutdated(found, _head(), newer=found is not None and found not in known)
+def revisions() -> list[str]:
+    """The schema upgrades that ship with this program, oldest first."""
+    scripts = ScriptDirectory.from_config(_config())
+    return [script.revision for script in reversed(list(scripts.walk_revisions()))]
 
 
 async def upgrade(url: str, revision: str = "head") -> None:

@@ -123,13 +123,15 @@ class StoreContract:
     async def test_never_early_and_not_missed(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await release_all(lane)
-            due_ms = store.now_ms() + 80
+            due_ms = store.now_ms() + 200
             await store.park(lane, [parcel(due_ms)], [])
-            assert await lane.claim(MANY, ROOM) == []
-            await lane.settle([], [])
-            assert 0.0 < await lane.sleep_hint() <= 0.081
-            rows = await claim_when_due(lane)
+            rows = await lane.claim(MANY, ROOM)
+            if not rows:  # unless this machine stood still for 200 ms
+                await lane.settle([], [])
+                assert await lane.sleep_hint() <= 0.201
+                rows = await claim_when_due(lane)
             assert store.now_ms() >= due_ms
+            assert len(rows) == 1
             await lane.settle(rows, [])
             assert await lane.sleep_hint() == 60.0
 

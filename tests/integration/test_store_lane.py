@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.store import envelope, session, upgrades
+from delayer.store import envelope, schema, session, upgrades
 from delayer.store.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
@@ -20,7 +20,7 @@ from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due,
 
 @asynccontextmanager
 async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
-    if await upgrades.pending(url):
+    if await schema.current(url) != schema.HEAD:
         await upgrades.upgrade(url)
     store = await PostgresStore.connect(url, **options)
     try:

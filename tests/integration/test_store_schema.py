@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from delayer.core.errors import StoreLost
-from delayer.store import session, tables, upgrades
+from delayer.store import schema, session, tables, upgrades
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
@@ -46,7 +46,7 @@ async def catalog(url: str) -> dict[str, list[tuple[object, ...]]]:
         found = {}
         for name, query in CATALOG.items():
             rows = [tuple(row) for row in await connection.fetch(query)]
-            found[name] = sorted((r for r in rows if not str(r[0]).startswith(upgrades.VERSION_TABLE)), key=repr)
+            found[name] = sorted((r for r in rows if not str(r[0]).startswith(schema.VERSION_TABLE)), key=repr)
         return found
 
 
@@ -64,7 +64,7 @@ async def on_engine(url: str, work: object) -> object:
 
 async def test_models_equal_the_sum_of_the_upgrades(database: str) -> None:
     def partition_or_version(_: object, name: str | None, kind: str, __: bool, ___: object) -> bool:
-        return not (kind == "table" and name in ("message_default", upgrades.VERSION_TABLE))
+        return not (kind == "table" and name in ("message_default", schema.VERSION_TABLE))
 
     def differences(connection: Connection) -> list[object]:
         options = {"include_object": partition_or_version, "compare_type": True}
@@ -82,39 +82,40 @@ async def test_models_equal_the_sum_of_the_upgrades(database: str) -> None:
 
 
 async def test_every_upgrade_goes_down(database: str) -> None:
-    revisions = [script.revision for script in reversed(list(upgrades._scripts().walk_revisions()))]
+    revisions = upgrades.revisions()
+    assert tuple(revisions) == schema.REVISIONS
     before = await catalog(database)
     seen = [before]
     for revision in revisions:
         await upgrades.upgrade(database, revision)
         seen.append(await catalog(database))
-    assert revisions[-1] == await upgrades.current(database) == await upgrades.head()
+    assert revisions[-1] == await schema.current(database) == schema.HEAD
     store = await PostgresStore.connect(database)
     await store.maintain()
     await store.close()
     for revision, expected in zip([*reversed(revisions[:-1]), "base"], reversed(seen[:-1]), strict=True):
         await upgrades.downgrade(database, revision)
         assert await catalog(database) == expected
-    assert await upgrades.current(database) is None
+    assert await schema.current(database) is None
 
 
 async def test_upgrading_twice_at_once_is_upgrading_once(database: str) -> None:
     code = f"import asyncio; from delayer.store import upgrades; asyncio.run(upgrades.upgrade({database!r}))"
     running = [await asyncio.create_subprocess_exec(sys.executable, "-c", code) for _ in range(3)]
     assert [await process.wait() for process in running] == [0, 0, 0]
-    assert not await upgrades.pending(database)
+    assert await schema.current(database) == schema.HEAD
     await upgrades.upgrade(database)
 
 
 async def test_an_outdated_store_is_refused_and_says_what_to_do(database: str) -> None:
     with pytest.raises(SchemaOutdated, match=r"missing, expected .*: run `delayer db upgrade`") as caught:
         await PostgresStore.connect(database)
-    assert (caught.value.found, caught.value.expected) == (None, await upgrades.head())
+    assert (caught.value.found, caught.value.expected) == (None, schema.HEAD)
     seen = await overview(database)
     assert (seen.upgrade_pending, seen.lanes, seen.waiting, seen.next_due_ms) == (True, (), 0, None)
     await upgrades.upgrade(database)
     async with sql(database) as admin:
-        await admin.execute(f"UPDATE {upgrades.VERSION_TABLE} SET version_num = '9999'")
+        await admin.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(SchemaOutdated, match=r"9999.*newer delayer"):
         await PostgresStore.connect(database)
 
@@ -122,7 +123,7 @@ async def test_an_outdated_store_is_refused_and_says_what_to_do(database: str) -
 async def test_an_unknown_revision_is_a_plain_error(database: str) -> None:
     with pytest.raises(ValueError, match="no-such"):
         await upgrades.upgrade(database, "no-such")
-    assert await upgrades.current(database) is None
+    assert await schema.current(database) is None
 
 
 async def test_the_shipped_upgrades_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ async def test_the_shipped_upgrades_are_preferred(tmp_path: Path, monkeypatch: p
     ["postgresql://me:s3cret@host:s3cret/db", "mysql://me:s3cret@host/db", "postgresql://me:s3cret@[host/db", "s3cret"],
 )
 async def test_a_bad_url_is_not_quoted(url: str) -> None:
-    for doing in (PostgresStore.connect(url), upgrades.current(url), overview(url), upgrades.upgrade(url)):
+    for doing in (PostgresStore.connect(url), schema.current(url), overview(url), upgrades.upgrade(url)):
         with pytest.raises((BadStoreUrl, StoreLost)) as caught:
             await doing
         error: BaseException | None = caught.value
@@ -148,7 +149,7 @@ async def test_a_bad_url_is_not_quoted(url: str) -> None:
 
 async def test_a_store_out_of_reach_is_lost(database: str) -> None:
     for url in ("postgresql://me:s3cret@127.0.0.1:1/db", database + "_is_not_there"):
-        for doing in (PostgresStore.connect(url), upgrades.current(url), upgrades.upgrade(url), overview(url)):
+        for doing in (PostgresStore.connect(url), schema.current(url), upgrades.upgrade(url), overview(url)):
             with pytest.raises(StoreLost) as caught:
                 await doing
             assert "s3cret" not in str(caught.value)

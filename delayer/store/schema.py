@@ -1,0 +1,45 @@
+"""Which schema a store has and which one this program needs, without Alembic: the daemon starts in half the time and
+with a third less memory when it does not import what only `delayer db` uses."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import asyncpg
+
+from delayer.store import session
+from delayer.store.errors import SchemaOutdated, translated
+
+VERSION_TABLE: Final = "delayer_schema_version"
+REVISIONS: Final = ("0001",)
+"""Every schema upgrade, oldest first. A test compares this with migrations/."""
+HEAD: Final = REVISIONS[-1]
+"""The revision that this program works with."""
+
+# Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
+CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
+
+
+async def current(url: str) -> str | None:
+    """The revision of the store; None if it has no schema of ours. Raises StoreLost, BadStoreUrl."""
+    connection = await session.connect(url, "delayer schema")
+    try:
+        with translated("read the schema's version"):
+            return await current_of(connection)
+    finally:
+        await session.close(connection)
+
+
+async def current_of(connection: asyncpg.Connection) -> str | None:
+    """The revision of the store behind ``connection``. Raises the driver's errors."""
+    if not await connection.fetchval("SELECT to_regclass($1)", VERSION_TABLE):
+        return None
+    revision: str | None = await connection.fetchval(f"SELECT version_num FROM {VERSION_TABLE}")
+    return revision
+
+
+async def check(connection: asyncpg.Connection) -> None:
+    """Raise SchemaOutdated unless the store has exactly our schema."""
+    found = await current_of(connection)
+    if found != HEAD:
+        raise SchemaOutdated(found, HEAD, newer=found is not None and found not in REVISIONS)
