@@ -1,0 +1,55 @@
+"""A vhost for one daemon of a test's own, and its configuration as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tests.acceptance.world import Things, secret_broker_url
+from tests.rig.raw import Message, Props, Raw, number
+from tests.rig.servers import RabbitMQ
+
+ROUTES = ({"from": "in", "to": "out"}, {"from": "in.queue", "to": ""}, {"from": "in.missing", "to": "missing"})
+
+
+@dataclass
+class Place:
+    """Exchange ``out``, behind it queue ``inbox``."""
+
+    rabbitmq: RabbitMQ
+    vhost: str
+    things: Things
+    url: str
+
+    @classmethod
+    def furnished(cls, rabbitmq: RabbitMQ, vhost: str) -> Self:
+        things = Things(rabbitmq, vhost)
+        things.exchange("out")
+        things.queue("inbox")
+        things.bind("out", "inbox")
+        return cls(rabbitmq, vhost, things, secret_broker_url(rabbitmq, vhost))
+
+    async def raw(self) -> Raw:
+        """A connection as guest."""
+        return await Raw.connect(self.rabbitmq.url(self.vhost))
+
+    def environ(self, mode: str, store_url: str = "") -> dict[str, str]:
+        found = {"MODE": mode, "BROKER__URL": self.url, "ROUTE": json.dumps(ROUTES)}
+        return found | ({"STORE__URL": store_url} if store_url else {})
+
+    def write(self, path: Path, mode: str, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        """The configuration file; ``sections`` besides the broker and the routes."""
+        lines = [f"mode = {json.dumps(mode)}"]
+        for section, table in {"broker": {"url": self.url}, **sections}.items():
+            lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+        for route in ROUTES:
+            lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
+        path.write_text("\n".join(lines) + "\n")
+
+
+def delayed(body: str, milliseconds: int, *, through: str = "in", key: str = "inbox") -> Message:
+    props = Props(headers=((b"x-delay", number("I", milliseconds)),), delivery_mode=2)
+    return Message(through, key.encode(), props, body.encode())

@@ -1,0 +1,193 @@
+"""Starting and stopping, and servers that are not there: yet, or for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Raw
+from tests.rig.servers import Postgres, RabbitMQ
+
+STOP_SECONDS = 10.0
+MANY = 2000
+
+
+async def test_a_store_without_schema_is_an_error_that_names_the_command(
+    place: Place, postgres: Postgres, database: str
+) -> None:
+    url = secret_store_url(postgres, database.rpartition("/")[2])
+    async with DaemonProcess(place.environ("store", url)) as daemon:
+        assert await daemon.wait() == 1
+        event = await daemon.event("start refused")
+        assert "delayer db upgrade" in event["reason"]
+        assert not daemon.stray_lines
+        assert_no_secret(daemon)
+
+
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_a_queue_of_another_kind_is_an_error_that_names_it(
+    place: Place, postgres: Postgres, schema: str, mode: str
+) -> None:
+    place.things.queue("delays")
+    store = secret_store_url(postgres, schema) if mode == "store" else ""
+    async with DaemonProcess(place.environ(mode, store)) as daemon:
+        assert await daemon.wait() == 1
+        event = await daemon.event("start refused")
+        assert "delays" in event["reason"]
+        assert "x-queue-type" in event["reason"]
+        assert not daemon.stray_lines
+        assert_no_secret(daemon)
+
+
+@pytest.mark.parametrize("mode", ["store", "native"])
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT])
+async def test_stopping_with_messages_in_flight(
+    place: Place, postgres: Postgres, schema: str, mode: str, order: signal.Signals
+) -> None:
+    """In time, with exit code 0; and a stop in order is no fault: nothing is lost, and nothing comes twice."""
+    environ = place.environ(mode, secret_store_url(postgres, schema) if mode == "store" else "")
+    messages = [delayed(f"in flight {n}", n % 3 * 500) for n in range(MANY)]
+    async with await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        async with DaemonProcess(environ) as daemon:
+            await daemon.ready()
+            publishing = asyncio.create_task(raw.publish(*messages))
+            assert await inbox.until(lambda: bool(inbox.arrivals))
+            began = time.monotonic()
+            daemon.signal(order)
+            assert await daemon.wait() == 0
+            assert time.monotonic() - began < STOP_SECONDS
+            assert not [event for event in daemon.events if event["level"] == "error"], daemon.tail()
+            assert_no_secret(daemon)
+            await publishing
+        async with DaemonProcess(environ) as second:
+            await second.ready()
+            await inbox.got(message.body for message in messages)
+            assert await second.stop() == 0
+        await raw.round_trip()
+        assert set(inbox.counts.values()) == {1}
+        assert all(arrival.at_ms >= arrival.due_ms for arrival in inbox.arrivals)
+
+
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_stopping_while_nothing_is_reached(mode: str) -> None:
+    """No server at all: it says so, again and again, and still ends when it is told to."""
+    environ = {"MODE": mode, "BROKER__URL": "amqp://u:Sesame.Broker%2F1@127.0.0.1:1/"}
+    if mode == "store":
+        environ["STORE__URL"] = "postgresql://u:Sesame.Store%2F2@127.0.0.1:1/x"
+    async with DaemonProcess(environ) as daemon:
+        await daemon.event("broker unreachable")
+        await daemon.event("consuming interrupted")
+        if mode == "store":
+            await daemon.event("store unreachable")
+        assert await daemon.stop() == 0
+        assert not daemon.stray_lines
+        assert_no_secret(daemon)
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[RabbitMQ, Postgres]]:
+    """Of the test's own, not started."""
+    with ExitStack() as undo:
+        rabbitmq, postgres = RabbitMQ(), Postgres()
+        undo.callback(rabbitmq.close)
+        undo.callback(postgres.close)
+        yield rabbitmq, postgres
+
+
+@pytest.mark.deadline(180)
+async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres]) -> None:
+    """The daemon starts before both, works when both are there, and goes on after each was away.
+
+    What was in flight may come twice then; nothing may be missing, and nothing early.
+    """
+    rabbitmq, postgres = servers
+    in_thread = asyncio.to_thread
+    await in_thread(postgres.start)
+    schema = await in_thread(postgres.add_database)
+    await in_thread(upgrade, postgres.url(schema))
+    await in_thread(postgres.stop)
+    url = rabbitmq.url("/", user="delayer:Sesame.Broker%2F1")
+    environ = Place(rabbitmq, "/", Things(rabbitmq, "/"), url).environ("store", secret_store_url(postgres, schema))
+    sent: list[bytes] = []
+
+    async def send(raw: Raw, name: str) -> None:
+        messages = [delayed(f"{name} {n}", n * 50) for n in range(100)]
+        await raw.publish(*messages)
+        sent.extend(message.body for message in messages)
+
+    async with DaemonProcess(environ) as daemon:
+        await daemon.event("broker unreachable")
+        await daemon.event("store unreachable")
+        await in_thread(rabbitmq.start)
+        # The daemon's user comes last: a password that is refused is waited for, too.
+        Place.furnished(rabbitmq, "/")
+        await daemon.event("broker connected", timeout=60)
+        await daemon.event("consuming interrupted", where=lambda event: event["cause"] == "StoreLost", timeout=60)
+        assert not [event for event in daemon.events if event["event"] == "ready"]
+        await in_thread(postgres.start)
+        await daemon.event("ready", timeout=60)
+
+        async with await Raw.connect(rabbitmq.url("/")) as raw:
+            inbox = await raw.inbox("inbox")
+            await send(raw, "before the database leaves")
+            assert await inbox.until(lambda: len(inbox.arrivals) > 10)
+            seen = len(daemon.events)
+            await in_thread(postgres.restart)
+            await send(raw, "after the database came back")
+            await daemon.event("lane owned", after=seen, timeout=60)
+            await inbox.got(sent, timeout=60)
+            early = [one for one in inbox.arrivals if one.at_ms < one.due_ms]
+
+            await send(raw, "before the broker leaves")
+            assert await inbox.until(lambda: len(inbox.counts) > len(sent) - 90)
+            seen = len(daemon.events)
+            await in_thread(rabbitmq.restart)
+            before = set(inbox.counts)
+        async with await Raw.connect(rabbitmq.url("/")) as raw:
+            await daemon.event("consuming", after=seen, timeout=60)
+            inbox = await raw.inbox("inbox")
+            await send(raw, "after the broker came back")
+            await inbox.got(set(sent) - before, timeout=60)
+            early += [one for one in inbox.arrivals if one.at_ms < one.due_ms]
+        assert not early
+        assert await daemon.stop() == 0
+        assert not daemon.stray_lines
+        assert_no_secret(daemon)
+        assert not [event for event in daemon.events if event["level"] in ("error", "critical")]
+
+
+async def test_connections_that_an_operator_closes(place: Place, postgres: Postgres, schema: str) -> None:
+    """Connections closed by an operator: consumed and published again, by themselves."""
+    environ = place.environ("store", secret_store_url(postgres, schema))
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        messages = [delayed(f"closed {n}", n * 10) for n in range(200)]
+        await raw.publish(*messages)
+        seen = len(daemon.events)
+
+        def close_all() -> list[str]:
+            found = [
+                one["name"]
+                for one in place.rabbitmq.api("GET", f"/api/vhosts/{place.vhost}/connections")
+                if one.get("user") == "delayer"
+            ]
+            for name in found:
+                place.rabbitmq.api("DELETE", f"/api/connections/{name.replace(' ', '%20').replace('>', '%3E')}")
+            return found
+
+        await wait_for(close_all)
+        await daemon.event("broker connection lost", after=seen)
+        await daemon.event("consuming", after=seen)
+        await inbox.got(message.body for message in messages)
+        assert await daemon.stop() == 0
+        assert_no_secret(daemon)

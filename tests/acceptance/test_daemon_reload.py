@@ -1,0 +1,197 @@
+"""SIGHUP: the mode switched live, park_beyond, and files that change nothing because they are bad."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_url, wait_for
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Arrival, Inbox, Message, Props, content, number, text
+from tests.rig.servers import Postgres
+
+MORE = 60
+"""Messages that go out after each switch, at least."""
+
+
+def by_store(arrival: Arrival) -> bool:
+    """The store numbers what it releases; everything else has a random id."""
+    return len(content(arrival.props.one(b"x-delayer-id"))) < 32
+
+
+def check_all(inbox: Inbox, bodies: list[bytes]) -> None:
+    assert set(inbox.counts) == set(bodies)
+    for body in bodies:
+        arrival = inbox.only(body)
+        assert arrival.at_ms >= arrival.due_ms
+
+
+async def test_the_mode_switches_under_a_trickle(place: Place, postgres: Postgres, schema: str, tmp_path: Path) -> None:
+    config = tmp_path / "delayer.toml"
+    store = {"store": {"url": secret_store_url(postgres, schema)}}
+    place.write(config, "store", store)
+    numbers = itertools.count()
+    sent: list[bytes] = []
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+
+        async def trickle() -> None:
+            number = next(numbers)
+            through = ("in", "in.queue")[number % 2]
+            message = delayed(f"trickle {number}", number * 37 % 1600, through=through)
+            await raw.publish(message)
+            sent.append(message.body)
+
+        for _ in range(MORE):
+            await trickle()
+        for mode in ("native", "store", "native", "store"):
+            place.write(config, mode, store)
+            seen = len(daemon.events)
+            daemon.reload()
+
+            def switched(mode: str = mode, seen: int = seen) -> bool:
+                return any(one["event"] == "mode switched" and one["now"] == mode for one in daemon.events[seen:])
+
+            while not switched():
+                assert daemon.running, daemon.tail()
+                await trickle()
+            for _ in range(MORE):
+                await trickle()
+        await inbox.got(sent)
+        assert await daemon.stop() == 0
+        await raw.round_trip()
+        check_all(inbox, sent)
+        stopped = await daemon.event("stopped")
+        assert stopped["parked"] > 2 * MORE
+        assert stopped["cascaded"] > MORE
+        assert stopped["held"] == stopped["refused"] == 0
+        assert {by_store(arrival) for arrival in inbox.arrivals} == {True, False}
+        assert_no_secret(daemon)
+
+
+async def test_a_bad_file_changes_nothing(place: Place, postgres: Postgres, schema: str, tmp_path: Path) -> None:
+    config = tmp_path / "delayer.toml"
+    store = {"store": {"url": secret_store_url(postgres, schema)}}
+    place.write(config, "store", store)
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        sent: list[bytes] = []
+
+        async def refused_because(*expected: str) -> None:
+            seen = len(daemon.events)
+            daemon.reload()
+            event = await daemon.event("reload refused", after=seen)
+            for words in expected:
+                assert words in event["reason"]
+            message = delayed(f"after reload {len(sent)}", 300)
+            await raw.publish(message)
+            sent.append(message.body)
+            await inbox.got(sent)
+            assert by_store(inbox.only(message.body))
+
+        place.write(config, "nativ", {"intake": {"max_delay": 7}, **store})
+        await refused_because("mode", "nativ", "intake.max_delay", str(config))
+        config.write_text("mode = \n")
+        await refused_because(str(config), "line 1")
+        config.unlink()
+        await refused_because(str(config))
+        place.write(config, "native", {"store": {"url": f"postgresql://u:{STORE_SECRET}@:bad/x"}})
+        await refused_because("store.url")
+
+        seen = len(daemon.events)
+        place.write(config, "native", {"intake": {"queue": "other"}, **store})
+        daemon.reload()
+        assert (await daemon.event("restart needed", after=seen))["keys"] == ["intake.queue"]
+        await daemon.event("mode switched", after=seen)
+        await raw.publish(delayed("native now", 300))
+        await inbox.got([*sent, b"native now"])
+        assert not by_store(inbox.only(b"native now"))
+        assert await daemon.stop() == 0
+        check_all(inbox, [*sent, b"native now"])
+        assert_no_secret(daemon)
+
+
+async def test_a_store_that_is_not_fit_keeps_the_daemon_native(
+    place: Place, postgres: Postgres, database: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "native", {})
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        place.write(config, "store", {"store": {"url": secret_store_url(postgres, database.rpartition("/")[2])}})
+        daemon.reload()
+        assert "delayer db upgrade" in (await daemon.event("reload refused"))["reason"]
+        await raw.publish(delayed("still native", 300))
+        await inbox.got([b"still native"])
+        assert not by_store(inbox.only(b"still native"))
+        assert await daemon.stop() == 0
+        assert_no_secret(daemon)
+
+
+async def test_park_beyond_splits_short_from_long(
+    place: Place, postgres: Postgres, schema: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "delayer.toml"
+    url = secret_store_url(postgres, schema)
+    place.write(config, "store", {"store": {"url": url, "park_beyond": "1500ms"}})
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        split = [delayed(f"{name} {n}", delay) for n in range(20) for name, delay in (("short", 900), ("long", 2600))]
+        await raw.publish(*split, delayed("at once", 0))
+        await inbox.got(message.body for message in split)
+        for message in split:
+            assert by_store(inbox.only(message.body)) == message.body.startswith(b"long")
+        place.write(config, "store", {"store": {"url": url}})
+        daemon.reload()
+        await daemon.event("reloaded")
+        await raw.publish(delayed("short, parked now", 900))
+        await inbox.got([b"short, parked now", b"at once"])
+        assert by_store(inbox.only(b"short, parked now"))
+        assert await daemon.stop() == 0
+        await raw.round_trip()
+        check_all(inbox, [*(message.body for message in split), b"at once", b"short, parked now"])
+
+
+@pytest.mark.parametrize("first", ["native", "store"])
+async def test_native_mode_beside_a_store(
+    place: Place, postgres: Postgres, schema: str, tmp_path: Path, first: str
+) -> None:
+    """Keys work, what is parked is released, and what cannot be routed is held in the store: from the start on, or
+    after a switch."""
+    config = tmp_path / "delayer.toml"
+    store = {"store": {"url": secret_store_url(postgres, schema)}}
+    place.write(config, first, store)
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        if first == "store":
+            place.write(config, "native", store)
+            daemon.reload()
+            await daemon.event("mode switched")
+        else:
+            await daemon.event("lane owned")
+
+        def keyed(body: bytes) -> Message:
+            headers = ((b"x-delay", number("I", 1500)), (b"x-delay-key", text("k")))
+            return Message("in", b"inbox", Props(headers=headers, delivery_mode=2), body)
+
+        astray = [delayed("astray", 700, through="in.missing"), delayed("astray at once", 0, through="in.missing")]
+        await raw.publish(keyed(b"replaced"), *astray)
+        await raw.publish(keyed(b"keyed"), delayed("cascaded", 700), delayed("queued", 700, through="in.queue"))
+        bodies = [b"keyed", b"cascaded", b"queued"]
+        await inbox.got(bodies)
+        assert [by_store(inbox.only(body)) for body in bodies] == [True, False, False]
+        held = "SELECT FROM held WHERE reason LIKE '%404%'"
+        await wait_for(lambda: postgres.execute(held, database=schema) == "SELECT 2")
+        assert place.things.depth("delayer.delay-strays") == 0
+        assert await daemon.stop() == 0
+        await raw.round_trip()
+        check_all(inbox, bodies)
+        assert_no_secret(daemon)

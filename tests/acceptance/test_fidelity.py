@@ -1,0 +1,279 @@
+"""Design, 4.4: what changes on the way, and that nothing else does. Property bytes are compared, not values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.acceptance.world import NATIVE_BROKER, World
+from tests.rig.raw import (
+    VOID,
+    Arrival,
+    Header,
+    Message,
+    Props,
+    Value,
+    array,
+    content,
+    decimal,
+    number,
+    octets,
+    table,
+    text,
+)
+
+DELAY = (b"x-delay", number("I", 700))
+TURNED = (b"x-delay", number("I", -700))
+OURS = (b"x-delayer-id", b"x-delayer-due")
+
+EVERY_TYPE: tuple[Header, ...] = (
+    (b"string", text("gr\u00fc\u00df")),
+    (b"string, empty", text("")),
+    (b"string, not UTF-8", text(b"\xff\xfe\x00\x80")),
+    (b"int32, small", number("I", 5)),
+    (b"int32, least", number("I", -(2**31))),
+    (b"int64, small", number("l", 5)),
+    (b"int64, greatest", number("l", 2**63 - 1)),
+    (b"int16, small", number("s", 5)),
+    (b"int16, least", number("s", -(2**15))),
+    (b"int8", number("b", -128)),
+    (b"uint8", number("B", 255)),
+    (b"uint16", number("u", 65_535)),
+    (b"uint16, small", number("u", 5)),
+    (b"uint32", number("i", 2**32 - 1)),
+    (b"uint32, small", number("i", 5)),
+    (b"float", number("f", 0.1)),
+    (b"double", number("d", 0.1)),
+    (b"decimal", decimal(3, 12_345)),
+    (b"decimal, high bit", Value(b"D", b"\x02\xff\xff\xff\xfe")),
+    (b"bool", number("t", True)),
+    (b"bool, false", number("t", False)),
+    (b"timestamp", number("T", 1_700_000_000)),
+    (b"timestamp beyond 2^32", number("T", 2**40)),
+    (b"void", VOID),
+    (b"bytes", octets(bytes(range(256)))),
+    (b"bytes, empty", octets(b"")),
+    (b"array", array(number("b", 1), number("I", 1), number("l", 1), text("x"), VOID, array())),
+    (b"array, empty", array()),
+    (b"table", table((b"inner", number("I", 1)), (b"inner", number("l", 2)), (b"x-delay", text("mine")))),
+    (b"table, empty", table()),
+)
+
+
+def nested(depth: int) -> Value:
+    value = text("bottom")
+    for _ in range(depth):
+        value = table((b"deeper", array(value)))
+    return value
+
+
+FULL = Props(
+    content_type=b"text/plain; charset=latin1",
+    content_encoding=b"gzip",
+    headers=(DELAY, (b"one", number("s", 1))),
+    delivery_mode=1,
+    priority=7,
+    correlation_id=b"c" * 255,
+    reply_to=b"amq.rabbitmq.reply-to.x",
+    expiration=b"600000",
+    message_id=b"m-1",
+    timestamp=2**33,
+    type=b"order.placed",
+    user_id=b"guest",
+    app_id=b"\xff\xfe",
+    cluster_id=b"",
+)
+PROPERTIES = [name for name in FULL.__dataclass_fields__ if name != "headers"]
+X_DEATH = array(table((b"count", number("l", 3)), (b"reason", text("expired")), (b"queue", text("q"))))
+
+
+@dataclass(frozen=True)
+class Carried:
+    sent: Props
+    body: bytes | None = None
+    key: bytes = b"inbox"
+    key_out: bytes = b"inbox"
+    through: str = "in"
+    by_broker: bool = True
+    """Whether it may be sent where the broker finishes: it writes some rare values in its own way."""
+
+
+def small(*headers: Header, **more: object) -> Props:
+    return Props(headers=(DELAY, *headers), delivery_mode=2, **more)  # type: ignore[arg-type]
+
+
+CASES: Mapping[str, Carried] = {
+    "every field type": Carried(small(*EVERY_TYPE)),
+    "every field type before the delay": Carried(Props(headers=(*EVERY_TYPE, DELAY), delivery_mode=2)),
+    "nested forty deep": Carried(small((b"deep", nested(20)))),
+    "nested a thousand deep": Carried(small((b"deep", nested(500))), by_broker=False),
+    "duplicate names": Carried(small((b"a", number("I", 1)), (b"a", text("2")), (b"a", number("I", 1)))),
+    "names that are not UTF-8": Carried(small((b"\xff\x00\x80", text("v")), (b"", VOID), (b"n" * 255, VOID))),
+    "many headers": Carried(small(*((b"h%d" % n, text("v" * 90)) for n in range(900)))),
+    "empty table": Carried(Props(headers=(), delivery_mode=2)),
+    "no table": Carried(Props(delivery_mode=2)),
+    "no property at all": Carried(Props()),
+    "no property at all, delayed": Carried(Props(), through="in.default"),
+    "empty table, delayed": Carried(Props(headers=()), through="in.default"),
+    "all properties": Carried(FULL),
+    **{f"only {name}": Carried(Props(headers=(DELAY,), **{name: getattr(FULL, name)})) for name in PROPERTIES},
+    **{f"all but {name}": Carried(replace(FULL, **{name: None})) for name in PROPERTIES},
+    "transient": Carried(Props(headers=(DELAY,), delivery_mode=1)),
+    "no delivery mode": Carried(Props(headers=(DELAY,))),
+    "zero expiration of an hour": Carried(small(expiration=b"3600000")),
+    "traces of an earlier trip": Carried(
+        small(
+            (b"x-death", X_DEATH),
+            (b"x-first-death-queue", text("a")),
+            (b"x-first-death-reason", text("expired")),
+            (b"x-first-death-exchange", text("b")),
+            (b"x-last-death-queue", text("c")),
+            (b"x-last-death-reason", text("rejected")),
+            (b"x-delivery-count", number("l", 4)),
+            (b"x-delayer-id", text("older")),
+            (b"x-delayer-due", number("l", 1)),
+            (b"x-deathly", text("kept")),
+            (b"x-first-deathly", text("kept")),
+        )
+    ),
+    "delay headers": Carried(
+        small(
+            (b"x-deliver-at", number("l", 0)),
+            (b"x-opt-delivery-time", number("l", 0)),
+            (b"x-opt-delivery-delay", number("l", 0)),
+            (b"x-opt-other", number("l", 0)),
+            (b"x-delayed", VOID),
+        )
+    ),
+    "other routing key": Carried(small((b"x-delay-routing-key", text("inbox"))), key=b"somewhere.else"),
+    "a cascade's prefix": Carried(small(), key=b"0." * 27 + b"1.inbox"),
+    "a cascade's prefix, at once": Carried(Props(headers=()), key=b"1." * 28 + b"inbox"),
+    "body of 0 bytes": Carried(small(), body=b""),
+    "body of exactly a frame": Carried(small(), body=b"F" * (131_072 - 8)),
+    "body of a frame and a byte": Carried(small(), body=b"G" * (131_072 - 7)),
+    "body of every byte": Carried(small(), body=bytes(range(256)) * 3),
+    "body of 16 MB": Carried(small(), body=hashlib.shake_256(b"16 MB").digest(16 << 20)),
+    "body of 16 MB, at once": Carried(Props(), body=hashlib.shake_256(b"at once").digest(16 << 20)),
+}
+ONLY_OUTSIDE = {
+    "prefix of 27 digits": Carried(small(), key=b"0." * 27 + b"inbox", key_out=b"0." * 27 + b"inbox"),
+    "two prefixes": Carried(small(), key=b"0." * 56 + b"inbox", key_out=b"0." * 28 + b"inbox"),
+    "key of 255 bytes": Carried(small(), key=b"k" * 255, key_out=b"k" * 255),
+    "key that is not UTF-8": Carried(small(), key=b"\xff\xfe.x", key_out=b"\xff\xfe.x"),
+    "empty key": Carried(small(), key=b"", key_out=b""),
+    "key * and #": Carried(small(), key=b"*.#", key_out=b"*.#"),
+}
+"""Keys that are no name of a queue here."""
+
+
+def body_of(case: str) -> bytes:
+    given = (CASES | ONLY_OUTSIDE)[case].body
+    return b"carried: " + case.encode() if given is None else given
+
+
+def cases_of(this: World) -> dict[str, Carried]:
+    if this.mode == NATIVE_BROKER:
+        return {case: carried for case, carried in CASES.items() if carried.by_broker}
+    return {**CASES, **ONLY_OUTSIDE}
+
+
+@pytest.fixture(scope="module")
+def played(any_world: World) -> World:
+    cases = cases_of(any_world)
+    any_world.run(
+        any_world.raw.publish(*(Message(one.through, one.key, one.sent, body_of(case)) for case, one in cases.items()))
+    )
+    any_world.wait(*map(body_of, cases))
+    return any_world
+
+
+def edited(sent: Props) -> Props:
+    """4.4 in the test's own words, without what is added."""
+    removed = (b"x-death", b"x-delivery-count", *OURS, b"x-delayer-user-id")
+    said = (b"x-deliver-at", b"x-opt-delivery-time", b"x-opt-delivery-delay", b"x-delay-routing-key")
+    kept = sent.without(*removed, *said, prefixes=(b"x-first-death-", b"x-last-death-"))
+    headers = tuple(TURNED if header == DELAY else header for header in kept.headers or ())
+    return replace(kept, headers=headers, user_id=None)
+
+
+def went_through_broker(this: World, sent: Props) -> bool:
+    """finish = "broker": what neither expires nor routes copies."""
+    return this.mode == NATIVE_BROKER and sent.expiration is None
+
+
+def as_it_left(arrival: Arrival) -> Props:
+    """Without what was added, the broker's own notes of the cascade included."""
+    return arrival.props.without(*OURS, b"x-delayer-user-id", b"x-death", prefixes=(b"x-first-death-",))
+
+
+@pytest.mark.parametrize("case", [*CASES, *ONLY_OUTSIDE])
+def test_carried_byte_for_byte(played: World, case: str) -> None:
+    if case not in cases_of(played):
+        pytest.skip("cannot be the name of a queue, or the broker itself writes it anew")
+    one = (CASES | ONLY_OUTSIDE)[case]
+    arrival = played.inbox.only(body_of(case))
+    props, expected = arrival.props, edited(one.sent)
+    if b"x-death" in dict(props.headers or ()):
+        assert went_through_broker(played, one.sent)
+        # Dead-lettering sorts the table by name, and leaves every entry as it was.
+        by_name = sorted(expected.headers or (), key=lambda header: header[0])
+        expected = replace(expected, headers=tuple(by_name), delivery_mode=2)
+        left = as_it_left(arrival)
+    else:
+        assert not props.all(b"x-delivery-count")
+        left = props.without(*OURS, b"x-delayer-user-id")
+        assert arrival.delivery.routing_key == one.key_out
+        assert arrival.delivery.exchange == played.exchange.encode()
+    assert left.encode() == expected.encode()
+    assert content(props.one(b"x-delayer-id"))
+    assert arrival.at_ms >= arrival.due_ms
+    if one.sent.user_id is None:
+        assert not props.all(b"x-delayer-user-id")
+    else:
+        assert props.one(b"x-delayer-user-id") == text(one.sent.user_id)
+
+
+def test_the_broker_finishes_where_it_can(played: World) -> None:
+    if played.mode != NATIVE_BROKER:
+        pytest.skip("finish = daemon")
+    for case in ("every field type", "transient", "body of 16 MB", "only user_id"):
+        props = played.inbox.only(body_of(case)).props
+        assert props.all(b"x-death"), case
+    for case in ("all properties", "only expiration"):
+        assert not played.inbox.only(body_of(case)).props.all(b"x-death"), case
+
+
+@pytest.fixture(scope="module")
+def copied(any_world: World) -> World:
+    """CC, alone and with an expiration that would be over in the cascade and in the store."""
+    copies = (b"CC", array(text("copies")))
+    messages = [
+        Message("in", b"inbox", small(copies), b"copied"),
+        Message("in", b"inbox", small(copies, expiration=b"600000"), b"copied, expires"),
+        Message("in", b"inbox", Props(headers=(copies,)), b"copied at once"),
+        Message("in", b"inbox", Props(headers=((b"x-delay", number("I", 2500)),), expiration=b"1000"), b"outlived"),
+    ]
+    any_world.run(any_world.raw.publish(*messages))
+    bodies = [message.body for message in messages]
+    any_world.wait(*bodies)
+    any_world.wait(*bodies[:3], box="copies")
+    return any_world
+
+
+@pytest.mark.parametrize("body", [b"copied", b"copied, expires", b"copied at once"])
+def test_cc_routes_a_copy_at_the_destination_and_only_there(copied: World, body: bytes) -> None:
+    original, copy = copied.inbox.only(body), copied.boxes["copies"].only(body)
+    assert copy.at_ms >= copy.due_ms == original.due_ms
+    assert original.props.one(b"CC") == copy.props.one(b"CC") == array(text("copies"))
+    assert copied.refused.of(body) == []
+
+
+def test_expiration_does_not_act_on_the_way_and_stands_there_again(copied: World) -> None:
+    """Delayed for longer than it may live: a second from its release on is what its publisher asked for."""
+    arrival = copied.inbox.only(b"outlived")
+    assert arrival.props.expiration == b"1000"
+    assert arrival.at_ms >= arrival.due_ms
+    assert copied.inbox.only(b"copied, expires").props.expiration == b"600000"

@@ -1,0 +1,282 @@
+"""Set aside, loudly, with everything that they came with; and nothing else stops for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+
+from delayer.core.errors import BrokerLost
+from tests.acceptance.world import MODES, NATIVE_BROKER, NATIVE_DAEMON, STORE, World, wait_for
+from tests.rig.raw import (
+    VOID,
+    Header,
+    Message,
+    Props,
+    Raw,
+    Value,
+    array,
+    content,
+    number,
+    octets,
+    table,
+    text,
+)
+
+PLAIN = Props(delivery_mode=2)
+NATIVE = (NATIVE_DAEMON, NATIVE_BROKER)
+LONGEST = 2**28 - 1
+"""Seconds that the cascade can hold."""
+GAINED = (b"x-delayer-id", b"x-delayer-refused", b"x-delayer-exchange", b"x-delayer-routing-key")
+MOVED = (b"x-delayer-expiration", b"x-delayer-user-id")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """``reason`` is searched for in the header x-delayer-refused."""
+
+    headers: tuple[Header, ...]
+    reason: str
+    modes: tuple[str, ...] = MODES
+    through: str = "in"
+    key: bytes = b"inbox"
+    rest: Props = PLAIN
+
+    @property
+    def props(self) -> Props:
+        return replace(self.rest, headers=self.headers)
+
+
+def said(name: str, value: Value, reason: str) -> Bad:
+    return Bad(((name.encode(), value),), f"{name}: .*{reason}")
+
+
+def deep(levels: int) -> Value:
+    value = array()
+    for _ in range(levels):
+        value = array(value)
+    return value
+
+
+DAYS = 86_400_000
+FULL = Props(
+    content_type=b"text/plain",
+    delivery_mode=1,
+    priority=3,
+    correlation_id=b"c",
+    reply_to=b"r",
+    expiration=b"600000",
+    message_id=b"m",
+    timestamp=77,
+    type=b"t",
+    user_id=b"guest",
+    app_id=b"\xff",
+    cluster_id=b"x",
+)
+CASES: Mapping[str, Bad] = {
+    "x-delay words": said("x-delay", text("ten minutes"), "found 'ten minutes'"),
+    "x-delay empty": said("x-delay", text(""), "found ''"),
+    "x-delay NaN text": said("x-delay", text("NaN"), "found 'NaN'"),
+    "x-delay infinite text": said("x-delay", text("inf"), "found 'inf'"),
+    "x-delay exponent": said("x-delay", text("1e3"), "found '1e3'"),
+    "x-delay with a unit": said("x-delay", text("10s"), "found '10s'"),
+    "x-delay not UTF-8": said("x-delay", text(b"\xff12"), "expected milliseconds"),
+    "x-delay bool": said("x-delay", number("t", True), "found True"),
+    "x-delay void": said("x-delay", VOID, "found None"),
+    "x-delay timestamp": said("x-delay", number("T", 5), "expected milliseconds"),
+    "x-delay bytes": said("x-delay", octets(b"100"), "found b'100'"),
+    "x-delay array": said("x-delay", array(number("I", 1)), "found"),
+    "x-delay table": said("x-delay", table((b"ms", number("I", 1))), "found"),
+    "x-deliver-at words": said("x-deliver-at", text("tomorrow"), "found 'tomorrow'"),
+    "x-deliver-at numeric text": said("x-deliver-at", text("1700000000000"), "expected an instant"),
+    "x-deliver-at without a zone": said("x-deliver-at", text("2026-01-01T00:00:00"), "expected an instant"),
+    "x-deliver-at 30 February": said("x-deliver-at", text("2026-02-30T00:00:00Z"), "expected an instant"),
+    "x-deliver-at double": said("x-deliver-at", number("d", 1.0), "expected an instant"),
+    "x-deliver-at void": said("x-deliver-at", VOID, "expected an instant"),
+    "x-deliver-at greatest": Bad(((b"x-deliver-at", number("l", 2**63 - 1)),), "too long"),
+    "x-opt-delivery-time words": said("x-opt-delivery-time", text("never"), "found 'never'"),
+    "x-opt-delivery-delay words": said("x-opt-delivery-delay", text("long"), "found 'long'"),
+    "unreadable first form, readable second": Bad(
+        ((b"x-deliver-at", number("l", 0)), (b"x-delay", text("?"))), "x-delay: .*found '\\?'"
+    ),
+    "too long": Bad(((b"x-delay", number("l", 3650 * DAYS + 1)),), "too long"),
+    "too long text": Bad(((b"x-delay", text("9" * 30)),), "too long"),
+    "too long double": Bad(((b"x-delay", number("d", 1e300)),), "too long"),
+    "too long, greatest integer": Bad(((b"x-delay", number("l", 2**63 - 1)),), "too long"),
+    "too long, far instant": Bad(((b"x-deliver-at", text("9999-12-31T23:59:59Z")),), "too long"),
+    "too long for the cascade": Bad(
+        ((b"x-delay", number("l", (LONGEST + 1) * 1000)),), f"too long.*{LONGEST} s", NATIVE
+    ),
+    "one ms too long for the cascade": Bad(
+        ((b"x-delay", number("l", LONGEST * 1000 + 1)),), f"too long.*{LONGEST} s", NATIVE
+    ),
+    "unknown route": Bad((), "no route for exchange 'stranger'", through="stranger"),
+    "forbidden exchange": Bad(((b"x-delay-exchange", text("side.open")),), "'side.open' is forbidden"),
+    "not a match of the pattern": Bad(
+        ((b"x-delay-exchange", text("sideways")),), "'sideways' is forbidden.*side\\.\\*", through="in.allowed"
+    ),
+    "exchange that is no name": Bad(((b"x-delay-exchange", number("I", 5)),), "expected a string, found 5"),
+    "routing key that is no string": Bad(((b"x-delay-routing-key", VOID),), "expected a string"),
+    "routing key of 256 bytes": Bad(((b"x-delay-routing-key", text("k" * 256)),), "at most 255 bytes, found 256"),
+    "key without a store": Bad(((b"x-delay-key", text("k")),), "x-delay-key: .*need a store", NATIVE),
+    "cancel without a store": Bad(((b"x-delay-cancel", text("k")),), "x-delay-cancel: .*need a store", NATIVE),
+    "empty key": Bad(((b"x-delay-key", text("")),), "expected a key", (STORE,)),
+    "key that is a number": Bad(((b"x-delay-key", number("I", 1)),), "expected a string", (STORE,)),
+    "back into the intake queue": Bad((), "leads back", (NATIVE_BROKER,), key=b"delays"),
+    "address of 200 bytes": Bad(
+        ((b"x-delay", number("I", 500)),), "expected 1 to 199 bytes, found 200", (NATIVE_BROKER,), key=b"a" * 200
+    ),
+    "empty address": Bad(
+        ((b"x-delay", number("I", 500)),), "expected 1 to 199 bytes, found 0", (NATIVE_BROKER,), key=b""
+    ),
+    "nested too deep to read": Bad(((b"x-delay", deep(100)),), "malformed header table: .*64 levels"),
+    "with every property": Bad(((b"x-delay", text("?")), (b"n", number("s", 1))), "x-delay", rest=FULL),
+    "with an expiration": Bad(((b"x-delay", text("?")),), "x-delay", rest=Props(delivery_mode=2, expiration=b"600000")),
+    "refused before": Bad(
+        (
+            (b"x-delayer-refused", text("older")),
+            (b"x-delayer-exchange", text("older")),
+            (b"x-delayer-routing-key", text("older")),
+            (b"x-delay", text("?")),
+        ),
+        "x-delay: ",
+    ),
+    "reason longer than its room": Bad(((b"x-delay-exchange", text("\u00e9" * 127)),), "forbidden"),
+    "with a death behind it": Bad(
+        ((b"x-death", array(table((b"queue", text("q"))))), (b"x-delay", text("?"))), "x-delay: "
+    ),
+}
+
+
+def body_of(case: str) -> bytes:
+    return b"bad: " + case.encode()
+
+
+def sent_in(mode: str) -> dict[str, Bad]:
+    return {case: bad for case, bad in CASES.items() if mode in bad.modes}
+
+
+@pytest.fixture(scope="module")
+def played(any_world: World) -> World:
+    """A good message behind each bad one."""
+    cases = sent_in(any_world.mode)
+    any_world.run(bind_stranger(any_world))
+    messages = []
+    for case, bad in cases.items():
+        messages.append(Message(bad.through, bad.key, bad.props, body_of(case)))
+        messages.append(Message("in", b"inbox", Props(), b"good, behind " + body_of(case)))
+    any_world.run(any_world.raw.publish(*messages))
+    any_world.wait(*map(body_of, cases), box="delays.refused")
+    any_world.wait(*(b"good, behind " + body_of(case) for case in cases))
+    return any_world
+
+
+async def bind_stranger(this: World) -> None:
+    this.things.bind("stranger", "delays")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_with_its_reason_and_everything_it_had(played: World, case: str) -> None:
+    bad = CASES[case]
+    if played.mode not in bad.modes:
+        pytest.skip("not refused in this mode")
+    arrival = played.refused.only(body_of(case))
+    props = arrival.props
+    reason = content(props.one(b"x-delayer-refused")).decode()
+    assert re.search(bad.reason, reason), reason
+    assert content(props.one(b"x-delayer-exchange")) == bad.through.encode()
+    assert content(props.one(b"x-delayer-routing-key")) == bad.key
+    assert arrival.delivery.routing_key == bad.key
+    # Either would make the broker take the message away, or close the channel; they go along as headers.
+    moved = [value for value in (bad.props.expiration, bad.props.user_id) if value is not None]
+    assert [content(value) for name in MOVED for value in props.all(name)] == moved
+    expected = replace(bad.props, expiration=None, user_id=None).without(*GAINED)
+    assert props.without(*GAINED, *MOVED).encode() == expected.encode()
+    assert not played.inbox.of(body_of(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_stops_for_it(played: World, case: str) -> None:
+    if case in sent_in(played.mode):
+        played.inbox.only(b"good, behind " + body_of(case))
+
+
+def test_each_is_reported(played: World) -> None:
+    def reasons() -> list[str]:
+        return [event["reason"] for event in played.daemon.events if event["event"] == "message refused"]
+
+    played.run(wait_for(lambda: len(reasons()) >= len(sent_in(played.mode))))
+    assert all(reasons())
+
+
+def test_what_the_longest_may_be(any_world: World) -> None:
+    """The longest delays are taken: 2^28 - 1 s by the cascade, 3650 d by the store; and an address of 199 bytes."""
+    seconds = [2**27, LONGEST] if any_world.native else [2**27, LONGEST, LONGEST + 1, 3650 * 86_400]
+    headers = [((b"x-delay", number("l", 1000 * each)),) for each in seconds]
+    messages = [
+        Message("in", b"inbox", Props(headers=header, delivery_mode=2), b"long: %d" % each)
+        for header, each in zip(headers, seconds, strict=True)
+    ]
+    address = b"a" * 199
+    if any_world.mode == NATIVE_BROKER:
+        any_world.things.queue(address.decode())
+    else:
+        any_world.things.bind("out", "inbox", address.decode())
+    messages.append(Message("in", address, Props(headers=((b"x-delay", number("I", 500)),)), b"address of 199"))
+    any_world.run(any_world.raw.publish(*messages))
+    if any_world.mode == NATIVE_BROKER:
+        box = any_world.run(any_world.raw.inbox(address.decode()))
+        any_world.boxes["a" * 199] = box
+        any_world.wait(b"address of 199", box="a" * 199)
+        assert box.only(b"address of 199").props.all(b"x-death")
+    else:
+        any_world.wait(b"address of 199")
+        assert any_world.inbox.only(b"address of 199").delivery.routing_key == address
+    if any_world.native:
+        depth: Callable[[], bool] = lambda: any_world.things.depth("delayer.delay-level-27") == len(seconds)  # noqa: E731
+        any_world.run(wait_for(depth))
+    else:
+        any_world.run(wait_for(lambda: any_world.parked_beyond(2**27 - 60) == len(seconds)))
+    assert not [each for each in seconds if any_world.refused.of(b"long: %d" % each)]
+
+
+BROKEN: Mapping[str, bytes] = {
+    "a table longer than the header": b"\x20\x00\x00\x00\x00\xff\x01aV",
+    "a table whose entry runs over": b"\x20\x00\x00\x00\x00\x05\x03abcS",
+    "an unknown type": b"\x20\x00\x00\x00\x00\x05\x03abc?",
+    "a name longer than the table": b"\x20\x00\x00\x00\x00\x02\xffa",
+    "a string cut short": b"\x80\x00\xffabc",
+    "bytes behind the last property": b"\x10\x00\x02\x02",
+    "flags that mean nothing": b"\x10\x02\x02",
+    "flags that go on": b"\x10\x01\x00\x00\x02",
+    "a float that is no number": b"\x20\x00\x00\x00\x00\x0c\x02nanf\x7f\xc0\x00\x00VV",
+    "a double without end": b"\x20\x00\x00\x00\x00\x0d\x03infd\x7f\xf0\x00\x00\x00\x00\x00\x00",
+    "a bool that is neither": b"\x20\x00\x00\x00\x00\x06\x03boot\x02",
+    "a table in a table that runs over": b"\x20\x00\x00\x00\x00\x0a\x01aF\x00\x00\x00\x09\x01bV",
+    "flags alone, for a string": b"\x80\x00",
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_header_bytes_stop_nobody(any_world: World, case: str) -> None:
+    """Most of them the broker itself does not take; what it takes arrives, or is refused. The daemon lives on."""
+    bad, good = b"broken: " + case.encode(), b"good, after broken: " + case.encode()
+    before = len(any_world.daemon.events)
+
+    async def send() -> bool:
+        try:
+            async with await Raw.connect(any_world.rabbitmq.url(any_world.vhost)) as raw:
+                await raw.publish(Message("in", b"inbox", BROKEN[case], bad))
+        except BrokerLost:
+            return False
+        return True
+
+    taken = any_world.run(send())
+    any_world.run(any_world.raw.publish(Message("in", b"inbox", Props(), good)))
+    any_world.wait(good)
+    any_world.inbox.only(good)
+    if taken:
+        any_world.run(wait_for(lambda: any_world.inbox.counts[bad] + any_world.refused.counts[bad]))
+    assert not [event for event in any_world.daemon.events[before:] if event["level"] == "error"]

@@ -1,0 +1,212 @@
+"""One daemon with everything around it, kept for all tests of one mode.
+
+A daemon a test would cost most of the time of these tests; so messages go through one daemon together, and each test
+looks at its own. At the end the whole of it is looked at: nothing twice, nothing secret in the log, a clean stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.raw import Inbox, Raw
+from tests.rig.servers import Postgres, RabbitMQ
+
+T = TypeVar("T")
+Route = dict[str, Any]
+
+STORE, NATIVE_DAEMON, NATIVE_BROKER = MODES = ("store", "native-daemon", "native-broker")
+USER = "delayer"
+BROKER_SECRET = "Sesame.Broker/1"
+STORE_SECRET = "Sesame.Store/2"
+FORBIDDEN = "closed"
+"""An exchange that the daemon's user may not write to."""
+POLL_SECONDS = 0.05
+
+
+def secret_broker_url(rabbitmq: RabbitMQ, vhost: str) -> str:
+    """A URL for a user who may do everything but write to FORBIDDEN, with a password to recognise."""
+    rabbitmq.add_user(USER, BROKER_SECRET, vhost=vhost, configure=".*", read=".*", write=f"^(?!{FORBIDDEN}$).*")
+    return rabbitmq.url(vhost, user=f"{USER}:{quote(BROKER_SECRET, safe='')}")
+
+
+def secret_store_url(postgres: Postgres, database: str) -> str:
+    """Postgres trusts everybody here; it does not look at the password, and nobody else should."""
+    return postgres.url(database).replace("@", f":{quote(STORE_SECRET, safe='')}@", 1)
+
+
+def assert_no_secret(daemon: DaemonProcess) -> None:
+    lines = [json.dumps(event) for event in daemon.events] + daemon.stray_lines
+    for secret in (BROKER_SECRET, STORE_SECRET):
+        for spelled in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1]):
+            assert not [line for line in lines if spelled in line]
+
+
+def upgrade(url: str) -> None:
+    """`delayer db upgrade`, as an operator runs it."""
+    command = [str(EXECUTABLE), "--set", f"store.url={url}", "db", "upgrade"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+async def wait_for(ask: Callable[[], T], timeout: float = 30.0) -> T:
+    """Ask servers that do not tell until the answer is true."""
+    deadline = time.monotonic() + timeout
+    while not (answer := ask()):
+        assert time.monotonic() < deadline, f"still {answer!r} after {timeout:g} s"
+        await asyncio.sleep(POLL_SECONDS)
+    return answer
+
+
+@dataclass
+class Things:
+    """Exchanges, queues and bindings of one vhost, made through the management API: it takes every name."""
+
+    rabbitmq: RabbitMQ
+    vhost: str
+
+    def queue(self, name: str, kind: str = "classic") -> None:
+        self._call("PUT", "queues", name, body={"durable": True, "arguments": {"x-queue-type": kind}})
+
+    def exchange(self, name: str, kind: str = "topic") -> None:
+        self._call("PUT", "exchanges", name, body={"durable": True, "type": kind})
+
+    def bind(self, exchange: str, queue: str, key: str = "#") -> None:
+        self._call("POST", "bindings", "e", exchange, "q", queue, body={"routing_key": key})
+
+    def depth(self, queue: str) -> int:
+        return int(self._call("GET", "queues", queue).get("messages", 0))
+
+    def _call(self, method: str, kind: str, *names: str, body: object = None) -> Any:
+        if kind == "bindings":
+            path = "/".join(["e", quote(names[1], safe=""), "q", quote(names[3], safe="")])
+        else:
+            path = quote(names[0], safe="")
+        return self.rabbitmq.api(method, f"/api/{kind}/{quote(self.vhost, safe='')}/{path}", body)
+
+
+@dataclass
+class World:
+    """``exchange`` is what due messages are published to: ``out``, or the default exchange."""
+
+    mode: str
+    rabbitmq: RabbitMQ
+    postgres: Postgres
+    vhost: str
+    things: Things
+    runner: asyncio.Runner
+    database: str = ""
+    daemon: DaemonProcess = field(init=False)
+    raw: Raw = field(init=False)
+    inbox: Inbox = field(init=False)
+    refused: Inbox = field(init=False)
+    boxes: dict[str, Inbox] = field(default_factory=dict)
+
+    @property
+    def exchange(self) -> str:
+        return "" if self.mode == NATIVE_BROKER else "out"
+
+    @property
+    def native(self) -> bool:
+        return self.mode != STORE
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something in the loop that the connection and the daemon's log live in."""
+        return self.runner.run(work)
+
+    def wait(self, *bodies: bytes, box: str = "inbox") -> None:
+        """Until each has come. Does not fail: the test that looks for a missing one does."""
+        inbox = self.boxes[box]
+        self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies)))
+
+    def parked_beyond(self, seconds: int) -> int:
+        """Rows of the store that are due later than that."""
+        sql = f"SELECT FROM message WHERE due_at > now() + interval '{seconds} seconds'"
+        return int(self.postgres.execute(sql, database=self.database).split()[-1])
+
+    async def open(self, environ: Mapping[str, str], queues: Sequence[str]) -> None:
+        self.raw = await Raw.connect(self.rabbitmq.url(self.vhost))
+        self.daemon = await DaemonProcess(environ).start()
+        await self.daemon.ready()
+        for queue in queues:
+            self.boxes[queue] = await self.raw.inbox(queue)
+        self.inbox, self.refused = self.boxes["inbox"], self.boxes["delays.refused"]
+
+    async def close(self) -> None:
+        """A clean stop; and then, over everything that passed: once each."""
+        assert await self.daemon.stop() == 0, self.daemon.tail()
+        await self.raw.round_trip()
+        await self.raw.connection.close()
+        assert_no_secret(self.daemon)
+        assert not self.daemon.stray_lines
+        for inbox in self.boxes.values():
+            twice = {body[:60]: count for body, count in inbox.counts.items() if count > 1}
+            assert not twice, f"{inbox.queue}: {twice}"
+
+    async def abandon(self) -> None:
+        await self.daemon.__aexit__()
+
+
+def routes_of(mode: str) -> list[Route]:
+    out = "" if mode == NATIVE_BROKER else "out"
+    return [
+        {"from": "in", "to": out},
+        {"from": "in.timestamp", "to": out, "delay_from": ["timestamp", "x-delay"]},
+        {
+            "from": "in.order",
+            "to": out,
+            "delay_from": ["x-opt-delivery-delay", "x-deliver-at", "x-delay", "x-opt-delivery-time"],
+        },
+        {"from": "in.default", "to": out, "default_delay": "1200ms"},
+        {"from": "in.fixed", "to": out, "routing_key": "inbox"},
+        {"from": "in.allowed", "to": out, "allow_exchanges": ["side.*"]},
+        {"from": "in.narrow", "to": "" if mode == NATIVE_BROKER else "narrow"},
+        {"from": "in.missing", "to": "missing"},
+        {"from": "in.closed", "to": FORBIDDEN},
+        {"from": "", "to": out, "routing_key": "inbox"},
+    ]
+
+
+@contextmanager
+def world(mode: str, rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Iterator[World]:
+    vhost = rabbitmq.add_vhost()
+    things = Things(rabbitmq, vhost)
+    for name in ("out", "narrow", FORBIDDEN, "side.open"):
+        things.exchange(name)
+    things.exchange("stranger", "fanout")
+    for name in ("inbox", "copies", "side"):
+        things.queue(name)
+    things.bind("out", "inbox")
+    things.bind("out", "copies", "copies")
+    things.bind(FORBIDDEN, "inbox")
+    things.bind("side.open", "side")
+    environ = {
+        "MODE": "native" if mode != STORE else "store",
+        "BROKER__URL": secret_broker_url(rabbitmq, vhost),
+        "ROUTE": json.dumps(routes_of(mode)),
+    }
+    queues = ["inbox", "copies", "side", "delays.refused"]
+    with asyncio.Runner() as runner:
+        this = World(mode, rabbitmq, postgres, vhost, things, runner)
+        if mode == STORE:
+            this.database = postgres.add_database(template=template)
+            environ["STORE__URL"] = secret_store_url(postgres, this.database)
+        else:
+            queues.append("delayer.delay-strays")
+        runner.run(this.open(environ, queues))
+        try:
+            yield this
+            runner.run(this.close())
+        finally:
+            runner.run(this.abandon())
+    rabbitmq.drop_vhost(vhost)
+    if this.database:
+        postgres.drop_database(this.database)
