@@ -19,6 +19,7 @@ from delayer.core.message import Target
 from delayer.core.values import Timestamp
 
 SHORT_STRING: Final = 255
+SHORT_NAME: Final = 160
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999: later instants fit neither every store nor every program that reads one."""
 
@@ -285,7 +286,9 @@ def _short_string(header: bytes, value: object) -> bytes:
 
 
 def _name(raw: bytes) -> str:
-    return f"'{raw.decode('ascii', 'backslashreplace')}'"
+    text = raw.decode("ascii", "backslashreplace")
+    # A name of other letters may take a thousand: what is wrong with it must still fit behind it in a reason.
+    return f"'{text}'" if len(text) <= SHORT_NAME else f"'{text[: SHORT_NAME - 3]}...'"
 
 
 def _names(raw: Mapping[bytes, Route]) -> str:
