@@ -1,26 +1,22 @@
-"""Stores with the schema in them, by copying one that has it: many tests here want one each."""
+"""Stores with the schema in them, by copying one that has it: many tests here want one each. And the crash scenes."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
-from delayer.store import upgrades
-from tests.rig.servers import Postgres
+from tests.faults.scenes import Scenes, add_template
+from tests.faults.tables import NATIVE, STORE
+from tests.rig.servers import Postgres, RabbitMQ
 
 TEMPLATE = "delayer_template"
 
 
-def add_template(server: Postgres) -> None:
-    """A database with the schema, to which nobody is connected."""
-    asyncio.run(upgrades.upgrade(server.url(server.add_database(TEMPLATE))))
-
-
 @pytest.fixture(scope="session")
 def template(postgres: Postgres) -> str:
-    add_template(postgres)
+    """The name of a database with the schema."""
+    add_template(postgres, TEMPLATE)
     return TEMPLATE
 
 
@@ -30,3 +26,9 @@ def store(postgres: Postgres, template: str) -> Iterator[str]:
     name = postgres.add_database(template=template)
     yield postgres.url(name)
     postgres.drop_database(name)
+
+
+@pytest.fixture(scope="session")
+def scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
+    """All rows of both crash tables, played together for each way to die."""
+    return Scenes({**NATIVE, **STORE}, rabbitmq, postgres, template)

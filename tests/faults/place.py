@@ -81,6 +81,8 @@ class Place:
             "native": {"due_queue": f"{self.tag}delays.due"},
             "route": [{"from": f"{self.tag}delayer.in", "to": f"{self.tag}delayer.out"}],
         }
+        if self.store:
+            tables["store"] = {"url": self.store, "lanes": self.lanes}
         return Settings.model_validate(tables)
 
     async def declare(self) -> Self:
@@ -129,12 +131,13 @@ class Place:
         finally:
             await session.close(connection)
 
-    async def standing(self) -> dict[str, int]:
-        """Everything that has not gone out, in the broker and in the store."""
+    async def standing(self, *, cascade: bool = True) -> dict[str, int]:
+        """Everything that has not gone out, in the broker and in the store; with or without the cascade's levels."""
         names = [f"{self.tag}{name}" for name in ("delays", "delays.refused")]
         if self.mode == "native":
-            cascade = cascade_of(self.settings)
-            names += [f"{self.tag}delays.due", str(cascade.strays), *(level.name for level in cascade.levels())]
+            levels = cascade_of(self.settings)
+            names += [f"{self.tag}delays.due", str(levels.strays)]
+            names += [level.name for level in levels.levels() if cascade]
         async with await Admin.connect(self.broker) as admin:
             found = {name: depth for name, depth in (await admin.depths(names)).items() if depth}
         if self.store and (rows := await self.rows()):
