@@ -142,6 +142,11 @@ class Refuse:
 Plan = Cascade | Park | AtOnce | Cancel | Refuse
 
 
+def has_key(plan: Plan) -> bool:
+    """Whether the order of arrival matters: it replaces or cancels what arrived before it."""
+    return isinstance(plan, Cancel) or (isinstance(plan, Park) and plan.key is not None)
+
+
 class _Refused(Exception):
     """Carries the reason out of the small functions below; decide() turns it into a value."""
 

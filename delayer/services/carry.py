@@ -10,12 +10,13 @@ import structlog
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
-from delayer.core.plan import Cascade, Finish, Policy
+from delayer.core.plan import Cascade, Finish, Policy, has_key
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.ports import Bindings, Parking
 from delayer.services.settle import Settler
 from delayer.services.sorting import Names, Sorted, Work, sort, work_for
+from delayer.services.turns import Before, Turns, wait
 
 log = structlog.get_logger(__name__)
 
@@ -43,15 +44,23 @@ class IntakeCarrier:
         self._bindings = bindings
         self._new_id = new_id
         self._counters = counters
+        self._turns = Turns()
 
     async def __call__(self, batch: Sequence[Delivery], settler: Settler) -> None:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
         policy, names, now_ms = self._policy(), self._names(), self._now_ms()
         plans = [sort(delivery, policy, now_ms, names.max_properties) for delivery in batch]
+        if not any(has_key(one.plan) for one in plans):
+            await self._carry(plans, names, settler, None)
+        else:
+            async with self._turns.turn() as before:
+                await self._carry(plans, names, settler, before)
+
+    async def _carry(self, plans: list[Sorted], names: Names, settler: Settler, before: Before) -> None:
         work = work_for(await self._finishable(plans), names, self._new_id)
         # Both run to their end even if one fails: what is parked is accepted though the broker is blocked.
         results = await asyncio.gather(
-            self._park(work, settler), self._dispatch(work.publications, settler), return_exceptions=True
+            self._park(work, settler, before), self._dispatch(work.publications, settler), return_exceptions=True
         )
         failures = [result for result in results if result is not None]
         for failure in sorted(failures, key=lambda failure: isinstance(failure, BrokerLost | StoreLost)):
@@ -77,8 +86,9 @@ class IntakeCarrier:
             for one in plans
         ]
 
-    async def _park(self, work: Work, settler: Settler) -> None:
-        if work.parked:
-            await self._parking.park(work.parcels, work.cancels)
-            self._counters.add("parked", len(work.parcels))
-            settler.accept(delivery.tag for delivery in work.parked)
+    async def _park(self, work: Work, settler: Settler, before: Before) -> None:
+        await wait(before)
+        for step in work.steps:
+            await self._parking.park(step.parcels, step.cancels)
+            self._counters.add("parked", len(step.parcels))
+            settler.accept(delivery.tag for delivery in step.deliveries)

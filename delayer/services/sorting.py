@@ -27,13 +27,42 @@ class Sorted(NamedTuple):
 
 
 @dataclass(slots=True)
-class Work:
-    """All that one batch asks for. ``parked`` are the deliveries that the store's commit accepts."""
+class Step:
+    """One transaction of the store: its cancels act before its parcels. ``deliveries`` are what its commit accepts."""
 
-    parked: list[Delivery] = field(default_factory=list)
+    deliveries: list[Delivery] = field(default_factory=list)
     parcels: list[Parcel] = field(default_factory=list)
     cancels: list[bytes] = field(default_factory=list)
+    keys: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Work:
+    """All that one batch asks for. ``steps`` one after another; nearly always there is one at most."""
+
+    steps: list[Step] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
+
+    def park(self, delivery: Delivery, parcel: Parcel) -> None:
+        step = self._step()
+        step.deliveries.append(delivery)
+        step.parcels.append(parcel)
+        if parcel.key is not None:
+            step.keys.add(parcel.key)
+
+    def cancel(self, delivery: Delivery, key: bytes) -> None:
+        """A cancel that follows a parcel of its key is for the next step: within one it would act first."""
+        step = self._step()
+        if key in step.keys:
+            step = Step()
+            self.steps.append(step)
+        step.deliveries.append(delivery)
+        step.cancels.append(key)
+
+    def _step(self) -> Step:
+        if not self.steps:
+            self.steps.append(Step())
+        return self.steps[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +103,9 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
     for delivery, properties, plan in batch:
         match plan:
             case Park():
-                work.parked.append(delivery)
-                work.parcels.append(parcel(delivery, plan.due_ms, plan.target, plan.key))
+                work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
             case Cancel():
-                work.parked.append(delivery)
-                work.cancels.append(plan.key)
+                work.cancel(delivery, plan.key)
             case Refuse():
                 work.publications.append(to_refused(delivery, plan, names, new_id()))
             case AtOnce() if properties is not None:
