@@ -106,7 +106,7 @@ class Daemon:
             self.shelf.lanes = Lanes(
                 connect, settings.store.lanes, self._release, pulse=self._pulse, counters=self.counters
             )
-            self.life.add("lanes", self.shelf.lanes.run)
+            self.life.add("lanes", self.shelf.lanes.run, last=True)
 
     def adopt(self, settings: Settings) -> None:
         """Let the live part of new settings rule from the next batch on."""

@@ -67,27 +67,39 @@ class Lanes:
         return None if self._store is None else self._store.now_ms()
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        """See ports.Parking."""
+        await self._write(lambda store, lane: store.park(lane, parcels, cancels))
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        """Into the held table of a lane of ours. See ports.Holder."""
+        await self._write(lambda store, lane: store.hold(lane, items))
+        report(items, self._counters)
+
+    async def _write(self, work: Callable[[Store, Lane], Awaitable[None]]) -> None:
         """A lane lost under our hands costs one try; the next one is another lane."""
         while True:
             store, lane = self._place()
             try:
-                await store.park(lane, parcels, cancels)
+                await work(store, lane)
             except LaneLost as lost:
                 self._disown(lane, lost)
             else:
                 return
-
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
-        """Into the held table of a lane of ours."""
-        store, lane = self._place()
-        await store.hold(lane, items)
-        report(items, self._counters)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Connect, own, adopt and maintain until stopping is set; then wait for the release loops to let go.
 
         Raises whatever the store says that waiting does not mend (its schema is too old).
         """
+        try:
+            await self._tend(stopping)
+        finally:
+            self._ready.clear()
+            self._pulse.forget("lanes")
+            if self._store is not None:
+                await self._store.close()
+
+    async def _tend(self, stopping: asyncio.Event) -> None:
         beat = partial(self._pulse.beat, "lanes")
         retry = Retry(stopping, beat)
         looks = count()
@@ -101,13 +113,18 @@ class Lanes:
                     log.warning("store unreachable", reason=str(lost))
                     await retry.pause()
                 await self._until_next_look(stopping)
+            await self._all_let_go()
         finally:
-            self._ready.clear()
-            if self._loops:
-                await asyncio.wait(self._loops)
-            self._pulse.forget("lanes")
-            if self._store is not None:
-                await self._store.close()
+            # After a bug, and when the time to stop in is over, nobody has told the loops.
+            for loop in self._loops:
+                loop.cancel()
+            await self._all_let_go()
+
+    async def _all_let_go(self) -> None:
+        """Wait until every loop has ended."""
+        while self._loops:
+            await asyncio.wait(self._loops)
+            self._collect()
 
     async def _look_around(self, look: int, stopping: asyncio.Event) -> None:
         if self._store is None:
@@ -147,10 +164,18 @@ class Lanes:
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         await asyncio.wait([stop, *self._loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Forget the loops that have ended, and their lanes. Raises what one of them failed of: a bug."""
+        failures = []
         for task in [task for task in self._loops if task.done()]:
             lane = self._loops.pop(task)
             if lane in self._own:
                 self._own.remove(lane)
-            task.result()  # a bug in a loop stops the daemon, loudly
+            if not task.cancelled() and (failure := task.exception()) is not None:
+                failures.append(failure)
         if not self._own:
             self._ready.clear()
+        if failures:
+            raise failures[0]

@@ -20,9 +20,13 @@ Part = Callable[[asyncio.Event], Coroutine[None, None, None]]
 class Life:
     """Runs parts side by side. The first one to fail stops all of them, and its failure is the daemon's."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = GRACE) -> None:
         self.stopping = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._grace = grace
         self._parts: set[asyncio.Task[None]] = set()
+        self._last: set[asyncio.Task[None]] = set()
+        self._failures: list[BaseException] = []
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
@@ -30,10 +34,13 @@ class Life:
         self.stopping.set()
         self._changed.set()
 
-    def add(self, name: str, part: Part) -> None:
-        """Start a part; parts may be added while others run."""
-        task = asyncio.create_task(part(self.stopping), name=name)
-        self._parts.add(task)
+    def add(self, name: str, part: Part, *, last: bool = False) -> None:
+        """Start a part; parts may be added while others run.
+
+        The ``last`` ones are what the others settle with: they are told to stop when every other part has stopped.
+        """
+        task = asyncio.create_task(part(self._settled if last else self.stopping), name=name)
+        (self._last if last else self._parts).add(task)
         task.add_done_callback(lambda _: self._changed.set())
 
     async def run(self) -> None:
@@ -42,26 +49,38 @@ class Life:
         Parts that have not stopped when the grace is over are cancelled; what they had in flight is given back by
         the broker and rolled back by the store, as after a crash.
         """
-        failure: BaseException | None = None
-        while not self.stopping.is_set() and failure is None:
+        while not self.stopping.is_set() and not self._failures:
             await self._changed.wait()
             self._changed.clear()
-            failure = self._failure()
+            self._collect()
         self.stop()
-        if self._parts:
-            _, late = await asyncio.wait(self._parts, timeout=GRACE)
-            for task in late:
-                log.error("stop forced", part=task.get_name(), after_seconds=GRACE)
+        try:
+            async with asyncio.timeout(self._grace):
+                await self._ended(self._parts)
+                self._settled.set()
+                await self._ended(self._last)
+        except TimeoutError:
+            self._settled.set()
+            for task in self._parts | self._last:
+                log.error("stop forced", part=task.get_name(), after_seconds=self._grace)
                 task.cancel()
-            if late:
-                await asyncio.wait(late)
-        failure = failure or self._failure()
-        if failure is not None:
-            raise failure
+            await self._ended(self._parts)
+            await self._ended(self._last)
+        for further in self._failures[1:]:
+            log.error("part failed too", reason=repr(further))
+        if self._failures:
+            raise self._failures[0]
 
-    def _failure(self) -> BaseException | None:
-        for task in [task for task in self._parts if task.done()]:
-            self._parts.discard(task)
-            if not task.cancelled() and (failure := task.exception()) is not None:
-                return failure
-        return None
+    async def _ended(self, parts: set[asyncio.Task[None]]) -> None:
+        """Wait for these parts, and for those that are added to them meanwhile."""
+        while parts:
+            await asyncio.wait(parts)
+            self._collect()
+
+    def _collect(self) -> None:
+        """Forget the parts that have ended; note the failures among them."""
+        done = [task for task in self._parts | self._last if task.done()]
+        self._parts.difference_update(done)
+        self._last.difference_update(done)
+        failures = [None if task.cancelled() else task.exception() for task in done]
+        self._failures += [failure for failure in failures if failure is not None]

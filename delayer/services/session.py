@@ -92,6 +92,11 @@ class Session:
                     retry.succeeded()
             await subscription.stop_deliveries()
             await self._reap(running, at_most=0)
+        except asyncio.CancelledError:
+            # The time to stop in is over: what is in flight is given back, as after a crash.
+            for task in running:
+                task.cancel()
+            raise
         finally:
             # Shutdown and loss may end the waiting for new deliveries, never the settling of those in flight:
             # each carry has deadlines of its own.
@@ -117,7 +122,7 @@ class Session:
 
 
 def _failures(tasks: Iterable[asyncio.Task[None]]) -> list[BaseException]:
-    return [failure for task in tasks if (failure := task.exception()) is not None]
+    return [failure for task in tasks if not task.cancelled() and (failure := task.exception()) is not None]
 
 
 def _raise_first(failures: list[BaseException], unless: tuple[type[BaseException], ...] = ()) -> None:

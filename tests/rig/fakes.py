@@ -1,0 +1,253 @@
+"""Scripted stand-ins for ports, each for tests of one service: they do as told and note what was asked of them.
+
+None of them is a broker or a store, and none pretends to be: what those do is for tests/conformance to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import count
+
+from delayer.core.errors import BrokerLost
+from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
+from delayer.services.edits import ID
+from delayer.wire.properties import encode_headers, entry, long_string
+
+NOW = 1_800_000_000_000
+
+
+def delivery(
+    tag: int, *headers: bytes, exchange: bytes = b"orders.in", key: bytes = b"k", body: bytes = b""
+) -> Delivery:
+    """A delivery with these encoded header entries."""
+    return Delivery(tag, False, exchange, key, encode_headers(b"".join(headers)), body)
+
+
+def due(id: int, *, attempts: int = 0, sound: bool = True, properties: bytes = b"\0\0", key: bytes = b"k") -> Due:
+    parcel = Parcel(NOW - 5, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), properties, b"%d" % id)
+    return Due(id, parcel.due_ms, attempts, parcel, sound)
+
+
+def outgoing(token: bytes, exchange: bytes = b"orders.out") -> Outgoing:
+    return Outgoing(exchange, b"k", encode_headers(entry(ID, long_string(token))), b"", token)
+
+
+def ids() -> Callable[[], bytes]:
+    """id-0, id-1, …"""
+    numbers = count()
+    return lambda: b"id-%d" % next(numbers)
+
+
+class Pulse:
+    """Which loops beat, and which said goodbye."""
+
+    def __init__(self) -> None:
+        self.beats: list[str] = []
+        self.forgotten: list[str] = []
+
+    def beat(self, loop: str) -> None:
+        self.beats.append(loop)
+
+    def forget(self, loop: str) -> None:
+        self.forgotten.append(loop)
+
+
+class Acks:
+    """The acknowledging half of a subscription."""
+
+    def __init__(self) -> None:
+        self.acked: list[tuple[int, bool]] = []
+
+    def ack(self, tag: int, *, multiple: bool) -> None:
+        self.acked.append((tag, multiple))
+
+    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
+        raise NotImplementedError
+
+    async def stop_deliveries(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
+class ScriptedSubscription(Acks):
+    """Hands out batches; an exception in the script is raised; at its end it is idle."""
+
+    def __init__(self, script: Iterable[Sequence[Delivery] | Exception]) -> None:
+        super().__init__()
+        self._script = deque(script)
+        self.read = asyncio.Event()
+        self.events: list[str] = []
+
+    async def next_batch(self, limit: int, gather: float) -> list[Delivery]:
+        await asyncio.sleep(0)
+        if not self._script:
+            self.read.set()
+            return []
+        step = self._script.popleft()
+        if isinstance(step, Exception):
+            raise step
+        return list(step)
+
+    def ack(self, tag: int, *, multiple: bool) -> None:
+        super().ack(tag, multiple=multiple)
+        self.events.append(f"ack {tag}")
+
+    async def stop_deliveries(self) -> None:
+        self.events.append("stopped")
+
+    async def close(self) -> None:
+        self.events.append("closed")
+
+
+class ScriptedConsumer:
+    """Gives out these subscriptions one after another, then the last one's queue is missing."""
+
+    def __init__(self, *subscriptions: ScriptedSubscription | Exception) -> None:
+        self._left = deque(subscriptions)
+        self.subscribed = 0
+
+    async def subscribe(self, queue: str, prefetch: int) -> ScriptedSubscription:
+        self.subscribed += 1
+        one = self._left.popleft() if self._left else BrokerLost("no more")
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+
+class ScriptedPublisher:
+    """Answers each message by what ``answers`` says of its routing key; confirms the others."""
+
+    max_properties = 100_000
+
+    def __init__(self, answers: dict[bytes, Outcome | Exception] | None = None) -> None:
+        self.answers = answers or {}
+        self.ready = True
+        self.published: list[Outgoing] = []
+        self.batches = 0
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+        self.batches += 1
+        outcomes: list[Outcome] = []
+        for message in batch:
+            answer = self.answers.get(message.routing_key, CONFIRMED)
+            if isinstance(answer, Exception):
+                raise answer
+            outcomes.append(answer)
+        await asyncio.sleep(0)
+        self.published += batch
+        return outcomes
+
+
+class ScriptedHolder:
+    """Notes what it holds; raises ``failure`` instead if there is one."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.held: list[tuple[Parcel, str]] = []
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.held += items
+
+
+class ScriptedLane:
+    """Claims come from a script; what happens to them is noted."""
+
+    def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
+        self.number = number
+        self.held_by_us = True
+        self.hint = hint
+        self.fail_settle: Exception | None = None
+        self.events: list[str] = []
+        self.settled: list[tuple[list[Due], list[tuple[Due, str]]]] = []
+        self.released = asyncio.Event()
+        self.sleeping = asyncio.Event()
+        self._claims = deque(claims)
+        self._woken = asyncio.Event()
+
+    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
+        self.events.append("claim")
+        step = self._claims.popleft() if self._claims else []
+        if isinstance(step, Exception):
+            raise step
+        return list(step)
+
+    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
+        self.events.append("settle")
+        if self.fail_settle is not None:
+            raise self.fail_settle
+        self.settled.append((list(released), list(held)))
+
+    async def give_up(self) -> None:
+        self.events.append("give up")
+
+    async def sleep_hint(self) -> float:
+        return 0.0 if self._claims else self.hint
+
+    def note_parked(self, due_ms: int) -> None:
+        self._woken.set()
+
+    async def wait(self, seconds: float) -> None:
+        self.sleeping.set()
+        self._woken.clear()
+        try:
+            await asyncio.wait_for(self._woken.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def release(self) -> None:
+        self.events.append("release")
+        self.held_by_us = False
+        self.released.set()
+
+
+Parked = tuple[int, list[Parcel], list[bytes]]
+
+
+class ScriptedStore:
+    """Makes lanes; ``on_park`` is called before a park is noted and may raise."""
+
+    def __init__(self, *adoptable: ScriptedLane) -> None:
+        self.made: list[ScriptedLane] = []
+        self.parked: list[Parked] = []
+        self.held: list[tuple[int, str]] = []
+        self.maintained = 0
+        self.closed = False
+        self.adoptable = list(adoptable)
+        self.failure: Exception | None = None
+        self.on_write: Callable[[int], Awaitable[None]] | None = None
+
+    def now_ms(self) -> int:
+        return NOW
+
+    async def park(self, lane: ScriptedLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        if self.on_write is not None:
+            await self.on_write(lane.number)
+        self.parked.append((lane.number, list(parcels), list(cancels)))
+
+    async def hold(self, lane: ScriptedLane, parcels: Sequence[tuple[Parcel, str]]) -> None:
+        if self.on_write is not None:
+            await self.on_write(lane.number)
+        self.held += [(lane.number, reason) for _, reason in parcels]
+
+    async def own_lanes(self, count: int) -> list[ScriptedLane]:
+        if self.failure is not None:
+            raise self.failure
+        lanes = [ScriptedLane(len(self.made) + n + 1) for n in range(count)]
+        self.made += lanes
+        return lanes
+
+    async def adopt(self) -> list[ScriptedLane]:
+        adopted, self.adoptable = self.adoptable, []
+        return adopted
+
+    async def maintain(self) -> None:
+        self.maintained += 1
+
+    async def close(self) -> None:
+        self.closed = True

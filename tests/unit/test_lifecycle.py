@@ -1,0 +1,199 @@
+"""The life of the daemon's parts: started, stopped, failing, refusing to stop. And the waiting between attempts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from delayer.core.backoff import LONGEST, pause
+from delayer.services.lifecycle import Life, Part
+from delayer.services.retry import Retry
+
+
+def part(events: list[str], name: str) -> Part:
+    async def run(stopping: asyncio.Event) -> None:
+        events.append(f"{name} began")
+        await stopping.wait()
+        events.append(f"{name} ended")
+
+    return run
+
+
+async def failing(_: asyncio.Event) -> None:
+    raise ZeroDivisionError("first")
+
+
+async def returning(_: asyncio.Event) -> None:
+    """Done at once."""
+
+
+async def test_stopped_before_it_started() -> None:
+    life = Life()
+    life.stop()
+    life.stop()
+    await life.run()
+    events: list[str] = []
+    life.add("late", part(events, "late"))
+    await life.run()
+    assert events == ["late began", "late ended"]
+
+
+async def test_parts_run_until_stopped() -> None:
+    life, events = Life(), list[str]()
+    life.add("a", part(events, "a"))
+    life.add("b", part(events, "b"))
+    life.add("c", returning)
+    running = asyncio.create_task(life.run())
+    await asyncio.sleep(0)
+    assert not running.done()
+    life.stop()
+    life.stop()
+    await running
+    assert sorted(events) == ["a began", "a ended", "b began", "b ended"]
+
+
+async def test_the_last_ones_outlive_the_others() -> None:
+    """Whoever settles finds the lanes still there."""
+    life, events = Life(), list[str]()
+    life.add("lanes", part(events, "lanes"), last=True)
+
+    async def slow(stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert "lanes ended" not in events
+        events.append("slow ended")
+
+    life.add("slow", slow)
+    life.stop()
+    await life.run()
+    assert events == ["lanes began", "slow ended", "lanes ended"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_part_that_fails_stops_the_others(last: bool) -> None:
+    life, events = Life(), list[str]()
+    life.add("a", part(events, "a"))
+    life.add("b", failing, last=last)
+    with pytest.raises(ZeroDivisionError):
+        await life.run()
+    assert events == ["a began", "a ended"]
+    assert life.stopping.is_set()
+
+
+async def test_a_part_that_fails_while_stopping() -> None:
+    life = Life()
+
+    async def fails(stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        raise ZeroDivisionError("late")
+
+    life.add("a", fails)
+    life.stop()
+    with pytest.raises(ZeroDivisionError):
+        await life.run()
+
+
+async def test_of_several_failures_the_first_is_raised_and_the_others_are_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    life = Life()
+
+    async def too(stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        raise KeyError("second")
+
+    life.add("a", failing)
+    life.add("b", too)
+    with pytest.raises(ZeroDivisionError, match="first"):
+        await life.run()
+    assert "second" in capsys.readouterr().out
+
+
+async def test_a_part_added_while_stopping_is_waited_for() -> None:
+    life, events = Life(), list[str]()
+
+    async def adds(stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        life.add("late", part(events, "late"))
+
+    life.add("adds", adds)
+    life.stop()
+    await life.run()
+    assert events == ["late began", "late ended"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_a_part_that_does_not_stop_is_cancelled(last: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    life, events = Life(grace=0.01), list[str]()
+
+    async def deaf(_: asyncio.Event) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            events.append("cancelled")
+
+    life.add("deaf", deaf, last=last)
+    life.add("lanes", part(events, "lanes"), last=True)
+    life.stop()
+    await life.run()
+    assert "cancelled" in events
+    assert "stop forced" in capsys.readouterr().out
+
+
+async def test_a_failure_before_the_forced_stop_is_not_forgotten() -> None:
+    life = Life(grace=0.01)
+
+    async def deaf(_: asyncio.Event) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def late(stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        raise ZeroDivisionError
+
+    life.add("deaf", deaf)
+    life.add("late", late)
+    life.stop()
+    with pytest.raises(ZeroDivisionError):
+        await life.run()
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    assert [pause(attempt, 0.0) for attempt in range(9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 7.5, 7.5]
+    for attempt in (0, 3, 16, 17, 10**9):
+        assert pause(attempt, 0.0) < pause(attempt, 0.999) < 2 * pause(attempt, 0.0) <= LONGEST
+
+
+def nobody() -> None:
+    """Feeds no watchdog."""
+
+
+async def test_pauses_grow_with_the_failures_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("delayer.services.retry.pause", lambda attempt, _: float(attempt))
+    retry = Retry(asyncio.Event(), nobody)
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(retry, "wait", note)
+    for _ in range(3):
+        await retry.pause()
+    retry.succeeded()
+    await retry.pause()
+    assert waits == [0.0, 1.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
+    stopping, beats = asyncio.Event(), list[int]()
+    beat: Callable[[], None] = lambda: beats.append(1)  # noqa: E731
+    if before:
+        stopping.set()
+    waiting = asyncio.create_task(Retry(stopping, beat).wait(3600))
+    await asyncio.sleep(0)
+    stopping.set()
+    await waiting
+    assert len(beats) == (0 if before else 1)
