@@ -6,6 +6,7 @@ None of them is a broker or a store, and none pretends to be: what those do is f
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
@@ -38,6 +39,12 @@ def ids() -> Callable[[], bytes]:
     """id-0, id-1, …"""
     numbers = count()
     return lambda: b"id-%d" % next(numbers)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the others go on until it is so. For what has no event of its own; the test's deadline bounds it."""
+    while not condition():  # noqa: ASYNC110 - the conditions are counts and lists of scripts
+        await asyncio.sleep(0)
 
 
 class Pulse:
@@ -123,7 +130,7 @@ class ScriptedPublisher:
 
     max_properties = 100_000
 
-    def __init__(self, answers: dict[bytes, Outcome | Exception] | None = None) -> None:
+    def __init__(self, answers: dict[bytes, Outcome | BaseException] | None = None) -> None:
         self.answers = answers or {}
         self.ready = True
         self.published: list[Outgoing] = []
@@ -134,7 +141,7 @@ class ScriptedPublisher:
         outcomes: list[Outcome] = []
         for message in batch:
             answer = self.answers.get(message.routing_key, CONFIRMED)
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             outcomes.append(answer)
         await asyncio.sleep(0)
@@ -195,10 +202,9 @@ class ScriptedLane:
     async def wait(self, seconds: float) -> None:
         self.sleeping.set()
         self._woken.clear()
-        try:
-            await asyncio.wait_for(self._woken.wait(), seconds)
-        except TimeoutError:
-            return
+        deadline = time.monotonic() + seconds
+        while not self._woken.is_set() and (left := deadline - time.monotonic()) > 0:
+            await asyncio.wait([asyncio.ensure_future(self._woken.wait())], timeout=left)
 
     async def release(self) -> None:
         self.events.append("release")

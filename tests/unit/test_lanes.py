@@ -1,0 +1,278 @@
+"""The lanes of a daemon: owned, adopted, lost, let go; and parks that meet a lost one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.services import lanes as module
+from delayer.services.counting import Counters
+from delayer.services.lanes import Lanes
+from delayer.services.ports import Lane
+from delayer.services.release import Portion, Release
+from delayer.services.shelf import Shelf
+from tests.rig.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, ScriptedStore, due, until
+
+Connect = Callable[[], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_AROUND", 0.001)
+    monkeypatch.setattr("delayer.services.release.SLICE", 0.005)
+    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
+
+
+class Scene:
+    def __init__(self, store: ScriptedStore, connect: Connect | None, wanted: int) -> None:
+        self.store = store
+        self.pulse = Pulse()
+        self.counters = Counters()
+        self.stopping = asyncio.Event()
+
+        async def at_once() -> ScriptedStore:
+            return store
+
+        self.lanes = Lanes(connect or at_once, wanted, self.release, pulse=self.pulse, counters=self.counters)
+        self.running = asyncio.create_task(self.lanes.run(self.stopping))
+
+    def release(self, lane: Lane) -> Release:
+        publisher = ScriptedPublisher()
+        return Release(lane, publisher, portion=Portion(), pulse=self.pulse, counters=self.counters)
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.running
+
+
+@asynccontextmanager
+async def scene(
+    store: ScriptedStore | None = None, connect: Connect | None = None, wanted: int = 2
+) -> AsyncIterator[Scene]:
+    made = Scene(store or ScriptedStore(), connect, wanted)
+    try:
+        yield made
+    finally:
+        if not made.running.done():
+            await made.stop()
+
+
+async def test_owned_released_from_and_let_go() -> None:
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        first, second = it.store.made
+        await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
+        assert it.lanes.numbers == [1, 2]
+        assert it.lanes.now_ms() == NOW
+        assert it.store.maintained >= 1
+        await it.stop()
+        assert first.events[-1] == second.events[-1] == "release"
+        assert it.store.closed
+        assert not it.lanes.ready.is_set()
+        assert set(it.pulse.forgotten) == {"lane 1", "lane 2", "lanes"}
+
+
+async def test_parks_take_the_lanes_in_turn() -> None:
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        for n in range(4):
+            await it.lanes.park([due(n).parcel], [])
+        assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
+        await it.lanes.hold([(due(5).parcel, "why")])
+        assert it.store.held == [(1, "why")]
+        assert it.counters.as_dict()["held"] == 1
+
+
+@pytest.mark.parametrize("write", ["park", "hold"])
+async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
+    store = ScriptedStore()
+
+    async def lost(number: int) -> None:
+        if number == 1:
+            raise LaneLost("somebody else's")
+
+    store.on_write = lost
+    async with scene(store) as it:
+        await it.lanes.ready.wait()
+        if write == "park":
+            await it.lanes.park([due(1).parcel], [])
+            assert [number for number, _, _ in store.parked] == [2]
+        else:
+            await it.lanes.hold([(due(1).parcel, "why")])
+            assert store.held == [(2, "why")]
+
+
+async def test_all_lanes_lost_is_a_lost_store() -> None:
+    store = ScriptedStore()
+
+    async def lost(number: int) -> None:
+        raise LaneLost("somebody else's")
+
+    store.on_write = lost
+    async with scene(store) as it:
+        await it.lanes.ready.wait()
+        with pytest.raises(StoreLost, match="no lane of ours"):
+            await it.lanes.park([due(1).parcel], [])
+        assert not it.lanes.ready.is_set()
+        store.on_write = None
+        await it.lanes.ready.wait()  # others are taken in their stead
+        await it.lanes.park([due(1).parcel], [])
+        assert store.parked
+
+
+async def test_before_the_store_is_reached_nothing_is_parked() -> None:
+    asked = asyncio.Event()
+
+    async def never() -> ScriptedStore:
+        asked.set()
+        await it.stopping.wait()
+        raise StoreLost("out of reach")
+
+    async with scene(connect=never) as it:
+        await asked.wait()
+        assert it.lanes.now_ms() is None
+        with pytest.raises(StoreLost):
+            await it.lanes.park([], [b"key"])
+
+
+async def test_a_lane_whose_loop_ends_is_replaced() -> None:
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        await until(lambda: it.lanes.numbers == [1, 2])
+        first = it.store.made[0]
+        first._claims.append(LaneLost("its connection is gone"))
+        first.note_parked(NOW)
+        await until(lambda: it.lanes.numbers == [2, 3])
+        assert first.events[-1] == "release"
+
+
+async def test_a_dead_daemons_lane_is_adopted_and_only_emptied() -> None:
+    orphan = ScriptedLane(99, [[due(1)]])
+    async with scene(ScriptedStore(orphan), wanted=1) as it:
+        await until(lambda: bool(orphan.settled))
+        assert it.lanes.numbers == [1, 99]
+        for n in range(3):
+            await it.lanes.park([due(n).parcel], [])
+        assert {number for number, _, _ in it.store.parked} == {1}
+
+
+async def test_a_store_out_of_reach_is_tried_again() -> None:
+    store, tries = ScriptedStore(), list[int]()
+
+    async def third() -> ScriptedStore:
+        tries.append(1)
+        if len(tries) < 3:
+            raise StoreLost("out of reach")
+        return store
+
+    async with scene(store, third) as it:
+        await it.lanes.ready.wait()
+        assert len(tries) == 3
+
+
+async def test_a_store_lost_later_is_waited_for() -> None:
+    async with scene(wanted=1) as it:
+        await it.lanes.ready.wait()
+        it.store.failure = StoreLost("gone")
+        lane = it.store.made[0]
+        await lane.sleeping.wait()
+        lane._claims.append(LaneLost("gone"))
+        lane.note_parked(NOW)
+        await until(lambda: not it.lanes.ready.is_set())
+        it.store.failure = None
+        await it.lanes.ready.wait()
+        assert it.lanes.numbers == [2]
+
+
+class SchemaOutdated(Exception):
+    """What waiting does not mend."""
+
+
+async def test_an_outdated_schema_ends_the_daemon() -> None:
+    async def outdated() -> ScriptedStore:
+        raise SchemaOutdated
+
+    async with scene(connect=outdated) as it:
+        with pytest.raises(SchemaOutdated):
+            await it.running
+
+
+@pytest.mark.parametrize("where", ["loop", "look around"])
+async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
+    """Nobody has told the other loops to stop: they are let go all the same."""
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        first, second = it.store.made
+        await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
+        if where == "loop":
+            first._claims.append(ZeroDivisionError())
+            first.note_parked(NOW)
+        else:
+            it.store.adopt = broken  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            await it.running
+        assert first.released.is_set()
+        assert second.released.is_set()
+        assert it.store.closed
+
+
+async def broken() -> list[ScriptedLane]:
+    raise ZeroDivisionError
+
+
+async def test_a_forced_stop_lets_go_of_everything() -> None:
+    async with scene(wanted=1) as it:
+        await it.lanes.ready.wait()
+        lane = it.store.made[0]
+        await lane.sleeping.wait()
+        it.running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await it.running
+        assert lane.released.is_set()
+        assert it.store.closed
+
+
+async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
+    stuck = asyncio.get_running_loop().create_future()
+    async with scene(wanted=1) as it:
+        await it.lanes.ready.wait()
+        lane = it.store.made[0]
+        await lane.sleeping.wait()
+        lane.wait = lambda _: stuck  # type: ignore[assignment, method-assign, return-value]
+        lane.note_parked(NOW)
+        it.stopping.set()
+        lane.claim = lambda *_: stuck  # type: ignore[assignment, method-assign, return-value]
+        await asyncio.wait({it.running}, timeout=0.02)
+        it.running.cancel()
+        await asyncio.wait({it.running})
+        assert lane.released.is_set()
+        assert it.store.closed
+
+
+async def test_the_shelf_without_a_store() -> None:
+    shelf = Shelf()
+    assert not shelf.usable
+    assert shelf.now_ms() is None
+    for attempt in (shelf.park([], []), shelf.hold([]), shelf.wait_usable(1.0)):
+        with pytest.raises(StoreLost, match="no store is configured"):
+            await attempt
+
+
+async def test_the_shelf_with_lanes() -> None:
+    shelf = Shelf()
+    async with scene() as it:
+        shelf.lanes = it.lanes
+        with pytest.raises(StoreLost, match="out of reach"):
+            await shelf.wait_usable(0.0)
+        await shelf.wait_usable(30.0)
+        assert shelf.usable
+        assert shelf.now_ms() == NOW
+        await shelf.park([due(1).parcel], [b"key"])
+        await shelf.hold([(due(2).parcel, "why")])
+        assert [(len(parcels), cancels) for _, parcels, cancels in it.store.parked] == [(1, [b"key"])]
+        assert it.store.held
