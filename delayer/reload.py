@@ -13,7 +13,7 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon import Daemon
 from delayer.ops.notify import Notifier
 from delayer.settings import ConfigError, Settings
-from delayer.store.errors import SchemaOutdated
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
@@ -53,13 +53,17 @@ class Reload:
         try:
             new = self._load()
             live, restart = old.diff(new)
-            wanted = live_part(old, new)
+            first_store = self._daemon.shelf.lanes is None
+            wanted = live_part(old, new, first_store=first_store)
             await self._make_ready(wanted)
-        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, SchemaOutdated) as wrong:
+        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated) as wrong:
             log.error("reload refused", reason=str(wrong))
             return
         telemetry.configure(wanted.log.format, wanted.log.level)
         self._daemon.adopt(wanted)
+        if first_store:
+            live += [key for key in restart if key.startswith("store.")]
+            restart = [key for key in restart if not key.startswith("store.")]
         if restart:
             log.warning("restart needed", keys=restart)
         if old.mode != wanted.mode:
@@ -69,23 +73,28 @@ class Reload:
     async def _make_ready(self, wanted: Settings) -> None:
         """Whatever the new settings need is there before they rule: queues, exchanges, and a store to park into."""
         await self._daemon.declare(wanted)
-        if wanted.mode == "store" and self._daemon.shelf.lanes is None:
+        if wanted.store_url is not None and self._daemon.shelf.lanes is None:
             # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.
-            store = await PostgresStore.connect(wanted.store_url or "")
+            store = await PostgresStore.connect(wanted.store_url)
             await store.close()
             self._daemon.start_lanes(wanted)
         if wanted.mode == "store":
             await self._daemon.shelf.wait_usable(10.0)
 
 
-def live_part(old: Settings, new: Settings) -> Settings:
-    """``old``, with everything from ``new`` that may change while the daemon runs."""
+def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
+    """``old``, with everything from ``new`` that may change while the daemon runs.
+
+    ``first_store``: no store is in use yet, so all of ``[store]`` may. One in use holds messages: only a restart may
+    leave it for another.
+    """
+    store = new.store if first_store else old.store.model_copy(update={"park_beyond_ms": new.store.park_beyond_ms})
     return old.model_copy(
         update={
             "mode": new.mode,
             "routes": new.routes,
             "log": new.log,
             "intake": old.intake.model_copy(update={"max_delay_ms": new.intake.max_delay_ms}),
-            "store": old.store.model_copy(update={"park_beyond_ms": new.store.park_beyond_ms}),
+            "store": store,
         }
     )
