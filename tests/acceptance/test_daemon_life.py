@@ -131,7 +131,6 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
         # The daemon's user comes last: a password that is refused is waited for, too.
         Place.furnished(rabbitmq, "/")
         await daemon.event("broker connected", timeout=60)
-        await daemon.event("consuming interrupted", where=lambda event: event["cause"] == "StoreLost", timeout=60)
         assert not [event for event in daemon.events if event["event"] == "ready"]
         await in_thread(postgres.start)
         await daemon.event("ready", timeout=60)

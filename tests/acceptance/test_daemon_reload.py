@@ -116,8 +116,8 @@ async def test_a_bad_file_changes_nothing(place: Place, postgres: Postgres, sche
         assert_no_secret(daemon)
 
 
-async def test_a_store_that_is_not_fit_keeps_the_daemon_native(
-    place: Place, postgres: Postgres, database: str, tmp_path: Path
+async def test_a_first_store_is_taken_up_once_it_is_fit(
+    place: Place, postgres: Postgres, database: str, schema: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "delayer.toml"
     place.write(config, "native", {})
@@ -127,9 +127,31 @@ async def test_a_store_that_is_not_fit_keeps_the_daemon_native(
         place.write(config, "store", {"store": {"url": secret_store_url(postgres, database.rpartition("/")[2])}})
         daemon.reload()
         assert "delayer db upgrade" in (await daemon.event("reload refused"))["reason"]
+        seen = len(daemon.events)
+        place.write(config, "store", {"store": {"url": "postgresql://127.0.0.1:1/x?sslmode=perhaps"}})
+        daemon.reload()
+        await daemon.event("reload refused", after=seen)
         await raw.publish(delayed("still native", 300))
         await inbox.got([b"still native"])
         assert not by_store(inbox.only(b"still native"))
+
+        # The next store is fit, and not the one of the defaults: nobody has used one yet, so it may be any.
+        place.write(config, "store", {"store": {"url": secret_store_url(postgres, schema), "lanes": 1}})
+        daemon.reload()
+        assert {"store.url", "store.lanes"} <= set((await daemon.event("reloaded"))["keys"])
+        assert not [event for event in daemon.events if event["event"] == "restart needed"]
+        await raw.publish(delayed("in the store", 300))
+        await inbox.got([b"in the store"])
+        assert by_store(inbox.only(b"in the store"))
+
+        # Now it holds messages: another one needs a restart.
+        place.write(config, "store", {"store": {"url": "postgresql://127.0.0.1:1/other", "lanes": 1}})
+        seen = len(daemon.events)
+        daemon.reload()
+        assert (await daemon.event("restart needed", after=seen))["keys"] == ["store.url"]
+        await raw.publish(delayed("in the same store", 300))
+        await inbox.got([b"in the same store"])
+        assert by_store(inbox.only(b"in the same store"))
         assert await daemon.stop() == 0
         assert_no_secret(daemon)
 
