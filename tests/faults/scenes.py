@@ -100,15 +100,20 @@ class Play:
     name: str
     row: Row
     place: Place
-    copies: Copies
+    died: str
     start: Barrier
     death: Barrier
+
+    @property
+    def delay_ms(self) -> int:
+        """Long enough for a new daemon to be there before the message is due, where one has to start first."""
+        return self.row.delay_ms if self.died == DAEMON else min(self.row.delay_ms, 1_500)
 
     async def send(self, daemon: DaemonProcess, ledger: Ledger) -> None:
         """Publish the row's messages as soon as all daemons are ready."""
         await daemon.ready()
         await self.start.come(self.name)
-        await ledger.publish(self.row.messages, delay_ms=self.row.delay_ms, absolute=self.row.absolute)
+        await ledger.publish(self.row.messages, delay_ms=self.delay_ms, absolute=self.row.absolute)
 
 
 class Scenes:
@@ -168,7 +173,7 @@ class Scenes:
                 stack.callback(asyncio.create_task(barrier.run()).cancel)
 
             async def play(name: str, row: Row) -> Outcome:
-                part = Play(name, row, places[name], row.copies[death], start, dying)
+                part = Play(name, row, places[name], death, start, dying)
                 try:
                     if death == DAEMON:
                         return await play_killed(part)
@@ -248,7 +253,7 @@ async def finish(play: Play, ledger: Ledger, daemon: DaemonProcess, resumed_ms: 
     """Wait for what must come, and until nothing is left that could still come; then look at the account."""
     place = play.place
     await ledger.all_back()
-    await ledger.until(lambda: ledger.total() >= play.row.messages * play.copies[0])
+    await ledger.until(lambda: ledger.total() >= play.row.messages * play.row.copies[play.died][0])
     await emptied(place, daemon)
     while await place.standing(cascade=False):
         # Given back at the stop: it had been read and not begun. It is a copy that is still to come.
