@@ -231,4 +231,5 @@ def _with_gains(properties: Properties, gained: bytes) -> bytes:
 
 
 def _reason(text: str) -> bytes:
-    return text.encode("utf-8", "replace")[:REASON]
+    # Cut between characters: client libraries fail on strings that are not UTF-8.
+    return text.encode("utf-8", "replace")[:REASON].decode("utf-8", "ignore").encode()

@@ -1,0 +1,372 @@
+"""What changes on the way, to the byte; and envelopes, there and back."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pamqp import commands, header
+
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.plan import LATEST_MS
+from delayer.services import edits
+from delayer.services.edits import DUE, ID, ID_BYTES, ROOM, NoEnvelope
+from delayer.wire.properties import (
+    MalformedTable,
+    Properties,
+    byte_array,
+    encode_headers,
+    entry,
+    int64,
+    long_string,
+)
+from tests.unit.wire.tables import EVERY_TYPE, properties, sized
+
+DUE_MS = 1_800_000_000_000
+ADDED = entry(ID, long_string(b"id")) + entry(DUE, int64(DUE_MS))
+MAX = 131_052
+
+
+def text(name: str, value: str = "v") -> bytes:
+    return entry(name.encode(), long_string(value.encode()))
+
+
+def with_headers(*entries: bytes) -> bytes:
+    """Properties that are a header table and nothing else."""
+    return b"\x20\x00" + sized(b"".join(entries))
+
+
+def released(raw: bytes) -> bytes:
+    return edits.released(Properties.parse(raw), b"id", DUE_MS)
+
+
+def delivered(raw: bytes, body: bytes = b"") -> Delivery:
+    return Delivery(1, False, b"orders.in", b"k", raw, body)
+
+
+def pamqp_reads(raw: bytes) -> commands.Basic.Properties:
+    """The oracle: another program's reading of the same bytes."""
+    found = header.ContentHeader()
+    found.unmarshal(struct.pack(">HHQ", 60, 0, 0) + raw)
+    return found.properties
+
+
+def test_nothing_but_the_two_headers_is_added() -> None:
+    assert released(b"\0\0") == with_headers(ADDED)
+
+
+def test_every_field_type_stays_as_it_is() -> None:
+    every = [entry(b"h%d" % at, kind.encode() + raw) for at, (kind, raw, _) in enumerate(EVERY_TYPE)]
+    assert released(with_headers(*every)) == with_headers(*every, ADDED)
+
+
+def test_what_the_broker_and_the_delay_wrote_goes() -> None:
+    gone = [
+        "x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason", "x-last-death-exchange",
+        "x-last-death-queue", "x-last-death-reason", "x-delivery-count", "x-deliver-at", "x-opt-delivery-delay",
+        "x-opt-delivery-time", "x-delay-routing-key", "x-delay-exchange", "x-delay-key", "x-delay-cancel",
+        "x-delayer-id", "x-delayer-due",
+    ]  # fmt: skip
+    stay = [
+        "x-deaths",
+        "X-Death",
+        "x-first-deat",
+        "xx-first-death-",
+        "x-delays",
+        "x-delayer-user-id",
+        "timestamp_in_ms",
+        "CC",
+    ]
+    raw = with_headers(text("a"), *map(text, gone), *map(text, stay), text("x-death"), text("z"))
+    assert released(raw) == with_headers(text("a"), *map(text, stay), text("z"), ADDED)
+
+
+@pytest.mark.parametrize(
+    ("said", "stays"),
+    [
+        (b"b\x05", b"b\xfb"),
+        (b"B\xff", b"s\xff\x01"),
+        (b"I" + struct.pack(">i", 1500), b"I" + struct.pack(">i", -1500)),
+        (b"l" + struct.pack(">q", 1500), b"l" + struct.pack(">q", -1500)),
+        (b"d" + struct.pack(">d", 0.5), b"d" + struct.pack(">d", -0.5)),
+        (long_string(b"1500.50"), long_string(b"-1500.50")),
+        (long_string(b"+5"), long_string(b"-5")),
+        # Over already, or nothing.
+        (b"b\x00", b"b\x00"),
+        (b"b\xfb", b"b\xfb"),
+        (long_string(b"-5"), long_string(b"-5")),
+        (b"d" + struct.pack(">d", -0.5), b"d" + struct.pack(">d", -0.5)),
+        # Not a delay: the route asks for another form.
+        (long_string(b"soon"), long_string(b"soon")),
+        (b"t\x01", b"t\x01"),
+        (b"d" + struct.pack(">d", float("nan")), b"d" + struct.pack(">d", float("nan"))),
+        (b"T" + struct.pack(">Q", 5), b"T" + struct.pack(">Q", 5)),
+        (byte_array(b"5"), byte_array(b"5")),
+    ],
+    ids=repr,
+)
+def test_the_delay_stays_with_its_sign_turned(said: bytes, stays: bytes) -> None:
+    raw = with_headers(text("a"), entry(b"x-delay", said), text("z"))
+    assert released(raw) == with_headers(text("a"), entry(b"x-delay", stays), text("z"), ADDED)
+    assert released(released(raw)) == with_headers(text("a"), entry(b"x-delay", stays), text("z"), ADDED)
+
+
+def test_the_user_becomes_a_header() -> None:
+    raw = b"\x20\x18" + sized(text("x-delayer-user-id", "forged")) + b"\x05guest\x03app"
+    assert released(raw) == b"\x20\x08" + sized(ADDED + text("x-delayer-user-id", "guest")) + b"\x03app"
+
+
+def pamqp_wrote(**more: Any) -> bytes:
+    wanted: dict[str, Any] = {
+        "content_type": "text/plain", "content_encoding": "utf-8", "headers": {"a": 1, "x-delay": 5000},
+        "delivery_mode": 1, "priority": 3, "correlation_id": "c", "reply_to": "r", "expiration": "60000",
+        "message_id": "m", "message_type": "t", "user_id": "guest", "app_id": "app",
+    }  # fmt: skip
+    return header.ContentHeader(0, 0, commands.Basic.Properties(**(wanted | more))).marshal()[12:]
+
+
+def test_every_property_stays_as_another_program_wrote_it() -> None:
+    before, after = pamqp_reads(pamqp_wrote()), pamqp_reads(released(pamqp_wrote()))
+    for name in commands.Basic.Properties.attributes():
+        if name not in ("headers", "user_id"):
+            assert getattr(after, name) == getattr(before, name), name
+    assert after.user_id is None
+    assert after.headers == {
+        "a": 1, "x-delay": -5000, "x-delayer-id": "id", "x-delayer-due": DUE_MS, "x-delayer-user-id": "guest",
+    }  # fmt: skip
+
+
+def test_for_the_broker_it_is_persistent() -> None:
+    raw = pamqp_wrote(expiration=None)
+    assert edits.for_the_broker(Properties.parse(raw), b"id", DUE_MS) == released(
+        pamqp_wrote(expiration=None, delivery_mode=2)
+    )
+    assert pamqp_reads(edits.for_the_broker(Properties.parse(b"\0\0"), b"id", DUE_MS)).delivery_mode == 2
+
+
+@given(properties())
+def test_released_again_is_released_once(raw: bytes) -> None:
+    try:
+        once = released(raw)
+    except MalformedTable:
+        return  # a broken x-delay: refused before it comes here
+    without_user = released(once)
+    assert Properties.parse(without_user).spans.keys() == Properties.parse(once).spans.keys()
+    assert released(without_user) == without_user
+
+
+def test_what_is_asked() -> None:
+    raw = with_headers(
+        entry(b"x-delay", b"I" + struct.pack(">i", 5)),
+        text("other"),
+        entry(b"x-delay", b"I" + struct.pack(">i", 9)),
+        text("x-delay-key", "key"),
+    )
+    asked = edits.asked(delivered(raw), Properties.parse(raw))
+    assert asked == (b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"}, None, False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "later"),
+    [
+        (b"\0\0", False),
+        (with_headers(text("cc"), text("Bcc")), False),
+        (with_headers(entry(b"CC", b"A" + sized(long_string(b"k")))), True),
+        (with_headers(entry(b"BCC", b"A" + sized(b""))), True),
+        (b"\x01\x00\x0560000", True),
+    ],
+)
+def test_what_acts_later(raw: bytes, later: bool) -> None:
+    assert edits.asked(delivered(raw), Properties.parse(raw)).acts_later is later
+
+
+def test_the_timestamp_property_is_asked() -> None:
+    raw = b"\x00\x40" + struct.pack(">Q", 77)
+    assert edits.asked(delivered(raw), Properties.parse(raw)).timestamp == 77
+
+
+# ---- envelopes
+
+PARCEL = Parcel(DUE_MS, b"orders.in", b"orders.in", b"a.b", Target(b"orders.out", b"a.b"), pamqp_wrote(), b"body")
+
+# Written by format 1, and never to change: such messages may be in a cascade for years.
+FORMAT_1 = bytes.fromhex(
+    "3000000000f8"
+    "0c782d64656c617965722d6964530000000269640d782d64656c617965722d6475656c000001a3185c5000"
+    "12782d64656c617965722d656e76656c6f70656c0000000000000001"
+    "0f782d64656c617965722d726f75746553000000096f72646572732e696e"
+    "12782d64656c617965722d65786368616e676553000000096f72646572732e696e"
+    "15782d64656c617965722d726f7574696e672d6b65795300000003612e62"
+    "0c782d64656c617965722d746f530000000a6f72646572732e6f7574"
+    "10782d64656c617965722d746f2d6b65795300000003612e62"
+    "14782d64656c617965722d70726f706572746965737800000005" "2000000000"
+    "02"
+)  # fmt: skip
+PLAIN = PARCEL._replace(properties=b"\x20\x00\0\0\0")
+
+
+def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> edits.Envelope:
+    return edits.opened(Properties.parse(raw), body, max_properties)
+
+
+short = st.binary(max_size=5) | st.just(b"s" * 255)
+parcels = st.builds(
+    Parcel,
+    st.integers(0, LATEST_MS),
+    short,
+    short,
+    short,
+    st.builds(Target, short, short),
+    properties(),
+    st.binary(max_size=9),
+    st.none(),
+)
+
+
+@given(parcels, st.binary(max_size=ID_BYTES), st.text(max_size=600))
+def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: str) -> None:
+    raw = edits.enveloped(parcel, id, held)
+    assert opened(raw, parcel.body) == (id, parcel)
+    assert Properties.parse(raw).delivery_mode == 2
+    assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # nothing that acts on the way
+
+
+def test_the_format() -> None:
+    assert edits.enveloped(PLAIN, b"id") == FORMAT_1
+    assert opened(FORMAT_1) == (b"id", PLAIN)
+
+
+def test_the_broker_may_add_to_an_envelope() -> None:
+    found = Properties.parse(FORMAT_1)
+    assert found.headers_span is not None
+    start, stop = found.headers_span
+    died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue")
+    assert opened(with_headers(FORMAT_1[start:stop], died)) == (b"id", PLAIN)
+
+
+def carrier(**changed: bytes | None) -> bytes:
+    """An envelope with other values: underscores for hyphens, None to leave one out."""
+    values: dict[str, bytes | None] = {
+        "id": long_string(b"id"), "due": int64(DUE_MS), "envelope": int64(1), "route": long_string(b"r"),
+        "exchange": long_string(b"e"), "routing-key": long_string(b"k"), "to": long_string(b"t"),
+        "to-key": long_string(b"k"), "properties": byte_array(b"\0\0"),
+    }  # fmt: skip
+    values |= {name.replace("_", "-"): value for name, value in changed.items()}
+    return encode_headers(b"".join(entry(b"x-delayer-" + n.encode(), v) for n, v in values.items() if v is not None))
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"\0\0", "header x-delayer-envelope is missing"),
+        *(
+            (carrier(**{name.replace("-", "_"): None}), f"header x-delayer-{name} is missing")
+            for name in ("id", "due", "envelope", "route", "exchange", "routing-key", "to", "to-key", "properties")
+        ),
+        (carrier(envelope=int64(2)), "expected envelope format 1, found 2"),
+        (carrier(envelope=int64(0)), "expected envelope format 1, found 0"),
+        (carrier(envelope=long_string(b"1" * 100)), "header x-delayer-envelope: expected at most 8 bytes, found 100"),
+        (carrier(due=int64(-1)), "expected a due instant"),
+        (carrier(due=int64(LATEST_MS + 1)), "expected a due instant"),
+        (carrier(due=long_string(b"\x7f" * 9)), "header x-delayer-due: expected at most 8 bytes, found 9"),
+        (carrier(id=long_string(b"i" * 33)), "header x-delayer-id: expected at most 32 bytes, found 33"),
+        (carrier(to=long_string(b"t" * 256)), "header x-delayer-to: expected at most 255 bytes, found 256"),
+        (carrier(to_key=long_string(b"t" * 256)), "header x-delayer-to-key: expected at most 255 bytes"),
+        (carrier(route=long_string(b"t" * 256)), "header x-delayer-route: expected at most 255 bytes"),
+        (carrier(properties=byte_array(bytes(MAX - ROOM + 1))), "header x-delayer-properties: expected at most"),
+    ],
+)
+def test_what_is_no_envelope(raw: bytes, reason: str) -> None:
+    with pytest.raises(NoEnvelope, match=reason):
+        opened(raw)
+
+
+def test_the_room_that_edits_need() -> None:
+    """Whatever passes the check at the door passes every later step."""
+    longest = b"n" * 255
+    raw = with_headers(entry(b"x", byte_array(bytes(1000))))
+    parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
+    assert len(edits.enveloped(parcel, b"i" * ID_BYTES, "ü" * 600)) <= len(raw) + ROOM
+    raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
+    assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
+    every = delivered(raw)._replace(exchange=longest, routing_key=longest)
+    assert len(edits.refused(every, "ü" * 600, b"i" * ID_BYTES, MAX)[0]) <= len(raw) + ROOM
+
+
+# ---- refused
+
+GAINED = (
+    entry(ID, long_string(b"id"))
+    + entry(b"x-delayer-refused", long_string(b"why"))
+    + entry(b"x-delayer-exchange", long_string(b"orders.in"))
+    + entry(b"x-delayer-routing-key", long_string(b"k"))
+)
+
+
+def refused(raw: bytes, max_properties: int = MAX) -> tuple[bytes, bytes]:
+    return edits.refused(delivered(raw), "why", b"id", max_properties)
+
+
+def test_a_refused_message_keeps_everything() -> None:
+    table = text("x-death") + text("x-delay", "soon") + text("x-delay-key")
+    assert refused(with_headers(table)) == (with_headers(table, GAINED), b"id")
+    assert refused(b"\0\0") == (with_headers(GAINED), b"id")
+    raw = pamqp_wrote(user_id=None, expiration=None)
+    before, after = pamqp_reads(raw), pamqp_reads(refused(raw)[0])
+    for name in commands.Basic.Properties.attributes():
+        if name != "headers":
+            assert getattr(after, name) == getattr(before, name), name
+
+
+def test_what_would_act_in_the_refused_queue_becomes_headers() -> None:
+    raw = b"\x21\x10" + sized(text("a")) + b"\x0560000" + b"\x05guest"
+    more = text("x-delayer-expiration", "60000") + text("x-delayer-user-id", "guest")
+    assert refused(raw) == (with_headers(text("a"), GAINED, more), b"id")
+
+
+def test_refused_twice_says_so_once() -> None:
+    once, _ = refused(with_headers(text("a")))
+    assert refused(once) == (once, b"id")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xff", b"\x00\x01", b"\x20\x00\0\0\0\x09broken", with_headers(b"\x03bad?"), b"\x80\x00\x09cut"]
+)
+def test_broken_bytes_go_along_whole(raw: bytes) -> None:
+    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
+    assert refused(raw) == (wrapped, b"id")
+
+
+def test_a_table_that_fills_the_frame_goes_along_whole_or_alone() -> None:
+    raw = with_headers(entry(b"x", byte_array(bytes(1000))))
+    whole, _ = refused(raw)
+    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
+    assert len(wrapped) > len(whole)
+    assert refused(raw, len(whole)) == (whole, b"id")
+    assert refused(raw, len(whole) - 1) == (raw, b"")
+    full = b"\x21\x10" + sized(entry(b"x", byte_array(bytes(1000)))) + b"\x0560000\x05guest"
+    assert refused(full, len(full)) == (raw, b"")  # what acts does not go along, even then
+
+
+@given(st.binary(max_size=400), st.integers(0, 1000), st.text(max_size=700))
+def test_anything_can_be_refused(raw: bytes, room: int, reason: str) -> None:
+    limit = max(len(raw), 900) + room
+    found, token = edits.refused(delivered(raw), reason, b"id", limit)
+    assert len(found) <= limit
+    parsed = Properties.parse(found)
+    assert parsed.expiration is None
+    assert parsed.user_id is None
+    if token:
+        field = parsed.get(ID)
+        assert field is not None
+        assert field.content == token
+
+
+def test_a_reason_is_cut_where_a_character_ends() -> None:
+    field = Properties.parse(edits.refused(delivered(b"\0\0"), "aü" * 400, b"id", MAX)[0]).get(b"x-delayer-refused")
+    assert field is not None
+    assert isinstance(field.value, str)
+    assert len(field.content) <= 500
