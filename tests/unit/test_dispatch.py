@@ -1,0 +1,142 @@
+"""What the broker answered, turned into acknowledgements, held messages, or a delivery given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.message import CONFIRMED, NACKED, Confirmed, Outcome, Parcel, Returned, Target
+from delayer.services import edits
+from delayer.services.counting import Counters
+from delayer.services.dispatch import Dispatch, NotTaken, Publication, why
+from delayer.services.holding import Holding, StraysHolder
+from delayer.services.settle import Settler
+from delayer.wire.properties import Properties
+from tests.rig.fakes import NOW, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids, outgoing
+
+PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
+NO_ROUTE = Returned(312, "NO_ROUTE")
+
+
+class Scene:
+    def __init__(self, answers: dict[bytes, Outcome | BaseException] | None = None, failure: Exception | None = None):
+        self.publisher = ScriptedPublisher(answers)
+        self.holder = ScriptedHolder(failure)
+        self.counters = Counters()
+        self.dispatch = Dispatch(self.publisher, self.holder, self.counters)
+        self.acks = Acks()
+        self.settler = Settler(self.acks)
+
+    async def run(self, *publications: Publication) -> None:
+        self.settler.read([publication.delivery for publication in publications])
+        await self.dispatch(publications, self.settler)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Tags, with what waits behind something that is not accepted."""
+        self.settler.flush()
+        return [tag for tag, _ in self.acks.acked]
+
+    def counted(self) -> dict[str, int]:
+        return {kind: count for kind, count in self.counters.as_dict().items() if count}
+
+
+def publication(tag: int, key: bytes = b"k", *, parcel: Parcel | None = PARCEL, refusal: str = "") -> Publication:
+    message = outgoing(b"%d" % tag)._replace(routing_key=key)
+    return Publication(delivery(tag), message, None if refusal else parcel, refusal)
+
+
+async def test_nothing_to_do() -> None:
+    it = Scene()
+    await it.run()
+    assert it.publisher.batches == 0
+
+
+async def test_what_is_confirmed_is_accepted_and_counted() -> None:
+    it = Scene()
+    await it.run(publication(1), publication(2, parcel=None), publication(3, refusal="why"))
+    assert it.acks.acked == [(3, True)]
+    assert it.counted() == {"released": 1, "cascaded": 1, "refused": 1}
+    assert [message.token for message in it.publisher.published] == [b"1", b"2", b"3"]
+
+
+async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None:
+    it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
+    await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
+    assert it.holder.held == [
+        (PARCEL, "returned: 312 NO_ROUTE"),
+        (PARCEL, "nacked: the destination would not take it"),
+    ]
+    assert it.acks.acked == [(3, True)]
+    assert it.settler.outstanding == 0
+
+
+@pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, Returned(404, "no exchange")])
+async def test_what_must_be_taken_and_is_not_is_given_back(answer: Outcome) -> None:
+    """The cascade, the refused queue: everything else of the batch is settled first."""
+    it = Scene({b"level": answer, b"gone": NO_ROUTE})
+    with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'"):
+        await it.run(publication(1, b"level", parcel=None), publication(2), publication(3, b"gone"), publication(4))
+    assert it.accepted == [2, 3, 4]
+    assert it.settler.outstanding == 1
+    assert len(it.holder.held) == 1
+
+
+async def test_a_publish_in_doubt_accepts_nothing() -> None:
+    it = Scene({b"lost": BrokerLost("in doubt")})
+    with pytest.raises(BrokerLost):
+        await it.run(publication(1), publication(2, b"lost"))
+    assert it.accepted == []
+    assert it.counted() == {}
+
+
+async def test_what_cannot_be_held_is_given_back() -> None:
+    it = Scene({b"gone": NO_ROUTE}, StoreLost("out of reach"))
+    with pytest.raises(StoreLost):
+        await it.run(publication(1), publication(2, b"gone"), publication(3))
+    assert it.accepted == [1, 3]
+    assert it.settler.outstanding == 1
+
+
+def test_why() -> None:
+    assert why(Returned(403, "ACCESS_REFUSED")) == "returned: 403 ACCESS_REFUSED"
+    with pytest.raises(AssertionError):
+        why(CONFIRMED)
+
+
+async def test_strays_are_held_in_their_envelope() -> None:
+    publisher, counters = ScriptedPublisher(), Counters()
+    await StraysHolder(publisher, b"delayer.delay-strays", ids(), counters).hold([(PARCEL, "why"), (PARCEL, "so")])
+    assert [(one.exchange, one.token, one.body) for one in publisher.published] == [
+        (b"delayer.delay-strays", b"id-0", b"body"),
+        (b"delayer.delay-strays", b"id-1", b"body"),
+    ]
+    found = Properties.parse(publisher.published[0].properties)
+    assert edits.opened(found, b"body", 10_000) == (b"id-0", PARCEL)
+    reason = found.get(b"x-delayer-held")
+    assert reason is not None
+    assert reason.value == "why"
+    assert counters.as_dict()["held"] == 2
+
+
+async def test_strays_that_are_not_taken() -> None:
+    counters = Counters()
+    holder = StraysHolder(ScriptedPublisher({b"k": NACKED}), b"strays", ids(), counters)
+    with pytest.raises(NotTaken, match="exchange strays did not take a message to hold"):
+        await holder.hold([(PARCEL, "why")])
+    assert counters.as_dict()["held"] == 0
+
+
+@pytest.mark.parametrize("usable", [True, False])
+async def test_held_in_the_store_where_there_is_one(usable: bool) -> None:
+    store, strays = ScriptedHolder(), ScriptedHolder()
+    await Holding(store, lambda: usable, strays).hold([(PARCEL, "why")])
+    assert (len(store.held), len(strays.held)) == ((1, 0) if usable else (0, 1))
+
+
+def test_a_counter_that_nobody_knows() -> None:
+    counters = Counters()
+    with pytest.raises(KeyError, match="expected one of"):
+        counters.add("lost", 1)
+    assert set(counters.as_dict().values()) == {0}
+    assert isinstance(CONFIRMED, Confirmed)

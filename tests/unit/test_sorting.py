@@ -1,0 +1,150 @@
+"""A batch, sorted into what goes to the store and what is published, each publication with its delivery."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.cascade import Cascade, routing_key
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.plan import Finish, Mode, Policy, Refuse, Route
+from delayer.services import edits
+from delayer.services.sorting import Names, Work, sort, work_for
+from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
+from tests.rig.fakes import NOW, delivery, ids
+from tests.unit.wire.tables import properties
+
+ORDERS = Route(b"orders.in", b"orders.out")
+MAIL = Route(b"mail.in", b"", finish=Finish.BROKER)
+NATIVE = Policy(Mode.NATIVE, {route.source: route for route in (ORDERS, MAIL)}, b"delays", 10**12)
+STORE = Policy(Mode.STORE, NATIVE.routes, b"delays", 10**12)
+NAMES = Names(Cascade(), b"delays.due", b"delays.refused", 10_000)
+
+
+def work(*deliveries: Delivery, policy: Policy = STORE) -> Work:
+    return work_for([sort(one, policy, NOW, NAMES.max_properties) for one in deliveries], NAMES, ids())
+
+
+def says(name: bytes, value: int | bytes) -> bytes:
+    return entry(name, int64(value) if isinstance(value, int) else long_string(value))
+
+
+LATER = says(b"x-delay", 5000)
+
+
+def test_parked_as_it_was_received() -> None:
+    one = delivery(1, LATER, body=b"body")
+    found = work(one)
+    [step] = found.steps
+    assert step.deliveries == [one]
+    assert step.parcels == [
+        Parcel(NOW + 5000, b"orders.in", b"orders.in", b"k", Target(b"orders.out", b"k"), one.properties, b"body", None)
+    ]
+    assert found.publications == []
+
+
+def test_a_cancel_after_a_park_of_its_key_takes_a_step_of_its_own() -> None:
+    key = says(b"x-delay-key", b"a")
+    cancel = says(b"x-delay-cancel", b"a")
+    steps = work(delivery(1, LATER, key), delivery(2, cancel), delivery(3, LATER, key), delivery(4, LATER)).steps
+    assert [[one.tag for one in step.deliveries] for step in steps] == [[1], [2, 3, 4]]
+    assert [step.cancels for step in steps] == [[], [b"a"]]
+    [step] = work(delivery(1, cancel), delivery(2, LATER, key)).steps
+    assert (step.cancels, len(step.parcels)) == ([b"a"], 1)
+
+
+def test_due_at_once_goes_to_its_destination_as_a_released_message() -> None:
+    one = delivery(1, body=b"body")
+    [publication] = work(one).publications
+    assert publication.delivery is one
+    assert publication.outgoing[:2] == Target(b"orders.out", b"k")
+    assert publication.outgoing.properties == edits.released(Properties.parse(one.properties), b"id-0", NOW)
+    assert publication.outgoing.token == b"id-0"
+    assert publication.outgoing.body == b"body"
+    assert publication.parcel is not None
+    assert publication.parcel.properties == one.properties
+
+
+def test_into_the_cascade_towards_the_daemon() -> None:
+    one = delivery(1, LATER, body=b"body")
+    [publication] = work(one, policy=NATIVE).publications
+    outgoing = publication.outgoing
+    assert outgoing.exchange == b"delayer.delay-level-02"
+    assert outgoing.routing_key == routing_key(5, b"delays.due")
+    envelope = edits.opened(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
+    assert envelope.id == outgoing.token == b"id-0"
+    assert envelope.parcel.properties == one.properties
+    assert envelope.parcel.due_ms == NOW + 5000
+    assert publication.parcel is None  # the cascade must take it
+
+
+def test_into_the_cascade_towards_a_queue() -> None:
+    one = delivery(1, LATER, exchange=b"mail.in", key=b"inbox", body=b"body")
+    [publication] = work(one, policy=NATIVE).publications
+    outgoing = publication.outgoing
+    assert outgoing[:2] == (b"delayer.delay-level-02", routing_key(5, b"inbox"))
+    assert outgoing.properties == edits.for_the_broker(Properties.parse(one.properties), b"id-0", NOW + 5000)
+    assert publication.parcel is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"\xff", "malformed properties"),
+        (b"\x20\x00\0\0\0\x03bad", "malformed header table"),
+        (encode_headers(b"\x07x-delayF\x00\x00\x00\x01\xff"), "malformed header table"),
+        (encode_headers(entry(b"x", long_string(bytes(10_000 - edits.ROOM)))), "the properties are too long to carry"),
+        (encode_headers(says(b"x-delay", b"soon")), "x-delay: expected milliseconds"),
+    ],
+)
+def test_refused_with_its_reason_and_the_others_go_on(raw: bytes, reason: str) -> None:
+    bad = delivery(2)._replace(properties=raw)
+    found = work(delivery(1, LATER), bad, delivery(3))
+    assert [one.tag for one in found.steps[0].deliveries] == [1]
+    first, second = found.publications
+    assert first.delivery is bad
+    assert first.refusal.startswith(reason)
+    assert first.outgoing.exchange == b"delays.refused"
+    assert first.outgoing.routing_key == b"k"
+    assert first.parcel is None
+    assert second.delivery.tag == 3
+
+
+messages = st.builds(
+    Delivery,
+    st.just(1),
+    st.booleans(),
+    st.sampled_from([b"orders.in", b"mail.in", b"else"]),
+    st.sampled_from([b"", b"k", b"delays", b"a" * 255]),
+    properties() | st.binary(max_size=40),
+    st.binary(max_size=5),
+)
+amounts = st.integers(-(1 << 63), (1 << 63) - 1).map(int64) | st.text("0123456789.-", max_size=31).map(
+    lambda text: long_string(text.encode())
+)
+delayed = st.builds(
+    lambda one, name, amount: one._replace(properties=encode_headers(entry(name, amount))),
+    messages,
+    st.sampled_from([b"x-delay", b"x-deliver-at", b"x-delay-key", b"x-delay-cancel", b"x-delayer-due"]),
+    amounts,
+)
+
+
+@given(st.lists(messages | delayed, max_size=4), st.sampled_from([NATIVE, STORE]))
+def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: Policy) -> None:
+    numbered = [one._replace(tag=tag) for tag, one in enumerate(batch)]
+    found = work(*numbered, policy=policy)
+    placed = [one.tag for step in found.steps for one in step.deliveries]
+    placed += [publication.delivery.tag for publication in found.publications]
+    assert sorted(placed) == list(range(len(batch)))
+    for publication in found.publications:
+        outgoing = publication.outgoing
+        assert max(len(outgoing.exchange), len(outgoing.routing_key)) <= 255
+        assert len(outgoing.properties) <= NAMES.max_properties
+
+
+def test_an_unusable_delivery_has_no_properties() -> None:
+    one = sort(delivery(1)._replace(properties=b""), STORE, NOW, NAMES.max_properties)
+    assert one.properties is None
+    assert isinstance(one.plan, Refuse)
