@@ -121,7 +121,7 @@ class Daemon:
             await admin.declare(topology_of(wanted))
             # Messages may still be on their way through a cascade that new delays do not take any more.
             if self._due is None and (uses_cascade(wanted) or await admin.queue_exists(wanted.native.due_queue)):
-                carrier = DueCarrier(now_ms=self._now_ms, names=self._names, dispatch=self._dispatch, new_id=new_id)
+                carrier = DueCarrier(now_ms=self._sure_ms, names=self._names, dispatch=self._dispatch, new_id=new_id)
                 self._due = self._session("due", wanted.native.due_queue, carrier)
                 self.life.add("due", self._due.run)
         except BrokerRefused as refused:
@@ -160,6 +160,7 @@ class Daemon:
         return IntakeCarrier(
             policy=lambda: self._policy,
             now_ms=self._now_ms,
+            sure_ms=self._sure_ms,
             names=self._names,
             dispatch=self._dispatch,
             parking=self.shelf,
@@ -184,3 +185,8 @@ class Daemon:
         """The clock that rules: the store's where there is one, else this host's; rounded up, so never early."""
         stored = self.shelf.now_ms()
         return -(-time.time_ns() // 1_000_000) if stored is None else stored
+
+    def _sure_ms(self) -> int:
+        """The same clock, rounded down: what is due by this one is due."""
+        stored = self.shelf.sure_ms()
+        return time.time_ns() // 1_000_000 if stored is None else stored

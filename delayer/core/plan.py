@@ -151,59 +151,79 @@ class _Refused(Exception):
     """Carries the reason out of the small functions below; decide() turns it into a value."""
 
 
-def decide(ask: Ask, policy: Policy, now_ms: int) -> Plan:
-    """The plan for one message, read at ``now_ms`` (an upper bound of the clock that rules: never early)."""
+class Clock(NamedTuple):
+    """Between which two readings the clock that rules stands, in epoch ms. A delay counts from the upper one, so it is
+    never short; what is due by the lower one is due, so nothing is early."""
+
+    upper_ms: int
+    lower_ms: int
+
+
+def decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int | None = None) -> Plan:
+    """The plan for one message. ``now_ms`` is an upper bound of the clock that rules, ``sure_ms`` a lower one; None
+    stands for the same, a clock that is known exactly."""
     try:
-        return _decide(ask, policy, now_ms)
+        return _decide(ask, policy, Clock(now_ms, now_ms if sure_ms is None else sure_ms))
     except _Refused as refused:
         return Refuse(str(refused))
 
 
-def _decide(ask: Ask, policy: Policy, now_ms: int) -> Plan:
+def _decide(ask: Ask, policy: Policy, clock: Clock) -> Plan:
     route = policy.routes.get(ask.exchange)
     if route is None:
         raise _Refused(f"no route for exchange {_name(ask.exchange)}: expected one of {_names(policy.routes)}")
     if CANCEL in ask.headers:
         return Cancel(_key(CANCEL, ask, policy))
-    due_ms = _due_ms(ask, route, policy, now_ms)
+    due_ms, from_ms = _due_ms(ask, route, policy, clock)
     target = _target(ask, route, policy)
     if KEY in ask.headers:
         # Also when it is due at once: only the store can take the waiting one out exactly.
         return Park(due_ms, target, _key(KEY, ask, policy))
-    wait_ms = due_ms - now_ms
+    wait_ms = due_ms - from_ms
     if wait_ms <= 0:
         return AtOnce(due_ms, target)
     if policy.mode is Mode.STORE and wait_ms > min(policy.park_beyond_ms, MAX_SECONDS * 1000):
         return Park(due_ms, target)
-    return _cascade(due_ms, now_ms, target, route, ask)
+    return _cascade(due_ms, from_ms, target, route, ask)
 
 
-def _due_ms(ask: Ask, route: Route, policy: Policy, now_ms: int) -> int:
+def _due_ms(ask: Ask, route: Route, policy: Policy, clock: Clock) -> tuple[int, int]:
+    """The due instant, and the instant from which the wait for it counts."""
     try:
-        due_ms = _said_due_ms(ask, route, now_ms)
+        due_ms, from_ms = _said_due_ms(ask, route, clock)
     except UnreadableDelay as unreadable:
         raise _Refused(str(unreadable)) from unreadable
-    longest_ms = min(policy.max_delay_ms, LATEST_MS - now_ms)
-    if due_ms - now_ms > longest_ms:
+    longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
+    if due_ms - from_ms > longest_ms:
         raise _Refused(
-            f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(due_ms - now_ms)}"
+            f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(due_ms - from_ms)}"
         )
     # Minus a googol milliseconds is a number too, and means "at once"; as an instant it would fit no header and no row.
-    return max(due_ms, 0)
+    return max(due_ms, 0), from_ms
 
 
-def _said_due_ms(ask: Ask, route: Route, now_ms: int) -> int:
+def _said_due_ms(ask: Ask, route: Route, clock: Clock) -> tuple[int, int]:
     """The first form present, in the route's order, rules; an unreadable one never falls through to the next."""
     for form in route.delay_from:
         if (header := RELATIVE.get(form)) is not None:
             if header in ask.headers:
-                return _counted_from(ask, now_ms) + _named(form, read_delay_ms, ask.headers[header])
+                return _in(_named(form, read_delay_ms, ask.headers[header]), ask, clock)
         elif (header := ABSOLUTE.get(form)) is not None:
             if header in ask.headers:
-                return _named(form, read_instant_ms, ask.headers[header])
+                return _named(form, read_instant_ms, ask.headers[header]), clock.lower_ms
         elif form == TIMESTAMP and ask.timestamp is not None:
-            return ask.timestamp * 1000
-    return _counted_from(ask, now_ms) + route.default_delay_ms
+            return ask.timestamp * 1000, clock.lower_ms
+    return _in(route.default_delay_ms, ask, clock)
+
+
+def _in(delay_ms: int, ask: Ask, clock: Clock) -> tuple[int, int]:
+    """For a relative delay: the due instant, and the instant from which the wait for it counts."""
+    stamp = _received_ms(ask)
+    if stamp is not None:
+        return stamp + delay_ms, clock.lower_ms
+    # No delay at all means this instant, and not one that the clock may be yet to reach.
+    from_ms = clock.upper_ms if delay_ms > 0 else clock.lower_ms
+    return from_ms + delay_ms, from_ms
 
 
 def _named(form: str, read: Callable[[object], int], value: object) -> int:
@@ -213,19 +233,19 @@ def _named(form: str, read: Callable[[object], int], value: object) -> int:
         raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
 
 
-def _counted_from(ask: Ask, now_ms: int) -> int:
-    """What a relative delay counts from: the broker's ``timestamp_in_ms`` where present, so that a wait in the intake
-    queue does not add up; else now.
+def _received_ms(ask: Ask) -> int | None:
+    """The broker's ``timestamp_in_ms`` where present: a relative delay counts from it, so that a wait in the intake
+    queue does not add up. Else None: it counts from now.
 
     A message that was delayed before still carries the stamp of its first arrival (the broker's interceptor does not
     overwrite by default). A stamp older than the last due instant is such a one; counting from it would be early.
     """
     stamp = ask.headers.get(RECEIVED_AT)
     if not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
-        return now_ms
+        return None
     last_due = ask.headers.get(LAST_DUE)
     if isinstance(last_due, int) and stamp <= last_due:
-        return now_ms
+        return None
     return stamp
 
 

@@ -35,9 +35,12 @@ class IntakeCarrier:
         bindings: Bindings,
         new_id: Callable[[], bytes],
         counters: Counters,
+        sure_ms: Callable[[], int] | None = None,
     ) -> None:
+        """``now_ms`` and ``sure_ms`` are the clock's upper and lower bound; one clock serves for both."""
         self._policy = policy
         self._now_ms = now_ms
+        self._sure_ms = sure_ms or now_ms
         self._names = names
         self._dispatch = dispatch
         self._parking = parking
@@ -48,8 +51,9 @@ class IntakeCarrier:
 
     async def __call__(self, batch: Sequence[Delivery], settler: Settler) -> None:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
-        policy, names, now_ms = self._policy(), self._names(), self._now_ms()
-        plans = [sort(delivery, policy, now_ms, names.max_properties) for delivery in batch]
+        policy, names = self._policy(), self._names()
+        now_ms, sure_ms = self._now_ms(), self._sure_ms()
+        plans = [sort(delivery, policy, now_ms, names.max_properties, sure_ms) for delivery in batch]
         if not any(has_key(one.plan) for one in plans):
             await self._carry(plans, names, settler, None)
         else:

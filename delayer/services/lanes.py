@@ -66,6 +66,10 @@ class Lanes:
         """An upper bound of the store's clock, or None while no store was reached yet."""
         return None if self._store is None else self._store.now_ms()
 
+    def sure_ms(self) -> int | None:
+        """A lower bound of the store's clock, or None while no store was reached yet."""
+        return None if self._store is None else self._store.sure_ms()
+
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
         """See ports.Parking."""
         await self._write(lambda store, lane: store.park(lane, parcels, cancels))

@@ -102,6 +102,9 @@ class Store(Protocol):
     def now_ms(self) -> int:
         """An upper bound of the store's clock, epoch milliseconds, rounded up: what relative delays count from."""
 
+    def sure_ms(self) -> int:
+        """A lower bound of the store's clock, rounded down: what is due by it is due."""
+
     async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY. A parcel with a key replaces the waiting
         message of that key; ``cancels`` are keys whose waiting messages go. Wakes the lane afterwards.

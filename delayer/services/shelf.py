@@ -25,6 +25,10 @@ class Shelf:
         """An upper bound of the store's clock; None before the store was first reached."""
         return None if self.lanes is None else self.lanes.now_ms()
 
+    def sure_ms(self) -> int | None:
+        """A lower bound of the store's clock; None before the store was first reached."""
+        return None if self.lanes is None else self.lanes.sure_ms()
+
     async def wait_usable(self, seconds: float) -> None:
         """Raises StoreLost if no lane is there after ``seconds``."""
         lanes = self._lanes()

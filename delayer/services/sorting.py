@@ -75,7 +75,7 @@ class Names:
     max_properties: int
 
 
-def sort(delivery: Delivery, policy: Policy, now_ms: int, max_properties: int) -> Sorted:
+def sort(delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, sure_ms: int | None = None) -> Sorted:
     """Read what the message asks for and decide. Broken bytes are a reason to refuse, never an exception."""
     if len(delivery.properties) + edits.ROOM > max_properties:
         return _unusable(
@@ -90,7 +90,7 @@ def sort(delivery: Delivery, policy: Policy, now_ms: int, max_properties: int) -
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
-    return Sorted(delivery, properties, decide(ask, policy, now_ms))
+    return Sorted(delivery, properties, decide(ask, policy, now_ms, sure_ms))
 
 
 def _unusable(delivery: Delivery, reason: str) -> Sorted:

@@ -82,6 +82,10 @@ class PostgresStore:
         """See the port."""
         return self._clock.now_ms()
 
+    def sure_ms(self) -> int:
+        """See the port."""
+        return self._clock.lower_ms()
+
     async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
         """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
         if not parcels and not cancels:

@@ -231,6 +231,9 @@ class ScriptedStore:
     def now_ms(self) -> int:
         return NOW
 
+    def sure_ms(self) -> int:
+        return NOW
+
     async def park(self, lane: ScriptedLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
         if self.on_write is not None:
             await self.on_write(lane.number)
