@@ -1,0 +1,234 @@
+"""Consuming one queue: batches carried side by side, losses, bugs, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.message import Delivery
+from delayer.services.session import Intake, Session
+from delayer.services.settle import Settler
+from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
+
+Batch = Sequence[Delivery]
+
+
+def batch(*tags: int) -> list[Delivery]:
+    return [delivery(tag) for tag in tags]
+
+
+class Carrier:
+    """Carries batches known by their first tag: at once, or when told, or not at all."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.gates: dict[int, asyncio.Event] = {}
+        self.failures: dict[int, Exception] = {}
+        self.most = 0
+        self._running = 0
+
+    async def __call__(self, deliveries: Batch, settler: Settler) -> None:
+        first = deliveries[0].tag
+        self.begun.append(first)
+        self._running += 1
+        self.most = max(self.most, self._running)
+        try:
+            if first in self.gates:
+                await self.gates[first].wait()
+            if first in self.failures:
+                raise self.failures[first]
+            settler.accept(one.tag for one in deliveries)
+        finally:
+            self._running -= 1
+
+    def hold_back(self, *tags: int) -> None:
+        self.gates |= {tag: asyncio.Event() for tag in tags}
+
+
+class Scene:
+    def __init__(
+        self,
+        *subscriptions: ScriptedSubscription | Exception,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+        in_flight: int = 3,
+    ) -> None:
+        self.carrier = Carrier()
+        self.consumer = ScriptedConsumer(*subscriptions)
+        self.pulse = Pulse()
+        self.stopping = asyncio.Event()
+        intake = Intake("delays", 100, in_flight=in_flight)
+        self.session = Session(intake, self.consumer, self.carrier, prepare=prepare or ready, pulse=self.pulse)
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.session.run(self.stopping))
+
+
+async def ready() -> None:
+    """Everything that has to be there is there."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pauses take no time; their numbers are noted."""
+    attempts: list[int] = []
+
+    def pause(attempt: int, _: float) -> float:
+        attempts.append(attempt)
+        return 0.0001
+
+    monkeypatch.setattr("delayer.services.retry.pause", pause)
+    return attempts
+
+
+async def test_read_carried_acknowledged_stopped() -> None:
+    subscription = ScriptedSubscription([batch(1, 2), [], batch(3)])
+    it = Scene(subscription)
+    task = it.start()
+    await it.session.consuming.wait()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert subscription.events == ["ack 2", "ack 3", "stopped", "closed"]
+    assert not it.session.consuming.is_set()
+    assert it.pulse.forgotten == ["delays"]
+
+
+async def test_batches_overlap_up_to_the_limit() -> None:
+    subscription = ScriptedSubscription([batch(n) for n in range(1, 7)])
+    it = Scene(subscription, in_flight=3)
+    it.carrier.hold_back(1, 2, 3)
+    task = it.start()
+    await until(lambda: len(it.carrier.begun) == 3)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert it.carrier.begun == [1, 2, 3]
+    for tag in (3, 2, 1):
+        it.carrier.gates[tag].set()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert it.carrier.most == 3
+    assert subscription.acked[-1] == (6, True)
+
+
+async def test_stopping_waits_for_what_is_in_flight() -> None:
+    subscription = ScriptedSubscription([batch(1), batch(2)])
+    it = Scene(subscription)
+    it.carrier.hold_back(1)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await until(lambda: "stopped" in subscription.events)
+    assert not task.done()
+    it.carrier.gates[1].set()
+    await task
+    assert subscription.events == ["stopped", "ack 2", "closed"]
+
+
+async def test_stopped_before_it_started() -> None:
+    it = Scene()
+    it.stopping.set()
+    await it.start()
+    assert it.consumer.subscribed == 0
+
+
+@pytest.mark.parametrize("loss", [BrokerLost("gone"), StoreLost("out of reach")])
+async def test_a_failed_carry_begins_again_and_repeats_nothing_that_is_safe(loss: Exception) -> None:
+    first, second = ScriptedSubscription([batch(1), batch(2, 3)]), ScriptedSubscription([batch(1)])
+    it = Scene(first, second)
+    it.carrier.hold_back(1)
+    it.carrier.failures[1] = loss
+    task = it.start()
+    await until(lambda: it.carrier.begun == [1, 2])
+    it.carrier.gates[1].set()
+    await until(lambda: "closed" in first.events)
+    assert first.acked == [(2, False), (3, False)]
+    del it.carrier.failures[1]
+    await second.read.wait()
+    it.stopping.set()
+    await task
+    assert second.acked == [(1, True)]
+
+
+async def test_a_lost_subscription_waits_for_what_is_in_flight() -> None:
+    first, second = ScriptedSubscription([batch(1), BrokerLost("cut")]), ScriptedSubscription([])
+    it = Scene(first, second)
+    it.carrier.hold_back(1)
+    it.carrier.failures[1] = StoreLost("at the same time")  # nobody is left to hear of it, and nobody needs to
+    task = it.start()
+    await until(lambda: it.carrier.begun == [1])
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert first.events == []
+    it.carrier.gates[1].set()
+    await second.read.wait()
+    assert first.events == ["closed"]
+    it.stopping.set()
+    await task
+
+
+@pytest.mark.parametrize("end", ["at once", "with the subscription", "beside a loss"])
+async def test_a_bug_ends_the_session(end: str) -> None:
+    script: list[Batch | Exception] = [batch(1), batch(2)]
+    if end == "with the subscription":
+        script.append(BrokerLost("cut"))
+    subscription = ScriptedSubscription(script)
+    it = Scene(subscription)
+    it.carrier.failures[2] = ZeroDivisionError()
+    if end != "at once":
+        it.carrier.hold_back(1, 2)
+        it.carrier.failures[1] = StoreLost("gone")
+    task = it.start()
+    await until(lambda: it.carrier.begun == [1, 2])
+    for gate in it.carrier.gates.values():
+        gate.set()
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert subscription.events[-1] == "closed"
+
+
+async def test_a_forced_stop_ends_what_is_in_flight() -> None:
+    subscription = ScriptedSubscription([batch(1), batch(2)])
+    it = Scene(subscription)
+    it.carrier.hold_back(1)
+    task = it.start()
+    await subscription.read.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert subscription.events == ["ack 2", "closed"]  # what is safe is not repeated, even then
+
+
+async def test_whatever_is_missing_is_tried_again() -> None:
+    failures: list[Exception] = [BrokerLost("no connection"), StoreLost("no lane")]
+    subscription = ScriptedSubscription([batch(1)])
+
+    async def prepare() -> None:
+        if failures:
+            raise failures.pop()
+
+    it = Scene(BrokerLost("404"), subscription, prepare=prepare)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert subscription.acked == [(1, True)]
+
+
+async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
+    """Reading is no success: a batch that fails each time must not come back without a pause."""
+    fails = [ScriptedSubscription([batch(1)]) for _ in range(4)]
+    good = ScriptedSubscription([batch(1), BrokerLost("cut")])
+    last = ScriptedSubscription([])
+    it = Scene(*fails, good, last, in_flight=1)
+    it.carrier.failures[1] = StoreLost("out of reach")
+    task = it.start()
+    await until(lambda: "closed" in fails[3].events)
+    it.carrier.failures.clear()
+    await last.read.wait()
+    it.stopping.set()
+    await task
+    assert quick == [0, 1, 2, 3, 0]

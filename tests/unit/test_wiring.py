@@ -1,0 +1,69 @@
+"""Settings, as the values that the layers below understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delayer.core.cascade import Cascade
+from delayer.core.plan import Finish, Mode, Route
+from delayer.settings import Settings
+from delayer.wiring import cascade_of, native_of, policy_of, topology_of, uses_cascade
+
+
+def settings(**tables: Any) -> Settings:
+    return Settings.model_validate(tables)
+
+
+def test_the_default_policy() -> None:
+    policy = policy_of(settings(), has_store=True)
+    assert policy.mode is Mode.STORE
+    assert policy.routes == {b"delayer.in": Route(b"delayer.in", b"delayer.out")}
+    assert policy.intake_queue == b"delays"
+    assert policy.max_delay_ms == 3650 * 86_400_000
+    assert policy.park_beyond_ms == 0
+    assert policy.has_store
+
+
+def test_every_key_of_a_route_arrives() -> None:
+    route = {
+        "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
+        "allow_exchanges": ["shop.*"], "finish": "broker",
+    }  # fmt: skip
+    policy = policy_of(settings(route=[route, {"from": ""}], mode="native"), has_store=False)
+    assert policy.routes == {
+        "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",), Finish.BROKER),
+        b"": Route(b"", b"", finish=Finish.BROKER),
+    }
+    assert policy.mode is Mode.NATIVE
+    assert not policy.has_store
+
+
+@pytest.mark.parametrize(
+    ("tables", "uses"),
+    [({}, False), ({"mode": "native"}, True), ({"store": {"park_beyond": "10s"}}, True)],
+)
+def test_the_cascade_is_declared_where_it_is_used(tables: dict[str, Any], uses: bool) -> None:
+    given = settings(**tables)
+    names = {queue.name for queue in topology_of(given).queues}
+    assert uses_cascade(given) is uses
+    assert ("delayer.delay-level-27" in names) is uses
+    assert ("delays.due" in names) is uses
+    assert {"delays", "delays.refused"} <= names
+
+
+def test_names_come_from_the_settings() -> None:
+    given = settings(
+        mode="native",
+        native={"cascade": "celery", "due_queue": "d"},
+        intake={"queue": "i"},
+        refused={"queue": "r"},
+        route=[{"from": "a", "to": "out"}, {"from": "", "to": "out"}],
+    )
+    assert cascade_of(given) == Cascade("celery", "delayer.")
+    whole = topology_of(given)
+    assert {"d", "i", "r", "celery_delayed_0"} <= {queue.name for queue in whole.queues}
+    assert "a" in {exchange.name for exchange in whole.exchanges}
+    assert "" not in {exchange.name for exchange in whole.exchanges}
+    assert {queue.name for queue in native_of(given).queues} < {queue.name for queue in whole.queues}
