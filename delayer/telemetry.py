@@ -27,6 +27,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "ready": "broker and topology are there, and the queues are about to be consumed",
     "stopping": "told to stop: nothing new is read, what is in flight is settled",
     "stopped": "everything is settled; with the counts of this process's life",
+    "part failed too": "beside the failure that ends the daemon, another part failed",
     "stop forced": "a part did not end in time and was cut off; what it had in flight comes again",
     "reloaded": "SIGHUP: these keys changed live",
     "reload refused": "SIGHUP: the new configuration cannot be used, the old one stays",
