@@ -148,8 +148,7 @@ class PostgresLane:
         async with self._talking("settle") as connection:
             await settling.write(connection, self.number, released, held, self._clock.now_ms())
             if held or self._retry <= self._clock.now_ms():
-                retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
-                self._retry = NEVER_MS if retry_ms is None else retry_ms
+                await self._look_at_retries(connection)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
@@ -158,6 +157,17 @@ class PostgresLane:
         self._more = claim.full
         if claim.size:
             reach("release.committed")
+
+    async def _look_at_retries(self, connection: asyncpg.Connection) -> None:
+        known, self._retry = self._retry, NEVER_MS
+        try:
+            retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
+        except BaseException:
+            self.note_held(known)
+            raise
+        # Not just the answer: it may be older than what was held, and noted, while we asked.
+        if retry_ms is not None:
+            self.note_held(retry_ms)
 
     async def give_up(self) -> None:
         """See the port."""
@@ -204,7 +214,7 @@ class PostgresLane:
         deadline = self._clock.monotonic() + seconds
         while self.held_by_us and self._clock_steps == self._clock.steps:
             self._woken.clear()
-            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(min(self._noted, NEVER_MS)))
+            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(min(self._noted, self._retry)))
             if left <= 0.0:
                 return
             try:

@@ -98,7 +98,9 @@ def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
     played.rabbitmq.api(
         "PUT", f"/api/permissions/{played.vhost}/{USER}", {"configure": ".*", "write": ".*", "read": ".*"}
     )
-    played.wait(*map(body_of, CASES))
+    played.wait(*map(body_of, CASES), timeout=60)
+    missing = [case for case in CASES if not played.inbox.of(body_of(case))]
+    assert not missing, f"{missing}; the log ends:\n{played.daemon.tail(60)}"
     for case in CASES:
         arrival = played.inbox.only(body_of(case))
         assert arrival.at_ms >= arrival.due_ms

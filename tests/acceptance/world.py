@@ -122,10 +122,10 @@ class World:
         """Do something in the loop that the connection and the daemon's log live in."""
         return self.runner.run(work)
 
-    def wait(self, *bodies: bytes, box: str = "inbox") -> None:
+    def wait(self, *bodies: bytes, box: str = "inbox", timeout: float = 40.0) -> None:
         """Until each has come. Does not fail: the test that looks for a missing one does."""
         inbox = self.boxes[box]
-        self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies)))
+        self.run(inbox.until(lambda: all(body in inbox.counts for body in bodies), timeout))
 
     def parked_beyond(self, seconds: int) -> int:
         """Rows of the store that are due later than that."""
