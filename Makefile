@@ -2,6 +2,8 @@
 
 PYTHON_OF_VENV := .venv/bin/python
 PYTEST_ARGS ?=
+# Most tests wait for a due time or a server: three workers on two cores take half the time, each with servers of its own.
+PYTEST_SPREAD ?= -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 
@@ -23,7 +25,7 @@ run: ready ## private servers and the daemon, up until Ctrl-C; prints how to sen
 
 .PHONY: test
 test: ready lint ## check, then every test, against real servers of their own (PYTEST_ARGS=… to choose)
-	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_ARGS)
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: check
 check: dev lint ## style, types and import rules; no server

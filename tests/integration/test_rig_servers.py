@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,7 +187,9 @@ def _passable(directory: Path) -> Path:
     """Pytest's directories are ours alone, and Postgres, as another user, has to get through to its own."""
     made = directory / "t"
     made.mkdir(mode=0o711)
-    for parent in [directory, *directory.parents[:2]]:
+    for parent in [directory, *directory.parents]:
+        if parent == Path(tempfile.gettempdir()):
+            break
         parent.chmod(0o711)
     return made
 

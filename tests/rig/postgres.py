@@ -128,10 +128,6 @@ class Postgres:
         """postgresql:// URL over TCP; `port` for a proxy before it."""
         return f"postgresql://{SUPERUSER}@{ports.HOST}:{port or self.port}/{database}"
 
-    @property
-    def socket_directory(self) -> Path:
-        return self._data
-
     def pids(self) -> list[int]:
         return self._server.pids() if self._server else []
 
@@ -177,7 +173,7 @@ class Postgres:
         )
         if initialize.wait(timeout=120) != 0:
             raise StartFailed(f"initdb failed\n{tail(initialize.log)}")
-        lines = {**self._settings, "port": self.port, "unix_socket_directories": self.socket_directory}
+        lines = {**self._settings, "port": self.port, "unix_socket_directories": ""}
         with (self._data / "postgresql.conf").open("a") as config:
             config.writelines(f"{key} = '{value}'\n" for key, value in lines.items())
 
