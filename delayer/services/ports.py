@@ -42,7 +42,7 @@ class Subscription(Protocol):
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 
     async def stop_deliveries(self) -> None:
-        """Cancel the consumer. What was delivered can still be settled."""
+        """No batch comes any more. What was delivered can still be settled."""
 
     async def close(self) -> None:
         """Close the channel; whatever is unsettled is given back to the queue. Safe to call twice."""

@@ -398,6 +398,30 @@ class ConsumerContract:
             await subscription.close()
             assert sorted(await world.hand.drain("q")) == [b"0", b"4"]
 
+    async def test_what_is_acknowledged_before_the_end_is_not_repeated(self, place: str) -> None:
+        """Also by a replicated queue that has its hands full: there, acknowledgements wait for each other."""
+        async with self.world(place) as world:
+            for attempt in range(4):
+                queue = f"busy {attempt}"
+                await world.hand.queue(queue, {"x-queue-type": "quorum"})
+                await world.publisher.publish([message(n, queue) for n in range(400)])
+                more = asyncio.create_task(
+                    until_published(world.publisher, [message(f"more {n}", queue) for n in range(600)])
+                )
+                subscription = await world.consumer.subscribe(queue, 5000)
+                found = await take(subscription, 400)
+                await subscription.stop_deliveries()
+                for one in found[::2]:
+                    subscription.ack(one.tag, multiple=False)
+                subscription.ack(found[-1].tag, multiple=True)
+                await subscription.close()
+                await more
+                again = await world.consumer.subscribe(queue, 5000)
+                rest = await take(again, 600 + 400 - len(found))
+                assert await again.next_batch(5000, GATHER) == []
+                await again.close()
+                assert not set(bodies(rest)) & set(bodies(found))
+
     async def test_a_missing_queue(self, place: str) -> None:
         async with self.world(place) as world:
             with pytest.raises(BrokerLost, match="404"):
