@@ -42,7 +42,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "broker connection lost": "a connection broke; it is opened again by itself",
     "publish channel closed": "the broker closed a publishing channel; in_doubt publishes are repeated",
     "consumer cancelled by the broker": "the queue went away or moved; consuming begins again",
-    "consumer not ended in order": "the broker went away or did not answer at the end of a session; some of its last messages may be repeated",
+    "consumer not ended in order": "a session's end got no answer; its last messages may be repeated",
     "consuming": "a queue is consumed",
     "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
     # the store
