@@ -37,7 +37,7 @@ from delayer.wiring import cascade_of, policy_of, topology_of, uses_cascade
 
 log = structlog.get_logger(__name__)
 
-STORE_WAIT: Final = 5.0
+STORE_WAIT: Final = 2.0
 """Seconds that consuming waits for a lane before it says that there is none, and waits again."""
 
 
