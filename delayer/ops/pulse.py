@@ -12,8 +12,9 @@ from delayer.ops.notify import Notifier, Watchdog
 
 log = structlog.get_logger(__name__)
 
-LIMIT: Final = 45.0
-"""Seconds that a loop may take for one round: more than any deadline that it can be waiting for by right."""
+LIMIT: Final = 120.0
+"""Seconds that a loop may take for one round: more than it can be waiting for by right (a park that is tried three
+times, each ended by the statement timeout). A loop that hangs is a bug; one that waits for a slow store is not."""
 
 
 class WatchedPulse:

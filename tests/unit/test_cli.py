@@ -255,7 +255,7 @@ def route(**keys: object) -> Route:
         (route(delay_from=["timestamp"]), 5, None, {}, 1_800_000_001, 1_800_000_001_000),
     ],
 )
-def test_the_delay_is_said_in_a_form_that_the_route_reads(  # noqa: PLR0917 - the columns of the table above
+def test_the_delay_is_said_in_a_form_that_the_route_reads(
     of: Route, delay_ms: int | None, at_ms: int | None, headers: dict[str, int], timestamp: int | None, due_ms: int
 ) -> None:
     message = Message("in", "key", b"")

@@ -209,6 +209,13 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     ),
     ('[native]\ndue_queue = "delays"', [("native.due_queue", "another queue than intake.queue", '"delays"', "")]),
     (
+        '[[route]]\nfrom = "a"\nto = "b"\n[[route]]\nfrom = "b"\nto = "a"',
+        [
+            ("route[0].to", 'an exchange that does not lead back here ("a" to "b" to "a")', '"b"', ""),
+            ("route[1].to", 'an exchange that does not lead back here ("b" to "a" to "b")', '"a"', ""),
+        ],
+    ),
+    (
         '[refused]\nqueue = "in"\n[[route]]\nfrom = "in"\nto = "out"',
         [("route[0].from", "another name than refused.queue, whose exchange takes it", '"in"', "")],
     ),
