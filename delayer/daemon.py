@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -16,6 +17,7 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
+from delayer.core.plan import Policy
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
 from delayer.services.carry import IntakeCarrier
@@ -39,6 +41,10 @@ log = structlog.get_logger(__name__)
 
 STORE_WAIT: Final = 2.0
 """Seconds that consuming waits for a lane before it says that there is none, and waits again."""
+
+
+FAREWELL: Final = 1.0
+"""Seconds for closing the connections in order, after everything is settled."""
 
 
 def new_id() -> bytes:
@@ -84,8 +90,9 @@ class Daemon:
         try:
             await self.life.run()
         finally:
-            # Side by side: a broker that does not answer takes each of them its whole time to close.
-            await asyncio.gather(self._bindings.close(), *(relay.close() for relay in self._relays.values()))
+            # Side by side and bounded: a broker that hangs answers no goodbye, and ten seconds are promised for all.
+            farewells = [self._bindings.close(), *(relay.close() for relay in self._relays.values())]
+            await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=FAREWELL)
             log.info("stopped", **self.counters.as_dict())
 
     def stop(self) -> None:
@@ -157,7 +164,7 @@ class Daemon:
 
     def _intake_carrier(self) -> IntakeCarrier:
         return IntakeCarrier(
-            policy=lambda: self._policy,
+            policy=self._current_policy,
             now_ms=self._now_ms,
             sure_ms=self._sure_ms,
             names=self._names,
@@ -171,6 +178,13 @@ class Daemon:
     def _release(self, lane: Lane) -> Release:
         publisher = RelayPublisher(self._relays["publish"])
         return Release(lane, publisher, portion=Portion(), pulse=self._pulse, counters=self.counters)
+
+    def _current_policy(self) -> Policy:
+        """In native mode a store that is out of reach is no store: a message with a key is refused, with that reason,
+        where waiting for the store would stop everybody."""
+        if self.settings.mode == "native" and self._policy.has_store and not self.shelf.usable:
+            return replace(self._policy, has_store=False)
+        return self._policy
 
     def _names(self) -> Names:
         return Names(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 
@@ -17,6 +18,9 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 
 log = structlog.get_logger(__name__)
+
+STORE_WAIT: Final = 10.0
+"""Seconds that a switch to store mode waits for a store that was there and is not."""
 
 
 class Reload:
@@ -53,7 +57,7 @@ class Reload:
         try:
             new = self._load()
             live, restart = old.diff(new)
-            first_store = self._daemon.shelf.lanes is None
+            first_store = old.store_url is None
             wanted = live_part(old, new, first_store=first_store)
             await self._make_ready(wanted)
         except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated) as wrong:
@@ -78,8 +82,8 @@ class Reload:
             store = await PostgresStore.connect(wanted.store_url)
             await store.close()
             self._daemon.start_lanes(wanted)
-        if wanted.mode == "store":
-            await self._daemon.shelf.wait_usable(10.0)
+        elif wanted.mode == "store":
+            await self._daemon.shelf.wait_usable(STORE_WAIT)
 
 
 def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:

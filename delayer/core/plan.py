@@ -219,7 +219,7 @@ def _said_due_ms(ask: Ask, route: Route, clock: Clock) -> tuple[int, int]:
 def _in(delay_ms: int, ask: Ask, clock: Clock) -> tuple[int, int]:
     """For a relative delay: the due instant, and the instant from which the wait for it counts."""
     stamp = _received_ms(ask)
-    if stamp is not None:
+    if stamp is not None and delay_ms > 0:
         return stamp + delay_ms, clock.lower_ms
     # No delay at all means this instant, and not one that the clock may be yet to reach.
     from_ms = clock.upper_ms if delay_ms > 0 else clock.lower_ms
@@ -237,14 +237,11 @@ def _received_ms(ask: Ask) -> int | None:
     """The broker's ``timestamp_in_ms`` where present: a relative delay counts from it, so that a wait in the intake
     queue does not add up. Else None: it counts from now.
 
-    A message that was delayed before still carries the stamp of its first arrival (the broker's interceptor does not
-    overwrite by default). A stamp older than the last due instant is such a one; counting from it would be early.
+    A message that was delayed before may still carry the stamp of its first arrival (the broker's interceptor does not
+    overwrite by default), and counting from that would be early.
     """
     stamp = ask.headers.get(RECEIVED_AT)
-    if not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
-        return None
-    last_due = ask.headers.get(LAST_DUE)
-    if isinstance(last_due, int) and stamp <= last_due:
+    if LAST_DUE in ask.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
         return None
     return stamp
 
@@ -290,7 +287,7 @@ def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -
 
 def _key(header: bytes, ask: Ask, policy: Policy) -> bytes:
     if not policy.has_store:
-        raise _Refused(f"{header.decode()}: keys and cancels need a store, and none is configured")
+        raise _Refused(f"{header.decode()}: keys and cancels need a store, and none is configured and in reach")
     key = _short_string(header, ask.headers[header])
     if not key:
         raise _Refused(f"{header.decode()}: expected a key, found an empty string")

@@ -10,8 +10,10 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-GRACE: Final = 9.0
+GRACE: Final = 7.5
 """Seconds that the parts have to settle what is in flight, once told to stop. Ten are promised."""
+CUT_OFF: Final = 1.0
+"""Seconds for a cancelled part to leave; one that does not is left behind, and ends with the process."""
 
 Part = Callable[[asyncio.Event], Coroutine[None, None, None]]
 """Runs until the event is set, then settles and returns. An exception out of it is a bug, or a reason to end."""
@@ -64,8 +66,9 @@ class Life:
             for task in self._parts | self._last:
                 log.error("stop forced", part=task.get_name(), after_seconds=self._grace)
                 task.cancel()
-            await self._ended(self._parts)
-            await self._ended(self._last)
+            if late := self._parts | self._last:
+                await asyncio.wait(late, timeout=CUT_OFF)
+            self._collect()
         for further in self._failures[1:]:
             log.error("part failed too", reason=repr(further))
         if self._failures:

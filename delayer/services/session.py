@@ -88,7 +88,8 @@ class Session:
                     reach("intake.read")
                     settler.read(batch)
                     running.add(asyncio.create_task(self._carry(batch, settler), name=f"carry {len(batch)}"))
-                if await self._reap(running, at_most=self._intake.in_flight - 1) or not batch:
+                carried = await self._reap(running, at_most=self._intake.in_flight - 1)
+                if carried or not (batch or running):
                     retry.succeeded()
             await subscription.stop_deliveries()
             await self._reap(running, at_most=0)

@@ -111,11 +111,14 @@ def in_ms(delay: int) -> int:
             (stamped(stamp, x_delay=1000), in_ms(1000))
             for stamp in (0, -1, True, "1800000000000", 1.8e12, None, Timestamp(1_700_000_000))
         ),
-        # A stamp from before the last due instant is that of an earlier arrival.
+        # A message that was delayed before may carry the stamp of an earlier arrival.
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 400), in_ms(1000)),
         (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 100), in_ms(1000)),
-        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(600)),
-        (stamped(NOW - 400, x_delay=1000, x_delayer_due="junk"), in_ms(600)),
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due=NOW - 401), in_ms(1000)),
+        (stamped(NOW - 400, x_delay=1000, x_delayer_due="junk"), in_ms(1000)),
+        # At once is at once, also where the broker's clock is ahead.
+        (stamped(NOW + 5000, x_delay=0), NOW),
+        (stamped(NOW + 5000, x_delay=-7), in_ms(-7)),
         # Zero and less is at once; how much less does not matter, as long as it fits where it is written.
         (says(x_delay=0), NOW),
         (says(x_delay=-5), in_ms(-5)),

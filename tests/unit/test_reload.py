@@ -196,7 +196,6 @@ def wrong() -> Settings:
         ("connect", StoreLost("out of reach")),
         ("connect", SchemaOutdated("1", "2")),
         ("connect", BadStoreUrl("unreadable")),
-        ("lanes", StoreLost("no lane")),
     ],
 )
 async def test_a_reload_that_is_refused_changes_nothing(
@@ -209,13 +208,20 @@ async def test_a_reload_that_is_refused_changes_nothing(
             it.daemon.failure = failure
         elif where == "connect":
             monkeypatch.setattr(connects, "failure", failure)
-        elif where == "lanes":
-            it.daemon.shelf.failure = failure
         logs = await it.once()
         assert [one["event"] for one in logs] == ["reload refused"]
         assert it.daemon.settings == old
         assert it.daemon.adopted == []
+        assert it.daemon.started == []
         assert it.line.said == ["reloading", "ready mode native"]  # systemd waits for this in any case
+
+
+async def test_a_switch_to_a_store_that_is_out_of_reach_is_refused() -> None:
+    old = settings(mode="native", store=STORE)
+    async with scene(old, settings(mode="store", store=STORE)) as it:
+        it.daemon.shelf.failure = StoreLost("no lane")
+        assert [one["event"] for one in await it.once()] == ["reload refused"]
+        assert it.daemon.settings == old
 
 
 async def test_requests_that_come_meanwhile_are_one_more() -> None:
