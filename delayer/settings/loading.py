@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from delayer.settings import layers
+from delayer.settings.collisions import circles, into_the_cascade
 from delayer.settings.errors import ConfigError, Expected, Problem, show
 from delayer.settings.layers import Key, Merged
 from delayer.settings.model import Native, Refused, Route, Settings
@@ -172,24 +173,8 @@ def _between_keys(merged: Merged) -> list[Problem]:
     for index, route in enumerate(routes if isinstance(routes, list) else []):
         if isinstance(route, dict):
             problems += _route_problems(merged, index, route, seen, queues)
-    return problems + _circles(merged, routes if isinstance(routes, list) else [])
-
-
-def _circles(merged: Merged, routes: Sequence[Any]) -> list[Problem]:
-    """Routes that lead back to where they began: a message that is due at once would go round for ever."""
-    leads = {route.get("from"): route.get("to") for route in routes if isinstance(route, dict) and route.get("to")}
-    problems = []
-    for index, route in enumerate(routes):
-        start = route.get("from") if isinstance(route, dict) else None
-        path, at = [start], leads.get(start)
-        while at in leads and at not in path:
-            path.append(at)
-            at = leads[at]
-        if start is not None and at == start and len(path) > 1:
-            way = " to ".join(map(show, [*path, start]))
-            expected = f"an exchange that does not lead back here ({way})"
-            problems.append(Problem(merged.origin(("route",)), f"route[{index}].to", expected, show(leads[start])))
-    return problems
+    tables = [route if isinstance(route, dict) else {} for route in routes] if isinstance(routes, list) else []
+    return problems + circles(tables, merged.origin(("route",))) + into_the_cascade(merged, queues, tables)
 
 
 def _route_problems(

@@ -216,6 +216,21 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         ],
     ),
     (
+        '[intake]\nqueue = "delayer.delay-level-03"',
+        [("intake.queue", "a name that is not one of the cascade's", '"delayer.delay-level-03"', "")],
+    ),
+    (
+        '[[route]]\nfrom = "delayer.delay-strays"\nto = "delayer.delay-delivery"',
+        [
+            ("route[0].from", "a name that is not one of the cascade's", '"delayer.delay-strays"', ""),
+            ("route[0].to", "a name that is not one of the cascade's", '"delayer.delay-delivery"', ""),
+        ],
+    ),
+    (
+        '[[route]]\nfrom = "in"\nto = ""\nrouting_key = "delays.due"',
+        [("route[0].routing_key", "a name that is not one of the cascade's", '"delays.due"', "")],
+    ),
+    (
         '[refused]\nqueue = "in"\n[[route]]\nfrom = "in"\nto = "out"',
         [("route[0].from", "another name than refused.queue, whose exchange takes it", '"in"', "")],
     ),
