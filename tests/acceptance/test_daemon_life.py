@@ -13,7 +13,7 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
 from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Raw
+from tests.rig.raw import Raw, text
 from tests.rig.servers import Postgres, RabbitMQ
 
 STOP_SECONDS = 10.0
@@ -190,3 +190,43 @@ async def test_connections_that_an_operator_closes(place: Place, postgres: Postg
         await inbox.got(message.body for message in messages)
         assert await daemon.stop() == 0
         assert_no_secret(daemon)
+
+
+@pytest.mark.deadline(120)
+async def test_a_server_that_hangs_does_not_keep_the_daemon(servers: tuple[RabbitMQ, Postgres]) -> None:
+    """Stopped in time, exit code 0, while broker or database answer nothing: no goodbye is waited for beyond that."""
+    rabbitmq, postgres = servers
+    await asyncio.gather(asyncio.to_thread(rabbitmq.start), asyncio.to_thread(postgres.start))
+    schema = await asyncio.to_thread(postgres.add_database)
+    await asyncio.to_thread(upgrade, postgres.url(schema))
+    place = Place.furnished(rabbitmq, "/")
+    environ = place.environ("store", postgres.url(schema)) | {"BROKER__URL": rabbitmq.url("/")}
+    for hanging in (rabbitmq, postgres):
+        async with DaemonProcess(environ) as daemon:
+            await daemon.ready()
+            async with await Raw.connect(rabbitmq.url("/")) as raw:
+                await raw.publish(*(delayed(f"in flight {n}", n % 3 * 400) for n in range(300)))
+            hanging.pause()
+            try:
+                began = time.monotonic()
+                assert await daemon.stop() == 0
+                assert time.monotonic() - began < STOP_SECONDS
+            finally:
+                hanging.resume()
+
+
+async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place) -> None:
+    """The store is configured and out of reach: what needs it is refused with that reason, the rest flows."""
+    environ = place.environ("native", "postgresql://nobody@127.0.0.1:1/nowhere")
+    keyed = delayed("with a key", 100)
+    keyed = keyed._replace(props=keyed.props.adding((b"x-delay-key", text("k"))))
+    async with DaemonProcess(environ) as daemon:
+        await daemon.ready()
+        async with await place.raw() as raw:
+            inbox = await raw.inbox("inbox")
+            good = [delayed(f"good {n}", 0) for n in range(50)]
+            await raw.publish(*good[:25], keyed, *good[25:])
+            await inbox.got([message.body for message in good])
+        refused = await daemon.event("message refused")
+        assert "need a store" in refused["reason"]
+        assert not [event for event in daemon.events if event["event"] == "consuming interrupted"]
