@@ -78,8 +78,8 @@ class Ledger:
 
     def report(self, console: Console, seconds: float) -> int:
         """Print the summary; the exit code."""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for heading in ("mode", "sent", "back", "missing", "repeated", "early", "changed", "late p50", "late max"):
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for heading in ("mode", "sent", "back", "missing", "twice", "early", "changed", "late p50", "max"):
             table.add_column(heading, justify="left" if heading == "mode" else "right")
         for mode in dict.fromkeys(one.mode for one in self.expected):
             table.add_row(mode, *self._row(mode))
