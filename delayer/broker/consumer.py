@@ -41,11 +41,15 @@ class RelayConsumer:
         """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
         connection = await self._relay.connection(CONNECT)
         channel = await connection.channel()
-        subscription = RelaySubscription(
-            connection, channel, queue, batch_bytes=self._batch_bytes, buffer_bytes=self._buffer_bytes
-        )
-        await channel.qos(prefetch)
-        await subscription.begin()
+        try:
+            subscription = RelaySubscription(
+                connection, channel, queue, batch_bytes=self._batch_bytes, buffer_bytes=self._buffer_bytes
+            )
+            await channel.qos(prefetch)
+            await subscription.begin()
+        except BaseException:
+            channel.abandon()  # nobody else knows of it, and its number would never be free again
+            raise
         return subscription
 
 

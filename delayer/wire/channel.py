@@ -55,7 +55,11 @@ class Channel:
 
     async def open(self) -> None:
         """Called once, by the connection."""
-        await self._call(commands.Channel.Open(), commands.Channel.OpenOk)
+        try:
+            await self._call(commands.Channel.Open(), commands.Channel.OpenOk)
+        except BaseException:
+            self.abandon()  # interrupted: nobody else knows of it, and its number would never be free again
+            raise
 
     async def qos(self, prefetch: int) -> None:
         """At most that many deliveries unsettled for each consumer that begins after this; 0 is no limit."""
@@ -143,9 +147,12 @@ class Channel:
 
     async def close(self) -> None:
         """Close and wait for the broker's answer, at most 5 s. What is unsettled returns to its queue. Idempotent."""
-        if self._loss is None:
-            self._end(ChannelClosed(REPLY_SUCCESS, "closed by us"))
+        self.abandon()
         await self._connection.wait_released(self.number, _CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
+        self._end(ChannelClosed(REPLY_SUCCESS, "closed by us"))
 
     def _end(self, loss: ChannelClosed) -> None:
         """Close from our side, without waiting. The number stays taken until the broker answers."""

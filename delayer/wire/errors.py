@@ -5,7 +5,7 @@ WireError
 │  ├─ MalformedProperties    a content header's property list
 │  └─ MalformedTable         a field table, or a value in it
 ├─ HeaderTooLarge            a message whose content header fits no frame; nothing was written
-├─ NoFreeChannel             every channel number that the broker allows is in use
+├─ NoFreeChannel  (*)        every channel number that the broker allows is in use; nothing was written
 ├─ ConnectionLost  (*)       the connection is gone, whoever ended it
 │  ├─ AccessRefused          the broker would not let us in: credentials or virtual host
 │  └─ ProtocolError          one side broke the protocol, and the connection was closed for it
@@ -13,7 +13,7 @@ WireError
 │  └─ ConfirmTimeout         the broker did not confirm in time; the channel was closed for it
 └─ ConsumerCancelled  (*)    the broker cancelled the consumer, for instance because its queue was deleted
 
-(*) is also a delayer.core.errors.BrokerLost: what was in flight is in doubt.
+(*) is also a delayer.core.errors.BrokerLost: what was in flight is in doubt, and trying again may help.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class HeaderTooLarge(WireError):
         self.limit = limit
 
 
-class NoFreeChannel(WireError):
-    """Every channel number that the broker allows is in use."""
+class NoFreeChannel(WireError, BrokerLost):
+    """Every channel number that the broker allows is in use, until others are closed or the connection is lost."""
 
 
 class _Closed(WireError, BrokerLost):
