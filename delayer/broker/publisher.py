@@ -5,8 +5,9 @@ every unconfirmed publish on it in doubt. So an exchange is first tried with one
 shared one; only when the broker took that one or returned it does the rest of a batch follow, all on the shared one.
 
 Should the broker close the shared channel all the same (the exchange was deleted meanwhile; topic permissions depend
-on the key), then as many messages as were in doubt are next published one at a time, each waiting for its own confirm,
-until the one that closes the channel is known. Slow, rare, and nobody is stopped for good.
+on the key), then as many messages as were in doubt are next published one at a time, in small batches, until the one
+that closes the channel is known; its exchange is left alone with its messages for a while (delayer.broker.caution).
+Slow, rare, and nobody is stopped for good.
 
 A returned message is known by its token. Copies of one message (repeated after a fault, on their way through the
 cascade or on their way here) share theirs; so only one of them at a time goes over the shared channel.
@@ -15,11 +16,13 @@ cascade or on their way here) share theirs; so only one of them at a time goes o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
 
+from delayer.broker.caution import Caution
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Outcome, Outgoing, Returned
@@ -39,21 +42,24 @@ MARGIN: Final = 0.5
 """Seconds after the confirm timeout in which whatever else hangs, such as the opening of a channel, is given up."""
 NOT_FOUND: Final = 404
 ACCESS_REFUSED: Final = 403
-REMEMBERED: Final = 10_000
-"""Exchanges known to take publishes. Beyond that many distinct ones, forgetting costs a round trip each."""
 
 
 class RelayPublisher:
     """Satisfies ports.Publisher. Several publishes may be in flight on its one channel."""
 
-    def __init__(self, relay: Relay, *, confirm_timeout: float = CONFIRM_TIMEOUT) -> None:
+    def __init__(
+        self,
+        relay: Relay,
+        *,
+        confirm_timeout: float = CONFIRM_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._relay = relay
         self._timeout = confirm_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
-        self._tried: set[bytes] = set()
         self._tokens: set[bytes] = set()  # in flight on the shared channel
-        self._careful = 0
+        self._caution = Caution(clock)
         self._max_properties = MAX_PROPERTIES
 
     @property
@@ -70,6 +76,11 @@ class RelayPublisher:
             self._max_properties = connection.frame_max - OVERHEAD
         return self._max_properties
 
+    @property
+    def batch_limit(self) -> int:
+        """See ports.Publisher."""
+        return self._caution.batch_limit
+
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         """See ports.Publisher. Nothing is published while the broker blocks us.
 
@@ -80,14 +91,22 @@ class RelayPublisher:
         deadline = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(deadline + MARGIN):
-                return await self._publish(batch, deadline)
+                outcomes = await self._publish(batch, deadline)
         except TimeoutError as late:
             raise BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s") from late
+        self._caution.settled(len(batch), quickly=_left(deadline) > self._timeout * 3 / 4)
+        return outcomes
+
+    async def close(self) -> None:
+        """See ports.Publisher."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.abandon()
 
     async def _publish(self, batch: Sequence[Outgoing], deadline: float) -> list[Outcome]:
         connection = await self._usable()
-        careful, self._careful = self._careful > 0, max(0, self._careful - len(batch))
-        alone: Iterable[int] = range(len(batch)) if careful else self._untried(batch)
+        # Asked as late as possible: what one message teaches holds for the next.
+        alone = (index for index, message in enumerate(batch) if self._caution.alone(message.exchange))
         outcomes = await self._one_by_one(connection, batch, alone, deadline)
         together, apart = self._reserve(batch, (index for index in range(len(batch)) if index not in outcomes))
         try:
@@ -106,19 +125,18 @@ class RelayPublisher:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
         return connection
 
-    def _untried(self, batch: Sequence[Outgoing]) -> Iterator[int]:
-        """Messages to exchanges that nothing is known of, looked at one after another: a success makes one known."""
-        return (index for index, message in enumerate(batch) if message.exchange not in self._tried)
-
     def _reserve(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[list[int], list[int]]:
         """Note the tokens that go over the shared channel now. Returns their messages, and those that must not go with
-        them, because their token is there already."""
+        them: their token is there already, or their exchange has turned out to be delicate."""
         together: list[int] = []
         apart: list[int] = []
         for index in indexes:
-            token = batch[index].token
-            (apart if token in self._tokens else together).append(index)
-            self._tokens.add(token)
+            exchange, token = batch[index].exchange, batch[index].token
+            if token in self._tokens or self._caution.delicate(exchange):
+                apart.append(index)
+            else:
+                together.append(index)
+                self._tokens.add(token)
         return together, apart
 
     async def _one_by_one(
@@ -136,17 +154,18 @@ class RelayPublisher:
                     continue
                 outcomes[index], objection = await probe.publish(batch[index])
                 if objection is None:
-                    self._remember(exchange)
+                    self._caution.took(exchange)
                 elif _concerns_exchange(objection):
                     closed[exchange] = objection
+                else:
+                    self._caution.objected(exchange)
+        except (ConfirmTimeout, TimeoutError, asyncio.CancelledError):
+            if not _left(deadline):
+                self._caution.late(len(outcomes), len(batch))
+            raise
         finally:
-            await probe.close()
+            probe.close()
         return outcomes
-
-    def _remember(self, exchange: bytes) -> None:
-        if len(self._tried) >= REMEMBERED:
-            self._tried.clear()
-        self._tried.add(exchange)
 
     async def _together(self, connection: Connection, batch: Sequence[Outgoing], deadline: float) -> list[Outcome]:
         if not batch:
@@ -158,8 +177,7 @@ class RelayPublisher:
             raise
         except ChannelClosed as closed:
             log.warning("publish channel closed", reason=str(closed), in_doubt=len(batch))
-            self._careful += len(batch)
-            self._tried.clear()
+            self._caution.in_doubt(len(batch))
             raise
 
     async def _shared(self, connection: Connection) -> Channel:
@@ -179,7 +197,12 @@ class _Probe:
         self._channel: Channel | None = None
 
     async def publish(self, message: Outgoing) -> tuple[Outcome, Returned | None]:
-        """The outcome, and again if it is the broker's objection and not an answer of its queues."""
+        """The outcome, and again if it is the broker's objection and not an answer of its queues.
+
+        Raises TimeoutError when the time is over before anything is written.
+        """
+        if not _left(self._deadline):
+            raise TimeoutError
         if self._channel is None:
             self._channel = await _confirming(self._connection)
         try:
@@ -191,9 +214,9 @@ class _Probe:
             objection = Returned(closed.code, closed.text)
             return objection, objection
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._channel is not None:
-            await self._channel.close()
+            self._channel.abandon()
 
 
 def _concerns_exchange(objection: Returned) -> bool:
@@ -203,7 +226,11 @@ def _concerns_exchange(objection: Returned) -> bool:
 
 async def _confirming(connection: Connection) -> Channel:
     channel = await connection.channel()
-    await channel.confirm_select()
+    try:
+        await channel.confirm_select()
+    except BaseException:
+        channel.abandon()  # nobody else knows of it, and its number would never be free again
+        raise
     return channel
 
 

@@ -43,12 +43,22 @@ class Dispatch:
         self._counters = counters
 
     async def __call__(self, publications: Sequence[Publication], settler: Settler) -> None:
-        """Settle the delivery of every publication.
+        """Settle the delivery of every publication, as many at a time as the publisher wants: what is settled is not
+        repeated when a later part is in doubt.
 
         Raises BrokerLost, StoreLost; NotTaken after everything else is settled.
         """
-        if not publications:
-            return
+        stuck: list[str] = []
+        begin = 0
+        while begin < len(publications):
+            end = begin + self._publisher.batch_limit
+            stuck += await self._settle(publications[begin:end], settler)
+            begin = end
+        if stuck:
+            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
+
+    async def _settle(self, publications: Sequence[Publication], settler: Settler) -> list[str]:
+        """Returns by whom what was not taken that had to be."""
         outcomes = await self._publisher.publish([publication.outgoing for publication in publications])
         reach("intake.confirmed")
         through: list[int] = []
@@ -66,8 +76,7 @@ class Dispatch:
         if astray:
             await self._holder.hold([(parcel, reason) for _, parcel, reason in astray])
             settler.accept(publication.delivery.tag for publication, _, _ in astray)
-        if stuck:
-            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
+        return stuck
 
     def _count(self, publication: Publication) -> None:
         if publication.refusal:

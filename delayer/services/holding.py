@@ -41,6 +41,13 @@ class StraysHolder:
         self._counters = counters
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        begin = 0
+        while begin < len(items):
+            end = begin + self._publisher.batch_limit
+            await self._hold(items[begin:end])
+            begin = end
+
+    async def _hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         batch = []
         for parcel, reason in items:
             token = self._new_id()

@@ -21,11 +21,21 @@ class Publisher(Protocol):
     def max_properties(self) -> int:
         """The longest ``properties`` that fit a frame of this broker, in bytes."""
 
+    @property
+    def batch_limit(self) -> int:
+        """How many messages one publish should have now: few while many of them have to go one by one. Longer batches
+        are published too, but are more likely to be in doubt at the deadline, and then repeated."""
+
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
-        """Publish in order and wait for every confirm. One outcome a message, in the order of the batch.
+        """Publish and wait for every confirm. One outcome a message, in the order of the batch. Messages of one
+        exchange are published in that order.
 
         Raises BrokerLost when some outcome cannot be known: all of the batch is then in doubt.
         """
+
+    async def close(self) -> None:
+        """Give the channel back without waiting for the broker, nor raising for one that is gone. Safe to call twice;
+        a later publish opens another channel."""
 
 
 class Subscription(Protocol):

@@ -78,14 +78,18 @@ class Release:
             log.warning("lane given up", lane=self._lane.number, reason=str(lost))
         finally:
             self._pulse.forget(self._loop)
-            await self._lane.release()
+            try:
+                await self._lane.release()
+            finally:
+                await self._publisher.close()
 
     async def tick(self) -> float:
         """Do everything that is due, one portion of it; return the seconds until there is more to do.
 
         Raises BrokerLost (the rows are back), LaneLost, StoreLost.
         """
-        rows = await self._lane.claim(self._portion.messages, self._portion.body_bytes)
+        limit = min(self._portion.messages, self._publisher.batch_limit)
+        rows = await self._lane.claim(limit, self._portion.body_bytes)
         if not rows:
             await self._lane.settle([], [])
             return await self._lane.sleep_hint()

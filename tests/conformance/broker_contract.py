@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +89,14 @@ async def until_published(publisher: Publisher, batch: Sequence[Outgoing]) -> li
             return await publisher.publish(batch)
         except BrokerLost:
             continue
+
+
+async def publish_all(publisher: Publisher, batch: Sequence[Outgoing]) -> list[Outcome]:
+    """Publish as many at a time as the publisher wants. Raises BrokerLost as soon as some are in doubt."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(batch):
+        outcomes += await publisher.publish(batch[len(outcomes) :][: publisher.batch_limit])
+    return outcomes
 
 
 async def take(subscription: Subscription, count: int) -> list[Delivery]:
@@ -217,6 +225,54 @@ class PublisherContract:
             found = [one.code if isinstance(one, Returned) else one for one in outcomes]
             assert found == [403, CONFIRMED, CONFIRMED] * 3
             assert set(await world.hand.drain("q")) == set(numbered([n for n in range(9) if n % 3]))
+
+    async def test_many_topics_that_are_closed_to_us(self, place: str) -> None:
+        """Once it is known that the key matters, nothing is in doubt any more, for nobody."""
+        async with self.world(place) as world:
+            await world.hand.queue("q")
+            await world.hand.exchange("news", kind="topic")
+            await world.hand.bind("q", "news", "#")
+            await world.hand.forbid(topic=("news", "^open"))
+            batch = [message(n, "open" if n % 2 else "closed", "news") for n in range(30)]
+            with suppress(BrokerLost):
+                await publish_all(world.publisher, batch)
+            await world.hand.drain("q")
+            for _ in range(3):
+                assert world.publisher.batch_limit <= 100
+                others = [message(f"other {n}", "q") for n in range(30)]
+                mixed = [one for pair in zip(batch, others, strict=True) for one in pair]
+                outcomes = await publish_all(world.publisher, mixed)
+                assert outcomes[1::2] == [CONFIRMED] * 30
+                assert [one.code if isinstance(one, Returned) else one for one in outcomes[::2]] == [
+                    403,
+                    CONFIRMED,
+                ] * 15
+                there = await world.hand.drain("q")
+                assert sorted(there) == sorted([*numbered(range(1, 30, 2)), *(one.body for one in others)])
+
+    async def test_a_publisher_that_is_closed(self, place: str) -> None:
+        """It gives its channel back, and opens another one for a later publish."""
+        async with self.world(place) as world:
+            await world.publisher.close()
+            await world.hand.queue("q")
+            for n in range(2):
+                assert await world.publisher.publish([message(n, "q")]) == [CONFIRMED]
+                await world.publisher.close()
+                await world.publisher.close()
+            assert await world.hand.drain("q") == [b"0", b"1"]
+
+    @pytest.mark.parametrize("silent", [True, False])
+    async def test_closing_a_publisher_whose_broker_is_gone(self, place: str, silent: bool) -> None:
+        async with self.world(place) as world:
+            await world.hand.queue("q")
+            assert await world.publisher.publish([message(0, "q")]) == [CONFIRMED]
+            if silent:
+                world.network.stall()
+            else:
+                await world.network.refuse()
+            async with asyncio.timeout(BOUND * 3):
+                await world.publisher.close()
+            world.network.resume()
 
     async def test_an_exchange_that_is_deleted_later(self, place: str) -> None:
         """One batch is in doubt; the next ones are exact again, and stop nobody."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 import aio_pika
@@ -13,10 +15,23 @@ import pytest
 from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
-from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED
+from delayer.core.errors import BrokerLost, LaneLost
+from delayer.core.message import CONFIRMED, Returned
+from delayer.services.counting import Counters
+from delayer.services.release import Portion, Release
 from delayer.wire.address import Address
-from tests.conformance.broker_contract import BOUND, GATHER, BrokerContract, World, bodies, message, take
+from delayer.wire.connection import Connection
+from tests.conformance.broker_contract import (
+    BOUND,
+    GATHER,
+    BrokerContract,
+    World,
+    bodies,
+    message,
+    publish_all,
+    take,
+)
+from tests.rig.fakes import Pulse, ScriptedLane, due
 from tests.rig.proxy import Proxy
 from tests.rig.servers import RabbitMQ
 
@@ -161,6 +176,124 @@ class TestRelay(BrokerContract):
             assert len(await take(small, 100)) == 100
             assert isinstance(large, RelaySubscription)
             await asyncio.gather(large.close(), small.close())
+
+    @asynccontextmanager
+    async def far_away(self, place: str, round_trip: float) -> AsyncIterator[tuple[World, Relay]]:
+        """A broker so many seconds away, with a topic exchange that takes the key ``open`` alone."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.rig.proxy._pump", partial(slow_pump, round_trip / 2))
+            async with self.world(place) as world, Proxy(self._broker.port) as proxy:
+                await world.hand.queue("q")
+                await world.hand.exchange("news", kind="topic")
+                await world.hand.bind("q", "news", "#")
+                await world.hand.forbid(topic=("news", "^open$"))
+                url = self._broker.url(self._vhost, port=proxy.port, user=f"{USER}:secret")
+                async with relay_to(Address.parse(url)) as relay:
+                    await relay.connection(30)
+                    yield world, relay
+
+    async def test_forbidden_topics_far_away(self, place: str) -> None:
+        """One batch is in doubt; from then on every good message is there once, and every other one is returned."""
+        batch = [message(n, "closed" if n % 2 else "open", "news") for n in range(400)]
+        async with self.far_away(place, 0.005) as (world, relay):
+            publisher = RelayPublisher(relay)
+            with pytest.raises(BrokerLost):
+                await publish_all(publisher, batch)
+            await world.hand.drain("q")
+            outcomes = await publish_all(publisher, batch)
+            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403] * 200
+            assert await world.hand.drain("q") == [b"%d" % n for n in range(0, 400, 2)]
+
+    async def test_forbidden_topics_too_far_away_for_a_batch(self, place: str) -> None:
+        """Where even a small batch is not through in time the next one is smaller: it ends."""
+        left = [message(n, "closed" if n % 2 else "open", "news") for n in range(60)]
+        outcomes, in_doubt = [], 0
+        async with self.far_away(place, 0.01) as (world, relay):
+            publisher = RelayPublisher(relay, confirm_timeout=0.3)
+            async with asyncio.timeout(30):
+                while left:
+                    portion = left[: publisher.batch_limit]
+                    try:
+                        outcomes += await publisher.publish(portion)
+                    except BrokerLost:
+                        in_doubt += 1
+                    else:
+                        del left[: len(portion)]
+            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403] * 30
+            assert set(await world.hand.drain("q")) == {b"%d" % n for n in range(0, 60, 2)}
+        assert in_doubt < 15
+
+    async def test_an_exchange_is_forgiven(self, place: str) -> None:
+        now = 0.0
+        async with self.far_away(place, 0) as (_, relay):
+            publisher = RelayPublisher(relay, clock=lambda: now)
+            assert isinstance((await publisher.publish([message(1, "closed", "news")]))[0], Returned)
+            assert publisher.batch_limit < 1000
+            now = 601.0
+            assert publisher.batch_limit > 1000
+            assert await publisher.publish([message(1, "open", "news")]) == [CONFIRMED]
+
+    async def test_lost_lanes_leave_no_channels_behind(self, place: str) -> None:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("k")
+            await world.hand.exchange("orders.out")
+            await world.hand.bind("k", "orders.out", "k")
+            connection = await relay.connection(30)
+            before = dict(connection._receivers)
+            for number in range(5):
+                lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
+                parts = {"portion": Portion(), "pulse": Pulse(), "counters": Counters()}
+                await Release(lane, RelayPublisher(relay), **parts).run(asyncio.Event())
+                assert lane.events[-1] == "release"
+                await all_released(connection)
+                assert connection._receivers == before
+            assert len(await world.hand.drain("k")) == 10
+
+    async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(self, place: str) -> None:
+        """Whatever it was doing: opening a channel of its own, or waiting for a confirm."""
+        async with self.far_away(place, 0.004) as (_, relay):
+            connection = await relay.connection(30)
+            before = dict(connection._receivers)
+            for milliseconds in range(1, 20, 2):
+                publisher = RelayPublisher(relay)
+                publishing = asyncio.create_task(publisher.publish([message(n, "q") for n in range(2)]))
+                await asyncio.wait([publishing], timeout=milliseconds / 1000)
+                publishing.cancel()
+                await asyncio.wait([publishing])
+                await publisher.close()
+            await all_released(connection)
+            assert connection._receivers == before
+
+
+async def all_released(connection: Connection) -> None:
+    """Until the broker agreed to the end of every channel that we closed."""
+    while connection._released:
+        await asyncio.wait(connection._released.values())
+
+
+async def slow_pump(delay: float, source: Any, sink: Any, flowing: asyncio.Event) -> None:
+    """The proxy's pump, over a line so many seconds long."""
+    loop = asyncio.get_running_loop()
+    line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+    async def read() -> None:
+        while data := await source.reader.read(1 << 16):
+            line.put_nowait((loop.time() + delay, data))
+        line.put_nowait((loop.time() + delay, b""))
+
+    reading = asyncio.create_task(read())
+    try:
+        while True:
+            arrival, data = await line.get()
+            await asyncio.sleep(arrival - loop.time())
+            if not data:
+                return
+            sink.writer.write(data)
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
+        with suppress(OSError, asyncio.CancelledError):
+            reading.result()
 
 
 async def test_a_relay_that_was_never_started_is_closed() -> None:

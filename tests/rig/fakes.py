@@ -133,8 +133,10 @@ class ScriptedPublisher:
     def __init__(self, answers: dict[bytes, Outcome | BaseException] | None = None) -> None:
         self.answers = answers or {}
         self.ready = True
+        self.batch_limit = 10_000
         self.published: list[Outgoing] = []
         self.batches = 0
+        self.closed = 0
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         self.batches += 1
@@ -147,6 +149,9 @@ class ScriptedPublisher:
         await asyncio.sleep(0)
         self.published += batch
         return outcomes
+
+    async def close(self) -> None:
+        self.closed += 1
 
 
 class ScriptedHolder:
@@ -171,6 +176,7 @@ class ScriptedLane:
         self.hint = hint
         self.fail_settle: Exception | None = None
         self.events: list[str] = []
+        self.limits: list[int] = []
         self.settled: list[tuple[list[Due], list[tuple[Due, str]]]] = []
         self.released = asyncio.Event()
         self.sleeping = asyncio.Event()
@@ -179,6 +185,7 @@ class ScriptedLane:
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         self.events.append("claim")
+        self.limits.append(limit)
         step = self._claims.popleft() if self._claims else []
         if isinstance(step, Exception):
             raise step

@@ -90,6 +90,25 @@ async def test_a_publish_in_doubt_accepts_nothing() -> None:
     assert it.counted() == {}
 
 
+async def test_as_many_at_a_time_as_the_publisher_wants() -> None:
+    """Each portion is settled before the next one is published: what is in doubt later does not repeat it."""
+    it = Scene({b"gone": NO_ROUTE, b"level": NACKED, b"lost": BrokerLost("in doubt")})
+    it.publisher.batch_limit = 2
+    with pytest.raises(BrokerLost, match="in doubt"):
+        await it.run(publication(1), publication(2, b"gone"), publication(3), publication(4), publication(5, b"lost"))
+    assert it.acks.acked == [(1, True), (2, True), (4, True)]
+    assert it.publisher.batches == 3
+    assert len(it.holder.held) == 1
+
+
+async def test_what_must_be_taken_is_complained_of_when_every_portion_is_through() -> None:
+    it = Scene({b"level": NACKED})
+    it.publisher.batch_limit = 1
+    with pytest.raises(NotTaken, match="2 of 4 messages were not taken"):
+        await it.run(*(publication(tag, key, parcel=None) for tag, key in enumerate([b"level", b"k"] * 2)))
+    assert it.accepted == [1, 3]
+
+
 async def test_what_cannot_be_held_is_given_back() -> None:
     it = Scene({b"gone": NO_ROUTE}, StoreLost("out of reach"))
     with pytest.raises(StoreLost):
@@ -117,6 +136,14 @@ async def test_strays_are_held_in_their_envelope() -> None:
     assert reason is not None
     assert reason.value == "why"
     assert counters.as_dict()["held"] == 2
+
+
+async def test_strays_are_held_as_many_at_a_time_as_the_publisher_wants() -> None:
+    publisher, counters = ScriptedPublisher(), Counters()
+    publisher.batch_limit = 2
+    await StraysHolder(publisher, b"strays", ids(), counters).hold([(PARCEL, "why")] * 5)
+    assert publisher.batches == 3
+    assert len(publisher.published) == counters.as_dict()["held"] == 5
 
 
 async def test_strays_that_are_not_taken() -> None:

@@ -152,11 +152,26 @@ async def test_a_lost_lane_ends_the_loop_and_is_let_go(loss: Exception) -> None:
     assert it.lane.events == ["claim", "release"]
 
 
+async def test_a_publisher_that_wants_few_gets_few() -> None:
+    it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]))
+    await it.release.tick()
+    it.publisher.batch_limit = 3
+    await it.release.tick()
+    assert it.lane.limits == [10, 3]
+
+
+async def test_the_channel_is_given_back_with_the_lane() -> None:
+    it = Scene(ScriptedLane(claims=[LaneLost("somebody else's")]))
+    await it.release.run(asyncio.Event())
+    assert it.publisher.closed == 1
+
+
 async def test_a_bug_is_not_swallowed() -> None:
     it = Scene(ScriptedLane(claims=[ZeroDivisionError()]))
     with pytest.raises(ZeroDivisionError):
         await it.release.run(asyncio.Event())
     assert it.lane.released.is_set()
+    assert it.publisher.closed == 1
 
 
 async def test_a_lost_broker_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
