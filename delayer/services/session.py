@@ -78,7 +78,7 @@ class Session:
         self._forget()
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
-        settler = Settler(subscription)
+        settler = Settler(subscription, self._beat)
         running: set[asyncio.Task[None]] = set()
         try:
             while not stopping.is_set():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from delayer.core.message import Delivery
 from delayer.faultpoint import reach
@@ -20,8 +20,10 @@ class Settler:
     What is never accepted is given back: by closing the channel, which is the broker's own way to requeue.
     """
 
-    def __init__(self, subscription: Subscription) -> None:
+    def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
+        """``progress`` is called whenever something is accepted: a batch may take many publishes, one after another."""
         self._subscription = subscription
+        self._progress = progress
         self._order: deque[int] = deque()
         self._accepted: set[int] = set()
 
@@ -37,6 +39,7 @@ class Settler:
     def accept(self, tags: Iterable[int]) -> None:
         """These are safe: in the store, in the cascade, at their destination, or in the refused queue."""
         self._accepted.update(tags)
+        self._progress()
         last = None
         while self._order and self._order[0] in self._accepted:
             last = self._order.popleft()
