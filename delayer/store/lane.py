@@ -22,7 +22,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import asyncpg
@@ -31,7 +30,8 @@ import structlog
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Due
 from delayer.faultpoint import reach
-from delayer.store import envelope, session, settling, statements
+from delayer.store import claiming, session, settling, statements
+from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.link import Link
@@ -39,12 +39,11 @@ from delayer.store.link import Link
 log = structlog.get_logger()
 
 NEVER_MS = 1 << 60
-LONGEST_SLEEP = 60.0
 FEED_SECONDS = 1.0
 WRITE_SECONDS = 5.0
 FIRST_LOOK_SECONDS = 5.0
-_HORIZON_MS = 61_000  # what can be due before somebody sleeps for LONGEST_SLEEP and wakes
-
+LOCKED_MS = 1_000
+"""When to look again for held rows that are due and could not be claimed, because somebody else has locked them."""
 
 Look = Callable[[int, int], Awaitable[tuple[int | None, int | None]]]
 """Reads a lane from its beginning, on another connection: (number, horizon in epoch ms) to the first due instant before
@@ -57,16 +56,6 @@ class Start(NamedTuple):
     epoch: int
     watermark: int
     retry_ms: int | None
-
-
-@dataclass(slots=True)
-class _Claim:
-    """What an open release transaction took."""
-
-    watermark_after: int = session.BEGINNING_MS
-    full: bool = False
-    size: int = 0
-    rows: list[Due] = field(default_factory=list)
 
 
 class PostgresLane:
@@ -82,7 +71,7 @@ class PostgresLane:
         self._look = look
         self._woken = asyncio.Event()
         self._releasing = asyncio.Event()
-        self._claim: _Claim | None = None
+        self._claim: Claim | None = None
         self._watermark = self._written = start.watermark
         self._written_at = clock.monotonic()
         self._noted = NEVER_MS  # soonest row parked since the last claim began
@@ -117,25 +106,16 @@ class PostgresLane:
             reach("release.claimed")
         return self._claim.rows
 
-    async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> _Claim:
-        upper = self._clock.now_ms()
-        after = self._clock.lower_ms()  # before the statement is sent, so not after the instant that it judges by
-        retries = max(1, limit // 10) if self._retry <= upper else 0
-        if connection.is_in_transaction():
-            raise RuntimeError(f"lane {self.number}: a transaction is open that no claim began")
-        await connection.execute("BEGIN")
-        records = await connection.fetch(
-            statements.CLAIM, self.number, self._watermark, upper + _HORIZON_MS, limit - retries, max_bytes
+    async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+        return await claiming.take(
+            connection,
+            self._clock,
+            self.number,
+            watermark=self._watermark,
+            limit=limit,
+            max_bytes=max_bytes,
+            with_held=self._retry <= self._clock.now_ms(),
         )
-        rows = sorted(map(envelope.read, records), key=_due_then_arrival)
-        taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
-        full = len(rows) >= limit - retries or taken >= max_bytes
-        if full:
-            after = rows[-1].due_ms if rows else self._watermark
-        if retries and (taken < max_bytes or not rows):
-            held = await connection.fetch(statements.CLAIM_HELD, self.number, retries, max(max_bytes - taken, 1))
-            rows += [envelope.read(record, record["attempts"]) for record in held]
-        return _Claim(after, full, len(rows), rows)
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
         """See the port. ``released`` and ``held`` together are what was claimed: committing less would lose some."""
@@ -148,7 +128,7 @@ class PostgresLane:
         async with self._talking("settle") as connection:
             await settling.write(connection, self.number, released, held, self._clock.now_ms())
             if held or self._retry <= self._clock.now_ms():
-                await self._look_at_retries(connection)
+                await self._look_at_retries(connection, claim.passed_over_ms)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
@@ -158,16 +138,20 @@ class PostgresLane:
         if claim.size:
             reach("release.committed")
 
-    async def _look_at_retries(self, connection: asyncpg.Connection) -> None:
+    async def _look_at_retries(self, connection: asyncpg.Connection, passed_over_ms: int) -> None:
         known, self._retry = self._retry, NEVER_MS
         try:
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         except BaseException:
             self.note_held(known)
             raise
+        if retry_ms is None:
+            return
+        if retry_ms <= passed_over_ms:
+            # It was due and is locked. Nobody tells us when it is free; asking without a pause would keep a core busy.
+            retry_ms = self._clock.now_ms() + LOCKED_MS
         # Not just the answer: it may be older than what was held, and noted, while we asked.
-        if retry_ms is not None:
-            self.note_held(retry_ms)
+        self.note_held(retry_ms)
 
     async def give_up(self) -> None:
         """See the port."""
@@ -183,7 +167,7 @@ class PostgresLane:
             self._forget_after_step()
             if self._more:
                 return 0.0
-            horizon = self._clock.now_ms() + _HORIZON_MS
+            horizon = self._clock.now_ms() + HORIZON_MS
             soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self._watermark, horizon)
         next_ms = min(self._noted, self._retry, NEVER_MS if soonest is None else soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
@@ -291,7 +275,7 @@ class PostgresLane:
 
         Raises the driver's errors.
         """
-        first, retry_ms = await self._look(self.number, self._clock.now_ms() + _HORIZON_MS)
+        first, retry_ms = await self._look(self.number, self._clock.now_ms() + HORIZON_MS)
         if first is not None and first < self._watermark:
             self.note_parked(first)
         if retry_ms is not None:
@@ -307,7 +291,3 @@ class PostgresLane:
 
     def _on_termination(self, _connection: object) -> None:
         self._woken.set()
-
-
-def _due_then_arrival(due: Due) -> tuple[int, int]:
-    return due.due_ms, due.id

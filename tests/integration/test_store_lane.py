@@ -231,6 +231,26 @@ async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
             await lane.give_up()
 
 
+async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as other:
+        await store.hold(lane, [(parcel(store.now_ms(), b"held"), "why")])
+        await other.execute("UPDATE held SET retry_at = now()")
+        await lane.look_back()
+        async with other.transaction():
+            await other.fetch("SELECT FROM held FOR UPDATE")
+            for _ in range(3):
+                await lane.wait(await lane.sleep_hint())
+                assert await lane.claim(MANY, ROOM) == []
+                await lane.settle([], [])
+                assert 0.5 < await lane.sleep_hint() <= 1.1
+            await store.park(lane, [parcel(store.now_ms(), b"fresh")], [])
+            assert bodies(await claim_when_due(lane)) == [b"fresh"], "what waits does not wait for what is locked"
+            await lane.give_up()
+            assert bodies(await release_all(lane)) == [b"fresh"]
+        assert bodies(await claim_when_due(lane)) == [b"held"]
+        await lane.give_up()
+
+
 async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], sql(database) as blocker:
         await one.park(lane, [parcel(one.now_ms())], [])
