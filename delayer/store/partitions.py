@@ -7,8 +7,11 @@ them as well, only without the comfort of dropping a whole day.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterable
 from datetime import UTC, date, datetime, timedelta
+from enum import Enum
 
 import asyncpg
 import structlog
@@ -25,6 +28,11 @@ FARTHEST_DAYS = 400
 MOVED_AT_MOST = 10_000
 """Rows that making a partition may take over from the default one, under a lock that keeps the others out of it."""
 TRY_AGAIN_SECONDS = 60.0
+MADE_BY_A_PARK = 16
+"""Partitions that one park makes before it goes on; messages of further days wait in the default one."""
+PARK_SECONDS = 1.0
+MAINTAIN_SECONDS = 10.0
+"""After these no further partition is begun: the messages at hand, and the daemon's watchdog, are waiting for it."""
 
 _PREFIX = "message_p"
 _EPOCH = date(1970, 1, 1)
@@ -60,26 +68,48 @@ async def existing(connection: asyncpg.Connection) -> set[int]:
     return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
-async def make(connection: asyncpg.Connection, day: int, today: int) -> bool:
-    """Make the partition of ``day`` if it is missing. False if it cannot be made now; the reason is logged."""
+class Making(Enum):
+    """What became of the attempt to make a partition."""
+
+    DONE = "done"
+    NOT_NOW = "not now"
+    LOCKED = "locked"
+    """Somebody holds a lock that every day's partition needs."""
+
+
+async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
+    """Make the partition of ``day`` if it is missing. Why it could not be made is logged.
+
+    Raises the driver's errors if they end the connection.
+    """
     try:
         async with connection.transaction():
-            # Daemons that need the same day take turns; two seconds are enough for anyone's turn.
-            await connection.execute("SET LOCAL lock_timeout = '2s'")
+            # Daemons that need the same day take turns, and nobody waits behind one that waits for its turn.
+            await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):
-                return True
+                return Making.DONE
+            # From here on the traffic waits behind us while we wait for the releases that are under way.
+            await connection.execute("SET LOCAL lock_timeout = '500ms'")
             await _attach(connection, day, today)
     except _NotNow as reason:
         log.warning("partition not made", partition=name_of(day), reason=str(reason))
-        return False
+        return Making.NOT_NOW
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
         log.warning("partition not made", partition=name_of(day), reason=describe(error))
-        return False
+        return Making.LOCKED if isinstance(error, asyncpg.LockNotAvailableError) else Making.NOT_NOW
     log.info("partition made", partition=name_of(day))
-    return True
+    return Making.DONE
+
+
+async def make_ahead(connection: asyncpg.Connection, today: int) -> None:
+    """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow."""
+    end = time.monotonic() + MAINTAIN_SECONDS
+    for day in range(today, today + DAYS_AHEAD + 1):
+        if time.monotonic() > end or await make(connection, day, today) is Making.LOCKED:
+            return
 
 
 class _NotNow(Exception):
@@ -143,9 +173,12 @@ class Days:
     def __init__(self, known: Iterable[int]) -> None:
         self._known = set(known)
         self._not_before: dict[int, float] = {}  # a day that could not be made, and when to try again
+        self._locked_until = -math.inf
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
         """The days to make a partition for: not known, not passed, not too far, and not just tried in vain."""
+        if at < self._locked_until:
+            return []
         return [
             day
             for day in sorted(set(days) - self._known)
@@ -157,14 +190,25 @@ class Days:
         self._known = set(days)
 
     async def ensure(self, pool: asyncpg.Pool, days: Collection[int], today: int, at: float) -> None:
-        """Make what is missing. Never fails for a partition that cannot be made. Raises the driver's errors."""
-        missing = self.missing(days, today, at)
+        """Make what is missing, in about PARK_SECONDS. Never fails for a partition that cannot be made.
+
+        Raises the driver's errors.
+        """
+        missing = self.missing(days, today, at)[:MADE_BY_A_PARK]
         if not missing:
             return
+        end = time.monotonic() + PARK_SECONDS
         async with pool.acquire() as connection:
             for day in missing:
-                if await make(connection, day, today):
+                if time.monotonic() > end:
+                    return
+                made = await make(connection, day, today)
+                if made is Making.DONE:
                     self._known.add(day)
                     self._not_before.pop(day, None)
+                elif made is Making.LOCKED:
+                    # The same lock stands in every day's way, and a lock_timeout for each would stop the parking.
+                    self._locked_until = at + TRY_AGAIN_SECONDS
+                    return
                 else:
                     self._not_before[day] = at + TRY_AGAIN_SECONDS

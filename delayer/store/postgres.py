@@ -19,7 +19,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
 from delayer.store.lanes import LaneTaker
-from delayer.store.partitions import DAY_MS, DAYS_AHEAD, Days
+from delayer.store.partitions import DAY_MS, Days
 
 ATTEMPTS = 3
 """How often a park is tried when it loses against another transaction."""
@@ -201,8 +201,7 @@ class PostgresStore:
                     return
                 try:
                     today = self._clock.now_ms() // DAY_MS
-                    for day in range(today, today + DAYS_AHEAD + 1):
-                        await partitions.make(connection, day, today)
+                    await partitions.make_ahead(connection, today)
                     await partitions.drop_passed(connection, today)
                     self._days.learn(await partitions.existing(connection))
                 except BaseException:

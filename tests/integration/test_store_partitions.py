@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from delayer.store import partitions
-from delayer.store.partitions import DAY_MS, name_of
+from delayer.store.partitions import DAY_MS, Making, name_of
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 
@@ -51,7 +52,7 @@ async def test_maintenance_makes_a_week_ahead_and_drops_what_has_passed(database
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_ms() // DAY_MS
         for day in range(today - 5, today - 1):
-            assert await partitions.make(admin, day, today - 10)
+            assert await partitions.make(admin, day, today - 10) is Making.DONE
         await admin.execute(f"ALTER TABLE message DETACH PARTITION {name_of(today - 4)}")
         await admin.execute(f"DROP TABLE {name_of(today - 4)}")
         await store.park(lane, [parcel((today - 3) * DAY_MS, b"old")], [])
@@ -67,7 +68,7 @@ async def test_a_partition_takes_over_what_the_default_one_has_of_its_day(databa
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_ms()
         await store.park(lane, [parcel(now + 401 * DAY_MS, b"%d" % n, key=b"%d" % n) for n in range(3)], [])
-        assert await partitions.make(admin, now // DAY_MS + 401, now // DAY_MS)
+        assert await partitions.make(admin, now // DAY_MS + 401, now // DAY_MS) is Making.DONE
         assert [row["name"] for row in await admin.fetch(COUNT)] == [name_of(now // DAY_MS + 401)]
         await store.park(lane, [], [b"1"])
         assert await admin.fetchval("SELECT count(*) FROM message") == 2
@@ -82,29 +83,49 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
         today = now // DAY_MS
         far = now + 401 * DAY_MS
         await store.park(lane, [parcel(far), parcel(far)], [])
-        assert not await partitions.make(admin, far // DAY_MS, today)
+        assert await partitions.make(admin, far // DAY_MS, today) is Making.NOT_NOW
         await admin.execute(
             "UPDATE message SET due_at = statement_timestamp() WHERE id = (SELECT min(id) FROM message)"
         )
-        assert not await partitions.make(admin, today, today), "its rows may be in a release"
+        assert await partitions.make(admin, today, today) is Making.NOT_NOW, "its rows may be in a release"
         await store.park(lane, [parcel(store.now_ms(), b"due")], [])
         assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
         assert len(await release_all(lane)) == 2
 
 
 async def test_partitions_are_not_waited_for(database: str) -> None:
-    """Somebody reads the default partition for long: the day is not made, and the park goes through all the same."""
+    """Somebody reads the default partition for long: no day is made, and the parks go through all the same."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
-        async with reader.transaction():
-            await reader.fetch("SELECT FROM message_default")
-            await store.park(lane, [parcel(store.now_ms(), b"x")], [])
-        assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
+        now = store.now_ms()
+        with capture_logs() as logged:
+            async with reader.transaction():
+                await reader.fetch("SELECT FROM message_default")
+                for first in range(0, 400, 100):
+                    await store.park(lane, [parcel(now + (first + day) * DAY_MS) for day in range(100)], [])
+                assert [entry["event"] for entry in logged] == ["partition not made"], "one wait, not one a day"
+                await store.maintain()
+                assert [entry["event"] for entry in logged] == ["partition not made"] * 2
+        assert [tuple(row) for row in await admin.fetch(COUNT)] == [("message_default", 400)]
+
+
+async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "PARK_SECONDS", 600.0)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        now = store.now_ms()
+        batch = [parcel(now + day * DAY_MS) for day in range(partitions.MADE_BY_A_PARK + 4)]
+        await store.park(lane, batch, [])
+        assert await admin.fetchval("SELECT count(*) FROM message_default") == 4
+        await store.park(lane, batch, [])
+        assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
+        assert await admin.fetchval("SELECT count(*) FROM message") == 2 * len(batch)
 
 
 async def test_dropping_waits_for_nobody(database: str) -> None:
     async with opened(database) as store, sql(database) as reader, sql(database) as admin:
         today = store.now_ms() // DAY_MS
-        assert await partitions.make(admin, today - 5, today - 10)
+        assert await partitions.make(admin, today - 5, today - 10) is Making.DONE
         async with reader.transaction():
             await reader.fetch("SELECT FROM message LIMIT 1")
             assert await partitions.drop_passed(admin, today) == []
@@ -114,10 +135,10 @@ async def test_dropping_waits_for_nobody(database: str) -> None:
 async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> None:
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], owned(two) as [other]:
         now = one.now_ms()
-        batch = [parcel(now + day * DAY_MS) for day in range(20)]
+        batch = [parcel(now + day * DAY_MS) for day in range(10)]
         await asyncio.gather(one.park(lane, batch, []), two.park(other, batch, []), one.park(lane, batch, []))
         async with sql(database) as admin:
-            assert len(await partitions.existing(admin)) == 20
+            assert len(await partitions.existing(admin)) == 10
             assert {row["n"] for row in await admin.fetch(COUNT)} == {3}
 
 
