@@ -47,8 +47,8 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
 
 
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
-    """The broker's limits, and the shorter of both heartbeats."""
-    both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0]
+    """The broker's limits, and the shorter of both heartbeats; none where we want none, as the protocol has it."""
+    both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]
     frame_max = tune.frame_max or DEFAULT_FRAME_MAX
     return Limits(tune.channel_max or _MAX_CHANNELS, max(frame_max, MIN_FRAME_MAX), min(both, default=0.0))
 

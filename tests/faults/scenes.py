@@ -254,16 +254,22 @@ async def finish(play: Play, ledger: Ledger, daemon: DaemonProcess, resumed_ms: 
     place = play.place
     await ledger.all_back()
     await ledger.until(lambda: ledger.total() >= play.row.messages * play.row.copies[play.died][0])
-    await emptied(place, daemon)
-    while await place.standing(cascade=False):
-        # Given back at the stop: it had been read and not begun. It is a copy that is still to come.
-        async with place.daemon() as another:
-            await emptied(place, another)
+    await work_off(place, daemon)
     # The others' messages may be in the cascade that they share by now; ours was seen empty.
     await ledger.drained()
     verdict = ledger.verdict(await place.standing(cascade=False))
     counters = await place.conserved() if place.store else {}
     return Outcome(verdict, ledger.arrivals, resumed_ms, counters)
+
+
+async def work_off(place: Place, daemon: DaemonProcess) -> None:
+    """Let the daemon, and others after it, work until nothing is left that could still come: the copies that a fault
+    made travel behind the messages."""
+    await emptied(place, daemon)
+    while await place.standing(cascade=False):
+        # Given back at the stop: it had been read and not begun.
+        async with place.daemon() as another:
+            await emptied(place, another)
 
 
 async def emptied(place: Place, daemon: DaemonProcess) -> None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tests.faults.place import Place
+from tests.faults.scenes import work_off
 from tests.rig.ledger import Verdict
 
 MESSAGES = 20_000
@@ -54,7 +55,7 @@ async def test_killed_at_random_moments(mode: str, vhost: str, store: str) -> No
                 await publishing
         async with place.daemon() as daemon:
             await ledger.all_back()
-            await daemon.stop()
+            await work_off(place, daemon)
         verdict = await place.settle_accounts(ledger)
     await report(mode, place, verdict, KILLS)
     verdict.assert_kept(repeats=True)
@@ -77,7 +78,7 @@ async def test_one_of_two_daemons_is_killed(mode: str, vhost: str, store: str) -
         await ledger.all_back()
         if mode == "store":
             await second.event("lane adopted")
-        await second.stop()
+        await work_off(place, second)
         verdict = await place.settle_accounts(ledger)
     await report(mode, place, verdict, 1)
     verdict.assert_kept(repeats=True)
