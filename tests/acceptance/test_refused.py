@@ -211,6 +211,23 @@ def test_each_is_reported(played: World) -> None:
     assert all(reasons())
 
 
+def test_mended_and_published_again_it_is_delivered_without_a_trace(played: World) -> None:
+    """As the README says: to the exchange and with the key that the headers name."""
+    refused = played.refused.only(body_of("with every property"))
+    headers = (*refused.props.without(b"x-delay").headers, (b"x-delay", number("I", 700)))  # type: ignore[misc]
+    exchange, key = (content(refused.props.one(name)) for name in (b"x-delayer-exchange", b"x-delayer-routing-key"))
+    body = b"mended: with every property"
+    again = Message(exchange.decode(), key, replace(refused.props, headers=headers), body)
+    played.run(played.raw.publish(again))
+    played.wait(body)
+    arrived = played.inbox.only(body).props
+    assert content(arrived.one(b"x-delayer-id"))
+    for name in (b"x-delayer-refused", b"x-delayer-exchange", b"x-delayer-routing-key"):
+        assert not arrived.all(name)
+    assert arrived.one(b"n") == number("s", 1)
+    assert [content(arrived.one(name)) for name in MOVED] == [b"600000", b"guest"]
+
+
 def test_what_the_longest_may_be(any_world: World) -> None:
     """The longest delays are taken: 2^28 - 1 s by the cascade, 3650 d by the store; and an address of 199 bytes."""
     seconds = [2**27, LONGEST] if any_world.native else [2**27, LONGEST, LONGEST + 1, 3650 * 86_400]

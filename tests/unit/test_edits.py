@@ -332,6 +332,21 @@ def test_refused_twice_says_so_once() -> None:
     assert refused(once) == (once, b"id")
 
 
+def test_published_again_and_delivered_it_is_refused_no_more() -> None:
+    again, _ = refused(with_headers(text("a")))
+    assert released(again) == with_headers(text("a"), ADDED)
+    by_somebody = b"\x20\x10" + sized(text("a") + GAINED + text("x-delayer-user-id")) + b"\x05guest"
+    assert released(by_somebody) == with_headers(text("a"), ADDED, text("x-delayer-user-id", "guest"))
+
+
+@pytest.mark.parametrize(
+    "mention", [text("a", "x-delayer-refused"), text("x-delayer-refused-by"), text("X-delayer-refused")]
+)
+def test_what_was_never_refused_keeps_headers_of_these_names(mention: bytes) -> None:
+    raw = with_headers(text("x-delayer-exchange"), mention, text("x-delayer-routing-key"))
+    assert released(raw) == raw[:2] + sized(raw[6:] + ADDED)
+
+
 @pytest.mark.parametrize(
     "raw", [b"", b"\xff", b"\x00\x01", b"\x20\x00\0\0\0\x09broken", with_headers(b"\x03bad?"), b"\x80\x00\x09cut"]
 )
