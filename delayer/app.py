@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable
+from typing import Final
 
 import structlog
 import uvloop
@@ -43,9 +45,22 @@ def run_daemon(load: Callable[[], Settings]) -> int:
     return 0
 
 
+GARBAGE_THRESHOLD: Final = 200_000
+"""Containers made and not freed before the collector looks for cycles; Python's own 700 are a third of a batch, and it
+took a third of the time of sorting one. Messages make no cycles: reference counts free them at once."""
+
+
+def _calm_the_collector() -> None:
+    """What was imported lives as long as we do, and need not be looked through again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
+
+
 async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     notifier = Notifier()
     daemon = Daemon(settings, notifier)
+    _calm_the_collector()
     reload = Reload(daemon, load, notifier)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -41,6 +41,7 @@ CONSULTED: Final = frozenset(
 RELATIVE: Final = {"x-delay": DELAY, "x-opt-delivery-delay": OPT_DELAY}
 ABSOLUTE: Final = {"x-deliver-at": DELIVER_AT, "x-opt-delivery-time": OPT_TIME}
 TIMESTAMP: Final = "timestamp"
+HEADERS: Final = RELATIVE | ABSOLUTE
 DELAY_FORMS: Final = (*RELATIVE, *ABSOLUTE, TIMESTAMP)
 DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
 
@@ -151,32 +152,28 @@ class _Refused(Exception):
     """Carries the reason out of the small functions below; decide() turns it into a value."""
 
 
-class Clock(NamedTuple):
-    """Between which two readings the clock that rules stands, in epoch ms. A delay counts from the upper one, so it is
-    never short; what is due by the lower one is due, so nothing is early."""
-
-    upper_ms: int
-    lower_ms: int
-
-
 def decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int | None = None) -> Plan:
-    """The plan for one message. ``now_ms`` is an upper bound of the clock that rules, ``sure_ms`` a lower one; None
-    stands for the same, a clock that is known exactly."""
+    """The plan for one message.
+
+    The clock that rules stands between ``sure_ms`` and ``now_ms``; None says that it is known exactly. A delay counts
+    from the later one, so it is never short; what is due by the earlier one is due, so nothing is early.
+    """
     try:
-        return _decide(ask, policy, Clock(now_ms, now_ms if sure_ms is None else sure_ms))
+        return _decide(ask, policy, now_ms, now_ms if sure_ms is None else sure_ms)
     except _Refused as refused:
         return Refuse(str(refused))
 
 
-def _decide(ask: Ask, policy: Policy, clock: Clock) -> Plan:
+def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
+    headers = ask.headers
     route = policy.routes.get(ask.exchange)
     if route is None:
         raise _Refused(f"no route for exchange {_name(ask.exchange)}: expected one of {_names(policy.routes)}")
-    if CANCEL in ask.headers:
+    if CANCEL in headers:
         return Cancel(_key(CANCEL, ask, policy))
-    due_ms, from_ms = _due_ms(ask, route, policy, clock)
+    due_ms, from_ms = _due_ms(ask, route, policy, now_ms, sure_ms)
     target = _target(ask, route, policy)
-    if KEY in ask.headers:
+    if KEY in headers:
         # Also when it is due at once: only the store can take the waiting one out exactly.
         return Park(due_ms, target, _key(KEY, ask, policy))
     wait_ms = due_ms - from_ms
@@ -187,10 +184,10 @@ def _decide(ask: Ask, policy: Policy, clock: Clock) -> Plan:
     return _cascade(due_ms, from_ms, target, route, ask)
 
 
-def _due_ms(ask: Ask, route: Route, policy: Policy, clock: Clock) -> tuple[int, int]:
+def _due_ms(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The due instant, and the instant from which the wait for it counts."""
     try:
-        due_ms, from_ms = _said_due_ms(ask, route, clock)
+        due_ms, from_ms = _said_due_ms(ask, route, now_ms, sure_ms)
     except UnreadableDelay as unreadable:
         raise _Refused(str(unreadable)) from unreadable
     longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
@@ -202,28 +199,28 @@ def _due_ms(ask: Ask, route: Route, policy: Policy, clock: Clock) -> tuple[int, 
     return max(due_ms, 0), from_ms
 
 
-def _said_due_ms(ask: Ask, route: Route, clock: Clock) -> tuple[int, int]:
+def _said_due_ms(ask: Ask, route: Route, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The first form present, in the route's order, rules; an unreadable one never falls through to the next."""
+    headers = ask.headers
     for form in route.delay_from:
-        if (header := RELATIVE.get(form)) is not None:
-            if header in ask.headers:
-                return _in(_named(form, read_delay_ms, ask.headers[header]), ask, clock)
-        elif (header := ABSOLUTE.get(form)) is not None:
-            if header in ask.headers:
-                return _named(form, read_instant_ms, ask.headers[header]), clock.lower_ms
-        elif form == TIMESTAMP and ask.timestamp is not None:
-            return ask.timestamp * 1000, clock.lower_ms
-    return _in(route.default_delay_ms, ask, clock)
+        header = HEADERS.get(form)
+        if header is None:
+            if ask.timestamp is not None:
+                return ask.timestamp * 1000, sure_ms
+        elif header in headers:
+            if form in ABSOLUTE:
+                return _named(form, read_instant_ms, headers[header]), sure_ms
+            return _in(_named(form, read_delay_ms, headers[header]), ask, now_ms, sure_ms)
+    return _in(route.default_delay_ms, ask, now_ms, sure_ms)
 
 
-def _in(delay_ms: int, ask: Ask, clock: Clock) -> tuple[int, int]:
+def _in(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """For a relative delay: the due instant, and the instant from which the wait for it counts."""
+    if delay_ms <= 0:
+        # No delay at all means this instant, and not one that the clock may be yet to reach.
+        return sure_ms + delay_ms, sure_ms
     stamp = _received_ms(ask)
-    if stamp is not None and delay_ms > 0:
-        return stamp + delay_ms, clock.lower_ms
-    # No delay at all means this instant, and not one that the clock may be yet to reach.
-    from_ms = clock.upper_ms if delay_ms > 0 else clock.lower_ms
-    return from_ms + delay_ms, from_ms
+    return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, sure_ms)
 
 
 def _named(form: str, read: Callable[[object], int], value: object) -> int:
@@ -241,6 +238,8 @@ def _received_ms(ask: Ask) -> int | None:
     overwrite by default), and counting from that would be early.
     """
     stamp = ask.headers.get(RECEIVED_AT)
+    if stamp is None:
+        return None
     if LAST_DUE in ask.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
         return None
     return stamp

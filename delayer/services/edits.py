@@ -27,6 +27,7 @@ from delayer.wire.properties import (
     long_string,
     negated,
     splice,
+    value_at,
 )
 
 ID: Final = b"x-delayer-id"
@@ -69,12 +70,14 @@ def asked(delivery: Delivery, properties: Properties) -> Ask:
 
     Raises MalformedTable.
     """
+    raw = properties.raw
     headers: dict[bytes, object] = {}
     acts_later = "expiration" in properties.spans
-    for field in properties.headers_items():
-        if field.name in CONSULTED:
-            headers.setdefault(field.name, field.value)
-        elif field.name in _ROUTES:
+    for name, type_at, stop in properties.entries():
+        if name in CONSULTED:
+            if name not in headers:
+                headers[name] = value_at(raw, type_at, stop)
+        elif name in _ROUTES:
             acts_later = True
     return Ask(delivery.exchange, delivery.routing_key, headers, properties.timestamp, acts_later)
 

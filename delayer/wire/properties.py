@@ -14,10 +14,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple, Self
 
 from delayer.wire.errors import MalformedProperties, MalformedTable
-from delayer.wire.fields import SIZED, Value, byte_array, decode, entries, entry, int64, long_string, negated
+from delayer.wire.fields import (
+    SIZED,
+    Value,
+    byte_array,
+    decode,
+    entries,
+    entry,
+    int64,
+    long_string,
+    negated,
+    value_at,
+)
 
 __all__ = [
     "Field",
@@ -31,14 +43,16 @@ __all__ = [
     "long_string",
     "negated",
     "splice",
+    "value_at",
 ]
 
-_SHORT, _TABLE, _OCTET, _MODE, _LONGLONG = range(5)
+_SHORT, _TABLE = 0, -1  # with their own length; the others have this many bytes:
+_OCTET, _LONGLONG = 1, 8
 _LAYOUT = (
     ("content_type", _SHORT),
     ("content_encoding", _SHORT),
     ("headers", _TABLE),
-    ("delivery_mode", _MODE),
+    ("delivery_mode", _OCTET),
     ("priority", _OCTET),
     ("correlation_id", _SHORT),
     ("reply_to", _SHORT),
@@ -60,11 +74,11 @@ _FLAGS_AND_LENGTH = struct.Struct(">HI")
 
 
 @lru_cache(maxsize=1 << 14)
-def _present(flags: int) -> tuple[tuple[str, int, int], ...]:
-    """Name, kind and flag of what ``flags`` announce. A fleet uses a handful of the 16,384 combinations."""
+def _present(flags: int) -> tuple[tuple[str, int], ...]:
+    """Name and kind of what ``flags`` announce. A fleet uses a handful of the 16,384 combinations."""
     if flags & _UNDEFINED:
         raise MalformedProperties(f"undefined property flags in {flags:#06x}")
-    return tuple((name, kind, FLAGS[name]) for name, kind in _LAYOUT if flags & FLAGS[name])
+    return tuple((name, kind) for name, kind in _LAYOUT if flags & FLAGS[name])
 
 
 class Field(NamedTuple):
@@ -124,15 +138,13 @@ class Properties:
         spans = {}
         at = 2
         try:
-            for name, kind, _ in _present(flags):
+            for name, kind in _present(flags):
                 if kind == _SHORT:
                     stop = at + 1 + raw[at]
-                elif kind in (_OCTET, _MODE):
-                    stop = at + 1
                 elif kind == _TABLE:
                     stop = at + 4 + _U32.unpack_from(raw, at)[0]
                 else:
-                    stop = at + 8
+                    stop = at + kind
                 spans[name] = (at, stop)
                 at = stop
         except (IndexError, struct.error) as cut:
@@ -215,33 +227,34 @@ def splice(
     """
     found = properties if isinstance(properties, Properties) else Properties.parse(properties)
     raw, spans, flags = found.raw, found.spans, found.flags
+    edits: list[tuple[tuple[int, int], bytes]] = []  # spans of ``raw``, and what stands there instead
     for name in drop:
-        flags &= ~FLAGS[name] if name in FLAGS else _unknown(name)
-    if append:
+        bit = FLAGS[name] if name in FLAGS else _unknown(name)
+        if flags & bit:
+            flags ^= bit
+            if bit != _HEADERS or not append:
+                edits.append((spans[name], b""))
+    if append or (flags & _HEADERS and (remove or remove_prefixes or replace)):
+        table = _edited(found, remove, remove_prefixes, replace or {}) if flags & _HEADERS else b""
+        span = spans.get("headers") or _gap(found, "headers")
+        edits.append((span, _U32.pack(len(table) + len(append)) + table + append))
         flags |= _HEADERS
     if delivery_mode is not None:
+        edits.append((spans.get("delivery_mode") or _gap(found, "delivery_mode"), bytes((delivery_mode,))))
         flags |= _DELIVERY_MODE
-    edits_table = bool(append or remove or remove_prefixes or replace)
-    parts: list[bytes] = [flags.to_bytes(2, "big")]
+    if len(edits) > 1:
+        edits.sort(key=_span)  # stable: of two that fill the same gap the table comes first, as it did above
+    parts = [flags.to_bytes(2, "big")]
     copied = 2
-    # Runs of untouched properties are copied in one slice; only what an edit touches interrupts them.
-    for name, kind, bit in _present(flags | found.flags):
-        if not flags & bit:
-            replacement = b""
-        elif kind == _TABLE and edits_table:
-            table = b"" if name in drop else _edited(found, remove, remove_prefixes, replace or {})
-            replacement = _U32.pack(len(table) + len(append)) + table + append
-        elif kind == _MODE and delivery_mode is not None:
-            replacement = bytes((delivery_mode,))
-        else:
-            continue
-        start, stop = spans[name] if name in spans else _gap(found, name)
-        if start > copied:
-            parts.append(raw[copied:start])
-        parts.append(replacement)
+    # What no edit touches is copied in one slice.
+    for (start, stop), instead in edits:
+        parts += (raw[copied:start], instead)
         copied = stop
     parts.append(raw[copied:])
     return b"".join(parts)
+
+
+_span = itemgetter(0)
 
 
 def _unknown(name: str) -> int:
@@ -270,14 +283,12 @@ def _edited(
         return raw[copied:end]
     parts: list[bytes] = []
     for name, type_at, stop in properties.entries():
-        if name in remove or (prefixes and name.startswith(prefixes)):
+        if name in remove or name.startswith(prefixes):
             parts.append(raw[copied : type_at - 1 - len(name)])
             copied = stop
         elif name in replace:
             parts += (raw[copied:type_at], replace[name])
             copied = stop
-    if not parts:
-        return raw[copied:end]
     parts.append(raw[copied:end])
     return b"".join(parts)
 
