@@ -7,7 +7,7 @@ Start here to understand the system: this is what the daemon decides; everything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -186,15 +186,11 @@ def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
 
 def _due_ms(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The due instant, and the instant from which the wait for it counts."""
-    try:
-        due_ms, from_ms = _said_due_ms(ask, route, now_ms, sure_ms)
-    except UnreadableDelay as unreadable:
-        raise _Refused(str(unreadable)) from unreadable
-    longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
-    if due_ms - from_ms > longest_ms:
-        raise _Refused(
-            f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(due_ms - from_ms)}"
-        )
+    due_ms, from_ms = _said_due_ms(ask, route, now_ms, sure_ms)
+    wait_ms = due_ms - from_ms
+    if wait_ms > policy.max_delay_ms or due_ms > LATEST_MS:
+        longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
+        raise _Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(wait_ms)}")
     # Minus a googol milliseconds is a number too, and means "at once"; as an instant it would fit no header and no row.
     return max(due_ms, 0), from_ms
 
@@ -202,15 +198,19 @@ def _due_ms(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -
 def _said_due_ms(ask: Ask, route: Route, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The first form present, in the route's order, rules; an unreadable one never falls through to the next."""
     headers = ask.headers
-    for form in route.delay_from:
-        header = HEADERS.get(form)
-        if header is None:
-            if ask.timestamp is not None:
-                return ask.timestamp * 1000, sure_ms
-        elif header in headers:
-            if form in ABSOLUTE:
-                return _named(form, read_instant_ms, headers[header]), sure_ms
-            return _in(_named(form, read_delay_ms, headers[header]), ask, now_ms, sure_ms)
+    form = ""
+    try:
+        for form in route.delay_from:
+            header = HEADERS.get(form)
+            if header is None:
+                if ask.timestamp is not None:
+                    return ask.timestamp * 1000, sure_ms
+            elif header in headers:
+                if form in ABSOLUTE:
+                    return read_instant_ms(headers[header]), sure_ms
+                return _in(read_delay_ms(headers[header]), ask, now_ms, sure_ms)
+    except UnreadableDelay as unreadable:
+        raise _Refused(f"{form}: {unreadable}") from unreadable
     return _in(route.default_delay_ms, ask, now_ms, sure_ms)
 
 
@@ -221,13 +221,6 @@ def _in(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
         return sure_ms + delay_ms, sure_ms
     stamp = _received_ms(ask)
     return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, sure_ms)
-
-
-def _named(form: str, read: Callable[[object], int], value: object) -> int:
-    try:
-        return read(value)
-    except UnreadableDelay as unreadable:
-        raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
 
 
 def _received_ms(ask: Ask) -> int | None:

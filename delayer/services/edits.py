@@ -82,9 +82,14 @@ def asked(delivery: Delivery, properties: Properties) -> Ask:
     return Ask(delivery.exchange, delivery.routing_key, headers, properties.timestamp, acts_later)
 
 
+# The entries of the two headers that every message gets, up to their values.
+_ID_HEAD: Final = entry(ID, long_string(b""))[:-4]
+_DUE_HEAD: Final = entry(DUE, int64(0))[:-8]
+
+
 def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
     """As the message leaves for its destination. Raises MalformedTable."""
-    append = entry(ID, long_string(id)) + entry(DUE, int64(due_ms))
+    append = b"%b%b%b%b%b" % (_ID_HEAD, len(id).to_bytes(4, "big"), id, _DUE_HEAD, due_ms.to_bytes(8, "big"))
     remove = _REMOVED
     # The bytes are searched first, which costs next to nothing: hardly any message was ever refused.
     if _REFUSED in properties.raw and properties.get(_REFUSED) is not None:

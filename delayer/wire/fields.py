@@ -149,7 +149,8 @@ def negated(kind: int, raw: bytes) -> bytes:
     Unsigned integers and the least value of a signed type widen to the next signed type; the least int64 saturates.
     A numeric string changes by its sign only. Raises ValueError for what is no number, MalformedTable for broken bytes.
     """
-    value = decode(kind, raw)
+    number = _NUMBERS.get(kind)
+    value = number.unpack(raw)[0] if number is not None and number.size == len(raw) else decode(kind, raw)
     type_and_value = bytes((kind,)) + raw
     if kind in b"fd":
         return bytes((kind, raw[0] ^ 0x80)) + raw[1:]

@@ -22,7 +22,6 @@ from delayer.wire.fields import (
     SIZED,
     Value,
     byte_array,
-    decode,
     entries,
     entry,
     int64,
@@ -108,7 +107,7 @@ class Field(NamedTuple):
     @property
     def value(self) -> Value:
         """The decoded value. Raises MalformedTable for a broken or absurdly nested table inside."""
-        return decode(self.type, self.raw)
+        return value_at(self.buffer, self.start - 1, self.end)
 
 
 class Properties:
