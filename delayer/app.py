@@ -1,9 +1,10 @@
-"""``delayer run``: one daemon in one event loop, its signals, and its exit code."""
+"""``delayer run``: one daemon in one event loop, or a supervisor of several; its signals, and its exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,9 @@ from delayer.ops.notify import Notifier
 from delayer.reload import Reload
 from delayer.settings import Settings
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.supervisor import worker
+from delayer.supervisor.policy import REFUSED
+from delayer.supervisor.service import Supervisor
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +33,18 @@ def run_daemon(load: Callable[[], Settings]) -> int:
     ConfigError if the first ``load`` does.
     """
     settings = load()
+    number = worker.number(os.environ)
+    if number is not None:
+        telemetry.sign(worker=number)
     telemetry.configure(settings.log.format, settings.log.level)
+    if number is None and settings.workers > 1:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_supervise(settings, load))
+    code = _run_one(settings, load)
+    return code + REFUSED if number is not None and code else code
+
+
+def _run_one(settings: Settings, load: Callable[[], Settings]) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, load))
@@ -57,6 +72,15 @@ def _calm_the_collector() -> None:
     gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
 
 
+async def _supervise(settings: Settings, load: Callable[[], Settings]) -> int:
+    supervisor = Supervisor(settings, load, Notifier())
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, supervisor.stop)
+    loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
+    return await supervisor.run()
+
+
 async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     notifier = Notifier()
     daemon = Daemon(settings, notifier)
@@ -66,6 +90,8 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, daemon.stop)
     loop.add_signal_handler(signal.SIGHUP, reload.request)
+    if worker.number(os.environ) is not None:
+        worker.watch_supervisor(daemon.stop)
     log.info("starting", version=__version__, mode=settings.mode)
     daemon.life.add("reload", reload.run)
     await daemon.run()

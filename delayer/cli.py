@@ -57,6 +57,7 @@ def _assignments(_context: click.Context, _option: click.Parameter, given: tuple
     help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
 )
 @click.option("--mode", metavar="native|store", help="Short for --set mode=…")
+@click.option("--workers", metavar="N", help="Short for --set workers=…")
 @click.option(
     "--broker-url", metavar="URL", help="Short for --set broker.url=…; others can see it in the process list."
 )
@@ -69,6 +70,7 @@ def cli(
     config: Path | None,
     assignments: dict[str, str],
     mode: str | None,
+    workers: str | None,
     broker_url: str | None,
     store_url: str | None,
 ) -> None:
@@ -92,7 +94,7 @@ def cli(
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach.
     """
     telemetry.configure("console", "error")  # the daemon configures again, as its settings say
-    shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
+    shortcuts = {"mode": mode, "workers": workers, "broker.url": broker_url, "store.url": store_url}
     flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
     context.obj = Request(config, flags)
 

@@ -33,9 +33,18 @@ EVENTS: Final[Mapping[str, str]] = {
     "reload refused": "SIGHUP: the new configuration cannot be used, the old one stays",
     "restart needed": "SIGHUP: these keys changed too, and act after a restart",
     "mode switched": "SIGHUP: new delays go the other way from now on",
-    "loops stalled": "these loops stand still: the watchdog is not fed, and systemd will end the daemon",
+    "loops stalled": "these loops stand still: the watchdog is not fed, and systemd or the supervisor ends the process",
     "notify failed": "systemd did not hear of a change of state",
     "notify socket unusable": "NOTIFY_SOCKET is of a kind that is not spoken here; systemd hears nothing",
+    # several workers under a supervisor
+    "worker started": "the supervisor started a process that is a daemon of its own",
+    "workers ready": "every worker is ready for the first time",
+    "worker died": "a worker ended without being told to; it is started again after restart_seconds",
+    "worker silent": "a worker did not say in time that it moves: it is killed, and started again",
+    "worker not started": "no process, or no usable configuration for one, just now; it is tried again",
+    "worker refused": "a worker would not start for a reason that waiting does not mend: the others are stopped too",
+    "reload unanswered": "SIGHUP: these workers did not say in time that they had read the configuration again",
+    "supervisor gone": "the supervisor is not there any more: this worker stops in order",
     # the broker
     "broker connected": "a connection of the hot path stands",
     "broker unreachable": "an attempt to connect failed; the next one follows by itself",
@@ -76,6 +85,8 @@ _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
 
 Event = MutableMapping[str, Any]
+
+_signature: dict[str, str | int] = {}
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -125,7 +136,12 @@ def _stamp(_logger: object, _method: str, event: Event) -> Event:
 
 def _ordered(_logger: object, _method: str, event: Event) -> Event:
     first = {name: event.pop(name) for name in ("timestamp", "level", "event", "logger") if name in event}
-    return {**first, **event}
+    return {**first, **_signature, **event}
+
+
+def sign(**fields: str | int) -> None:
+    """Put these fields into every line that this process logs from now on, whichever task or library logs it."""
+    _signature.update(fields)
 
 
 class _Handler(logging.StreamHandler[TextIO]):

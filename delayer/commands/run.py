@@ -16,12 +16,14 @@ def run(request: Request) -> None:
     """Run the daemon, in the foreground.
 
     It waits for a broker or a store that is not there yet, and says so. SIGTERM and SIGINT stop it: what is in flight
-    is settled first. SIGHUP reads the configuration again. Logs go to stderr.
+    is settled first. SIGHUP reads the configuration again. Logs go to stderr. With `workers` above 1 this process only
+    supervises: it starts that many daemons and replaces the ones that die or hang.
 
     \b
     Examples:
       delayer run
       delayer --config /etc/delayer/delayer.toml run
       delayer --mode native --set log.format=console run
+      delayer --workers 4 run
     """
     sys.exit(app.run_daemon(request.settings))

@@ -63,6 +63,7 @@ class Life:
                 await self._ended(self._last)
         except TimeoutError:
             self._settled.set()
+            self._collect()
             for task in self._parts | self._last:
                 log.error("stop forced", part=task.get_name(), after_seconds=self._grace)
                 task.cancel()

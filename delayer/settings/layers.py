@@ -24,10 +24,10 @@ Key = tuple[str, ...]
 Origin = Callable[[Key], str]
 
 ENV_PREFIX = "DELAYER_"
-NOT_KEYS = frozenset({"DELAYER_CONFIG", "DELAYER_FAULT"})
+NOT_KEYS = frozenset({"DELAYER_CONFIG", "DELAYER_FAULT", "DELAYER_WORKER_NUMBER"})
 # Kubernetes puts these into every container of a namespace that has a service called "delayer".
 _KUBERNETES = re.compile(r"DELAYER_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_[0-9]+_\w+)")
-FLAGS = {"mode": "--mode", "broker.url": "--broker-url", "store.url": "--store-url"}
+FLAGS = {"mode": "--mode", "workers": "--workers", "broker.url": "--broker-url", "store.url": "--store-url"}
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:

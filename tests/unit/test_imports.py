@@ -39,6 +39,9 @@ HOUSE: Mapping[str, Layer] = {
     "broker": layer("core", "wire", never="sqlalchemy asyncpg pyspark"),
     "services": layer("core", "wire", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "ops": layer("core", "services", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "supervisor": layer(
+        "core", "ops", "services", "settings", "telemetry", never="aio_pika aiormq sqlalchemy asyncpg pyspark"
+    ),
     "settings": layer("core", "wire", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from delayer.core.backoff import LONGEST, pause
 from delayer.services.lifecycle import Life, Part
@@ -70,6 +71,20 @@ async def test_the_last_ones_outlive_the_others() -> None:
     life.stop()
     await life.run()
     assert events == ["lanes began", "slow ended", "lanes ended"]
+
+
+async def test_only_who_does_not_stop_is_cut_off() -> None:
+    life, events = Life(grace=0.01), list[str]()
+    life.add("quick", part(events, "quick"))
+
+    async def deaf(_: asyncio.Event) -> None:
+        await asyncio.Event().wait()
+
+    life.add("deaf", deaf)
+    life.stop()
+    with capture_logs() as logs:
+        await life.run()
+    assert [(one["event"], one["part"]) for one in logs] == [("stop forced", "deaf")]
 
 
 @pytest.mark.parametrize("last", [False, True])

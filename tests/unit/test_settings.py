@@ -29,7 +29,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_defaults_are_those_of_the_contract() -> None:
     settings = load(None, {}, {})
-    assert settings.mode == "store"
+    assert (settings.mode, settings.workers) == ("store", 1)
     assert settings.broker.url.reveal() == "amqp://guest:guest@localhost:5672/"
     assert settings.broker_url == "amqp://guest:guest@localhost:5672/?heartbeat=20"
     assert settings.intake.queue == "delays"
@@ -102,6 +102,7 @@ def test_a_bare_number_is_told_its_unit() -> None:
 
 
 LAYERS = ("file", "environment", "flags")
+TOP_LEVEL = {("mode",), ("workers",), ("route",)}
 
 
 @pytest.mark.parametrize("chosen", [*itertools.combinations(LAYERS, 1), *itertools.combinations(LAYERS, 2), LAYERS])
@@ -128,11 +129,12 @@ def test_the_later_layer_wins(chosen: tuple[str, ...], tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("key", [key for key in known_keys() if len(key) == 2 or key in {("mode",), ("route",)}])
+@pytest.mark.parametrize("key", [key for key in known_keys() if len(key) == 2 or key in TOP_LEVEL])
 def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_path: Path) -> None:
     some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://h"))
     texts = {
         ("mode",): "native",
+        ("workers",): "9",
         ("route",): '[{"from": "a", "to": "b"}]',
         ("broker", "url"): "amqps://h",
         ("broker", "verify"): "false",
@@ -191,6 +193,7 @@ def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> Non
         "DELAYER_PORT": "tcp://10.0.0.1:9419",
         "DELAYER_PORT_9419_TCP_ADDR": "10.0.0.1",
         "DELAYER_FAULT": "park.copied",
+        "DELAYER_WORKER_NUMBER": "3",
         "PATH": "/bin",
     }
     assert load(None, environ, {}) == load(None, {}, {})
@@ -310,11 +313,12 @@ def test_diff() -> None:
             "broker.url": "amqp://other",
             "intake.queue": "other",
             "store.lanes": "4",
+            "workers": "4",
         },
     )
     live, restart = old.diff(new)
     assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", "store.park_beyond"]
-    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes"]
+    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes", "workers"]
     assert old.diff(old) == ([], [])
 
 

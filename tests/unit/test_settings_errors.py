@@ -35,6 +35,10 @@ def problems(config: Path | None, environ: dict[str, str], flags: dict[str, str]
 FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     ('mode = "stor"', [("mode", '"native" or "store"', '"stor"', "")]),
     ("mode = 1", [("mode", '"native" or "store"', "1", "")]),
+    ("workers = 0", [("workers", "a whole number of at least 1", "0", "")]),
+    ("workers = 65", [("workers", "a whole number of at most 64", "65", "")]),
+    ("workers = true", [("workers", "a whole number", "true", "")]),
+    ('workers = "2"', [("workers", "a whole number", '"2"', "")]),
     ('mod = "store"', [("mod", KNOWN, UNKNOWN, "did you mean mode?")]),
     ("prefetch = 5", [("prefetch", KNOWN, UNKNOWN, "did you mean intake.prefetch?")]),
     ('broker = "amqp://u:pw@h"', [("broker", "a table", '"amqp://u:***@h"', "")]),
@@ -331,6 +335,7 @@ def test_unknown_variable(name: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
+        ({"workers": "many"}, 'flag --workers: workers: expected a whole number, found "many"'),
         ({"mode": "x"}, 'flag --mode: mode: expected "native" or "store", found "x"'),
         ({"broker.url": "x"}, f"flag --broker-url: broker.url: expected {BROKER_URL}, found {'a text that is no URL'}"),
         ({"intake.prefetch": "many"}, 'flag --set intake.prefetch: intake.prefetch: expected a whole number, found "m'),

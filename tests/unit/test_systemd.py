@@ -29,6 +29,8 @@ def test_what_the_design_asks_for() -> None:
     assert service["RestartPreventExitStatus"] == "2"
     assert service["TimeoutStopSec"] == "15"
     assert service["TimeoutStartSec"] == "infinity", "the daemon waits for its broker longer than systemd would"
+    assert service["KillMode"] == "mixed", "the supervisor stops its workers; nobody else does"
+    assert service["OOMPolicy"] == "continue"
     assert unit()["Install"]["WantedBy"] == "multi-user.target"
 
 
