@@ -55,7 +55,7 @@ def _run_one(settings: Settings, load: Callable[[], Settings]) -> int:
         log.error("start refused", reason=str(wrong), next_step="correct store.url")
         return 2
     except SchemaOutdated as wrong:
-        log.error("start refused", reason=str(wrong), next_step="delayer db upgrade")
+        log.error("start refused", reason=str(wrong), next_step=wrong.advice)
         return 1
     return 0
 

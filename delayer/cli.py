@@ -28,6 +28,13 @@ class Verbs(click.Group):
             return super().invoke(ctx)
         except EXPECTED_ERRORS as error:
             raise failure(error) from error
+        except click.NoSuchOption as error:
+            if not any(error.option_name in option.opts for option in self.params):
+                raise
+            path = error.ctx.command_path if error.ctx else ctx.command_path
+            verb = path.removeprefix(ctx.command_path).strip() or "VERB"
+            told = f"{error.option_name} stands before the verb: {ctx.command_path} {error.option_name} … {verb}"
+            raise click.NoSuchOption(error.option_name, told, ctx=error.ctx) from None
 
 
 def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -43,7 +50,7 @@ def _assignments(_context: click.Context, _option: click.Parameter, given: tuple
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, readable=False),  # whether it can be read is said with every other mistake
     metavar="PATH",
     help="The configuration file. Without it: $DELAYER_CONFIG, else /etc/delayer/delayer.toml if there is one, else "
     "the defaults.",
@@ -81,10 +88,9 @@ def cli(
 
     \b
     The first time:
-      delayer check                    what is missing?
-      delayer topology apply           declare queues and exchanges
       delayer db upgrade               make the tables (store mode)
-      delayer run                      run the daemon
+      delayer check                    what is off, or missing?
+      delayer run                      run the daemon; it declares its queues and exchanges
       delayer send --key hello --delay 10s --body 'in ten seconds'
       delayer status                   what waits, and until when
 

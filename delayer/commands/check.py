@@ -13,6 +13,7 @@ from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json,
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings, duration_text
 from delayer.store import schema
+from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of, topology_of, uses_cascade
 
@@ -34,8 +35,12 @@ class Row(NamedTuple):
 def check(context: click.Context, as_json: bool) -> None:
     """Check configuration, broker, topology and store; change nothing.
 
-    Exit code 0 if all is well, 1 if anything is off, 2 if the configuration cannot be used, 3 if the broker or the
-    store is out of reach.
+    What is only missing on the broker is a note: the daemon declares it when it starts or reloads. What is there but
+    different, and what nobody but you can make (destinations, the store's schema), is off. Refused and held messages
+    are counted in notes.
+
+    Exit code 0 if nothing is off, 1 if anything is, 2 if the configuration cannot be used, 3 if the broker or the store
+    is out of reach.
 
     \b
     Examples:
@@ -67,7 +72,7 @@ async def _broker(settings: Settings) -> list[Row]:
             rows = [Row("broker", "ok", shown)]
             rows += await _topology(admin, settings)
             rows += await _destinations(admin, settings)
-            return rows
+            return rows + await _set_aside(admin, settings)
     except BrokerLost as lost:
         return [Row("broker", "out of reach", str(lost), "check broker.url, and that the broker runs")]
     except BrokerRefused as refused:
@@ -82,7 +87,8 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
     missing = [one for one in off if one.found == "nothing"]
     if missing:
         names = ", ".join(f"{one.kind} {one.name}" for one in missing[:3]) + (", …" if len(missing) > 3 else "")
-        rows.append(Row("topology", "off", f"{len(missing)} missing: {names}", "run `delayer topology apply`"))
+        advice = "nothing: the daemon declares it at its start or reload (or you: `delayer topology apply`)"
+        rows.append(Row("topology", "note", f"{len(missing)} missing: {names}", advice))
     for one in off:
         if one.found != "nothing":
             found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
@@ -109,18 +115,34 @@ async def _destinations(admin: Admin, settings: Settings) -> list[Row]:
     return rows
 
 
+async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
+    """Messages on the broker that wait for a person."""
+    refused, strays = settings.refused.queue, cascade_of(settings).strays
+    depths = await admin.depths([refused, *([strays] if strays else [])])
+    advice = {refused: "see the header x-delayer-refused; mend, and publish again"}
+    return [
+        Row("set aside", "note", f"{depth} in {quoted(name)}", advice.get(name, "bind a queue; publish again"))
+        for name, depth in depths.items()
+        if depth
+    ]
+
+
 async def _store(settings: Settings) -> list[Row]:
     url = settings.store_url
     if url is None:
         longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
         return [Row("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")]
     try:
-        found, needed = await schema.current(url), schema.HEAD
+        seen = await store_status.overview(url)
     except StoreLost as lost:
-        return [Row("store", "out of reach", str(lost), "check store.url, and that Postgres runs")]
+        return [Row("store", "out of reach", str(lost), lost.advice or "check store.url, and that Postgres runs")]
     except BadStoreUrl as bad:
         return [Row("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")]
     rows = [Row("store", "ok", str(settings.store.url or url))]
-    if found == needed:
-        return [*rows, Row("schema", "ok", needed)]
-    return [*rows, Row("schema", "off", f"{found or 'missing'}; needed: {needed}", "run `delayer db upgrade`")]
+    if (wrong := schema.outdated(seen.schema_found)) is not None:
+        return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
+    rows.append(Row("schema", "ok", schema.HEAD))
+    if seen.held:
+        advice = "declare or bind their destinations; they are tried again by themselves"
+        rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
+    return rows

@@ -97,10 +97,12 @@ def failure(error: Exception) -> Failure:
             made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
         case BrokerLost():
             made = Unreached(f"the broker is out of reach: {text}. Next: check broker.url, and that it runs.")
+        case StoreLost(advice=advice) if advice:
+            made = Unreached(f"the store refused: {text}. Next: {advice}.")
         case StoreLost():
             made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
         case _:
-            made = Off(text)  # SchemaOutdated names its command itself
+            made = Off(text)  # SchemaOutdated has its advice in its text
     return made
 
 

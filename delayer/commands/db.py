@@ -29,7 +29,8 @@ def db() -> None:
 def upgrade(request: Request) -> None:
     """Apply every schema upgrade that the store lacks. Safe to repeat.
 
-    The database has to exist: `createdb delayer`.
+    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. A store that a
+    newer delayer upgraded stays as it is; exit code 1.
     """
     url = store_url(request.settings())
 
@@ -37,6 +38,8 @@ def upgrade(request: Request) -> None:
         from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
 
         before = await schema.current(url)
+        if (wrong := schema.outdated(before)) is not None and wrong.newer:
+            raise wrong
         await upgrades.upgrade(url)
         return before, await schema.current(url)
 
@@ -59,10 +62,12 @@ def current(context: click.Context, as_json: bool) -> None:
         return await schema.current(url), schema.HEAD
 
     found, needed = asyncio.run(work())
+    wrong = schema.outdated(found)
     if as_json:
-        print_json({"found": found, "needed": needed, "current": found == needed})
+        advice = None if wrong is None else wrong.advice
+        print_json({"found": found, "needed": needed, "current": wrong is None, "advice": advice})
     else:
         click.echo(f"The schema is {found or 'missing'}; this program needs {needed}.")
-    if found != needed:
-        note("Next: `delayer db upgrade`.")
+    if wrong is not None:
+        note(f"Next: {wrong.advice}.")
         context.exit(FOUND)

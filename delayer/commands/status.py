@@ -15,6 +15,7 @@ from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json,
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings
+from delayer.store import schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of
@@ -27,7 +28,7 @@ def status(context: click.Context, as_json: bool) -> None:
     """Show the mode, the lanes, what is parked and held, the next due instant, and the depths of cascade and queues.
 
     Shows what can be reached, and says what cannot. Exit code 3 if the broker or a configured store is out of reach,
-    1 if the store lacks a schema upgrade.
+    1 if the store's schema is not the one that this program needs.
 
     \b
     Examples:
@@ -45,13 +46,14 @@ def status(context: click.Context, as_json: bool) -> None:
         _print_store(store)
         _print_broker(broker)
     parts = {"broker": broker, "store": store or {}}
-    unreached = [f"The {name} is out of reach: {part['error']}" for name, part in parts.items() if part.get("error")]
-    for line in unreached:
-        note(line)
+    unreached = {name: part for name, part in parts.items() if part.get("error")}
+    for name, part in unreached.items():
+        advice = part.get("advice")
+        note(f"The {name} is out of reach: {part['error']}" + (f". Next: {advice}." if advice else ""))
     if unreached:
         context.exit(OUT_OF_REACH)
-    if store is not None and store["upgrade_pending"]:
-        note("The store lacks a schema upgrade. Next: `delayer db upgrade`.")
+    if store is not None and store["advice"]:
+        note(f"The store's schema is {store['schema'] or 'missing'}; needed: {schema.HEAD}. Next: {store['advice']}.")
         context.exit(FOUND)
     context.exit(DONE)
 
@@ -80,8 +82,11 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         return None
     try:
         seen = await store_status.overview(settings.store_url)
-    except (StoreLost, BadStoreUrl) as error:
-        return {"error": str(error), "upgrade_pending": False}
+    except StoreLost as error:
+        return {"error": str(error), "upgrade_pending": False, "advice": error.advice}
+    except BadStoreUrl as error:
+        return {"error": str(error), "upgrade_pending": False, "advice": ""}
+    wrong = schema.outdated(seen.schema_found)
     lanes = [
         {
             "lane": lane.number,
@@ -97,7 +102,8 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
     ]
     return {
         "error": None,
-        "upgrade_pending": seen.upgrade_pending,
+        "upgrade_pending": wrong is not None and not wrong.newer,
+        "advice": "" if wrong is None else wrong.advice,
         "schema": seen.schema_found,
         "waiting": seen.waiting,
         "held": seen.held,
@@ -112,7 +118,7 @@ def _print_store(store: dict[str, Any] | None) -> None:
     if store is None:
         click.echo("store: none configured")
         return
-    if store["error"] is not None or store["upgrade_pending"]:
+    if store["error"] is not None or store["advice"]:
         return
     now_ms = store["store_now_ms"]
     click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due: {when(store['next_due_ms'], now_ms)}")

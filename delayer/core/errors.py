@@ -14,7 +14,12 @@ class StoreLost(Exception):
     """The store is out of reach or refused the transaction.
 
     Nothing of the transaction is committed; if the connection broke at the commit itself, that is in doubt.
+    ``advice`` is what a person can do about it, where the cause says that; an imperative, or empty.
     """
+
+    def __init__(self, text: str, advice: str = "") -> None:
+        super().__init__(text)
+        self.advice = advice
 
 
 class LaneLost(StoreLost):

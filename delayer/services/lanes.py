@@ -114,7 +114,8 @@ class Lanes:
                     await self._look_around(next(looks), stopping)
                     retry.succeeded()
                 except StoreLost as lost:
-                    log.warning("store unreachable", reason=str(lost))
+                    advice = {"next_step": lost.advice} if lost.advice else {}
+                    log.warning("store unreachable", reason=str(lost), **advice)
                     await retry.pause()
                 await self._until_next_look(stopping)
             await self._all_let_go()

@@ -69,6 +69,8 @@ class Session:
                 self.consuming.set()
                 await self._consume(subscription, stopping, retry)
             except (BrokerLost, StoreLost) as lost:
+                if stopping.is_set() and not self.consuming.is_set():
+                    break  # told to stop while something was still missing: that is no news, and perhaps not true
                 log.warning(
                     "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
                 )

@@ -35,7 +35,7 @@ class Shelf:
         try:
             await asyncio.wait_for(lanes.ready.wait(), seconds)
         except TimeoutError as late:
-            raise StoreLost(f"no lane of ours after {seconds:g} s: the store is out of reach") from late
+            raise StoreLost(f"no lane of ours after {seconds:g} s: the store is out of reach, or refuses us") from late
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
         """See ports.Parking."""

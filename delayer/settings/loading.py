@@ -19,6 +19,10 @@ from delayer.wire.address import Address
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
 _FILES = ("url_file", "ca_file", "cert_file", "key_file")
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
+_CREDENTIALS_HINT = (
+    "LoadCredential= in the unit sets it for the daemon; in a shell: "
+    "sudo CREDENTIALS_DIRECTORY=/etc/delayer delayer check"
+)
 
 _EXPECTED = {
     "missing": "a value",
@@ -38,7 +42,10 @@ def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
         return config
     if environ.get("DELAYER_CONFIG"):
         return Path(environ["DELAYER_CONFIG"])
-    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+    try:
+        return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+    except PermissionError:
+        return SYSTEM_FILE  # in a directory that is closed to us: reading it says so
 
 
 def load(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
@@ -90,7 +97,7 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:
                 continue
             key = (section, name)
             if _CREDENTIALS in given and not environ.get("CREDENTIALS_DIRECTORY"):
-                _note(merged, key, "CREDENTIALS_DIRECTORY to be set", show(given), "by LoadCredential= in the unit")
+                _note(merged, key, "CREDENTIALS_DIRECTORY to be set", show(given), _CREDENTIALS_HINT)
                 continue
             table[name] = given.replace(_CREDENTIALS, environ.get("CREDENTIALS_DIRECTORY", ""))
             try:

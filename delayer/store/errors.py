@@ -32,8 +32,38 @@ class SchemaOutdated(Exception):
     def __init__(self, found: str | None, expected: str, *, newer: bool = False) -> None:
         self.found = found
         self.expected = expected
-        advice = "it was upgraded by a newer delayer: use that one" if newer else "run `delayer db upgrade`"
-        super().__init__(f"the store's schema is {found or 'missing'}, expected {expected}: {advice}")
+        self.newer = newer
+        self.advice = "use that version of delayer, or a newer one" if newer else "run `delayer db upgrade`"
+        why = "it was upgraded by a newer delayer: " if newer else ""
+        super().__init__(f"the store's schema is {found or 'missing'}, expected {expected}: {why}{self.advice}")
+
+
+_ADVICE: tuple[tuple[type[BaseException], str], ...] = (
+    # A wrong password is a kind of the first; so are a role that is missing and a host that pg_hba.conf does not know.
+    (
+        asyncpg.InvalidAuthorizationSpecificationError,
+        "check user and password in store.url; over its socket, Debian's Postgres lets in the role that is named like "
+        "the operating system's user",
+    ),
+    (
+        asyncpg.InsufficientPrivilegeError,
+        "make this role the owner of the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …; and of tables "
+        "that another role made there: REASSIGN OWNED BY … TO …",
+    ),
+    (
+        asyncpg.InvalidCatalogNameError,
+        "create it, as Postgres's superuser: createdb -O ROLE DATABASE; or name another one in store.url",
+    ),
+)
+
+
+def lost(doing: str, error: BaseException) -> StoreLost:
+    """The loss that a driver's error means, with the advice that its cause calls for. Raise it from ``error``."""
+    driver: BaseException | None = error
+    while driver is not None and not isinstance(driver, DRIVER_ERRORS):
+        driver = driver.__cause__  # SQLAlchemy wraps them
+    advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
+    return StoreLost(f"{doing}: {describe(driver or error)}", advice)
 
 
 def describe(error: BaseException) -> str:
@@ -48,4 +78,4 @@ def translated(doing: str) -> Iterator[None]:
     try:
         yield
     except DRIVER_ERRORS as error:
-        raise StoreLost(f"{doing}: {describe(error)}") from error
+        raise lost(doing, error) from error

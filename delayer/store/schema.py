@@ -40,6 +40,12 @@ async def current_of(connection: asyncpg.Connection) -> str | None:
 
 async def check(connection: asyncpg.Connection) -> None:
     """Raise SchemaOutdated unless the store has exactly our schema."""
-    found = await current_of(connection)
-    if found != HEAD:
-        raise SchemaOutdated(found, HEAD, newer=found is not None and found not in REVISIONS)
+    if wrong := outdated(await current_of(connection)):
+        raise wrong
+
+
+def outdated(found: str | None) -> SchemaOutdated | None:
+    """What is wrong with a store of this revision, and what to do; None where it is ours."""
+    if found == HEAD:
+        return None
+    return SchemaOutdated(found, HEAD, newer=found is not None and found not in REVISIONS)

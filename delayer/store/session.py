@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import asyncpg
 
-from delayer.core.errors import StoreLost
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, describe
+from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
@@ -87,7 +86,7 @@ def unreachable(error: BaseException) -> Exception:
     """What to raise when a connection could not be opened."""
     if isinstance(error, asyncpg.ClientConfigurationError):
         return BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database")
-    return StoreLost(f"connect: {describe(error)}")
+    return lost("connect", error)
 
 
 async def open_pool(url: str, application: str, size: int, more: Mapping[str, str]) -> asyncpg.Pool:

@@ -18,9 +18,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from delayer.core.errors import StoreLost
 from delayer.store import session, tables
-from delayer.store.errors import describe, translated
+from delayer.store.errors import lost, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +68,7 @@ async def _run(url: str, step: Callable[[Config], None]) -> None:
             async with engine.begin() as connection:
                 await connection.run_sync(run)
     except DBAPIError as error:
-        raise StoreLost(f"schema upgrade: {describe(error.orig or error)}") from error
+        raise lost("schema upgrade", error.orig or error) from error
     except CommandError as error:
         raise ValueError(f"schema upgrade: {error}") from error
     finally:

@@ -28,8 +28,30 @@ async def test_a_store_without_schema_is_an_error_that_names_the_command(
         assert await daemon.wait() == 1
         event = await daemon.event("start refused")
         assert "delayer db upgrade" in event["reason"]
+        assert event["next_step"] == "run `delayer db upgrade`"
+        assert "consuming interrupted" not in [each["event"] for each in daemon.events]
         assert not daemon.stray_lines
         assert_no_secret(daemon)
+
+
+async def test_a_store_that_a_newer_delayer_upgraded_is_left_alone(
+    place: Place, postgres: Postgres, schema: str
+) -> None:
+    postgres.execute("UPDATE delayer_schema_version SET version_num = '9999'", database=schema)
+    async with DaemonProcess(place.environ("store", postgres.url(schema))) as daemon:
+        assert await daemon.wait() == 1
+        event = await daemon.event("start refused")
+        assert "a newer delayer" in event["reason"]
+        assert event["next_step"] == "use that version of delayer, or a newer one"
+
+
+async def test_a_store_that_refuses_the_role_says_what_to_do(place: Place, postgres: Postgres, schema: str) -> None:
+    url = postgres.url(schema).replace("postgres@", "nobody@")
+    async with DaemonProcess(place.environ("store", url)) as daemon:
+        event = await daemon.event("store unreachable")
+        assert "nobody" in event["reason"]
+        assert event["next_step"].startswith("check user and password in store.url")
+        assert await daemon.stop() == 0
 
 
 @pytest.mark.parametrize("mode", ["store", "native"])

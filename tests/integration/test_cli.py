@@ -15,13 +15,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aio_pika
+import asyncpg
 import pytest
 import structlog
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from click.testing import CliRunner, Result
 
 from delayer.cli import cli
-from tests.rig.servers import RabbitMQ
+from tests.rig.servers import Postgres, RabbitMQ
 
 Run = Callable[..., Result]
 LEVELS = 28
@@ -197,11 +198,8 @@ async def test_check_finds_one_thing_after_another(delayer: Run, vhost: str) -> 
         return {row["what"]: row["advice"] for row in answer["checks"] if row["result"] == "off"}
 
     found = off(1)
-    assert found.keys() == {"topology", "destination", "schema"}
-    assert "topology apply" in found["topology"]
+    assert found.keys() == {"destination", "schema"}
     assert "db upgrade" in found["schema"]
-    delayer("topology", "apply")
-    assert off(1).keys() == {"destination", "schema"}
     delayer("db", "upgrade")
     assert off(1).keys() == {"destination"}
     async with channel_to(vhost) as channel:
@@ -210,6 +208,87 @@ async def test_check_finds_one_thing_after_another(delayer: Run, vhost: str) -> 
     table = delayer("check")
     assert "off" not in table.stdout.split()
     assert "schema" in table.stdout
+
+
+async def test_what_the_daemon_declares_by_itself_is_a_note(delayer: Run, vhost: str) -> None:
+    """`delayer --config new.toml check && systemctl reload delayer` has to pass for what a reload brings along."""
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    delayer("db", "upgrade")
+    delayer("topology", "apply")
+    routes = '[{"from": "delayer.in", "to": "delayer.out"}, {"from": "mail.in", "to": "delayer.out"}]'
+    for more in ({"DELAYER_MODE": "native"}, {"DELAYER_ROUTE": routes}):
+        answer = json.loads(delayer("check", "--json", **more).stdout)
+        (row,) = [row for row in answer["checks"] if row["what"] == "topology" and "missing" in row["found"]]
+        assert (row["result"], "the daemon declares it" in row["advice"]) == ("note", True)
+        delayer("topology", "verify", expect=1, **more)
+
+
+async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database: str) -> None:
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+        delayer("--mode", "native", "topology", "apply")
+        delayer("db", "upgrade")
+        assert "set aside" not in delayer("check").stdout
+        for queue, count in (("delays.refused", 2), ("delayer.delay-strays", 1)):
+            for _ in range(count):
+                await channel.default_exchange.publish(aio_pika.Message(b""), queue)
+    connection = await asyncpg.connect(database)
+    await connection.execute("INSERT INTO lane (number, epoch, owner) VALUES (1, 1, 'somebody')")
+    await connection.execute("INSERT INTO counter VALUES (1, 'parked', 3), (1, 'held', 3)")
+    await connection.close()
+    answer = json.loads(delayer("check", "--json").stdout)
+    aside = {row["found"]: (row["result"], row["advice"]) for row in answer["checks"] if row["what"] == "set aside"}
+    assert aside.keys() == {'2 in "delays.refused"', '1 in "delayer.delay-strays"', "3 held in the store"}
+    assert all(result == "note" and advice for result, advice in aside.values())
+
+
+def test_a_newer_schema_is_left_alone_and_every_verb_says_so(delayer: Run, postgres: Postgres, database: str) -> None:
+    delayer("db", "upgrade")
+    delayer("topology", "apply")
+    name = urlsplit(database).path[1:]
+    postgres.execute("UPDATE delayer_schema_version SET version_num = '9999'", database=name)
+    newer = "use that version of delayer, or a newer one"
+    for verb in (("db", "upgrade"), ("db", "current"), ("status",), ("check",), ("check", "--json")):
+        told = delayer(*verb, expect=1)
+        shown = f"{told.stdout} {told.stderr}"
+        assert newer in shown, verb
+        assert "db upgrade" not in shown, verb
+    status = json.loads(delayer("status", "--json", expect=1).stdout)
+    assert (status["store"]["upgrade_pending"], status["store"]["advice"]) == (False, newer)
+    current = json.loads(delayer("db", "current", "--json", expect=1).stdout)
+    assert (current["found"], current["current"], current["advice"]) == ("9999", False, newer)
+
+
+def test_each_refusal_of_the_store_has_its_own_advice(delayer: Run, postgres: Postgres, database: str) -> None:
+    """What Postgres says to a new user, once each: who are you, not there, not yours."""
+    delayer("topology", "apply")
+    postgres.execute("DROP ROLE IF EXISTS poor")
+    postgres.execute("CREATE ROLE poor LOGIN")
+    poor = database.replace("postgres@", "poor@")
+    for url, verbs, advice in (
+        (database.replace("postgres@", "nobody@"), ("upgrade", "current"), "check user and password in store.url"),
+        (f"{database}x", ("upgrade", "current"), "createdb -O"),
+        (poor, ("upgrade",), "ALTER DATABASE … OWNER TO"),
+    ):
+        for verb in verbs:
+            refused = delayer("db", verb, expect=3, DELAYER_STORE__URL=url)
+            assert refused.stderr.startswith("delayer: the store refused: "), refused.stderr
+            assert advice in refused.stderr
+        if url != poor:
+            assert (
+                advice
+                in json.loads(delayer("check", "--json", expect=3, DELAYER_STORE__URL=url).stdout)["checks"][-1][
+                    "advice"
+                ]
+            )
+            assert advice in delayer("status", expect=3, DELAYER_STORE__URL=url).stderr
+    name = urlsplit(database).path[1:]
+    postgres.execute(f'ALTER DATABASE "{name}" OWNER TO poor')
+    delayer("db", "upgrade", DELAYER_STORE__URL=poor)
+    postgres.execute("DROP OWNED BY poor", database=name)
+    postgres.execute(f'ALTER DATABASE "{name}" OWNER TO postgres')
+    postgres.execute("DROP ROLE poor")
 
 
 def test_check_through_the_management_api(delayer: Run, rabbitmq: RabbitMQ) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import asyncpg
 import pytest
 import structlog
 from click.testing import CliRunner, Result
@@ -23,7 +24,7 @@ from delayer.commands.send import ask, prepared
 from delayer.commands.status import when
 from delayer.core.errors import StoreLost
 from delayer.settings import ConfigError, Problem, Route, Settings, loading
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
 VERBS = ["run", "check", "topology", "db", "send", "status"]
@@ -193,7 +194,16 @@ def test_run_hands_the_loader_to_the_app(tmp_path: Path, monkeypatch: pytest.Mon
         (BrokerRefused("h:1: login"), OUT_OF_REACH, "permissions"),
         (TopologyMismatch([Mismatch("queue", "q", "x", "y")]), FOUND, "delayer topology apply"),
         (StoreLost("connect: refused"), OUT_OF_REACH, "check store.url"),
+        (lost("connect", asyncpg.InvalidPasswordError("no")), OUT_OF_REACH, "check user and password"),
+        (
+            lost("connect", asyncpg.InvalidAuthorizationSpecificationError("no")),
+            OUT_OF_REACH,
+            "check user and password",
+        ),
+        (lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), OUT_OF_REACH, "ALTER DATABASE … OWNER TO"),
+        (lost("connect", asyncpg.InvalidCatalogNameError("no")), OUT_OF_REACH, "createdb -O"),
         (SchemaOutdated(None, "0001"), FOUND, "delayer db upgrade"),
+        (SchemaOutdated("0002", "0001", newer=True), FOUND, "use that version of delayer, or a newer one"),
         (BadStoreUrl("store.url cannot be read"), USAGE, "store.url"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
@@ -202,6 +212,43 @@ def test_every_expected_error_has_a_code_and_a_next_step(error: Exception, code:
     made = failure(error)
     assert made.exit_code == code
     assert next_step in made.message
+
+
+def test_a_refusal_of_the_store_is_not_told_as_a_server_that_does_not_run() -> None:
+    assert "out of reach" in failure(lost("connect", ConnectionRefusedError("no"))).message
+    made = failure(lost("connect", asyncpg.InvalidPasswordError("password authentication failed")))
+    assert made.message.startswith("the store refused: connect: InvalidPasswordError: password authentication failed.")
+
+
+def test_a_newer_schema_is_not_to_be_upgraded() -> None:
+    assert "db upgrade" not in failure(SchemaOutdated("0002", "0001", newer=True)).message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["check", "--config", "x"], "--config stands before the verb: delayer --config … check"),
+        (["topology", "apply", "--mode", "x"], "--mode stands before the verb: delayer --mode … topology apply"),
+    ],
+    ids=" ".join,
+)
+def test_an_option_behind_its_verb_is_told_where_it_stands(arguments: list[str], told: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == USAGE
+    assert f"Error: {told}\n" in result.stderr
+
+
+def test_a_configuration_file_that_cannot_be_read_is_a_mistake_like_others(tmp_path: Path) -> None:
+    result = call("--config", str(tmp_path), "check")
+    assert result.exit_code == USAGE
+    assert result.stderr.startswith("delayer: the configuration has 1 mistake:\n")
+    assert f"  {tmp_path}: expected a readable configuration file, found Is a directory\n" in result.stderr
+
+
+def test_a_credential_outside_of_the_service_comes_with_the_command_line_that_works() -> None:
+    result = call("--set", "broker.url_file=${CREDENTIALS_DIRECTORY}/broker-url", "check")
+    assert result.exit_code == USAGE
+    assert "in a shell: sudo CREDENTIALS_DIRECTORY=/etc/delayer delayer check)" in result.stderr
 
 
 def test_an_error_cannot_write_to_the_terminal_what_it_likes() -> None:

@@ -86,7 +86,8 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
                 "broker.url_file",
                 "CREDENTIALS_DIRECTORY to be set",
                 '"${CREDENTIALS_DIRECTORY}/x"',
-                "by LoadCredential= in the unit",
+                "LoadCredential= in the unit sets it for the daemon; in a shell: sudo "
+                "CREDENTIALS_DIRECTORY=/etc/delayer delayer check",
             )
         ],
     ),
