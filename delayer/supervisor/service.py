@@ -24,7 +24,7 @@ from delayer.supervisor.state import Reading, State, summary
 
 log = structlog.get_logger(__name__)
 
-GRACE: Final = 9.3
+GRACE: Final = 9.0
 """Seconds that the workers have to stop, once told; whoever is left is killed then. Ten are promised."""
 LIMIT: Final = 30.0
 """Seconds within which a worker has to say that it moves, where systemd sets no other limit."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.rig.servers import Postgres
 
 STOP_SECONDS = 10.0
 ADOPTION_SECONDS = 5.0
-WATCHDOG_SECONDS = 6.0
+WATCHDOG_SECONDS = 10.0
 LONG = 60.0
 """Seconds for what takes two interpreters on a busy machine a few."""
 
@@ -30,6 +31,14 @@ pytestmark = pytest.mark.deadline(150)
 
 class Service(DaemonProcess):
     """``delayer run`` with two workers."""
+
+    async def __aexit__(self, *error: object) -> None:
+        """A worker that a failed test left standing still could not see that its supervisor is gone."""
+        for one in self.events:
+            if one["event"] == "worker started":
+                with suppress(ProcessLookupError):
+                    os.kill(one["pid"], signal.SIGCONT)
+        await super().__aexit__(*error)
 
     async def ready(self) -> Service:
         await self.event("workers ready", timeout=LONG)
