@@ -32,12 +32,15 @@ class DaemonProcess:
         self._environ = ours | {"DELAYER_LOG__FORMAT": "json"} | {f"DELAYER_{k}": v for k, v in environ.items()}
         self.events: list[dict[str, Any]] = []
         self.stray_lines: list[str] = []
+        self.told: Callable[[dict[str, Any] | str], object] = lambda _: (
+            None
+        )  # whoever wants to hear each line as it comes
         self._news = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
-        """Start the process; does not wait for anything."""
+        """Start the process, or another one after it has ended; does not wait for anything."""
         self._process = await asyncio.create_subprocess_exec(
             str(EXECUTABLE),
             *self._arguments,
@@ -130,9 +133,11 @@ class DaemonProcess:
             try:
                 event = json.loads(line)
             except ValueError:
-                self.stray_lines.append(line.decode("utf-8", "replace").rstrip())
+                event = line.decode("utf-8", "replace").rstrip()
+                self.stray_lines.append(event)
             else:
                 self.events.append(event)
+            self.told(event)
             async with self._news:
                 self._news.notify_all()
         await process.wait()

@@ -29,10 +29,12 @@ class Stack:
     store_url: str
     config: Path
     routes: Sequence[dict[str, object]] = ROUTES
+    management_url: str = ""
     daemon: DaemonProcess = field(init=False)
 
     def configure(self, mode: str) -> None:
         lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(self.broker_url)}"]
+        lines += [f"management_url = {json.dumps(self.management_url)}"]
         lines += ["[store]", f"url = {json.dumps(self.store_url)}", "[log]", 'level = "info"']
         for route in self.routes:
             lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
@@ -60,7 +62,7 @@ async def running_stack(mode: str, routes: Sequence[dict[str, object]] = ROUTES)
         undo.callback(broker.close)
         undo.callback(postgres.close)
         await asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))
-        stack = Stack(broker.url(), postgres.url(), directory / "delayer.toml", routes)
+        stack = Stack(broker.url(), postgres.url(), directory / "delayer.toml", routes, broker.management_url)
         stack.configure(mode)
         await stack.delayer("db", "upgrade")
         async with DaemonProcess({}, config=stack.config) as stack.daemon:
