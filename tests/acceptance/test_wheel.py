@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,25 @@ def test_the_installed_command_upgrades_checks_and_runs(
                 daemon.send_signal(signal.SIGTERM)
         assert daemon.wait(timeout=30) == 0, "".join(events)
     assert any('"event": "consuming"' in line for line in events), "".join(events)
+
+
+def test_what_a_service_needs_comes_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """The README copies these from share/, and the unit names its documentation there."""
+    share = installed.parent.parent / "share"
+    for ours, theirs in (
+        ("systemd/delayer.service", "delayer/delayer.service"),
+        ("README.md", "doc/delayer/README.md"),
+    ):
+        assert (share / theirs).read_bytes() == (ROOT / ours).read_bytes()
+    unit = (share / "delayer" / "delayer.service").read_text()
+    (documentation,) = re.findall("Documentation=file://(.*)", unit)
+    (program,) = re.findall("ExecStart=([^ ]*)", unit)
+    root = Path(program).parent.parent
+    assert (share.parent / Path(documentation).relative_to(root)).is_file()
+    # The configuration works as it stands: everything that is not commented out is the default.
+    nowhere = {"DELAYER_BROKER__URL": "amqp://127.0.0.1:1", "DELAYER_STORE__URL": "postgresql://127.0.0.1:1/d"}
+    done = run(installed, "--config", str(share / "delayer" / "delayer.toml"), "check", cwd=tmp_path, **nowhere)
+    assert done.returncode == 3, done.stderr
 
 
 def test_the_wheel_holds_the_schema_and_no_tests(installed: Path) -> None:

@@ -32,9 +32,8 @@ class DaemonProcess:
         self._environ = ours | {"DELAYER_LOG__FORMAT": "json"} | {f"DELAYER_{k}": v for k, v in environ.items()}
         self.events: list[dict[str, Any]] = []
         self.stray_lines: list[str] = []
-        self.told: Callable[[dict[str, Any] | str], object] = lambda _: (
-            None
-        )  # whoever wants to hear each line as it comes
+        # Whoever wants to hear each line as it comes.
+        self.told: Callable[[dict[str, Any] | str], object] = lambda _: None
         self._news = asyncio.Condition()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
