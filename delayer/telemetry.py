@@ -47,7 +47,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "supervisor gone": "the supervisor is not there any more: this worker stops in order",
     # the broker
     "broker connected": "a connection of the hot path stands",
-    "broker unreachable": "an attempt to connect failed; the next one follows by itself",
+    "broker unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
     "broker connection lost": "a connection broke; it is opened again by itself",
     "publish channel closed": "the broker closed a publishing channel; in_doubt publishes are repeated",
     "consumer cancelled by the broker": "the queue went away or moved; consuming begins again",
@@ -56,7 +56,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
     # the store
     "store connected": "connected, and the schema is the right one",
-    "store unreachable": "an attempt to connect failed; the next one follows by itself",
+    "store unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
     "lane owned": "this process parks into this lane and releases from it",
     "lane adopted": "a lane with rows and without a living owner is ours now",
     "lane lost": "the lane's lock is gone: releasing from it stopped at once",

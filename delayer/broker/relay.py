@@ -9,7 +9,7 @@ from typing import Final
 
 import structlog
 
-from delayer.core.backoff import pause
+from delayer.core.backoff import Sparing, pause
 from delayer.core.errors import BrokerLost
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
@@ -70,6 +70,7 @@ class Relay:
 
     async def _keep(self) -> None:
         failures = 0
+        sparing = Sparing()
         while True:
             try:
                 connection = await Connection.open(
@@ -77,11 +78,15 @@ class Relay:
                 )
             except BrokerLost as lost:
                 # Also for a refused password or a missing vhost: operators repair those while we wait.
-                log.warning("broker unreachable", connection=self._name, broker=str(self._address), reason=str(lost))
+                if sparing.worth(str(lost), time.monotonic()):
+                    log.warning(
+                        "broker unreachable", connection=self._name, broker=str(self._address), reason=str(lost)
+                    )
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
                 continue
             log.info("broker connected", connection=self._name, broker=str(self._address))
+            sparing.over()
             began = time.monotonic()
             self._connection = connection
             self._connected.set()

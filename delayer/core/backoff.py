@@ -1,4 +1,4 @@
-"""How long to wait before trying again. Pure; the caller passes the random number."""
+"""How long to wait before trying again, and how often to speak of it. Pure; the caller passes time and chance."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Final
 
 FIRST: Final = 0.2
 LONGEST: Final = 15.0
+
+SPOKEN_FIRST: Final = 10.0
+SPOKEN_LONGEST: Final = 300.0
 
 
 def pause(attempt: int, random: float) -> float:
@@ -15,3 +18,28 @@ def pause(attempt: int, random: float) -> float:
     """
     ceiling = min(LONGEST, FIRST * 2.0 ** min(attempt, 16))
     return ceiling * (0.5 + 0.5 * random)
+
+
+class Sparing:
+    """Which of many failures in a row are worth a line: the first, whatever differs from the one before, and then one
+    after 10 s, 20 s, and so on up to 5 minutes. A server that is down for a night fills no log."""
+
+    def __init__(self) -> None:
+        self._said: str | None = None
+        self._interval = SPOKEN_FIRST
+        self._next = 0.0
+
+    def worth(self, reason: str, now: float) -> bool:
+        """``now``: monotonic seconds."""
+        if reason != self._said:
+            self._said, self._interval = reason, SPOKEN_FIRST
+        elif now >= self._next:
+            self._interval = min(SPOKEN_LONGEST, 2 * self._interval)
+        else:
+            return False
+        self._next = now + self._interval
+        return True
+
+    def over(self) -> None:
+        """It went well: the next failure is a first one."""
+        self._said = None

@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.services.counting import Counters
@@ -105,7 +106,7 @@ class Lanes:
 
     async def _tend(self, stopping: asyncio.Event) -> None:
         beat = partial(self._pulse.beat, "lanes")
-        retry = Retry(stopping, beat)
+        retry, sparing = Retry(stopping, beat), Sparing()
         looks = count()
         try:
             while not stopping.is_set():
@@ -113,9 +114,11 @@ class Lanes:
                 try:
                     await self._look_around(next(looks), stopping)
                     retry.succeeded()
+                    sparing.over()
                 except StoreLost as lost:
                     advice = {"next_step": lost.advice} if lost.advice else {}
-                    log.warning("store unreachable", reason=str(lost), **advice)
+                    if sparing.worth(str(lost), asyncio.get_running_loop().time()):
+                        log.warning("store unreachable", reason=str(lost), **advice)
                     await retry.pause()
                 await self._until_next_look(stopping)
             await self._all_let_go()

@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from delayer.core.backoff import Sparing
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
 from delayer.faultpoint import reach
@@ -60,7 +61,7 @@ class Session:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
-        retry = Retry(stopping, self._beat)
+        retry, sparing = Retry(stopping, self._beat), Sparing()
         while not stopping.is_set():
             try:
                 await self._prepare()
@@ -71,9 +72,12 @@ class Session:
             except (BrokerLost, StoreLost) as lost:
                 if stopping.is_set() and not self.consuming.is_set():
                     break  # told to stop while something was still missing: that is no news, and perhaps not true
-                log.warning(
-                    "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
-                )
+                if self.consuming.is_set():
+                    sparing.over()
+                if sparing.worth(str(lost), asyncio.get_running_loop().time()):
+                    log.warning(
+                        "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
+                    )
                 await retry.pause()
             finally:
                 self.consuming.clear()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.core.backoff import LONGEST, pause
+from delayer.core.backoff import LONGEST, SPOKEN_LONGEST, Sparing, pause
 from delayer.services.lifecycle import Life, Part
 from delayer.services.retry import Retry
 
@@ -212,3 +213,19 @@ async def test_a_pause_ends_when_told_to_stop(before: bool) -> None:
     stopping.set()
     await waiting
     assert len(beats) == (0 if before else 1)
+
+
+def test_a_long_outage_is_spoken_of_ever_more_rarely() -> None:
+    sparing = Sparing()
+    said = [second for second in range(7200) if sparing.worth("refused", second)]
+    assert said[:5] == [0, 10, 30, 70, 150]
+    assert {later - sooner for sooner, later in pairwise(said[6:])} == {SPOKEN_LONGEST}
+
+
+def test_news_is_always_spoken_of() -> None:
+    sparing = Sparing()
+    assert sparing.worth("refused", 0)
+    assert sparing.worth("no such vhost", 1)
+    assert not sparing.worth("no such vhost", 2)
+    sparing.over()
+    assert sparing.worth("no such vhost", 3)
