@@ -2,6 +2,7 @@
 
 PYTHON_OF_VENV := .venv/bin/python
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Most tests wait for a due time or a server: three workers on two cores take half the time, each with servers of its own.
 PYTEST_SPREAD ?= -n 3 --dist loadfile
 
@@ -9,7 +10,7 @@ PYTEST_SPREAD ?= -n 3 --dist loadfile
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: ## .venv with the delayer command in it, and nothing else
@@ -32,8 +33,12 @@ check: dev lint ## style, types and import rules; no server
 	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
 
 .PHONY: bench
-bench: ready ## park and release rates, and the broker's own ceiling beside them
-	@$(PYTHON_OF_VENV) -m bench
+bench: ready-bench ## rates, lateness and CPU beside the ceilings of broker and database; an hour (BENCH_ARGS=…)
+	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
+
+.PHONY: bench-quick
+bench-quick: ready-bench ## the same in small, in less than two minutes
+	@$(PYTHON_OF_VENV) -m bench --quick $(BENCH_ARGS)
 
 .PHONY: clean
 clean: ## delete .venv and whatever was made here
@@ -42,11 +47,13 @@ clean: ## delete .venv and whatever was made here
 
 # ---- steps of the above
 
-.PHONY: dev ready lint
+.PHONY: dev ready ready-bench lint
 dev:
 	@.ci/setup dev
 ready:
 	@.ci/setup dev servers
+ready-bench:
+	@.ci/setup bench servers
 lint: dev
 	@$(PYTHON_OF_VENV) -m ruff check --quiet .
 	@$(PYTHON_OF_VENV) -m ruff format --check --quiet .

@@ -1,168 +1,197 @@
-"""`make bench`: how fast messages are parked and released, beside what broker and database can do by themselves.
+"""`make bench`: what the daemon does on this machine, beside what broker and database can do by themselves.
 
-Every figure of a run comes from the same servers on the same machine within a minute; the ratios are what to keep.
+Starts servers of its own and measures section by section; writes bench/results/latest.json (a quick run: quick.json),
+charts beside it, and prints a table. The targets are those of the project; a figure that misses one is told, and fails
+nothing. Every figure of a run comes from the same servers on the same machine: the ratios are what to keep.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
+import subprocess
+import sys
 import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import aio_pika
-import asyncpg
+import psutil
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench.plain import Plain, publish_frames
-from tests.rig.daemon import DaemonProcess
-from tests.rig.stack import Stack, running_stack
+from bench import (
+    bodies,
+    burst,
+    ceilings,
+    churn,
+    native,
+    park,
+    peers,
+    processes,
+    release,
+    report,
+    start,
+    steady,
+    targets,
+)
+from bench.figures import Result
+from bench.run import Bench, Options, quick
+from bench.servers import running_servers
+from delayer import telemetry
 
-RESULTS = Path(__file__).parent / "results" / "latest.json"
-COPY_BATCH = 2000
-HEADROOM = 6.0
-"""Seconds between the end of the filling and the instant at which everything is due: parking must be over by then."""
-SLOWEST_PARK = 8000
-"""Messages a second that parking is trusted to reach when that instant is chosen."""
-QUEUE = {"x-queue-type": "quorum"}
-
-
-async def declare(broker_url: str) -> None:
-    connection = await aio_pika.connect(broker_url)
-    async with connection:
-        channel = await connection.channel()
-        await channel.declare_queue("bench.ceiling", durable=True, arguments=QUEUE)
-        inbox = await channel.declare_queue("bench.inbox", durable=True, arguments=QUEUE)
-        out = await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
-        await inbox.bind(out, "#")
-
-
-def ceilings(broker_url: str, count: int, size: int) -> dict[str, float]:
-    """The broker's confirmed publish and consume rates, on a quorum queue."""
-    plain = Plain(broker_url)
-    published = plain.publish(publish_frames("", "bench.ceiling", b"", b"x" * size), count)
-    consumed = plain.consume("bench.ceiling", count)
-    plain.close()
-    return {"broker publish, confirmed": published, "broker consume": consumed}
-
-
-async def copy_ceiling(store_url: str, count: int, size: int) -> float:
-    """Rows a second of COPY into a table shaped like the store's, in batches, each its own transaction."""
-    connection = await asyncpg.connect(store_url)
-    try:
-        await connection.execute("CREATE TABLE bench_copy (LIKE message INCLUDING ALL)")
-        due = datetime.now(UTC)
-        body, name, properties = b"x" * size, b"delayer.in", b"\x30\x00" + b"p" * 30
-        columns = ["id", "lane", "due_at", "format", "route", "exchange", "routing_key", "to_exchange", "to_key"]
-        columns += ["properties", "body", "checksum"]
-        started = time.perf_counter()
-        for first in range(0, count, COPY_BATCH):
-            rows = [
-                (first + n, 1, due, 1, name, name, b"key", b"delayer.out", b"key", properties, body, 0)
-                for n in range(COPY_BATCH)
-            ]
-            await connection.copy_records_to_table("bench_copy", records=rows, columns=columns)
-        rate = count / (time.perf_counter() - started)
-        await connection.execute("DROP TABLE bench_copy")
-        return rate
-    finally:
-        await connection.close()
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PARTIAL = RESULTS / "partial.json"
+"""What there is so far, should the machine go down in the last section."""
+SECTIONS = {
+    "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
+    "peers": peers, "processes": processes, "bodies": bodies, "start": start, "churn": churn,
+}  # fmt: skip
+NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
+"""Sections that say little without another one of the same run."""
 
 
-async def counter(connection: asyncpg.Connection, kind: str) -> int:
-    return int(await connection.fetchval("SELECT coalesce(sum(n), 0) FROM counter WHERE kind = $1", kind))
+def chosen(only: str) -> list[str]:
+    """The names of the sections to run, in their order, with those that they need. Raises ValueError."""
+    wanted = {name.strip() for name in only.split(",") if name.strip()} or set(SECTIONS)
+    if unknown := wanted - set(SECTIONS):
+        raise ValueError(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    wanted |= {NEEDS[name] for name in wanted if name in NEEDS}
+    return [name for name in SECTIONS if name in wanted]
 
 
-async def rate_of(connection: asyncpg.Connection, kind: str, wanted: int) -> float:
-    """Messages a second, from the first look that saw the counter move to the one that saw ``wanted``."""
-    while (seen := await counter(connection, kind)) == 0:
-        await asyncio.sleep(0.005)
-    started = time.perf_counter()
-    while await counter(connection, kind) < wanted:
-        await asyncio.sleep(0.005)
-    return (wanted - seen) / (time.perf_counter() - started)
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="everything in small, in less than two minutes")
+    parser.add_argument("--only", default="", metavar="NAMES", help=f"some of: {', '.join(SECTIONS)}")
+    parser.add_argument("--skip", default="", metavar="NAMES", help="all but these, e.g. churn")
+    parser.add_argument("--count", type=int, help="messages of each park and release (default 200,000)")
+    parser.add_argument("--sizes", type=_numbers, help="bytes of body (default 512,4096)")
+    parser.add_argument("--backlog", type=int, help="rows waiting beside it (default 10,000,000; 0: none)")
+    parser.add_argument("--repeats", type=int, help="turns of ceilings, park and release (default 3)")
+    parser.add_argument("--rates", type=_numbers, help="steady messages a second (default 2000,5000,10000)")
+    parser.add_argument("--steady-seconds", type=int, help="how long each rate is measured (default 60)")
+    parser.add_argument("--churn-seconds", type=int, help="default 600")
+    parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
+    parser.add_argument("--no-charts", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="draw a stored result; measure nothing")
+    return parser.parse_args()
 
 
-async def park_and_release(stack: Stack, count: int, size: int) -> dict[str, float]:
-    """Fill ``delays`` while no daemon runs, then let one park everything, and release it when it is all due at once."""
-    await stack.daemon.stop()
-    filling = count / 20_000
-    due_ms = round((time.time() + filling + count / SLOWEST_PARK + HEADROOM) * 1000)
-    headers = b"\x0cx-deliver-atl" + due_ms.to_bytes(8, "big")
-    plain = Plain(stack.broker_url)
-    await asyncio.to_thread(plain.publish, publish_frames("delayer.in", "key", headers, b"x" * size), count)
-    plain.close()
-    watcher = await asyncpg.connect(stack.store_url)
-    try:
-        async with DaemonProcess({}, config=stack.config) as daemon:
-            parked = await rate_of(watcher, "parked", count)
-            if time.time() * 1000 >= due_ms:
-                raise RuntimeError(
-                    "parking took until the messages were due: nothing to measure, use a smaller --count"
-                )
-            released = await rate_of(watcher, "released", count)
-            await daemon.stop()
-    finally:
-        await watcher.close()
-    return {"park": parked, "release": released}
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
 
 
-async def measure(count: int, size: int) -> dict[str, float]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
-        step = progress.add_task("starting servers")
-        async with running_stack("store", ({"from": "delayer.in", "to": "delayer.out"},)) as stack:
-            await declare(stack.broker_url)
-            progress.update(step, description="ceilings: the broker by itself")
-            figures = await asyncio.to_thread(ceilings, stack.broker_url, count, size)
-            progress.update(step, description="ceiling: COPY")
-            figures["store copy"] = await copy_ceiling(stack.store_url, count, size)
-            progress.update(step, description=f"park and release {count:,} messages")
-            return figures | await park_and_release(stack, count, size)
+def options_of(given: argparse.Namespace) -> Options:
+    options = quick() if given.quick else Options()
+    names = ("count", "sizes", "backlog", "repeats", "rates", "steady_seconds", "churn_seconds")
+    return replace(options, **{name: getattr(given, name) for name in names if getattr(given, name) is not None})
 
 
-def show(figures: dict[str, float], count: int, size: int) -> None:
-    park_limit = min(figures["broker consume"], figures["store copy"])
-    beside = {
-        "park": (figures["park"] / park_limit, "the slower of consume and copy"),
-        "release": (figures["release"] / figures["broker publish, confirmed"], "broker publish, confirmed"),
-    }
-    table = Table(title=f"{count:,} messages of {size} bytes, quorum queues", title_justify="left")
-    for heading in ("what", "messages/s", "ratio", "of"):
-        table.add_column(heading, justify="right" if heading in ("messages/s", "ratio") else "left")
-    for name, rate in figures.items():
-        ratio, of = beside.get(name, (None, ""))
-        table.add_row(name, f"{rate:,.0f}", f"{ratio:.2f}" if ratio is not None else "", of)
-    Console().print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--count", type=int, default=60_000, help="messages (default 60,000)")
-    parser.add_argument("--size", type=int, default=512, help="bytes of body (default 512)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
-    options = parser.parse_args()
-    count = -(-options.count // COPY_BATCH) * COPY_BATCH
-    figures = asyncio.run(measure(count, options.size))
-    result = {
+def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
+    """Where and of what the figures are."""
+    git = ["git", "-C", str(HERE)]
+    revision = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    memory = psutil.virtual_memory().total / 2**30
+    return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "count": count,
-        "size": options.size,
-        "messages_per_second": {name: round(rate) for name, rate in figures.items()},
+        "kind": "quick" if options.quick else "full",
+        "revision": revision.stdout.strip(),
+        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}",
+        "versions": {"Python": platform.python_version(), **versions},
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "options": asdict(options),
+        "rates_between": "10 % and 90 % of the count",
     }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
-    if options.json:
-        print(json.dumps(result, indent=2))
+
+
+@contextmanager
+def progress_of(sections: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """Two functions: what is being done, and that a section is done. Plain lines where nobody watches a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        began = time.monotonic()
+
+        def line(text: str) -> None:
+            print(f"{time.monotonic() - began:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+        yield line, lambda: None
+        return
+    bar = (SpinnerColumn(), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*bar, console=console, transient=True) as progress:
+        task = progress.add_task("starting servers", total=sections)
+        yield lambda text: progress.update(task, description=text), lambda: progress.advance(task)
+
+
+async def attempt(bench: Bench, name: str) -> None:
+    """Run a section. One that breaks ends the run in failure, but not before the others had their turn."""
+    try:
+        await SECTIONS[name].run(bench)
+    except Exception as error:  # noqa: BLE001 - whatever it was, an hour of other figures is worth more
+        traceback.print_exc()
+        bench.note(f"BROKEN: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        bench.result.about.setdefault("broken", []).append(name)
+
+
+async def measure(options: Options, names: list[str]) -> Result:
+    with progress_of(len(names)) as (say, done):
+        say("starting RabbitMQ and Postgres")
+        async with running_servers() as servers:
+            bench = Bench(options, servers, progress=say)
+            bench.result.about = about(options, await servers.versions())
+            seconds = bench.result.about["seconds"] = {}
+            for name in names:
+                began = time.monotonic()
+                bench.section = name
+                await attempt(bench, name)
+                seconds[name] = round(time.monotonic() - began, 1)
+                bench.result.save(PARTIAL)
+                done()
+    PARTIAL.unlink(missing_ok=True)
+    targets.compare(bench.result)
+    return bench.result
+
+
+def main() -> int:
+    given = arguments()
+    telemetry.configure("console", "error")
+    if given.show:
+        result, path = Result.load(given.show), given.show
+        targets.compare(result)
     else:
-        show(figures, count, options.size)
+        skipped = {name.strip() for name in given.skip.split(",")}
+        try:
+            names = [name for name in chosen(given.only) if name not in skipped]
+        except ValueError as mistake:
+            print(mistake, file=sys.stderr)
+            return 2
+        options = options_of(given)
+        result = asyncio.run(measure(options, names))
+        path = given.output or RESULTS / ("quick.json" if options.quick else "latest.json")
+        result.save(path)
+    drawn = []
+    if not given.no_charts:
+        from bench import charts  # noqa: PLC0415 - matplotlib takes a second, and a table needs none of it
+
+        drawn = charts.draw(result, path.parent, path.stem)
+    if given.json:
+        print(result.as_json())
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        report.show(result, console)
+        console.print(f"{path}, {len(drawn)} charts {path.stem}-*.png beside it", style="dim", highlight=False)
+    return 1 if result.about.get("broken") else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

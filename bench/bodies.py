@@ -1,0 +1,37 @@
+"""Large bodies: memory is bounded by bytes and not only by count."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from bench.meter import peak_mb
+from bench.rows import KEY
+from bench.run import Bench
+from bench.servers import IN, INBOX
+from bench.traffic import Helper
+
+SIZE = 1_000_000
+DELAY_SECONDS = 2.0
+"""After the start of the publishing: parking and releasing go on side by side, which takes the most memory."""
+IN_FLIGHT = 16
+
+
+async def run(bench: Bench) -> None:
+    count = bench.options.large
+    place = await bench.place()
+    bench.say(f"{count:,} bodies of 1 MB")
+    async with place.daemon() as daemon:
+        await daemon.ready()
+        reading = {"url": place.broker_url, "queue": INBOX, "count": count, "patience": 60}
+        plan = {"count": count, "due_ms": round((time.time() + DELAY_SECONDS) * 1000), "spread_ms": 5000}
+        target = {"url": place.broker_url, "exchange": IN, "key": KEY, "size": SIZE, "each": 1, "window": IN_FLIGHT}
+        with Helper("consume", reading) as consumer, Helper("flood", target | plan) as publisher:
+            began = time.time()
+            _, seen = await asyncio.gather(publisher.result(), consumer.result())
+        memory = peak_mb(daemon.pid)
+        await daemon.stop()
+    bench.add("passed within", seen["last_ms"] / 1000 - began, "s", count=count, body=SIZE)
+    bench.add("missing", count - seen["received"], "msg", count=count, body=SIZE)
+    bench.add("early", seen["early"], "msg", count=count, body=SIZE)
+    bench.add("memory of daemon", memory, "MB", count=count, body=SIZE)

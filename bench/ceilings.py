@@ -1,0 +1,78 @@
+"""What broker and database can do by themselves on this machine, now: no daemon could be faster than these.
+
+The best of some tries: whatever else the machine does can only make a ceiling look lower than it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import asyncpg
+
+from bench.figures import rate_between
+from bench.plain import PORTION, Plain, message, number, properties
+from bench.rows import sample_row
+from bench.run import Bench
+from bench.servers import Place
+from delayer.store import envelope
+
+BATCH = 2000
+PUBLISH, CONSUME, COPY = "broker publish, confirmed", "broker consume", "store copy"
+COPY_COLUMNS = (*envelope.COLUMNS, "id")
+
+
+def broker(place: Place, kind: str, count: int, size: int) -> tuple[float, float]:
+    """Confirmed publishes and consumed messages a second, one queue of that kind, one after the other."""
+    queue = f"bench.ceiling.{kind}"
+    plain = Plain(place.broker_url)
+    try:
+        plain.fresh_queue(queue, kind)
+        one = message("", queue, properties(number("x-delay", 3_600_000)), b"x" * size)
+        published = plain.publish([one * PORTION], count)
+    finally:
+        plain.close()
+    reader = Plain(place.broker_url)
+    try:
+        consumed = reader.consume(queue, count)
+        reader.fresh_queue(queue, kind)
+    finally:
+        reader.close()
+    return rate_between(published, count), rate_between(consumed, count)
+
+
+async def copy(url: str, count: int, size: int) -> float:
+    """Rows a second of binary COPY into a table shaped like one partition, every batch a transaction.
+
+    The rows are made beforehand; each batch is due a little later than the last, as delays of one length are.
+    """
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute("CREATE TABLE bench_copy (LIKE message INCLUDING ALL)")
+        due = await connection.fetchval("SELECT now()")
+        _, *rest = sample_row(size)
+        batches = [[(due, *rest, first + n) for n in range(BATCH)] for first in range(0, count, BATCH)]
+        await connection.execute("CHECKPOINT")
+        clock = asyncio.get_running_loop().time
+        samples = [(clock(), 0.0)]
+        for batch in batches:
+            await connection.copy_records_to_table("bench_copy", records=batch, columns=COPY_COLUMNS)
+            samples.append((clock(), samples[-1][1] + len(batch)))
+        await connection.execute("DROP TABLE bench_copy")
+        return rate_between(samples, samples[-1][1])
+    finally:
+        await connection.close()
+
+
+async def run(bench: Bench) -> None:
+    place = await bench.place()
+    for size in bench.options.sizes:
+        count = bench.options.count_of(size)
+        for kind in ("quorum", "classic"):
+            bench.say(f"{count:,} messages of {size:,} bytes through a {kind} queue")
+            tries = [await asyncio.to_thread(broker, place, kind, count, size) for _ in range(bench.options.repeats)]
+            of = "" if kind == "quorum" else ", classic"
+            bench.add(PUBLISH + of, max(published for published, _ in tries), "msg/s", body=size)
+            bench.add(CONSUME + of, max(consumed for _, consumed in tries), "msg/s", body=size)
+        bench.say(f"COPY of {count:,} rows of {size:,} bytes")
+        copies = [await copy(place.store_url, count, size) for _ in range(bench.options.repeats)]
+        bench.add(COPY, max(copies), "rows/s", body=size)

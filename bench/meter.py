@@ -1,0 +1,61 @@
+"""CPU and memory of whole process trees: the daemon with its workers, the broker, the database with its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+Pids = Callable[[], Iterable[int]]
+"""The processes of one tree, as they are now."""
+
+
+def tree(root: int) -> list[int]:
+    """A process and all of its descendants; empty when it is gone."""
+    try:
+        process = psutil.Process(root)
+        return [root, *(child.pid for child in process.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Of living processes and of the descendants that they have buried: a session that ended is not forgotten."""
+    total = 0.0
+    for pid in pids:
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def peak_mb(root: int) -> float:
+    """The highest resident memory of each process of a tree so far, added up, in MB (10^6 bytes)."""
+    return sum(_high_water_kb(pid) for pid in tree(root)) * 1024 / 1e6
+
+
+def _high_water_kb(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+
+
+class Meter:
+    """What each of several trees has used since it was last asked."""
+
+    def __init__(self, trees: Mapping[str, Pids]) -> None:
+        self._trees = trees
+        self._last: dict[str, float] = {}
+        self.read()
+
+    def read(self) -> dict[str, float]:
+        """CPU seconds by name since the last reading."""
+        now = {name: cpu_seconds(pids()) for name, pids in self._trees.items()}
+        used = {name: max(now[name] - self._last.get(name, 0.0), 0.0) for name in now}  # one that ended: 0
+        self._last = now
+        return used

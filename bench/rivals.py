@@ -1,0 +1,141 @@
+"""What people write, or install, to do the same work; each runs as a process of its own:
+
+    python -m bench.rivals relay '{"url": …}'
+
+They answer with a line of JSON, like bench/traffic.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import aio_pika
+import asyncpg
+import uvloop
+
+from bench.figures import Sample, rate_between
+from bench.plain import Plain, message, number, properties
+from bench.rows import KEY
+from bench.servers import OUT
+from delayer.core.cascade import Cascade, routing_key
+
+QUEUE = "bench.peer"
+ADDRESS = "bench.kombu"
+PREFETCH = 2000
+CLAIMED = 1000
+
+
+def answer(samples: list[Sample], count: int) -> dict[str, Any]:
+    return {"rate": rate_between(samples, count), "cpu_seconds": time.process_time()}
+
+
+async def relay(order: dict[str, Any]) -> dict[str, Any]:
+    """A message at a time over aio-pika: read its delay, publish it into our cascade, wait for the confirm, ack."""
+    count, cascade = order["count"], Cascade()
+    samples: list[Sample] = [(time.perf_counter(), 0.0)]
+    finished = asyncio.Event()
+    connection = await aio_pika.connect(order["url"])
+    async with connection:
+        incoming = await connection.channel()
+        await incoming.set_qos(prefetch_count=PREFETCH)
+        outgoing = await connection.channel(publisher_confirms=True)
+        levels = {level.name: await outgoing.get_exchange(level.name, ensure=False) for level in cascade.levels()}
+
+        async def passed_on(one: aio_pika.abc.AbstractIncomingMessage) -> None:
+            headers = dict(one.headers)
+            seconds = int(str(headers.pop("x-delay"))) // 1000
+            copy = aio_pika.Message(
+                one.body, headers=headers, delivery_mode=one.delivery_mode, message_id=one.message_id
+            )
+            await levels[cascade.entry(seconds)].publish(copy, routing_key(seconds, KEY.encode()).decode())
+            await one.ack()
+            samples.append((time.perf_counter(), samples[-1][1] + 1))
+            if len(samples) > count:
+                finished.set()
+
+        queue = await incoming.get_queue(QUEUE)
+        await queue.consume(passed_on)
+        await finished.wait()
+    return answer(samples, count)
+
+
+def kombu(order: dict[str, Any]) -> dict[str, Any]:
+    """Publish with a countdown, as Celery does since 5.5: every publish waits for its confirm.
+
+    ``rate`` is a pace to keep; 0 is as fast as it can.
+    """
+    from kombu import Connection, Exchange, Queue  # noqa: PLC0415 - of the extra "bench"
+    from kombu.transport import native_delayed_delivery as delayed  # noqa: PLC0415
+
+    chance = random.Random(3)
+    few, many = order["seconds"]
+    body = b"x" * order["size"]
+    entry = delayed.level_name(delayed.MAX_LEVEL)
+    options = {"confirm_publish": True}
+    with Connection(order["url"], transport_options=options) as connection:
+        channel = connection.default_channel
+        delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+        exchange = Exchange(ADDRESS, type="topic")
+        queue = Queue(ADDRESS, exchange, routing_key=ADDRESS, queue_arguments={"x-queue-type": "quorum"})
+        queue.bind(channel).declare()
+        delayed.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+        producer = connection.Producer(channel)
+        print("declared", flush=True)
+        start = max(order.get("start", 0), time.time())
+        samples: list[Sample] = [(time.perf_counter(), 0.0)]
+        for n in range(order["count"]):
+            if order["rate"] and (pause := start + n / order["rate"] - time.time()) > 0:
+                time.sleep(pause)
+            seconds = chance.randint(few, many)
+            producer.publish(
+                body,
+                exchange=entry,
+                routing_key=delayed.calculate_routing_key(seconds, ADDRESS),
+                headers={"x-delayer-due": round(time.time() * 1000) + seconds * 1000},
+                content_type="application/octet-stream",
+                content_encoding="binary",
+            )
+            samples.append((time.perf_counter(), float(n + 1)))
+    return answer(samples, order["count"])
+
+
+POLLED = """
+SELECT id, routing_key, body FROM bench_queue WHERE due_at <= now() ORDER BY due_at, id LIMIT $1 FOR UPDATE SKIP LOCKED
+"""
+
+
+async def poller(order: dict[str, Any]) -> dict[str, Any]:
+    """One table, one index, SKIP LOCKED: claim a thousand, publish them as cheaply as can be, delete, commit."""
+    connection = await asyncpg.connect(order["store_url"])
+    plain = Plain(order["url"])
+    props = properties(number("x-delayer-due", 0))
+    samples: list[Sample] = [(time.perf_counter(), 0.0)]
+    while samples[-1][1] < order["count"]:
+        async with connection.transaction():
+            rows = await connection.fetch(POLLED, CLAIMED)
+            if rows:
+                writes = [message(OUT, row["routing_key"], props, row["body"]) for row in rows]
+                plain.publish([b"".join(writes)], len(writes), each=len(writes))
+                await connection.execute("DELETE FROM bench_queue WHERE id = ANY($1)", [row["id"] for row in rows])
+        samples.append((time.perf_counter(), samples[-1][1] + len(rows)))
+        if not rows:
+            await asyncio.sleep(0.01)
+    plain.close()
+    await connection.close()
+    return answer(samples, order["count"])
+
+
+def main() -> None:
+    order = json.loads(sys.argv[2])
+    verbs = {"relay": lambda: uvloop.run(relay(order)), "poller": lambda: uvloop.run(poller(order))}
+    verbs["kombu"] = lambda: kombu(order)
+    print(json.dumps(verbs[sys.argv[1]]()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Rows as the daemon would have parked them, made inside Postgres: a backlog of millions, and rows that are due.
+
+They are put into lanes that nobody owns; the daemon adopts those at its start, as it does after a crash. Counters move
+with them, so that `delayer status` stays right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import asyncpg
+
+from bench.plain import number, properties
+from bench.servers import IN, OUT
+from delayer.core.message import Parcel, Target
+from delayer.store import envelope, partitions, session
+from delayer.store.partitions import DAY_MS
+
+CHUNK = 500_000
+BACKLOG_DAYS = 60
+BACKLOG_FIRST_HOURS = 3
+"""When the first of the backlog is due: after the end of every run."""
+KEY = "orders.reminder"
+
+_LANES = (
+    "INSERT INTO lane (number, epoch, owner) SELECT n, 0, 'bench' FROM generate_series(1, $1::int) AS n"
+    " ON CONFLICT DO NOTHING"
+)
+_COUNT = (
+    "INSERT INTO counter AS c (lane, kind, n) VALUES ($1, 'parked', $2)"
+    " ON CONFLICT (lane, kind) DO UPDATE SET n = c.n + excluded.n"
+)
+# Turns of a thousand, as parks are: what stands together in the table belongs to one lane.
+_ROWS = """
+WITH made AS (
+    INSERT INTO message (due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
+                         properties, body)
+    SELECT {due}, $2, 1 + (n / 1000) % $3::int, $4, $5, $6, $7, $8, $9, $10, $11
+    FROM generate_series(1, $1::int) AS n
+    RETURNING lane
+)
+SELECT lane, count(*) FROM made GROUP BY lane ORDER BY lane
+"""
+_FAR = f"now() + interval '{BACKLOG_FIRST_HOURS} hours' + random() * interval '{BACKLOG_DAYS} days'"
+_SOON = "date_trunc('milliseconds', now()) + (n % 1000) * interval '1 ms'"
+
+
+def sample_row(size: int) -> envelope.Row:
+    """What the daemon would write for a message of ``size`` bytes."""
+    parcel = Parcel(
+        due_ms=0,
+        route=IN.encode(),
+        exchange=IN.encode(),
+        routing_key=KEY.encode(),
+        target=Target(OUT.encode(), KEY.encode()),
+        properties=properties(number("x-delay", 3_600_000)),
+        body=b"x" * size,
+    )
+    return envelope.row(parcel, 1)
+
+
+async def _insert(connection: asyncpg.Connection, due: str, count: int, size: int, lanes: int) -> None:
+    _, checksum, _, *rest, _ = sample_row(size)
+    async with connection.transaction():
+        made = await connection.fetch(_ROWS.format(due=due), count, checksum, lanes, *rest, timeout=None)
+        for lane, rows in made:
+            await connection.execute(_COUNT, lane, rows)
+
+
+async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: int = 2) -> None:
+    """``count`` rows that are due in the second that follows. Start the daemon after it."""
+    await connection.execute(_LANES, lanes)
+    await _insert(connection, _SOON, count, size, lanes)
+    await connection.execute("ANALYZE message")
+    await connection.execute("CHECKPOINT")
+
+
+async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None], lanes: int = 2) -> None:
+    """``rows`` that are due over the coming BACKLOG_DAYS; then what autovacuum would have done by and by."""
+    connection = await session.connect(url, "bench")
+    try:
+        await connection.execute("SET statement_timeout = 0")
+        today = int(time.time() * 1000) // DAY_MS
+        for day in range(today - 1, today + BACKLOG_DAYS + 3):
+            await partitions.make(connection, day, today)
+        await connection.execute(_LANES, lanes)
+        for first in range(0, rows, CHUNK):
+            say(f"a backlog of {rows:,} rows: {first:,} so far")
+            await _insert(connection, _FAR, min(CHUNK, rows - first), size, lanes)
+        say(f"a backlog of {rows:,} rows: VACUUM, ANALYZE, CHECKPOINT")
+        await connection.execute("VACUUM (ANALYZE) message", timeout=None)
+        await connection.execute("CHECKPOINT", timeout=None)
+    finally:
+        await session.close(connection)

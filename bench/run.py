@@ -1,0 +1,103 @@
+"""What every section is given: the options, the servers, and where its figures go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bench import rows
+from bench.figures import Figure, Result, Series
+from bench.servers import Place, Servers
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much of everything. The defaults are the full run's; :func:`quick` is the other one."""
+
+    quick: bool = False
+    count: int = 200_000
+    sizes: tuple[int, ...] = (512, 4096)
+    backlog: int = 10_000_000
+    repeats: int = 3
+    rates: tuple[int, ...] = (2000, 5000, 10_000)
+    longest_delay: int = 30
+    steady_seconds: int = 60
+    burst: int = 100_000
+    large: int = 1000
+    native: int = 100_000
+    trip_seconds: int = 20
+    peers: int = 20_000
+    processes: tuple[int, ...] = (1, 2, 4)
+    churn_seconds: int = 600
+    churn_rate: int = 5000
+
+    def count_of(self, size: int) -> int:
+        """Large messages are fewer, so that a section takes about as long for every size."""
+        return thousands(self.count if size <= 1024 else self.count // 2)
+
+
+def quick() -> Options:
+    """Every section once, in less than two minutes: whether it works, and figures to take with a pinch of salt."""
+    return Options(
+        quick=True, count=30_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=3, steady_seconds=6,
+        burst=20_000, large=50, native=12_000, trip_seconds=4, peers=3000, processes=(1, 2), churn_seconds=10,
+        churn_rate=1000,
+    )  # fmt: skip
+
+
+def thousands(count: int) -> int:
+    return max(-(-count // 1000), 1) * 1000
+
+
+class Measured(NamedTuple):
+    """The place of a measurement, and how many rows wait there beside those that are measured."""
+
+    place: Place
+    backlog: int
+
+
+@dataclass
+class Bench:
+    """One run."""
+
+    options: Options
+    servers: Servers
+    result: Result = field(default_factory=Result)
+    progress: Callable[[str], None] = print
+    section: str = ""
+    _backlogged: str | None = None
+
+    def say(self, text: str) -> None:
+        self.progress(f"{self.section}: {text}")
+
+    def add(self, what: str, value: float, unit: str, **at: int) -> Figure:
+        figure = Figure(self.section, what, rounded(value), unit, at)
+        self.result.figures.append(figure)
+        return figure
+
+    def draw(self, what: str, x: list[float], y: list[float], **at: int) -> None:
+        curve = Series(self.section, what, [round(one, 4) for one in x], [round(one, 4) for one in y], at)
+        self.result.series.append(curve)
+
+    def note(self, text: str) -> None:
+        self.result.notes.append(f"{self.section}: {text}")
+
+    @property
+    def backlogs(self) -> tuple[int, ...]:
+        return (0, self.options.backlog) if self.options.backlog else (0,)
+
+    async def place(self, backlog: int = 0) -> Place:
+        """An empty store, or the one with that many rows waiting, which is filled once and kept."""
+        if not backlog:
+            return await self.servers.place()
+        if self._backlogged is None:
+            place = await self.servers.place()
+            await rows.put_backlog(place.store_url, backlog, 512, self.say)
+            self._backlogged = place.store_url.rpartition("/")[2]
+        return await self.servers.place(database=self._backlogged)
+
+
+def rounded(value: float) -> float:
+    """Four digits are more than any of this is good for."""
+    return float(f"{value:.4g}") if abs(value) < 1000 else float(round(value))

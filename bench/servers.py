@@ -1,0 +1,139 @@
+"""The servers of a run: one broker, one Postgres with a fresh database for each measurement, and the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncpg
+
+from bench.meter import Meter, tree
+from bench.plain import Plain
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.servers import Postgres, RabbitMQ
+
+IN, OUT, INBOX = "delayer.in", "delayer.out", "bench.inbox"
+TEMPLATE = "bench_template"
+# A database server that somebody set up for this: room for the hot pages, and no checkpoint in the middle of a
+# measurement. What promises rest on (fsync, synchronous_commit) stays on. pg_stat_statements tells claim times.
+POSTGRES: Mapping[str, str | int] = {
+    "shared_buffers": "1GB",
+    "max_wal_size": "8GB",
+    "checkpoint_timeout": "30min",
+    "shared_preload_libraries": "pg_stat_statements",
+}
+# RabbitMQ's own default; the rig has a smaller one, which rolls the log over all the time.
+BROKER: Mapping[str, str | int] = {"raft.wal_max_size_bytes": 512 << 20}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one measurement happens: a vhost, a database, and the daemon's configuration for them."""
+
+    servers: Servers
+    mode: str
+    broker_url: str
+    store_url: str
+    config: Path
+
+    def daemon(self, workers: int = 1, **environ: str) -> DaemonProcess:
+        """``delayer run``; more than one worker is one supervisor with that many processes under it."""
+        return DaemonProcess({"WORKERS": str(workers), "HTTP__LISTEN": "", **environ}, config=self.config)
+
+    def meter(self, daemon: DaemonProcess, **more: int) -> Meter:
+        """CPU of daemon, broker and database, and of further processes by their ids."""
+        return self.servers.meter(daemon=daemon.pid, **more)
+
+    def fresh_inbox(self) -> None:
+        """An empty queue behind the exchange that everything is released to."""
+        plain = Plain(self.broker_url)
+        plain.exchange(OUT)
+        plain.fresh_queue(INBOX, bind=OUT)
+        plain.close()
+
+    async def delayer(self, *arguments: str) -> str:
+        """Run a command of the command line to its end. Raises RuntimeError with what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "--config", str(self.config), *arguments,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        if process.returncode != 0:
+            raise RuntimeError(f"delayer {' '.join(arguments)}: exit {process.returncode}\n{output.decode()}")
+        return output.decode()
+
+
+class Servers:
+    """Made by :func:`running_servers`."""
+
+    def __init__(self, broker: RabbitMQ, postgres: Postgres, directory: Path) -> None:
+        self.broker = broker
+        self.postgres = postgres
+        self._directory = directory
+        self._vhosts: dict[str, str] = {}
+
+    async def place(self, mode: str = "store", database: str | None = None) -> Place:
+        """A fresh database (or that one) and the vhost of that mode, with its topology and an empty inbox."""
+        name = database or await asyncio.to_thread(self.postgres.add_database, template=TEMPLATE)
+        known = mode in self._vhosts
+        if not known:
+            self._vhosts[mode] = await asyncio.to_thread(self.broker.add_vhost, f"bench-{mode}")
+        place = self._place(mode, self._vhosts[mode], name)
+        if not known:
+            await place.delayer("topology", "apply")
+        await asyncio.to_thread(place.fresh_inbox)
+        return place
+
+    def _place(self, mode: str, vhost: str, database: str) -> Place:
+        config = self._directory / f"{mode}-{database}.toml"
+        url, store_url = self.broker.url(vhost), self.postgres.url(database)
+        lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(url)}"]
+        if mode == "store":
+            lines += ["[store]", f"url = {json.dumps(store_url)}"]
+        lines += ["[[route]]", f'from = "{IN}"', f'to = "{OUT}"']
+        config.write_text("\n".join(lines) + "\n")
+        return Place(self, mode, url, store_url, config)
+
+    async def prepare(self) -> None:
+        """The schema, once; every database is a copy."""
+        await asyncio.to_thread(self.postgres.add_database, TEMPLATE)
+        await self._place("store", "/", TEMPLATE).delayer("db", "upgrade")
+        await asyncio.to_thread(
+            self.postgres.execute, "CREATE EXTENSION IF NOT EXISTS pg_stat_statements", database=TEMPLATE
+        )
+
+    def meter(self, **roots: int) -> Meter:
+        """CPU of broker and database, and of the trees below these processes."""
+        own = {name: (lambda root=root: tree(root)) for name, root in roots.items()}
+        return Meter({**own, "broker": self.broker.pids, "database": self.postgres.pids})
+
+    async def versions(self) -> dict[str, str]:
+        overview = await asyncio.to_thread(self.broker.api, "GET", "/api/overview")
+        connection = await asyncpg.connect(self.postgres.url())
+        try:
+            return {
+                "RabbitMQ": str(overview["rabbitmq_version"]),
+                "Erlang": str(overview["erlang_version"]),
+                "Postgres": str(await connection.fetchval("SHOW server_version")),
+            }
+        finally:
+            await connection.close()
+
+
+@asynccontextmanager
+async def running_servers() -> AsyncIterator[Servers]:
+    """Both servers and the schema; all of it gone at the end, whatever ends it."""
+    with ExitStack() as undo:
+        directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="delayer-bench-")))
+        broker, postgres = RabbitMQ(config=BROKER), Postgres(settings=POSTGRES)
+        undo.callback(broker.close)
+        undo.callback(postgres.close)
+        await asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))
+        servers = Servers(broker, postgres, directory)
+        await servers.prepare()
+        yield servers

@@ -1,0 +1,90 @@
+"""The same number in and out every second, with delays of mixed lengths: lateness, CPU a message, memory.
+
+Nothing is measured before the longest delay has passed: until then more comes in than goes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from bench.meter import peak_mb
+from bench.rows import KEY
+from bench.run import Bench
+from bench.servers import IN, INBOX, Place
+from bench.traffic import Helper
+
+SIZE = 512
+LEAD_SECONDS = 1.5
+"""For the helpers to start."""
+PATIENCE_SECONDS = 20.0
+
+
+@dataclass
+class Steady:
+    """What one run of steady traffic showed. CPU is in microseconds a message, in and out together."""
+
+    sent: int
+    seen: dict[str, Any]
+    published: dict[str, Any]
+    cpu_us: dict[str, float]
+    memory_mb: float
+
+
+async def once(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+    """A daemon under ``rate`` messages a second, measured for ``seconds`` once the longest delay is over.
+
+    ``delays_ms``: shortest, longest, step.
+    """
+    warm = delays_ms[1] / 1000 + 1
+    async with place.daemon() as daemon:
+        await daemon.ready()
+        start = time.time() + LEAD_SECONDS
+        since, until = start + warm, start + warm + seconds
+        count = round((warm + seconds) * rate)
+        common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate}
+        sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
+        reading = {"queue": INBOX, "count": count, "patience": warm + PATIENCE_SECONDS}
+        window = {"since_ms": since * 1000, "until_ms": until * 1000}
+        with Helper("consume", common | reading | window) as consumer, Helper("publish", common | sending) as publisher:
+            await asyncio.sleep(since - time.time())
+            meter = place.meter(daemon, publisher=publisher.pid, consumer=consumer.pid)
+            began = time.time()
+            await asyncio.sleep(until - 0.05 - time.time())  # the publisher is gone a moment after its last message
+            cpu, measured = meter.read(), time.time() - began
+            published, seen = await asyncio.gather(publisher.result(), consumer.result())
+        memory = peak_mb(daemon.pid)
+        await daemon.stop()
+    used = {name: spent * 1e6 / (rate * measured) for name, spent in cpu.items()}
+    return Steady(published["sent"], seen, published, used, memory)
+
+
+async def run(bench: Bench) -> None:
+    options = bench.options
+    middle = 5000 if 5000 in options.rates else options.rates[0]
+    turns = [(rate, 0) for rate in options.rates]
+    if options.backlog and not options.quick:
+        turns.append((middle, options.backlog))
+    for rate, backlog in turns:
+        place = await bench.place(backlog)
+        bench.say(f"{rate:,} messages a second for {options.steady_seconds} s, {backlog:,} rows waiting")
+        steady = await once(place, rate, options.steady_seconds, (1000, options.longest_delay * 1000, 1))
+        report(bench, steady, rate=rate, backlog=backlog)
+
+
+def report(bench: Bench, steady: Steady, **at: int) -> None:
+    late = steady.seen["late"]
+    for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"), ("max", "1.0")):
+        if late:
+            bench.add(f"lateness {name}", late[share], "ms", **at)
+    bench.add("early", steady.seen["early"], "msg", **at)
+    bench.add("missing", max(steady.sent - steady.seen["received"], 0), "msg", **at)
+    for of, spent in steady.cpu_us.items():
+        bench.add(f"CPU of {of}", spent, "µs/msg", **at)
+    bench.add("memory of daemon", steady.memory_mb, "MB", **at)
+    bench.add("publisher behind its plan, at most", steady.published["behind_ms"], "ms", **at)
+    bench.draw("lateness by share", [float(share) for share in late], list(late.values()), **at)
+    seconds = steady.seen["by_second"]
+    bench.draw("lateness by second, p99", [row[0] for row in seconds], [row[1] for row in seconds], **at)

@@ -1,0 +1,207 @@
+"""The load: a publisher at a steady rate and a consumer of the destination, each a process of its own, run as
+
+    python -m bench.traffic publish '{"url": …}'
+
+They answer with a line of JSON. Both are as cheap as Python can be made here, because they share the cores with what
+is measured: the publisher sends prebuilt frames a hundred times a second, the consumer looks for one header with a
+regular expression instead of reading frames.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import random
+import re
+import select
+import subprocess
+import sys
+import time
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.figures import percentile
+from bench.plain import PORTION, Plain, message, number, portions, properties
+
+ROOT = Path(__file__).parents[1]
+TICK = 0.01
+CHUNKS = 200
+"""Different writes that the publisher goes round in."""
+DUE = re.compile(rb"\x0dx-delayer-due[lL](.{8})", re.DOTALL)
+UNREAD = 22
+"""What of a read may be the beginning of that header."""
+SMALL_READ = 1 << 14
+ACKNOWLEDGED_TOGETHER = 500
+REST_SECONDS = 0.0005
+"""The consumer's pause after a small read: it costs every message up to that much, and spares a core."""
+SHARES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
+
+
+# ---- the publisher
+
+
+def publish(order: dict[str, Any]) -> dict[str, Any]:
+    """Messages with random delays (shortest, longest, step), ``rate`` a second from ``start`` (epoch seconds) on."""
+    each = max(round(order["rate"] * TICK), 1)
+    chance = random.Random(1)
+    body = b"x" * order["size"]
+    few, many, step = order["delays_ms"]
+
+    def one() -> bytes:
+        headers = number("x-delay", chance.randrange(few, many + 1, step))
+        return message(order["exchange"], order["key"], properties(headers), body)
+
+    writes = cycle([b"".join(one() for _ in range(each)) for _ in range(CHUNKS)])
+    plain = Plain(order["url"])
+    ticks, behind = round(order["seconds"] * order["rate"] / each), 0.0
+    # No confirms are asked for: a slow broker holds up the writes, and the messages are counted at the other end.
+    for tick in range(ticks):
+        due = order["start"] + tick * each / order["rate"]
+        pause = due - time.time()
+        if pause > 0:
+            time.sleep(pause)
+        else:
+            behind = max(behind, -pause)
+        plain.socket.sendall(next(writes))
+    plain.depth(order["queue"])  # the answer comes behind everything that was sent
+    plain.close()
+    return {"sent": ticks * each, "behind_ms": behind * 1000, "cpu_seconds": time.process_time()}
+
+
+def flood(order: dict[str, Any]) -> dict[str, Any]:
+    """``count`` messages as fast as they are confirmed, due at random within ``spread_ms`` from ``due_ms`` on."""
+    chance = random.Random(2)
+    body = b"x" * order["size"]
+
+    def one() -> bytes:
+        due = number("x-deliver-at", order["due_ms"] + chance.randrange(order["spread_ms"]))
+        return message(order["exchange"], order["key"], properties(due), body)
+
+    plain = Plain(order["url"])
+    each = min(order.get("each", PORTION), PORTION)
+    writes = portions([one() for _ in range(each * 20 if len(body) < 10_000 else each)], each)
+    samples = plain.publish(writes, order["count"], each, order.get("window", 4000))
+    plain.close()
+    return {"sent": order["count"], "seconds": samples[-1][0] - samples[0][0], "cpu_seconds": time.process_time()}
+
+
+# ---- the consumer
+
+
+class Arrivals(NamedTuple):
+    """When messages came (epoch ms), and how late."""
+
+    at: array.array[float]
+    late: array.array[float]
+
+
+def consume(order: dict[str, Any]) -> dict[str, Any]:
+    """Until ``count`` messages are here, or nothing came for ``patience`` seconds.
+
+    Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``.
+    """
+    plain = Plain(order["url"])
+    plain.consume_from(order["queue"], 20_000)
+    print("consuming", flush=True)
+    seen = _read(plain, order["count"], order["patience"])
+    plain.close()
+    since, until = order.get("since_ms", 0), order.get("until_ms", float("inf"))
+    counted = [(at, late) for at, late in zip(seen.at, seen.late, strict=True) if since <= at - late < until]
+    ordered = sorted(late for _, late in counted)
+    return {
+        "received": len(seen.at),
+        "counted": len(counted),
+        "early": sum(late < 0 for late in seen.late),
+        "first_ms": min(seen.at, default=0.0),
+        "last_ms": max(seen.at, default=0.0),
+        "late": {str(share): percentile(ordered, share) for share in SHARES} if ordered else {},
+        "by_second": _by_second(counted),
+        "arrivals": _arrivals(seen.at),
+        "cpu_seconds": time.process_time(),
+    }
+
+
+def _read(plain: Plain, count: int, patience: float) -> Arrivals:
+    seen = Arrivals(array.array("d"), array.array("d"))
+    tail = b""
+    acknowledged = 0
+    while len(seen.at) < count:
+        if not select.select([plain.socket], [], [], patience)[0]:
+            break
+        read = plain.socket.recv(1 << 20)
+        now = time.time() * 1000
+        if not read:
+            raise EOFError("the broker closed the connection")
+        data = tail + read
+        end = 0
+        for found in DUE.finditer(data):
+            seen.at.append(now)
+            seen.late.append(now - int.from_bytes(found[1], "big"))
+            end = found.end()
+        tail = data[max(end, len(data) - UNREAD) :]
+        small = len(read) < SMALL_READ
+        fresh = len(seen.at) - acknowledged
+        if fresh >= ACKNOWLEDGED_TOGETHER or (fresh and (small or len(seen.at) >= count)):
+            # One consumer on a channel of its own: the tags are 1, 2, 3, …
+            acknowledged = len(seen.at)
+            plain.acknowledge(acknowledged)
+        if small:
+            time.sleep(REST_SECONDS)
+    return seen
+
+
+def _by_second(counted: list[tuple[float, float]]) -> list[tuple[int, float, float]]:
+    """Second, p99 and maximum of the lateness."""
+    seconds: dict[int, list[float]] = {}
+    for at, late in counted:
+        seconds.setdefault(int(at // 1000), []).append(late)
+    first = min(seconds, default=0)
+    return [(s - first, percentile(sorted(late), 0.99), max(late)) for s, late in sorted(seconds.items())]
+
+
+def _arrivals(at: array.array[float], points: int = 200) -> list[tuple[float, int]]:
+    """How many had arrived by when (epoch ms), at some points of it."""
+    step = max(len(at) // points, 1)
+    return [(at[n], n + 1) for n in range(0, len(at), step)]
+
+
+# ---- running them
+
+
+class Helper:
+    """One of the above in a process of its own."""
+
+    def __init__(self, verb: str, order: dict[str, Any], module: str = "bench.traffic") -> None:
+        command = [sys.executable, "-m", module, verb, json.dumps(order)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._verb = verb
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def result(self) -> dict[str, Any]:
+        """What it found. Raises RuntimeError with what it complained about."""
+        output, errors = await asyncio.to_thread(self._process.communicate)
+        if self._process.returncode:
+            raise RuntimeError(f"{self._verb}: exit {self._process.returncode}\n{errors}")
+        return dict(json.loads(output.splitlines()[-1]))
+
+    def __enter__(self) -> Helper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def main() -> None:
+    verbs = {"publish": publish, "flood": flood, "consume": consume}
+    print(json.dumps(verbs[sys.argv[1]](json.loads(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()
