@@ -92,9 +92,8 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
     for one in off:
         if one.found != "nothing":
             found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
-            rows.append(
-                Row("topology", "off", found, "remove it or choose another name, then `delayer topology apply`")
-            )
+            advice = "delete it or choose another name; the broker names the first difference only"
+            rows.append(Row("topology", "off", found, advice))
     rows = rows or [Row("topology", "ok", "everything that could be seen is as it should be")]
     rows += [
         Row("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")

@@ -89,7 +89,11 @@ def failure(error: Exception) -> Failure:
             )
         case TopologyMismatch(mismatches=mismatches):
             lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
-            advice = "Nothing was bound. Remove these or choose other names, then run `delayer topology apply` again."
+            advice = (
+                "Nothing was bound. The broker names the first difference only; compare all that is expected.\n"
+                "Either empty and delete these (`rabbitmqctl delete_queue NAME`), or choose other names in the "
+                "configuration;\nthen run `delayer topology apply` again."
+            )
             made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
         case BadStoreUrl():
             made = Misused(text)
@@ -136,3 +140,10 @@ def note(text: str) -> None:
 
 def quoted(name: str) -> str:
     return f'"{readable(name)}"'
+
+
+def depth_text(depth: int | None, *, used: bool = True) -> str:
+    """How many messages are in a queue; ``used``: whether this configuration needs it at all."""
+    if depth is None:
+        return "missing" if used else "not used in store mode"
+    return str(depth)

@@ -11,14 +11,14 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
-from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, request_of
+from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, depth_text, note, print_json, print_table, request_of
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings
 from delayer.store import schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
-from delayer.wiring import cascade_of
+from delayer.wiring import cascade_of, uses_cascade
 
 
 @click.command(short_help="Show what waits, where, and until when.")
@@ -44,7 +44,7 @@ def status(context: click.Context, as_json: bool) -> None:
     else:
         click.echo(f"mode: {settings.mode}")
         _print_store(store)
-        _print_broker(broker)
+        _print_broker(broker, settings)
     parts = {"broker": broker, "store": store or {}}
     unreached = {name: part for name, part in parts.items() if part.get("error")}
     for name, part in unreached.items():
@@ -144,28 +144,27 @@ def _print_store(store: dict[str, Any] | None) -> None:
     )
 
 
-def _print_broker(broker: dict[str, Any]) -> None:
+def _print_broker(broker: dict[str, Any], settings: Settings) -> None:
     if broker["error"] is not None:
         return
     click.echo()
-    rows: list[tuple[object, ...]] = [("", name, "", _depth(depth)) for name, depth in broker["queues"].items()]
+    used, intake = uses_cascade(settings), (settings.intake.queue, settings.refused.queue)
+    rows: list[tuple[object, ...]] = [
+        ("", name, "", depth_text(depth, used=used or name in intake)) for name, depth in broker["queues"].items()
+    ]
     levels = broker["cascade"]
     if all(one["depth"] is None for one in levels):
-        rows.append(("", "cascade", "", "not declared"))
+        rows.append(("", "cascade", "", depth_text(None, used=used)))
     else:
         # 28 lines of zeros help nobody: levels in which something waits, or which are missing.
         rows += [
-            (one["level"], one["queue"], in_words(one["ttl_ms"]), _depth(one["depth"]))
+            (one["level"], one["queue"], in_words(one["ttl_ms"]), depth_text(one["depth"], used=used))
             for one in levels
             if one["depth"] != 0
         ]
         waiting = sum(one["depth"] or 0 for one in levels)
         rows.append(("", "cascade, all levels", "", str(waiting)))
     print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))
-
-
-def _depth(depth: int | None) -> str:
-    return "missing" if depth is None else str(depth)
 
 
 def when(due_ms: int | None, now_ms: int | None = None) -> str:

@@ -10,7 +10,7 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.remove import Removal
-from delayer.commands.common import FOUND, Request, note, print_json, print_table, quoted, request_of
+from delayer.commands.common import FOUND, Request, depth_text, note, print_json, print_table, quoted, request_of
 from delayer.core.delay import in_words
 from delayer.core.topology import Topology
 from delayer.settings import Settings
@@ -61,7 +61,11 @@ def apply(request: Request) -> None:
     )
     for name in dict.fromkeys(missing):
         note(f"Note: exchange {quoted(name)}, where a route sends due messages, does not exist: declare it.")
-    note("Next: `delayer db upgrade`." if settings.store_url else "Next: `delayer run`.")
+    note(
+        "Next: `delayer db upgrade`, unless that is done; `delayer run`."
+        if settings.store_url
+        else "Next: `delayer run`."
+    )
 
 
 @topology.command()
@@ -103,18 +107,17 @@ def show(request: Request, as_json: bool) -> None:
     if as_json:
         print_json(picture.as_dict())
         return
-    print_table(
-        ["level", "queue", "waits", "messages"],
-        [(one.level, one.name, in_words(one.ttl_ms), _depth(one.depth)) for one in picture.levels]
-        + [("", name, "", _depth(depth)) for name, depth in picture.queues.items()],
-        right=(0, 2, 3),
-    )
-    if not uses_cascade(settings):
+    used = uses_cascade(settings)
+    levels: list[tuple[object, ...]] = [
+        (one.level, one.name, in_words(one.ttl_ms), depth_text(one.depth, used=used)) for one in picture.levels
+    ]
+    if not used and all(one.depth is None for one in picture.levels):
+        levels = [("", "cascade", "", depth_text(None, used=False))]
+    intake = {queue.name for queue in intake_of(settings).queues}
+    others = [("", name, "", depth_text(depth, used=used or name in intake)) for name, depth in picture.queues.items()]
+    print_table(["level", "queue", "waits", "messages"], [*levels, *others], right=(0, 2, 3))
+    if not used:
         note("Store mode without store.park_beyond: new delays do not enter the cascade.")
-
-
-def _depth(depth: int | None) -> str:
-    return "missing" if depth is None else str(depth)
 
 
 @topology.command()

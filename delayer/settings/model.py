@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from delayer.settings import values
-from delayer.settings.errors import Expected
+from delayer.settings.errors import Expected, show
 from delayer.settings.secret import SecretUrl
 
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
@@ -61,10 +61,13 @@ class Intake(Table):
 
 def _delay_forms(value: object) -> tuple[str, ...]:
     wanted = f"a list of {', '.join(DELAY_FORMS)}, each at most once"
-    if not isinstance(value, list | tuple) or not all(one in DELAY_FORMS for one in value):
+    if not isinstance(value, list | tuple):
         raise Expected(wanted)
-    if len(set(value)) < len(value):
-        raise Expected(wanted)
+    for at, one in enumerate(value):
+        if one not in DELAY_FORMS:
+            raise Expected(f"{wanted} ({show(one)} is none of them)")
+        if one in value[:at]:
+            raise Expected(f"{wanted} ({show(one)} is there twice)")
     return tuple(value)
 
 

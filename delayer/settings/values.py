@@ -18,6 +18,7 @@ SHORT_STRING_BYTES = 255  # an AMQP name or routing key
 LONGEST_DELAY_MS = 36_500 * 86_400_000
 
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
 _DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
 
 
@@ -126,7 +127,9 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         port = parts.port
     except ValueError:
         # urllib's own words repeat pieces of the URL, and a password may be among them.
-        raise Expected(f"{wanted}; characters like / @ : # in a password are written %2F %40 %3A %23") from None
+        raise Expected(f"{wanted}; {_ESCAPES}") from None
+    if "@" not in parts.netloc and "@" in parts.path + parts.fragment:
+        raise Expected(f"{wanted}; {_ESCAPES}")  # user and password ended at a / or a # that was meant to be in them
     if parts.scheme not in schemes or "://" not in value or not value.isprintable() or " " in value or port == 0:
         raise Expected(wanted)
     return SecretUrl(value)

@@ -90,6 +90,19 @@ def test_apply_verify_show_remove_in_store_mode(delayer: Run) -> None:
     assert found["ok"]
     shown = json.loads(delayer("topology", "show", "--json").stdout)
     assert shown["queues"] == {"delays": 0, "delays.due": None, "delays.refused": 0, "delayer.delay-strays": None}
+    table = [line.split() for line in delayer("topology", "show").stdout.splitlines()]
+    unused = ["not", "used", "in", "store", "mode"]
+    assert table[1:] == [
+        ["cascade", *unused], ["delays", "0"], ["delays.due", *unused], ["delays.refused", "0"],
+        ["delayer.delay-strays", *unused],
+    ]  # fmt: skip
+    delayer("db", "upgrade")
+    table = [line.split() for line in delayer("status").stdout.splitlines()]
+    assert [line for line in table if line[-1:] == ["mode"]] == [
+        ["delays.due", *unused],
+        ["delayer.delay-strays", *unused],
+        ["cascade", *unused],
+    ]
     delayer("topology", "remove")
     delayer("topology", "verify", expect=1)
 

@@ -220,6 +220,12 @@ def test_a_refusal_of_the_store_is_not_told_as_a_server_that_does_not_run() -> N
     assert made.message.startswith("the store refused: connect: InvalidPasswordError: password authentication failed.")
 
 
+def test_a_mismatch_says_that_there_may_be_more_of_it() -> None:
+    told = failure(TopologyMismatch([Mismatch("queue", "q", "x", "y")])).message
+    assert "The broker names the first difference only" in told
+    assert "rabbitmqctl delete_queue NAME" in told
+
+
 def test_a_newer_schema_is_not_to_be_upgraded() -> None:
     assert "db upgrade" not in failure(SchemaOutdated("0002", "0001", newer=True)).message
 

@@ -179,11 +179,14 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\n[[route]]\nfrom = "a"',
         [("route[2].from", "an exchange that no other route has (route[0])", '"a"', "")],
     ),
-    ('[[route]]\nfrom = "a"\ndelay_from = ["x-dely"]', [("route[0].delay_from", FORMS, "a list of 1", "")]),
+    (
+        '[[route]]\nfrom = "a"\ndelay_from = ["x-dely"]',
+        [("route[0].delay_from", f'{FORMS} ("x-dely" is none of them)', "a list of 1", "")],
+    ),
     ('[[route]]\nfrom = "a"\ndelay_from = "x-delay"', [("route[0].delay_from", FORMS, '"x-delay"', "")]),
     (
         '[[route]]\nfrom = "a"\ndelay_from = ["x-delay", "x-delay"]',
-        [("route[0].delay_from", FORMS, "a list of 2", "")],
+        [("route[0].delay_from", f'{FORMS} ("x-delay" is there twice)', "a list of 2", "")],
     ),
     (
         '[[route]]\nfrom = "a"\nallow_exchanges = "b"',
@@ -409,3 +412,17 @@ def test_the_source_of_a_bad_url_in_a_file_is_that_file(tmp_path: Path) -> None:
 )
 def test_mask(text: str, masked: str) -> None:
     assert mask(text) == masked
+
+
+@pytest.mark.parametrize("password", ["12/3", "pa/ss", "1#2", "a#b", "1/2@3"])
+@pytest.mark.parametrize(("key", "scheme"), [("broker.url", "amqp"), ("store.url", "postgresql")])
+def test_an_unescaped_password_is_told_how_to_escape_it(key: str, scheme: str, password: str) -> None:
+    (problem,) = problems(None, {}, {key: f"{scheme}://me:{password}@host/name"})
+    assert "a password are written %2F %40 %3A %23" in problem.expected
+    assert password not in str(problem)
+
+
+def test_an_at_sign_in_a_vhost_needs_no_escape() -> None:
+    assert load(None, {}, {"broker.url": "amqp://me:secret@host/a@b"}).broker_url.startswith(
+        "amqp://me:secret@host/a@b"
+    )
