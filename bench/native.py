@@ -25,8 +25,6 @@ from delayer.services import edits
 SIZE = 512
 DUE_QUEUE = b"delays.due"
 TRIP_RATE = 300
-TRIP_MS = (1000, 7000, 1000)
-"""Whole seconds, or the rounding would be all that one sees."""
 LEVELS = range((SOONEST_MS // 1000).bit_length() - 1, (LATEST_MS // 1000).bit_length())
 """Where these delays enter."""
 
@@ -96,8 +94,10 @@ async def run(bench: Bench) -> None:
     for of in CPU[:2]:
         bench.add(f"CPU of {of}", median([one.cpu_us(of) for one in daemon]), "µs/msg")
     seconds = bench.options.trip_seconds
-    bench.say(f"whole trips, {TRIP_RATE} a second for {seconds} s with delays of 1 to 7 s")
-    trip = await steady_once(place, TRIP_RATE, seconds, TRIP_MS)
+    longest = bench.options.trip_longest
+    bench.say(f"whole trips, {TRIP_RATE} a second for {seconds} s with delays of 1 to {longest} s")
+    # Whole seconds, or the rounding would be all that one sees.
+    trip = await steady_once(place, TRIP_RATE, seconds, (1000, longest * 1000, 1000))
     for name, share in (("p50", "0.5"), ("p99", "0.99"), ("max", "1.0")):
         if trip.seen["late"]:
             bench.add(f"lateness {name}", trip.seen["late"][share], "ms", rate=TRIP_RATE)

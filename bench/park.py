@@ -19,24 +19,26 @@ SOONEST_MS, LATEST_MS = 3 * 3_600_000, 24 * 3_600_000
 CPU = ("daemon", "broker", "database")
 
 
-def fill(place: Place, count: int, size: int, seed: int = 0) -> None:
-    """Messages into `delays`."""
-    chance = random.Random(seed)
+def fill(place: Place, count: int, size: int, due_ms: int | None = None) -> None:
+    """Messages into `delays`, all due at that instant, or after the delays above."""
+    chance = random.Random(0)
     body = b"x" * size
     delays = [number("x-delay", chance.randint(SOONEST_MS, LATEST_MS)) for _ in range(DISTINCT)]
+    if due_ms is not None:
+        delays = [number("x-deliver-at", due_ms)] * DISTINCT
     plain = Plain(place.broker_url)
     plain.publish(portions([message(IN, KEY, properties(delay), body) for delay in delays]), count)
     plain.close()
 
 
-async def once(place: Place, count: int, size: int, workers: int = 1) -> tuple[Course, float, list[float]]:
-    """One start of the daemon: how it parked, its peak memory in MB, and each worker's share."""
+async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
+    """One start of the daemon: how it parked, and its peak memory in MB."""
     await asyncio.to_thread(fill, place, count, size)
-    async with await Counters.open(place) as counters, place.daemon(workers) as daemon:
+    async with await Counters.open(place) as counters, place.daemon() as daemon:
         course = await counters.follow("parked", count, daemon, place.meter(daemon))
-        memory, shares = peak_mb(daemon.pid), await counters.shares("parked")
+        memory = peak_mb(daemon.pid)
         await daemon.stop()
-    return course, memory, shares
+    return course, memory
 
 
 async def run(bench: Bench) -> None:
@@ -47,7 +49,7 @@ async def run(bench: Bench) -> None:
             courses, peaks = [], []
             for turn in range(bench.options.repeats):
                 bench.say(f"{count:,} messages of {size:,} bytes, {backlog:,} rows waiting, turn {turn + 1}")
-                course, memory, _ = await once(place, count, size)
+                course, memory = await once(place, count, size)
                 courses.append(course)
                 peaks.append(memory)
             report(bench, "park", courses, peaks, body=size, backlog=backlog)

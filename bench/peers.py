@@ -8,7 +8,7 @@ import time
 
 import asyncpg
 
-from bench.native import SIZE, TRIP_MS, TRIP_RATE
+from bench.native import SIZE, TRIP_RATE
 from bench.park import LATEST_MS, SOONEST_MS
 from bench.plain import Plain, message, number, portions, properties
 from bench.rivals import ADDRESS, QUEUE
@@ -70,7 +70,7 @@ async def kombu(bench: Bench) -> None:
     bench.add("kombu with countdown into its cascade", found["rate"], "msg/s")
     bench.add("CPU of kombu's publisher", found["cpu_seconds"] * 1e6 / count, "µs/msg")
 
-    few, many = TRIP_MS[0] // 1000, TRIP_MS[1] // 1000
+    few, many = 1, bench.options.trip_longest
     trips = TRIP_RATE * (bench.options.trip_seconds + many)
     bench.say(f"kombu's lateness, {TRIP_RATE} a second for {trips // TRIP_RATE} s")
     pace = {"count": trips, "rate": TRIP_RATE, "seconds": (few, many), "start": time.time() + 2}

@@ -12,21 +12,19 @@ from bench.servers import Place
 from bench.watch import Counters, Course
 
 ALL_DUE_SECONDS = 1.1
-LANES = 2
-"""Of one daemon process, by default."""
 
 
-async def once(place: Place, count: int, size: int, workers: int = 1) -> tuple[Course, float, list[float]]:
-    """One start of the daemon: how it released, its peak memory in MB, and each worker's share."""
+async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
+    """One start of the daemon: how it released, and its peak memory in MB."""
     await asyncio.to_thread(place.fresh_inbox)
     async with await Counters.open(place) as counters:
-        await rows.put_due(counters.connection, count, size, LANES * workers)
+        await rows.put_due(counters.connection, count, size)
         await asyncio.sleep(ALL_DUE_SECONDS)
-        async with place.daemon(workers) as daemon:
+        async with place.daemon() as daemon:
             course = await counters.follow("released", count, daemon, place.meter(daemon))
-            memory, shares = peak_mb(daemon.pid), await counters.shares("released")
+            memory = peak_mb(daemon.pid)
             await daemon.stop()
-    return course, memory, shares
+    return course, memory
 
 
 async def run(bench: Bench) -> None:
@@ -37,7 +35,7 @@ async def run(bench: Bench) -> None:
             courses, peaks = [], []
             for turn in range(bench.options.repeats):
                 bench.say(f"{count:,} rows of {size:,} bytes, {backlog:,} more waiting, turn {turn + 1}")
-                course, memory, _ = await once(place, count, size)
+                course, memory = await once(place, count, size)
                 courses.append(course)
                 peaks.append(memory)
             report(bench, "release", courses, peaks, body=size, backlog=backlog)

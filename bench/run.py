@@ -27,6 +27,7 @@ class Options:
     large: int = 1000
     native: int = 100_000
     trip_seconds: int = 20
+    trip_longest: int = 7
     peers: int = 20_000
     processes: tuple[int, ...] = (1, 2, 4)
     churn_seconds: int = 600
@@ -41,8 +42,8 @@ def quick() -> Options:
     """Every section once, in less than two minutes: whether it works, and figures to take with a pinch of salt."""
     return Options(
         quick=True, count=30_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=3, steady_seconds=6,
-        burst=20_000, large=50, native=12_000, trip_seconds=4, peers=3000, processes=(1, 2), churn_seconds=10,
-        churn_rate=1000,
+        burst=20_000, large=50, native=12_000, trip_seconds=4, trip_longest=3, peers=1000, processes=(1, 2),
+        churn_seconds=5, churn_rate=1000,
     )  # fmt: skip
 
 
