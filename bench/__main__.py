@@ -58,9 +58,14 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-def chosen(only: str) -> list[str]:
+TAKES_MINUTES = {"churn"}
+"""Says nothing in seconds: a quick run has it only if it is asked for."""
+
+
+def chosen(only: str, *, quick: bool = False) -> list[str]:
     """The names of the sections to run, in their order, with those that they need. Raises ValueError."""
-    wanted = {name.strip() for name in only.split(",") if name.strip()} or set(SECTIONS)
+    every = set(SECTIONS) - (TAKES_MINUTES if quick else set())
+    wanted = {name.strip() for name in only.split(",") if name.strip()} or every
     if unknown := wanted - set(SECTIONS):
         raise ValueError(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     wanted |= {NEEDS[name] for name in wanted if name in NEEDS}
@@ -171,7 +176,7 @@ def main() -> int:
     else:
         skipped = {name.strip() for name in given.skip.split(",")}
         try:
-            names = [name for name in chosen(given.only) if name not in skipped]
+            names = [name for name in chosen(given.only, quick=given.quick) if name not in skipped]
         except ValueError as mistake:
             print(mistake, file=sys.stderr)
             return 2

@@ -87,10 +87,8 @@ def ceilings_chart(result: Result) -> Sheet | None:
         values = [one.value if one else 0.0 for one in found]
         bars = axes.barh(at, values, height=0.34, color=SEQUENCE[n], label=f"{body:,} bytes")
         axes.bar_label(bars, [f" {value:,.0f}/s" for value in values], fontsize=9)
-    axes.set_yticks(
-        range(len(names)),
-        [f"{name}, quorum" if name in (ceilings.PUBLISH, ceilings.CONSUME) else name for name in names],
-    )
+    plain = (ceilings.PUBLISH, ceilings.CONSUME)
+    axes.set_yticks(range(len(names)), [f"{name}, quorum" if name in plain else name for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.15)
@@ -113,8 +111,9 @@ def lateness(result: Result) -> Sheet | None:
             [1 / (1 - share) for share, _ in points], [late for _, late in points], marker="o", markersize=4,
             color=SEQUENCE[n], label=f"{one.at['rate']:,}/s{beside}",
         )  # fmt: skip
-    axes.plot([100, 1000], [15, 50], linestyle="none", marker="_", markersize=22, markeredgewidth=2, color=RED)
-    axes.annotate("targets at 5,000/s", (1000, 50), xytext=(6, 6), textcoords="offset points", color=RED, fontsize=9)
+    if any(one.at["rate"] == 5000 for one in curves):
+        axes.plot([100, 1000], [15, 50], linestyle="none", marker="_", markersize=22, markeredgewidth=2, color=RED)
+        axes.annotate("targets at 5,000/s", (1000, 50), xytext=(6, 6), textcoords="offset points", color=RED)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([2, 10, 100, 1000, 10_000], ["p50", "p90", "p99", "p99.9", "p99.99"])

@@ -42,17 +42,16 @@ async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
 
 
 async def run(bench: Bench) -> None:
-    for backlog in bench.backlogs:
-        for size in bench.options.sizes:
-            count = bench.options.count_of(size)
-            place = await bench.place(backlog)
-            courses, peaks = [], []
-            for turn in range(bench.options.repeats):
-                bench.say(f"{count:,} messages of {size:,} bytes, {backlog:,} rows waiting, turn {turn + 1}")
-                course, memory = await once(place, count, size)
-                courses.append(course)
-                peaks.append(memory)
-            report(bench, "park", courses, peaks, body=size, backlog=backlog)
+    for backlog, size in bench.loads:
+        count = bench.options.count_of(size)
+        place = await bench.place(backlog)
+        courses, peaks = [], []
+        for turn in range(bench.options.repeats):
+            bench.say(f"{count:,} messages of {size:,} bytes, {backlog:,} rows waiting, turn {turn + 1}")
+            course, memory = await once(place, count, size)
+            courses.append(course)
+            peaks.append(memory)
+        report(bench, "park", courses, peaks, body=size, backlog=backlog)
 
 
 def report(bench: Bench, what: str, courses: list[Course], peaks: list[float], **at: int) -> None:

@@ -28,14 +28,13 @@ async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
 
 
 async def run(bench: Bench) -> None:
-    for backlog in bench.backlogs:
-        for size in bench.options.sizes:
-            count = bench.options.count_of(size)
-            place = await bench.place(backlog)
-            courses, peaks = [], []
-            for turn in range(bench.options.repeats):
-                bench.say(f"{count:,} rows of {size:,} bytes, {backlog:,} more waiting, turn {turn + 1}")
-                course, memory = await once(place, count, size)
-                courses.append(course)
-                peaks.append(memory)
-            report(bench, "release", courses, peaks, body=size, backlog=backlog)
+    for backlog, size in bench.loads:
+        count = bench.options.count_of(size)
+        place = await bench.place(backlog)
+        courses, peaks = [], []
+        for turn in range(bench.options.repeats):
+            bench.say(f"{count:,} rows of {size:,} bytes, {backlog:,} more waiting, turn {turn + 1}")
+            course, memory = await once(place, count, size)
+            courses.append(course)
+            peaks.append(memory)
+        report(bench, "release", courses, peaks, body=size, backlog=backlog)

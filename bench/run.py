@@ -41,8 +41,8 @@ class Options:
 def quick() -> Options:
     """Every section once, in less than two minutes: whether it works, and figures to take with a pinch of salt."""
     return Options(
-        quick=True, count=30_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=3, steady_seconds=6,
-        burst=20_000, large=50, native=12_000, trip_seconds=4, trip_longest=3, peers=1000, processes=(1, 2),
+        quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
+        burst=20_000, large=50, native=12_000, trip_seconds=2, trip_longest=3, peers=1000, processes=(1, 2),
         churn_seconds=5, churn_rate=1000,
     )  # fmt: skip
 
@@ -87,6 +87,12 @@ class Bench:
     @property
     def backlogs(self) -> tuple[int, ...]:
         return (0, self.options.backlog) if self.options.backlog else (0,)
+
+    @property
+    def loads(self) -> list[tuple[int, int]]:
+        """Backlog and size of each park and release: all pairs; a quick run has the backlog for one size only."""
+        pairs = [(backlog, size) for backlog in self.backlogs for size in self.options.sizes]
+        return [pair for pair in pairs if not (self.options.quick and all(pair) and pair[1] != self.options.sizes[0])]
 
     async def place(self, backlog: int = 0) -> Place:
         """An empty store, or the one with that many rows waiting, which is filled once and kept."""

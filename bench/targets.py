@@ -93,7 +93,8 @@ def compare(result: Result) -> None:
         figure.targets.clear()
         limit = _limit(result, figure)
         if limit is not None:
-            figure.of, figure.ratio = limit.what, round(figure.value / limit.value, 3)
+            figure.of = "one process" if figure.section == "processes" else limit.what
+            figure.ratio = round(figure.value / limit.value, 3)
     for figure in result.figures:
         for target in TARGETS:
             if target.concerns(figure):
