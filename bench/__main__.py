@@ -194,7 +194,8 @@ def main() -> int:
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
         report.show(result, console)
-        console.print(f"{path}, {len(drawn)} charts {path.stem}-*.png beside it", style="dim", highlight=False)
+        where = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        console.print(f"{where}, {len(drawn)} charts {path.stem}-*.png beside it", style="dim", highlight=False)
     return 1 if result.about.get("broken") else 0
 
 

@@ -15,7 +15,7 @@ from bench.watch import Counters
 SIZE = 512
 SLOWEST_PARK = 6000
 """Messages a second that publishing and parking side by side are trusted to reach, when the instant is chosen."""
-HEADROOM = 4.0
+HEADROOM = 2.5
 SECOND_MS = 1000
 
 

@@ -11,15 +11,13 @@ from bench.run import Bench
 from bench.servers import Place
 from bench.watch import Counters, Course
 
-ALL_DUE_SECONDS = 1.1
-
 
 async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
     """One start of the daemon: how it released, and its peak memory in MB."""
     await asyncio.to_thread(place.fresh_inbox)
     async with await Counters.open(place) as counters:
         await rows.put_due(counters.connection, count, size)
-        await asyncio.sleep(ALL_DUE_SECONDS)
+        await asyncio.sleep(rows.ALL_DUE_SECONDS)
         async with place.daemon() as daemon:
             course = await counters.follow("released", count, daemon, place.meter(daemon))
             memory = peak_mb(daemon.pid)

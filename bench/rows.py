@@ -21,6 +21,8 @@ CHUNK = 500_000
 BACKLOG_DAYS = 60
 BACKLOG_FIRST_HOURS = 3
 """When the first of the backlog is due: after the end of every run."""
+ALL_DUE_SECONDS = 0.5
+"""After :func:`put_due`."""
 KEY = "orders.reminder"
 
 _LANES = (
@@ -43,7 +45,7 @@ WITH made AS (
 SELECT lane, count(*) FROM made GROUP BY lane ORDER BY lane
 """
 _FAR = f"now() + interval '{BACKLOG_FIRST_HOURS} hours' + random() * interval '{BACKLOG_DAYS} days'"
-_SOON = "date_trunc('milliseconds', now()) + (n % 1000) * interval '1 ms'"
+_SOON = "date_trunc('milliseconds', now()) + (n % 400) * interval '1 ms'"
 
 
 def sample_row(size: int) -> envelope.Row:
@@ -69,7 +71,7 @@ async def _insert(connection: asyncpg.Connection, due: str, count: int, size: in
 
 
 async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: int = 2) -> None:
-    """``count`` rows that are due in the second that follows. Start the daemon after it."""
+    """``count`` rows that are due within ALL_DUE_SECONDS. Start the daemon after them."""
     await connection.execute(_LANES, lanes)
     await _insert(connection, _SOON, count, size, lanes)
     await connection.execute("ANALYZE message")

@@ -8,7 +8,6 @@ import time
 from bench import rows
 from bench.figures import median
 from bench.meter import peak_mb
-from bench.release import ALL_DUE_SECONDS
 from bench.run import Bench
 from bench.servers import Place
 from bench.watch import LOOK_SECONDS, STUCK_SECONDS, Counters, Stuck
@@ -20,7 +19,7 @@ async def once(place: Place) -> tuple[float, float, float]:
     """Seconds from the start of the process until it says "ready", and until a release is counted; peak MB."""
     async with await Counters.open(place) as counters:
         await rows.put_due(counters.connection, DUE, 512)
-        await asyncio.sleep(ALL_DUE_SECONDS)
+        await asyncio.sleep(rows.ALL_DUE_SECONDS)
         began = time.monotonic()
         async with place.daemon() as daemon:
             ready = asyncio.create_task(_seconds_until_ready(daemon.ready(), began))
