@@ -62,7 +62,8 @@ def _run_one(settings: Settings, load: Callable[[], Settings]) -> int:
 
 GARBAGE_THRESHOLD: Final = 200_000
 """Containers made and not freed before the collector looks for cycles; Python's own 700 are a third of a batch, and it
-took a third of the time of sorting one. Messages make no cycles: reference counts free them at once."""
+took a third of the time of sorting one. Messages make no cycles; failures may, and are collected after
+(delayer/services/retry.py)."""
 
 
 def _calm_the_collector() -> None:

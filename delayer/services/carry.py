@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import structlog
 
-from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
 from delayer.core.plan import Cascade, Finish, Policy, has_key
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
+from delayer.services.failures import raise_first
 from delayer.services.ports import Bindings, Parking
 from delayer.services.settle import Settler
 from delayer.services.sorting import Names, Sorted, Work, sort, work_for
@@ -63,12 +63,11 @@ class IntakeCarrier:
     async def _carry(self, plans: list[Sorted], names: Names, settler: Settler, before: Before) -> None:
         work = work_for(await self._finishable(plans), names, self._new_id)
         # Both run to their end even if one fails: what is parked is accepted though the broker is blocked.
-        results = await asyncio.gather(
-            self._park(work, settler, before), self._dispatch(work.publications, settler), return_exceptions=True
+        raise_first(
+            await asyncio.gather(
+                self._park(work, settler, before), self._dispatch(work.publications, settler), return_exceptions=True
+            )
         )
-        failures = [result for result in results if result is not None]
-        for failure in sorted(failures, key=lambda failure: isinstance(failure, BrokerLost | StoreLost)):
-            raise failure  # of two, the one that is a bug: the losses say the same thing anyway, give back and wait
 
     async def _finishable(self, plans: list[Sorted]) -> list[Sorted]:
         """The broker can finish only into a queue that is there to be bound. Where it is not there (yet), the daemon

@@ -89,11 +89,17 @@ _DUE_HEAD: Final = entry(DUE, int64(0))[:-8]
 
 def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
     """As the message leaves for its destination. Raises MalformedTable."""
-    append = b"%b%b%b%b%b" % (_ID_HEAD, len(id).to_bytes(4, "big"), id, _DUE_HEAD, due_ms.to_bytes(8, "big"))
+    append = b"%b%b%b%b%b" % (
+        _ID_HEAD,
+        len(id).to_bytes(4, "big"),
+        id,
+        _DUE_HEAD,
+        due_ms.to_bytes(8, "big", signed=True),
+    )
     remove = _REMOVED
     # The bytes are searched first, which costs next to nothing: hardly any message was ever refused.
     if _REFUSED in properties.raw and properties.get(_REFUSED) is not None:
-        remove |= _OF_THE_REFUSED
+        remove |= _OF_THE_REFUSED | {EXPIRATION, _PROPERTIES}
     user_id = properties.user_id
     if user_id is not None:
         append += entry(USER_ID, long_string(user_id))

@@ -64,13 +64,15 @@ class Release:
                     # A claim now would only keep a transaction open until its idle timeout ends it.
                     await retry.wait(SLICE)
                     continue
+                seconds: float | None = None
                 try:
                     seconds = await self.tick()
-                    retry.succeeded()
                 except BrokerLost as lost:
                     log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
+                if seconds is None:
                     await retry.pause()
                     continue
+                retry.succeeded()
                 await self._rest(seconds, beat, stopping)
         except LaneLost as lost:
             log.warning("lane lost", lane=self._lane.number, reason=str(lost))

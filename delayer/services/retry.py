@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable
 
@@ -22,7 +23,12 @@ class Retry:
         self._failures = 0
 
     async def pause(self) -> None:
-        """Sleep for the pause that is due after this many failures in a row; return at once when told to stop."""
+        """Sleep for the pause that is due after this many failures in a row; return at once when told to stop.
+
+        The failure must not be at hand any more (call this behind the ``except``): what it held on to, whole batches,
+        is freed here if it stands in rings of references. Failures are rare, and nothing is urgent after one.
+        """
+        gc.collect()
         seconds = pause(self._failures, random.random())
         self._failures += 1
         await self.wait(seconds)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from delayer.core.backoff import Sparing
-from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
 from delayer.faultpoint import reach
+from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.ports import Consumer, Pulse, Subscription
 from delayer.services.retry import Retry
 from delayer.services.settle import Settler
@@ -63,13 +63,14 @@ class Session:
         """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
         retry, sparing = Retry(stopping, self._beat), Sparing()
         while not stopping.is_set():
+            interrupted = False
             try:
                 await self._prepare()
                 subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
                 log.info("consuming", queue=self._intake.queue, prefetch=self._intake.prefetch)
                 self.consuming.set()
                 await self._consume(subscription, stopping, retry)
-            except (BrokerLost, StoreLost) as lost:
+            except LOSSES as lost:
                 if stopping.is_set() and not self.consuming.is_set():
                     break  # told to stop while something was still missing: that is no news, and perhaps not true
                 if self.consuming.is_set():
@@ -78,9 +79,11 @@ class Session:
                     log.warning(
                         "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
                     )
-                await retry.pause()
+                interrupted = True
             finally:
                 self.consuming.clear()
+            if interrupted:
+                await retry.pause()
         self._forget()
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
@@ -111,7 +114,7 @@ class Session:
                 await asyncio.wait(running)
             settler.flush()
             await subscription.close()
-            _raise_first(_failures(running), unless=(BrokerLost, StoreLost))
+            raise_first(take_failures(running), unless=LOSSES)  # losses of a session that is over are no news
 
     async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> bool:
         """Wait until at most ``at_most`` carries run. Whether one of them was carried out; raises the first failure."""
@@ -120,20 +123,9 @@ class Session:
             waiting = None if len(running) > at_most else 0
             done, _ = await asyncio.wait(running, timeout=waiting, return_when=asyncio.FIRST_COMPLETED)
             self._beat()
-            running -= done
-            _raise_first(_failures(done))
             if not done:
                 break
+            running -= done
+            raise_first(take_failures(done))
             carried = True
         return carried
-
-
-def _failures(tasks: Iterable[asyncio.Task[None]]) -> list[BaseException]:
-    return [failure for task in tasks if not task.cancelled() and (failure := task.exception()) is not None]
-
-
-def _raise_first(failures: list[BaseException], unless: tuple[type[BaseException], ...] = ()) -> None:
-    """Raise the first failure that is a bug, else the first loss; losses of a session that is over are no news."""
-    for failure in sorted(failures, key=lambda failure: isinstance(failure, BrokerLost | StoreLost)):
-        if not isinstance(failure, unless):
-            raise failure

@@ -385,3 +385,10 @@ def test_a_reason_is_cut_where_a_character_ends() -> None:
     assert field is not None
     assert isinstance(field.value, str)
     assert len(field.content) <= 500
+
+
+@pytest.mark.parametrize("due_ms", [-1, 0, -(1 << 62), (1 << 63) - 1])
+def test_any_due_instant_that_a_row_can_hold_can_be_released(due_ms: int) -> None:
+    field = Properties.parse(edits.released(Properties.parse(b"\0\0"), b"1", due_ms)).get(b"x-delayer-due")
+    assert field is not None
+    assert field.value == due_ms
