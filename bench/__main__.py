@@ -42,6 +42,7 @@ from bench import (
     targets,
 )
 from bench.figures import Result
+from bench.meter import Neighbours
 from bench.run import Bench, Options, quick
 from bench.servers import running_servers
 from delayer import telemetry
@@ -54,6 +55,8 @@ SECTIONS = {
     "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
     "peers": peers, "processes": processes, "bodies": bodies, "start": start, "churn": churn,
 }  # fmt: skip
+DISTURBED = 0.15
+"""Cores that other programs may take before it is said."""
 NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers": "native"}
 """Sections that say little without another one of the same run."""
 
@@ -114,7 +117,7 @@ def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
         "revision": revision.stdout.strip(),
         "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}",
         "versions": {"Python": platform.python_version(), **versions},
-        "load_average_before": round(os.getloadavg()[0], 2),
+        "cores_of_other_programs": {},
         "options": asdict(options),
         "rates_between": "10 % and 90 % of the count",
     }
@@ -140,12 +143,18 @@ def progress_of(sections: int) -> Iterator[tuple[Callable[[str], None], Callable
 
 async def attempt(bench: Bench, name: str) -> None:
     """Run a section. One that breaks ends the run in failure, but not before the others had their turn."""
+    neighbours = Neighbours()
     try:
         await SECTIONS[name].run(bench)
     except Exception as error:  # noqa: BLE001 - whatever it was, an hour of other figures is worth more
         traceback.print_exc()
         bench.note(f"BROKEN: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         bench.result.about.setdefault("broken", []).append(name)
+    cores = bench.result.about["cores_of_other_programs"][name] = round(neighbours.cores(), 2)
+    if cores > DISTURBED:
+        bench.note(
+            f"other programs kept {cores:.1f} of {os.cpu_count()} cores busy meanwhile: do not trust these figures"
+        )
 
 
 async def measure(options: Options, names: list[str]) -> Result:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -59,3 +61,21 @@ class Meter:
         used = {name: max(now[name] - self._last.get(name, 0.0), 0.0) for name in now}  # one that ended: 0
         self._last = now
         return used
+
+
+class Neighbours:
+    """What programs that are none of ours take of this machine meanwhile: figures beside them are not to be trusted."""
+
+    def __init__(self) -> None:
+        self._began, self._busy = time.monotonic(), self._others()
+
+    def cores(self) -> float:
+        """Cores that they kept busy, on average since this was made."""
+        return max(self._others() - self._busy, 0.0) / max(time.monotonic() - self._began, 1e-9)
+
+    @staticmethod
+    def _others() -> float:
+        """CPU seconds of the machine, stolen ones included, without ours and those of all that we started."""
+        times = psutil.cpu_times()
+        busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+        return busy - cpu_seconds(tree(os.getpid()))
