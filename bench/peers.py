@@ -73,7 +73,7 @@ async def kombu(bench: Bench) -> None:
     few, many = 1, bench.options.trip_longest
     trips = TRIP_RATE * (bench.options.trip_seconds + many)
     bench.say(f"kombu's lateness, {TRIP_RATE} a second for {trips // TRIP_RATE} s")
-    pace = {"count": trips, "rate": TRIP_RATE, "seconds": (few, many), "start": time.time() + 2}
+    pace = {"count": trips, "rate": TRIP_RATE, "seconds": (few, many), "start": time.time() + 1.5}
     reading = {"url": url, "queue": ADDRESS, "count": trips, "patience": 20}
     with Helper("consume", reading) as consumer, Helper("kombu", order | pace, MODULE) as publisher:
         meter = bench.servers.meter()

@@ -17,7 +17,7 @@ from bench.servers import Place
 from bench.watch import Counters
 
 SIZE = 512
-SLOWEST_FILL, SLOWEST_PARK, HEADROOM = 12_000, 8_000, 3.0
+SLOWEST_FILL, SLOWEST_PARK, HEADROOM = 20_000, 12_000, 3.0
 """Messages a second, and seconds for a start, that are trusted in when the due instant is chosen."""
 
 

@@ -42,7 +42,7 @@ def quick() -> Options:
     """Every section once, in less than two minutes: whether it works, and figures to take with a pinch of salt."""
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
-        burst=20_000, large=50, native=12_000, trip_seconds=2, trip_longest=3, peers=1000, processes=(1, 2),
+        burst=10_000, large=50, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, processes=(1, 2),
         churn_seconds=5, churn_rate=1000,
     )  # fmt: skip
 

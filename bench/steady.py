@@ -17,7 +17,7 @@ from bench.servers import IN, INBOX, Place
 from bench.traffic import Helper
 
 SIZE = 512
-LEAD_SECONDS = 1.5
+LEAD_SECONDS = 1.2
 """For the helpers to start."""
 PATIENCE_SECONDS = 20.0
 TOO_LATE_MS = 1000.0
