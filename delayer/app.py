@@ -17,13 +17,15 @@ from delayer.broker.errors import TopologyMismatch
 from delayer.daemon import Daemon
 from delayer.ops.notify import Notifier
 from delayer.reload import Reload
-from delayer.settings import Settings
+from delayer.settings import ConfigError, Settings
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.supervisor import worker
-from delayer.supervisor.policy import REFUSED
+from delayer.supervisor.policy import MISUSED, REFUSED
 from delayer.supervisor.service import Supervisor
 
 log = structlog.get_logger(__name__)
+
+STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_daemon(load: Callable[[], Settings]) -> int:
@@ -32,10 +34,17 @@ def run_daemon(load: Callable[[], Settings]) -> int:
     Returns the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is logged). Raises
     ConfigError if the first ``load`` does.
     """
-    settings = load()
     number = worker.number(os.environ)
     if number is not None:
         telemetry.sign(worker=number)
+        worker.do_not_outlive_supervisor()
+    try:
+        settings = load()
+    except ConfigError as wrong:
+        if number is None:
+            raise
+        log.error("start refused", reason=str(wrong), next_step="delayer check")
+        return REFUSED + MISUSED
     telemetry.configure(settings.log.format, settings.log.level)
     if number is None and settings.workers > 1:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -76,10 +85,20 @@ def _calm_the_collector() -> None:
 async def _supervise(settings: Settings, load: Callable[[], Settings]) -> int:
     supervisor = Supervisor(settings, load, Notifier())
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in STOPS:
         loop.add_signal_handler(signum, supervisor.stop)
     loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
-    return await supervisor.run()
+    try:
+        return await supervisor.run()
+    finally:
+        _heed_no_signals()
+
+
+def _heed_no_signals() -> None:
+    """We have stopped, and say with what exit code; an interpreter that ends takes its handlers away first, and an
+    order to stop that comes again would kill it."""
+    for signum in (*STOPS, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
@@ -88,11 +107,14 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     _calm_the_collector()
     reload = Reload(daemon, load, notifier)
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in STOPS:
         loop.add_signal_handler(signum, daemon.stop)
     loop.add_signal_handler(signal.SIGHUP, reload.request)
     if worker.number(os.environ) is not None:
         worker.watch_supervisor(daemon.stop)
     log.info("starting", version=__version__, mode=settings.mode)
     daemon.life.add("reload", reload.run)
-    await daemon.run()
+    try:
+        await daemon.run()
+    finally:
+        _heed_no_signals()

@@ -1,7 +1,8 @@
 """Telling systemd how we are (``Type=notify``), and the decision whether its watchdog may be fed.
 
 The protocol is a datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names; without that variable
-nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3).
+nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3). A supervisor of ours gives ``fd:N`` instead of a name: the
+line is there already, as that descriptor.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import structlog
 
 log = structlog.get_logger(__name__)
+
+FEEDS: Final = 3
+"""How often the watchdog is fed in the time that it allows: a word that is lost, or late, does no harm."""
+
+_DESCRIPTOR: Final = "fd:"
 
 
 class Notifier:
@@ -22,12 +29,17 @@ class Notifier:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
-        if path and path[0] not in "/@":
+        inherited = path.removeprefix(_DESCRIPTOR)
+        self._line = int(inherited) if inherited != path and inherited.isdecimal() else None
+        if path and path[0] not in "/@" and self._line is None:
             # "vsock:…" is how virtual machines report to their host; a service is never given it.
             log.warning("notify socket unusable", path=path, reason="expected an absolute path or @abstract")
             path = ""
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._watchdog = _watchdog_seconds(environ)
+        self._status = ""
+        self._ready = False
+        self._reloading = False
 
     @property
     def active(self) -> bool:
@@ -35,27 +47,38 @@ class Notifier:
 
     @property
     def watchdog_interval(self) -> float | None:
-        """Seconds between feedings, half of what systemd allows; None when it does not watch this process."""
-        return self._watchdog / 2 if self.active and self._watchdog is not None else None
+        """Seconds between feedings, a third of what systemd allows; None when it does not watch this process."""
+        return self._watchdog / FEEDS if self.active and self._watchdog is not None else None
 
     def ready(self, status: str = "") -> None:
         """Start, or a reload, is complete."""
+        self._status = status
+        # The end of a reload says nothing about a start that is not over.
+        self._ready, self._reloading = self._ready or not self._reloading, False
         self._send("READY=1", status)
 
     def reloading(self) -> None:
         """A reload begins. systemd wants its monotonic time too, to tell this reload from an earlier one."""
+        self._reloading = True
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}")
 
     def stopping(self, status: str = "") -> None:
+        self._ready = False
         self._send("STOPPING=1", status)
 
     def status(self, text: str) -> None:
         """One line for ``systemctl status``."""
+        self._status = text
         self._send("", text)
 
     def feed_watchdog(self) -> None:
-        self._send("WATCHDOG=1")
+        """With the state that we are in, if it is one that lasts: the word for it may have been lost, and a start that
+        is never known to be over is waited for without end."""
+        if self._ready and not self._reloading:
+            self._send("WATCHDOG=1\nREADY=1", self._status)
+        else:
+            self._send("WATCHDOG=1")
 
     def _send(self, state: str, status: str = "") -> None:
         lines = [state] if state else []
@@ -64,12 +87,22 @@ class Notifier:
         if not self._address or not lines:
             return
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
-                line.setblocking(False)
-                line.connect(self._address)
-                line.send("\n".join(lines).encode())
+            with self._connected() as line:
+                line.send("\n".join(lines).encode(), socket.MSG_DONTWAIT)
         except OSError as error:
             log.warning("notify failed", state=state.partition("\n")[0], reason=error.strerror or str(error))
+
+    def _connected(self) -> socket.socket:
+        if self._line is not None:
+            return socket.socket(fileno=os.dup(self._line))
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            line.setblocking(False)
+            line.connect(self._address)
+        except OSError:
+            line.close()
+            raise
+        return line
 
 
 def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:

@@ -12,7 +12,7 @@ REFUSED: Final = 64
 worker must not stop the others."""
 
 MISUSED: Final = 2
-"""Usage or configuration: said by the command line itself, before anybody knows that this is a worker."""
+"""Usage or configuration; and what an interpreter ends with that cannot find its program, during an upgrade, say."""
 
 STEADY: Final = 60.0
 """Seconds that a worker has to live for its end not to count as one more failure in a row."""
@@ -33,13 +33,14 @@ class GiveUp:
     code: int
 
 
-def after_end(code: int, lived: float, failures: int, chance: float) -> Again | GiveUp:
+def after_end(code: int, lived: float, failures: int, chance: float, *, proven: bool) -> Again | GiveUp:
     """What to do when a worker has ended that nobody had told to.
 
     ``code`` is its exit code, or minus the signal that killed it; ``failures`` how often in a row it had ended so
-    before; ``chance`` in [0, 1) spreads the pauses.
+    before; ``chance`` in [0, 1) spreads the pauses. ``proven``: a worker was ready once, so program and configuration
+    were right; whoever is changing them now will be done with it, and the others work on meanwhile.
     """
-    if code in (MISUSED, REFUSED + 1, REFUSED + MISUSED):
+    if code == REFUSED + 1 or (code in (MISUSED, REFUSED + MISUSED) and not proven):
         return GiveUp(code % REFUSED)
     return again(0 if lived >= STEADY else failures, chance)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import structlog
 
 from delayer.settings import ConfigError
+from delayer.supervisor.agreement import Disagreement
 from delayer.supervisor.policy import GiveUp, after_end, again
 from delayer.supervisor.state import State
 
@@ -21,10 +22,14 @@ log = structlog.get_logger(__name__)
 
 
 class Service(Protocol):
-    """What a place has to say to the supervisor."""
+    """What a place has to say to the supervisor, and to ask."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether any worker was ready once."""
 
     def check(self) -> None:
-        """Whether a daemon could be started now. Raises ConfigError."""
+        """Whether a daemon could be started now. Raises ConfigError, Disagreement."""
 
     def began(self, state: State) -> None:
         """A process runs."""
@@ -53,14 +58,14 @@ class Seat:
             try:
                 self._service.check()
                 code = await self._live(stopping)
-            except (ConfigError, OSError) as wrong:
+            except (ConfigError, Disagreement, OSError) as wrong:
                 step = again(failures, random.random())
                 log.error("worker not started", worker=self.state.number, reason=str(wrong))
             else:
                 if stopping.is_set():
                     return
                 lived = time.monotonic() - began
-                end = after_end(code, lived, failures, random.random())
+                end = after_end(code, lived, failures, random.random(), proven=self._service.proven)
                 if isinstance(end, GiveUp):
                     log.error("worker refused", worker=self.state.number, code=end.code)
                     self._service.give_up(end.code)
@@ -80,24 +85,30 @@ class Seat:
     async def _live(self, stopping: asyncio.Event) -> int:
         """One process from its start to its end; its exit code, or minus the signal that killed it. Raises OSError."""
         self._process = process = await self._start()
-        log.info("worker started", worker=self.state.number, pid=process.pid)
-        self.state.began(process.pid)
-        self._service.began(self.state)
+        try:
+            log.info("worker started", worker=self.state.number, pid=process.pid)
+            self.state.began(process.pid)
+            self._service.began(self.state)
+            return await self._end(process, stopping)
+        finally:
+            self.signal(signal.SIGKILL)  # to nobody, unless we were cancelled or something failed
+            await process.wait()
+            self._process = None
+            self.state.ended()
+            self._service.ended(self.state)
+
+    async def _end(self, process: Process, stopping: asyncio.Event) -> int:
+        """Wait for it, and ask for it when stopping is set."""
         end = asyncio.create_task(process.wait(), name=f"end of worker {self.state.number}")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         try:
             await asyncio.wait([end, stop], return_when=asyncio.FIRST_COMPLETED)
             if not end.done():
                 self.signal(signal.SIGTERM)
-            return await asyncio.shield(end)
+            return await end
         finally:
             stop.cancel()
-            if not end.done():
-                self.signal(signal.SIGKILL)
-                await end
-            self._process = None
-            self.state.ended()
-            self._service.ended(self.state)
+            end.cancel()
 
 
 def _how(code: int) -> dict[str, int | str]:

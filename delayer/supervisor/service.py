@@ -7,17 +7,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Final
 
 import structlog
 
 from delayer import __version__, telemetry
-from delayer.ops.notify import Notifier, Watchdog
+from delayer.ops.notify import FEEDS, Notifier, Watchdog
 from delayer.services.lifecycle import Life
 from delayer.settings import ConfigError, Settings
 from delayer.supervisor import worker
+from delayer.supervisor.agreement import Agreement
 from delayer.supervisor.ear import listening
 from delayer.supervisor.seat import Seat
 from delayer.supervisor.state import Reading, State, summary
@@ -25,7 +26,8 @@ from delayer.supervisor.state import Reading, State, summary
 log = structlog.get_logger(__name__)
 
 GRACE: Final = 9.0
-"""Seconds that the workers have to stop, once told; whoever is left is killed then. Ten are promised."""
+"""Seconds that the workers have to stop, once told; whoever is left is killed then. Ten are promised, and a worker
+takes 8.5 at most (services/lifecycle.py, daemon.py)."""
 LIMIT: Final = 30.0
 """Seconds within which a worker has to say that it moves, where systemd sets no other limit."""
 FIRST_WORD: Final = 60.0
@@ -43,10 +45,12 @@ class Supervisor:
 
     def __init__(self, settings: Settings, load: Callable[[], Settings], notifier: Notifier) -> None:
         self.life = Life(GRACE)
+        self.proven = False
+        self._agreement = Agreement(settings)
         self._settings = settings
         self._load = load
         self._notifier = notifier
-        self._limit = 2 * notifier.watchdog_interval if notifier.watchdog_interval else LIMIT
+        self._limit = FEEDS * notifier.watchdog_interval if notifier.watchdog_interval else LIMIT
         self._states = [State(number) for number in range(1, settings.workers + 1)]
         self._seats: dict[int, Seat] = {}
         self._watchdog = Watchdog()
@@ -61,10 +65,11 @@ class Supervisor:
     async def run(self) -> int:
         """Until :meth:`stop`, or until a worker refuses; the exit code of the service."""
         log.info("starting", version=__version__, mode=self._settings.mode, workers=len(self._states))
-        with worker.lifeline() as stdin, listening(self._heard) as address:
+        with ExitStack() as lines:
             for state in self._states:
-                environ = worker.environment(os.environ, state.number, address, self._limit)
-                seat = Seat(state, partial(worker.start, worker.command(), environ, stdin), self)
+                line = lines.enter_context(listening(self._heard))
+                environ = worker.environment(os.environ, state.number, self._limit)
+                seat = Seat(state, partial(worker.start, worker.command(), environ, line), self)
                 self._seats[state.number] = seat
                 self.life.add(f"worker {state.number}", seat.keep)
             self.life.add("watch", self._watch)
@@ -92,6 +97,7 @@ class Supervisor:
             log.error("reload refused", reason=str(wrong))  # here, once: every worker would say the same
         else:
             telemetry.configure(new.log.format, new.log.level)
+            self._agreement.reloaded(new)
             for state in self._states:
                 if state.ask_to_read():
                     self._seats[state.number].signal(signal.SIGHUP)
@@ -99,7 +105,11 @@ class Supervisor:
 
     def check(self) -> None:
         """See seat.Service. A file that is just being edited must not make a dead worker's successor refuse."""
-        self._load()
+        new = self._load()
+        if any(state.pid is not None for state in self._states):
+            self._agreement.check(new)
+        else:
+            self._agreement = Agreement(new)  # nobody is left to differ from: this is as good as a restart
 
     def began(self, state: State) -> None:
         """See seat.Service."""
@@ -119,10 +129,12 @@ class Supervisor:
     def _heard(self, pid: int, fields: Mapping[str, str]) -> None:
         state = next((one for one in self._states if one.pid == pid), None)
         if state is None:
-            return  # somebody else on this host, or one that is dead by now
+            return  # one that is dead by now, or one whose start is not known here yet: it will say it again
         if "WATCHDOG" in fields or not state.heard:
             self._watchdog.register(_name(state), self._limit, time.monotonic())
-        if state.hear(fields):
+        wanted = state.hear(fields)
+        self.proven = self.proven or state.ready
+        if wanted:
             self._seats[state.number].signal(signal.SIGHUP)
         self._changed()
 

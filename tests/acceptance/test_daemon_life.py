@@ -115,6 +115,13 @@ async def test_stopping_while_nothing_is_reached(mode: str) -> None:
         assert_no_secret(daemon)
 
 
+async def test_orders_that_come_again_do_not_change_the_end() -> None:
+    """Also when they come while the interpreter ends."""
+    async with DaemonProcess({"MODE": "native", "BROKER__URL": "amqp://127.0.0.1:1/"}) as daemon:
+        await daemon.event("broker unreachable")
+        assert await daemon.stop_insisting() == 0
+
+
 @pytest.fixture
 def servers() -> Iterator[tuple[RabbitMQ, Postgres]]:
     """Of the test's own, not started."""

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,6 +88,16 @@ class DaemonProcess:
         """SIGTERM; the exit code."""
         self.signal(signal.SIGTERM)
         return await self.wait()
+
+    async def stop_insisting(self) -> int:
+        """SIGTERM, and every signal that a daemon knows again and again until it is gone; the exit code."""
+        ended = asyncio.create_task(self.stop())
+        while not ended.done():
+            await asyncio.wait([ended], timeout=0.002)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                with suppress(ProcessLookupError):
+                    self.signal(number)
+        return await ended
 
     def reload(self) -> None:
         """SIGHUP; what comes of it is an event: "reloaded" or "reload refused"."""

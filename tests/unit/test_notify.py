@@ -44,9 +44,56 @@ def test_what_systemd_hears(systemd: tuple[str, socket.socket]) -> None:
     notifier.status("broker unreachable:\nREADY=1\n  forged")
     assert heard() == ["STATUS=broker unreachable: READY=1 forged"]
     notifier.feed_watchdog()
-    assert heard() == ["WATCHDOG=1"]
+    assert heard() == ["WATCHDOG=1", "READY=1", "STATUS=broker unreachable: READY=1 forged"], "it may have been lost"
     notifier.stopping("settling")
     assert heard() == ["STOPPING=1", "STATUS=settling"]
+    notifier.feed_watchdog()
+    assert heard() == ["WATCHDOG=1"]
+
+
+class Words(Notifier):
+    """What was said last."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.last = ""
+
+    def _send(self, state: str, status: str = "") -> None:
+        self.last = "\n".join(filter(None, [state, status]))
+
+    def fed(self) -> str:
+        self.feed_watchdog()
+        return self.last
+
+
+def test_only_a_state_that_lasts_is_repeated() -> None:
+    words = Words()
+    assert words.fed() == "WATCHDOG=1"
+    words.reloading()
+    assert words.fed() == "WATCHDOG=1"
+    words.ready("mode store")
+    assert words.fed() == "WATCHDOG=1", "the end of a reload is not the end of the start"
+    words.ready("mode store")
+    assert words.fed() == "WATCHDOG=1\nREADY=1\nmode store"
+    words.reloading()
+    assert words.fed() == "WATCHDOG=1", "it would end the reload"
+    words.ready("mode native")
+    assert words.fed() == "WATCHDOG=1\nREADY=1\nmode native"
+
+
+def test_a_line_that_was_inherited() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        notifier = Notifier({"NOTIFY_SOCKET": f"fd:{theirs.fileno()}", "WATCHDOG_USEC": "3000000"})
+        assert notifier.watchdog_interval == 1.0
+        notifier.ready("mode store")
+        notifier.feed_watchdog()
+        assert ours.recv(4096) == b"READY=1\nSTATUS=mode store"
+        assert ours.recv(4096) == b"WATCHDOG=1\nREADY=1\nSTATUS=mode store"
+        ours.close()
+        with structlog.testing.capture_logs() as logs:
+            notifier.ready()
+        assert [one["event"] for one in logs] == ["notify failed"]
 
 
 def test_inert_without_systemd() -> None:
@@ -64,9 +111,10 @@ def test_a_dead_socket_is_logged_and_no_more(address: str) -> None:
     assert [(one["event"], one["state"]) for one in logs] == [("notify failed", "READY=1")]
 
 
-def test_an_address_of_another_family_is_not_used() -> None:
+@pytest.mark.parametrize("address", ["vsock:2:1234", "fd:", "fd:x"])
+def test_an_address_of_another_family_is_not_used(address: str) -> None:
     with structlog.testing.capture_logs() as logs:
-        notifier = Notifier({"NOTIFY_SOCKET": "vsock:2:1234"})
+        notifier = Notifier({"NOTIFY_SOCKET": address})
     assert not notifier.active
     assert [one["event"] for one in logs] == ["notify socket unusable"]
 
@@ -75,8 +123,8 @@ def test_an_address_of_another_family_is_not_used() -> None:
     ("environ", "interval"),
     [
         ({}, None),
-        ({"WATCHDOG_USEC": "30000000"}, 15.0),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 15.0),
+        ({"WATCHDOG_USEC": "30000000"}, 10.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 10.0),
         ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, None),
         ({"WATCHDOG_USEC": "0"}, None),
         ({"WATCHDOG_USEC": "soon"}, None),

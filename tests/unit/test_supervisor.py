@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,14 +14,18 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.ops.notify import Notifier
+from delayer.daemon import FAREWELL
+from delayer.ops.notify import FEEDS, Notifier
+from delayer.services import lifecycle
 from delayer.settings import ConfigError, Settings
 from delayer.supervisor import seat as seat_module
 from delayer.supervisor import service as service_module
+from delayer.supervisor import worker
+from delayer.supervisor.agreement import Disagreement
 from delayer.supervisor.ear import listening
 from delayer.supervisor.policy import REFUSED, Again
 from delayer.supervisor.seat import Seat
-from delayer.supervisor.service import ABSENT, FIRST_WORD, LIMIT, RELOAD, Supervisor
+from delayer.supervisor.service import ABSENT, FIRST_WORD, GRACE, LIMIT, RELOAD, Supervisor
 from delayer.supervisor.state import State
 from tests.rig.fakes import until
 
@@ -58,6 +63,8 @@ class Service:
     def __init__(self) -> None:
         self.said: list[object] = []
         self.mistake: ConfigError | None = None
+        self.proven = False
+        self.failure: Exception | None = None
 
     def check(self) -> None:
         if self.mistake is not None:
@@ -65,6 +72,8 @@ class Service:
 
     def began(self, state: State) -> None:
         self.said.append(("began", state.pid))
+        if self.failure is not None:
+            raise self.failure
 
     def ended(self, state: State) -> None:
         self.said.append("ended")
@@ -102,8 +111,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
 
     def shorter(decide: Callable[..., object]) -> Callable[..., object]:
-        def decided(*arguments: float) -> object:
-            step = decide(*arguments)
+        def decided(*arguments: float, **options: bool) -> object:
+            step = decide(*arguments, **options)
             if isinstance(step, Again):
                 found.append(step.pause)
                 return Again(step.pause / 1000, step.failures)
@@ -139,6 +148,25 @@ async def test_a_place_is_given_up(code: int, given: int) -> None:
     await it.task
     assert it.service.said[-1] == ("give up", given)
     assert len(it.processes) == 1
+
+
+async def test_a_place_whose_service_was_ready_once_is_not_given_up_for_an_interpreter_that_finds_no_program() -> None:
+    it = Scene()
+    it.service.proven = True
+    for count, code in enumerate((2, 1, REFUSED + 2), 1):
+        (await it.process(count)).end(code)
+    (await it.process(4)).end(REFUSED + 1)
+    await it.task
+    assert it.service.said[-1] == ("give up", 1)
+
+
+async def test_no_process_is_left_when_something_fails_right_after_its_start() -> None:
+    it = Scene(deaf=True)
+    it.service.failure = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        await it.task
+    assert it.processes[0].signals == [signal.SIGKILL]
+    assert it.service.said == [("began", 100), "ended"]
 
 
 async def test_whatever_the_end_is_like_after_the_order_to_stop_it_is_no_news() -> None:
@@ -193,19 +221,84 @@ async def test_a_signal_for_nobody_is_lost() -> None:
 
 async def test_the_ear_knows_who_speaks() -> None:
     heard: list[tuple[int, object]] = []
-    with listening(lambda pid, fields: heard.append((pid, fields))) as address:
-        Notifier({"NOTIFY_SOCKET": address}).ready("mode store")
+    with listening(lambda pid, fields: heard.append((pid, fields))) as line:
+        ours = Notifier({"NOTIFY_SOCKET": f"fd:{line}"})
+        ours.ready("mode store")
         await until(lambda: len(heard) == 1)
         other = "import os; from delayer.ops.notify import Notifier; Notifier().feed_watchdog(); print(os.getpid())"
-        environ = os.environ | {"NOTIFY_SOCKET": address}
+        environ = worker.environment(os.environ, 1, 60.0)
         done = await asyncio.to_thread(
-            subprocess.run, [sys.executable, "-c", other], env=environ, capture_output=True, check=True
+            subprocess.run, [sys.executable, "-c", other], env=environ, stdin=line, capture_output=True, check=True
         )
         await until(lambda: len(heard) == 2)
+        kept = os.dup(line)
     assert heard == [(os.getpid(), READY), (int(done.stdout), {"WATCHDOG": "1"})]
     with capture_logs() as logs:
-        Notifier({"NOTIFY_SOCKET": address}).ready()
+        Notifier({"NOTIFY_SOCKET": f"fd:{kept}"}).ready()
+    os.close(kept)
     assert [one["event"] for one in logs] == ["notify failed"], "nobody listens any more"
+
+
+async def test_what_a_worker_says_while_nobody_has_time_to_listen_is_kept() -> None:
+    """And is heard a portion at a time: whoever says a lot does not keep the loop from everybody else."""
+    heard: list[int] = []
+    with listening(lambda pid, _: heard.append(pid)) as line, capture_logs() as logs:
+        said = Notifier({"NOTIFY_SOCKET": f"fd:{line}"})
+        for _ in range(100):
+            said.feed_watchdog()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert 0 < len(heard) < 100
+        await until(lambda: len(heard) == 100)
+    assert logs == []
+
+
+ORPHAN = """
+import asyncio, signal, sys, time
+from delayer.supervisor import worker
+worker.do_not_outlive_supervisor(patience=1)
+async def healthy():
+    gone = asyncio.Event()
+    worker.watch_supervisor(gone.set)
+    await gone.wait()
+    print("in order", flush=True)
+print("up", flush=True)
+if sys.argv[1] == "spins":
+    while True: pass
+asyncio.run(healthy())
+"""
+SUPERVISOR = """
+import socket, subprocess, sys, time
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+print(subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=theirs).pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker_is", "last_words"), [("well", [b"in order"]), ("stopped", [b"in order"]), ("spins", [])]
+)
+def test_nobody_outlives_a_killed_supervisor(worker_is: str, last_words: list[bytes]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, ORPHAN, worker_is], stdout=subprocess.PIPE, bufsize=0
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        # Both write there, and either may be the first.
+        said = [supervisor.stdout.readline(), supervisor.stdout.readline()]
+        said.remove(b"up\n")
+        if worker_is == "stopped":
+            os.kill(int(said[0]), signal.SIGSTOP)
+        supervisor.kill()
+        said = supervisor.stdout.read().splitlines()  # to its end, which is the end of the worker
+        assert said[-1:] == last_words
+
+
+def test_a_worker_without_a_supervisor_from_the_start_does_not_stay() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        done = subprocess.run([sys.executable, "-c", ORPHAN, "spins"], stdin=theirs, timeout=30, check=False)
+    assert done.returncode == -signal.SIGALRM
 
 
 class Line(Notifier):
@@ -221,7 +314,8 @@ class Line(Notifier):
         return self._interval
 
     def _send(self, state: str, status: str = "") -> None:
-        self.said.append(": ".join(filter(None, [state.partition("\n")[0], status])))
+        word = state.partition("\n")[0]
+        self.said.append(": ".join(filter(None, [word, status if word != "WATCHDOG=1" else ""])))
 
     def since(self) -> list[str]:
         said, self.said = self.said, []
@@ -241,6 +335,7 @@ class Crew:
     def __init__(self, line: Line, clock: Clock) -> None:
         self.line, self.clock = line, clock
         self.mistake: ConfigError | None = None
+        self.file: dict[str, Any] = {}
         self.signals: list[tuple[int, int]] = []
         self.it = Supervisor(Settings.model_validate({"workers": 2}), self.load, line)
         for state in self.it._states:
@@ -256,7 +351,7 @@ class Crew:
     def load(self) -> Settings:
         if self.mistake is not None:
             raise self.mistake
-        return Settings.model_validate({"workers": 2})
+        return Settings.model_validate({"workers": 2, **self.file})
 
     def begin(self, number: int) -> None:
         state = self.it._states[number - 1]
@@ -310,6 +405,55 @@ def test_ready_when_all_are_and_said_once(clock: Clock) -> None:
     crew.begin(1)
     crew.hear(1, STARTED, READY)
     assert crew.line.since() == ["1 of 2 workers ready: mode store; waiting for 1", "2 workers ready: mode store"]
+
+
+def test_a_word_that_was_lost_is_made_up_for_by_the_next(clock: Clock) -> None:
+    """A worker's words of life repeat that it is ready (tests/unit/test_notify.py)."""
+    crew = Crew(Line(), clock)
+    crew.begin(1)
+    crew.hear(1, STARTED, READY)
+    crew.hear(2, STARTED, READY)  # before it is known that it runs
+    assert crew.line.since()[-1].endswith("waiting for 2")
+    crew.begin(2)
+    crew.hear(2, STARTED | READY)
+    assert crew.line.since()[-1] == "READY=1: 2 workers ready: mode store"
+
+
+def test_proven_by_the_first_that_is_ready(clock: Clock) -> None:
+    crew = Crew(Line(), clock)
+    crew.begin(1)
+    crew.hear(1, STARTED)
+    assert not crew.it.proven
+    crew.hear(1, READY)
+    crew.end(1)
+    assert crew.it.proven
+
+
+def test_a_successor_that_would_differ_is_not_started_while_another_worker_lives(clock: Clock) -> None:
+    crew = Crew(Line(), clock)
+    crew.it.check()
+    crew.all_ready()
+    crew.end(1)
+    crew.file = {"broker": {"url": "amqp://elsewhere/"}}
+    with pytest.raises(Disagreement, match=r"restart.*broker\.url"):
+        crew.it.check()
+    crew.end(2)
+    crew.it.check()  # nobody lives: as good as a restart
+    crew.begin(1)
+    crew.it.check()
+    crew.file = {}
+    with pytest.raises(Disagreement):
+        crew.it.check()
+
+
+def test_a_stop_takes_no_longer_than_ten_seconds() -> None:
+    """A worker's own longest way out ends before it is killed, and what follows the killing before ten seconds."""
+    ends = 0.5
+    """Seconds for an interpreter to end, or a killed process to be gone."""
+    worst = lifecycle.GRACE + lifecycle.CUT_OFF + FAREWELL
+    assert worst + ends <= GRACE
+    assert GRACE + lifecycle.CUT_OFF + ends <= 10.0
+    assert worst + ends <= worker.ORPHANED <= 10.0
 
 
 def test_a_reload_ends_when_all_have_read(clock: Clock) -> None:
@@ -373,7 +517,7 @@ def test_a_reload_that_gets_no_answer_ends_too(clock: Clock) -> None:
 
 
 def test_who_is_silent_is_killed_once_and_systemd_hears_nothing_meanwhile(clock: Clock) -> None:
-    crew = Crew(Line(interval=3.0), clock)  # so the limit is 6 s
+    crew = Crew(Line(interval=6.0 / FEEDS), clock)
     crew.all_ready()
     crew.look(2.0)
     crew.look(2.0)
@@ -381,8 +525,10 @@ def test_who_is_silent_is_killed_once_and_systemd_hears_nothing_meanwhile(clock:
     crew.hear(1, STARTED)
     crew.hear(2, {"STATUS": "mode store"})  # a word, but not the one that counts
     with capture_logs() as logs:
-        crew.look(2.5)
+        crew.look(2.0)
+        assert crew.line.since() == ["WATCHDOG=1"]
         crew.look(0.5)
+        crew.look(2.5)
     assert [(one["event"], one["worker"]) for one in logs] == [("worker silent", 2)]
     assert crew.signals == [(2, signal.SIGKILL)]
     assert crew.line.since() == []

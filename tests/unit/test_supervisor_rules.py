@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
 from delayer.core.backoff import LONGEST
+from delayer.settings import Settings
 from delayer.supervisor import worker
+from delayer.supervisor.agreement import Agreement, Disagreement
 from delayer.supervisor.policy import REFUSED, STEADY, Again, GiveUp, after_end, again
 from delayer.supervisor.state import Reading, State, parse, summary
 
@@ -15,7 +18,7 @@ from delayer.supervisor.state import Reading, State, parse, summary
 @pytest.mark.parametrize(
     ("code", "lived", "failures", "step"),
     [
-        # what waiting does not mend
+        # what waiting does not mend, or not if nobody was ever ready
         (2, 0.3, 0, GiveUp(2)),
         (REFUSED + 1, 0.3, 0, GiveUp(1)),
         (REFUSED + 2, 0.3, 7, GiveUp(2)),
@@ -37,7 +40,74 @@ from delayer.supervisor.state import Reading, State, parse, summary
     ],
 )
 def test_after_the_end_of_a_worker(code: int, lived: float, failures: int, step: Again | GiveUp) -> None:
-    assert after_end(code, lived, failures, 1.0) == step
+    assert after_end(code, lived, failures, 1.0, proven=False) == step
+
+
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [
+        (1, Again(0.2, 1)),
+        (2, Again(0.2, 1)),  # python: can't open file
+        (REFUSED + 2, Again(0.2, 1)),  # a file that was broken just after it was looked at
+        (REFUSED + 1, GiveUp(1)),
+    ],
+)
+def test_after_the_end_of_a_worker_of_a_service_that_was_ready(code: int, step: Again | GiveUp) -> None:
+    assert after_end(code, 1.0, 0, 1.0, proven=True) == step
+
+
+def settings(**tables: Any) -> Settings:
+    return Settings.model_validate(tables)
+
+
+BASE: dict[str, Any] = {"broker": {"url": "amqp://u:one@b/v"}, "store": {"url": "postgresql://u:one@p/d"}}
+STARTED_WITH = settings(**BASE)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"mode": "native", "workers": 7, "log": {"level": "debug"}},
+        {"intake": {"prefetch": 1, "max_delay": "1d"}},
+        {"store": {"url": "postgresql://other:two@p/d", "lanes": 7}},
+        {"broker": {"url": "amqp://u:two@b/v", "heartbeat": "5s"}},
+    ],
+)
+def test_what_a_successor_may_have_different(tables: dict[str, Any]) -> None:
+    Agreement(STARTED_WITH).check(settings(**{**BASE, **tables}))
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"broker": {"url": "amqp://u:one@b/w"}}, "broker.url"),
+        ({"broker": {"url": "amqp://u:one@c/v"}}, "broker.url"),
+        ({"store": {"url": "postgresql://u:one@p/e"}}, "store.url"),
+        ({"intake": {"queue": "others"}}, "intake.queue"),
+        ({"native": {"prefix": "other."}}, "native"),
+        ({"refused": {"queue": "others"}}, "refused.queue"),
+    ],
+)
+def test_what_a_successor_may_not_have_different(tables: dict[str, Any], key: str) -> None:
+    with pytest.raises(Disagreement) as caught:
+        Agreement(STARTED_WITH).check(settings(**{**BASE, **tables}))
+    assert f" for {key}: " in str(caught.value)
+    assert "one" not in str(caught.value)
+
+
+def test_a_first_store_comes_with_a_reload_and_there_is_no_second() -> None:
+    agreement = Agreement(settings(mode="native"))
+    one = settings(mode="native", store={"url": "postgresql://p/one"})
+    two = settings(mode="native", store={"url": "postgresql://p/two"})
+    agreement.check(one)
+    agreement.check(two)
+    agreement.reloaded(one)
+    agreement.reloaded(two)  # the workers do not take it
+    agreement.check(one)
+    agreement.check(settings(mode="native"))
+    with pytest.raises(Disagreement):
+        agreement.check(two)
 
 
 def test_chance_spreads_the_pauses() -> None:
@@ -157,8 +227,8 @@ def test_who_we_are(text: str | None, number: int | None) -> None:
 
 def test_what_a_worker_is_started_with() -> None:
     ours = {"PATH": "/bin", "NOTIFY_SOCKET": "/run/systemd/notify", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1"}
-    given = worker.environment(ours, 3, "@abc", 2.5)
+    given = worker.environment(ours, 3, 2.5)
     assert given == {
-        "PATH": "/bin", "NOTIFY_SOCKET": "@abc", "WATCHDOG_USEC": "2500000", "DELAYER_WORKER_NUMBER": "3",
+        "PATH": "/bin", "NOTIFY_SOCKET": "fd:0", "WATCHDOG_USEC": "2500000", "DELAYER_WORKER_NUMBER": "3",
     }  # fmt: skip
     assert worker.command()[0] == sys.executable
