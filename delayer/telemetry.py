@@ -41,7 +41,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "workers ready": "every worker is ready for the first time",
     "worker died": "a worker ended without being told to; it is started again after restart_seconds",
     "worker silent": "a worker did not say in time that it moves: it is killed, and started again",
-    "worker not started": "no process, or no configuration that fits beside the other workers, just now; it is tried again",
+    "worker not started": "no process, or no configuration that fits beside the others, just now; it is tried again",
     "worker refused": "a worker would not start for a reason that waiting does not mend: the others are stopped too",
     "reload unanswered": "SIGHUP: these workers did not say in time that they had read the configuration again",
     "supervisor gone": "the supervisor is not there any more: this worker stops in order",

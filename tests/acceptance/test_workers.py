@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import time
@@ -16,7 +17,7 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.test_daemon_reload import by_store
 from tests.acceptance.world import assert_no_secret, secret_store_url, wait_for
-from tests.rig.daemon import DaemonProcess
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
 from tests.rig.servers import Postgres
 
 STOP_SECONDS = 10.0
@@ -188,6 +189,25 @@ async def test_sighup_reaches_every_worker(place: Place, store: str, config: Pat
         for worker in (1, 2):
             assert (await daemon.of(worker, "stopped"))["cascaded"] > 0
         assert [one["event"] for one in daemon.errors()] == ["reload refused"]
+
+
+async def test_a_program_that_is_away_for_a_moment_stops_nobody(
+    place: Place, store: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As during an upgrade in place: the interpreter ends with the exit code of a wrong configuration."""
+    program = tmp_path / "delayer"
+    shutil.copy(EXECUTABLE, program)
+    monkeypatch.setattr("tests.rig.daemon.EXECUTABLE", program)
+    async with service(place, config, "store", store) as daemon:
+        await daemon.ready()
+        program.rename(tmp_path / "away")
+        seen = len(daemon.events)
+        os.kill(await daemon.pid(1), signal.SIGKILL)
+        await daemon.event("worker died", where=lambda one: one.get("exit_code") == 2, after=seen)
+        (tmp_path / "away").rename(program)
+        await daemon.of(1, "ready", after=seen)
+        assert not [one for one in daemon.events if one.get("worker") == 2 and one["event"] in ("stopping", "stopped")]
+        assert await daemon.stop() == 0
 
 
 async def test_orders_that_come_again_do_not_change_the_end(place: Place, store: str, config: Path) -> None:

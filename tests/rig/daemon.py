@@ -96,7 +96,7 @@ class DaemonProcess:
             await asyncio.wait([ended], timeout=0.002)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 with suppress(ProcessLookupError):
-                    self.signal(number)
+                    os.kill(self.pid, number)  # not send_signal, which may take the exit code from whoever waits for it
         return await ended
 
     def reload(self) -> None:
