@@ -91,6 +91,10 @@ class Lane(Protocol):
     async def give_up(self) -> None:
         """Roll back: the rows are there again. Never raises for a connection that is gone already."""
 
+    @property
+    def more(self) -> bool:
+        """Whether rows may be due already: the last claim was full, or was given up."""
+
     async def sleep_hint(self) -> float:
         """Seconds until the next row of this lane (waiting, or held with a retry time) is due by the store's clock;
         0.0 when one is due already; at most 60. Raises LaneLost, StoreLost."""

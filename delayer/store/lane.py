@@ -161,6 +161,11 @@ class PostgresLane:
         self._more = True
         await self._link.roll_back()
 
+    @property
+    def more(self) -> bool:
+        """See the port."""
+        return self._more
+
     async def sleep_hint(self) -> float:
         """See the port."""
         async with self._talking("sleep hint") as connection:

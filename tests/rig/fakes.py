@@ -200,6 +200,10 @@ class ScriptedLane:
     async def give_up(self) -> None:
         self.events.append("give up")
 
+    @property
+    def more(self) -> bool:
+        return bool(self._claims)
+
     async def sleep_hint(self) -> float:
         return 0.0 if self._claims else self.hint
 

@@ -10,7 +10,7 @@ from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import NACKED, Returned
 from delayer.services import release as module
 from delayer.services.counting import Counters
-from delayer.services.release import Portion, Release, prepared
+from delayer.services.release import COMPANY, Portion, Release, prepared
 from delayer.wire.properties import Properties, encode_headers, entry, long_string
 from tests.rig.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, due, until
 
@@ -32,7 +32,7 @@ class Scene:
 async def test_a_tick_publishes_in_order_and_forgets_what_is_confirmed() -> None:
     rows = [due(3), due(1), due(2)]
     it = Scene(ScriptedLane(claims=[rows], hint=7.5))
-    assert await it.release.tick() == 7.5
+    assert await it.release.tick() == COMPANY
     assert [message.body for message in it.publisher.published] == [b"3", b"1", b"2"]
     assert it.lane.settled == [(rows, [])]
     assert it.count("released") == 3
