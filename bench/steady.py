@@ -63,8 +63,27 @@ async def once(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int,
     return Steady(published["sent"], seen, published, used, memory)
 
 
+async def alone(place: Place, rate: int, seconds: int) -> dict[str, Any]:
+    """How late messages of the same size and rate are that go straight from the publisher through the destination queue
+    to the consumer, without a daemon: nobody can be more punctual through this broker on this machine."""
+    place.fresh_inbox()
+    start = time.time() + LEAD_SECONDS
+    common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate, "seconds": seconds}
+    reading = {"queue": INBOX, "count": rate * seconds, "patience": PATIENCE_SECONDS}
+    sending = {"exchange": "", "key": INBOX, "queue": INBOX}
+    with Helper("consume", common | reading) as consumer, Helper("stamped", common | sending) as publisher:
+        _, seen = await asyncio.gather(publisher.result(), consumer.result())
+    return dict(seen)
+
+
 async def run(bench: Bench) -> None:
     options = bench.options
+    place = await bench.place(0)
+    for rate in options.rates:
+        bench.say(f"{rate:,} messages a second through the destination queue alone")
+        seen = await alone(place, rate, min(options.steady_seconds, 15))
+        for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
+            bench.add(f"broker alone, lateness {name}", seen["late"][share], "ms", rate=rate, backlog=0)
     middle = 5000 if 5000 in options.rates else options.rates[0]
     turns = [(rate, 0) for rate in options.rates]
     if options.backlog and not options.quick:

@@ -70,6 +70,25 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
     return {"sent": ticks * each, "behind_ms": behind * 1000, "cpu_seconds": time.process_time()}
 
 
+def stamped(order: dict[str, Any]) -> dict[str, Any]:
+    """``rate`` messages a second that are due when they are published: what the broker by itself makes of them."""
+    each = max(round(order["rate"] * TICK), 1)
+    placeholder = (1 << 62).to_bytes(8, "big")
+    one = message(order["exchange"], order["key"], properties(number("x-delayer-due", 1 << 62)), b"x" * order["size"])
+    chunk = one * each
+    plain = Plain(order["url"])
+    ticks = round(order["seconds"] * order["rate"] / each)
+    for tick in range(ticks):
+        pause = order["start"] + tick * each / order["rate"] - time.time()
+        if pause > 0:
+            time.sleep(pause)
+        now = int(time.time() * 1000).to_bytes(8, "big")
+        plain.socket.sendall(chunk.replace(placeholder, now))
+    plain.depth(order["queue"])
+    plain.close()
+    return {"sent": ticks * each, "cpu_seconds": time.process_time()}
+
+
 def flood(order: dict[str, Any]) -> dict[str, Any]:
     """``count`` messages as fast as they are confirmed, due at random within ``spread_ms`` from ``due_ms`` on."""
     chance = random.Random(2)
@@ -199,7 +218,7 @@ class Helper:
 
 
 def main() -> None:
-    verbs = {"publish": publish, "flood": flood, "consume": consume}
+    verbs = {"publish": publish, "stamped": stamped, "flood": flood, "consume": consume}
     print(json.dumps(verbs[sys.argv[1]](json.loads(sys.argv[2]))))
 
 
