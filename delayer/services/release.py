@@ -26,10 +26,11 @@ log = structlog.get_logger(__name__)
 SLICE: Final = 1.0
 """Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
 
-COMPANY: Final = 0.003
-"""Seconds between a portion that took all that was due and the next claim. What comes due meanwhile shares a
-transaction, a write and a confirm: at 5,000 messages a second that halves the CPU time of daemon, broker and database
-a message, and makes them punctual, where single ones wait for a busy machine."""
+COMPANY: Final = 0.002
+"""Seconds between a portion that took all that was due and the next claim: what comes due meanwhile shares its
+transaction, write and confirm. `make bench` at 5,000 messages a second on 2 cores, CPU a message of daemon and database:
+77 and 64 us with no pause at all and a gathering of 3 ms in the intake; 72 and 53 us with this one and 5 ms there; 60
+and 44 us with 5 and 10 ms, where half of the messages are 3 ms later."""
 
 
 @dataclass(frozen=True, slots=True)

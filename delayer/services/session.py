@@ -36,7 +36,7 @@ class Intake:
     queue: str
     prefetch: int
     batch: int = 2000
-    gather: float = 0.010
+    gather: float = 0.005
     in_flight: int = 3
 
 
