@@ -99,7 +99,7 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
     remove = _REMOVED
     # The bytes are searched first, which costs next to nothing: hardly any message was ever refused.
     if _REFUSED in properties.raw and properties.get(_REFUSED) is not None:
-        remove |= _OF_THE_REFUSED | {EXPIRATION, _PROPERTIES}
+        remove |= _OF_THE_REFUSED
     user_id = properties.user_id
     if user_id is not None:
         append += entry(USER_ID, long_string(user_id))

@@ -40,7 +40,7 @@ class Service(DaemonProcess):
         """The first event of that name that a worker logged, or the supervisor about it."""
         return await self.event(name, where=lambda one: one.get("worker") == worker, after=after, timeout=LONG)
 
-    async def pid(self, worker: int, *, after: int = 0) -> int:
+    async def pid_of(self, worker: int, *, after: int = 0) -> int:
         return int((await self.of(worker, "worker started", after=after))["pid"])
 
     def errors(self) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ async def test_a_dead_workers_lanes_are_adopted_and_it_is_started_again(
         await asyncio.to_thread(config.write_text, "half a fi")
         seen = len(daemon.events)
         began = time.monotonic()
-        os.kill(await daemon.pid(1), signal.SIGKILL)
+        os.kill(await daemon.pid_of(1), signal.SIGKILL)
         await daemon.of(2, "lane adopted", after=seen)
         assert time.monotonic() - began < ADOPTION_SECONDS
         assert (await daemon.of(1, "worker died", after=seen))["signal"] == "SIGKILL"
@@ -147,7 +147,7 @@ async def test_a_killed_supervisor_leaves_nobody(place: Place, store: str, confi
     once."""
     async with service(place, config, "store", store) as daemon:
         await daemon.ready()
-        os.kill(await daemon.pid(2), signal.SIGSTOP)
+        os.kill(await daemon.pid_of(2), signal.SIGSTOP)
         daemon.signal(signal.SIGKILL)
         # Returns at the end of the log, which is when the last worker has closed it.
         assert await daemon.wait(LONG) == -signal.SIGKILL
@@ -159,7 +159,7 @@ async def test_a_killed_supervisor_leaves_nobody(place: Place, store: str, confi
 async def test_a_worker_that_hangs_does_not_delay_the_stop(place: Place, store: str, config: Path) -> None:
     async with service(place, config, "store", store) as daemon:
         await daemon.ready()
-        os.kill(await daemon.pid(2), signal.SIGSTOP)
+        os.kill(await daemon.pid_of(2), signal.SIGSTOP)
         began = time.monotonic()
         assert await daemon.stop() == 0
         assert time.monotonic() - began < STOP_SECONDS
@@ -202,7 +202,7 @@ async def test_a_program_that_is_away_for_a_moment_stops_nobody(
         await daemon.ready()
         program.rename(tmp_path / "away")
         seen = len(daemon.events)
-        os.kill(await daemon.pid(1), signal.SIGKILL)
+        os.kill(await daemon.pid_of(1), signal.SIGKILL)
         await daemon.event("worker died", where=lambda one: one.get("exit_code") == 2, after=seen)
         (tmp_path / "away").rename(program)
         await daemon.of(1, "ready", after=seen)
@@ -267,12 +267,12 @@ async def test_what_systemd_hears_and_a_worker_that_hangs(
             await daemon.of(worker, "reloaded")
 
         seen, at = len(daemon.events), len(systemd.hear())
-        hung = await daemon.pid(2)
+        hung = await daemon.pid_of(2)
         os.kill(hung, signal.SIGSTOP)
         assert (await daemon.of(2, "worker silent", after=seen))["pid"] == hung
         await daemon.of(2, "worker died", after=seen)
         at = await systemd.hears("STATUS=1 of 2 workers ready: mode native; waiting for 2", after=at)
-        assert await daemon.pid(2, after=seen) != hung
+        assert await daemon.pid_of(2, after=seen) != hung
         await daemon.of(2, "ready", after=seen)
         back = await systemd.hears("STATUS=2 workers ready: mode native", after=at)
         await systemd.hears("WATCHDOG=1", after=back)
