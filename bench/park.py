@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 
 from bench.figures import median
 from bench.meter import peak_mb
@@ -42,6 +43,11 @@ async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
 
 
 async def run(bench: Bench) -> None:
+    await turns(bench, "park", once)
+
+
+async def turns(bench: Bench, what: str, once: Callable[[Place, int, int], Awaitable[tuple[Course, float]]]) -> None:
+    """``once`` for each size and backlog, as often as was asked for; the medians."""
     for backlog, size in bench.loads:
         count = bench.options.count_of(size)
         place = await bench.place(backlog)
@@ -51,7 +57,7 @@ async def run(bench: Bench) -> None:
             course, memory = await once(place, count, size)
             courses.append(course)
             peaks.append(memory)
-        report(bench, "park", courses, peaks, body=size, backlog=backlog)
+        report(bench, what, courses, peaks, body=size, backlog=backlog)
 
 
 def report(bench: Bench, what: str, courses: list[Course], peaks: list[float], **at: int) -> None:

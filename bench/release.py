@@ -6,7 +6,7 @@ import asyncio
 
 from bench import rows
 from bench.meter import peak_mb
-from bench.park import report
+from bench.park import turns
 from bench.run import Bench
 from bench.servers import Place
 from bench.watch import Counters, Course
@@ -26,13 +26,4 @@ async def once(place: Place, count: int, size: int) -> tuple[Course, float]:
 
 
 async def run(bench: Bench) -> None:
-    for backlog, size in bench.loads:
-        count = bench.options.count_of(size)
-        place = await bench.place(backlog)
-        courses, peaks = [], []
-        for turn in range(bench.options.repeats):
-            bench.say(f"{count:,} rows of {size:,} bytes, {backlog:,} more waiting, turn {turn + 1}")
-            course, memory = await once(place, count, size)
-            courses.append(course)
-            peaks.append(memory)
-        report(bench, "release", courses, peaks, body=size, backlog=backlog)
+    await turns(bench, "release", once)

@@ -14,7 +14,7 @@ import asyncpg
 
 from bench.meter import Meter, tree
 from bench.plain import Plain
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.daemon import DaemonProcess, command
 from tests.rig.servers import Postgres, RabbitMQ
 
 IN, OUT, INBOX = "delayer.in", "delayer.out", "bench.inbox"
@@ -60,14 +60,7 @@ class Place:
 
     async def delayer(self, *arguments: str) -> str:
         """Run a command of the command line to its end. Raises RuntimeError with what it printed."""
-        process = await asyncio.create_subprocess_exec(
-            str(EXECUTABLE), "--config", str(self.config), *arguments,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        output, _ = await process.communicate()
-        if process.returncode != 0:
-            raise RuntimeError(f"delayer {' '.join(arguments)}: exit {process.returncode}\n{output.decode()}")
-        return output.decode()
+        return await command(self.config, *arguments)
 
 
 class Servers:

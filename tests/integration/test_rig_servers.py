@@ -178,15 +178,17 @@ def test_nothing_outlives_its_owner(end: Callable[[subprocess.Popen[str]], None]
         cwd=ROOT, env=os.environ | {"TMPDIR": str(_passable(tmp_path))}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert owner.stdout is not None
-    for line in owner.stdout:
-        if "Ctrl-C" in line:
-            break
-    family = psutil.Process(owner.pid).children(recursive=True)
-    assert {"beam.smp", "epmd", "postgres"} <= _names(family)
-
-    end(owner)
-    owner.wait(timeout=30)
-    owner.stdout.close()
+    try:
+        for line in owner.stdout:
+            if "Ctrl-C" in line:
+                break
+        family = psutil.Process(owner.pid).children(recursive=True)
+        assert {"beam.smp", "epmd", "postgres"} <= _names(family)
+        end(owner)
+        owner.wait(timeout=30)
+    finally:
+        owner.kill()  # where the test fails, its servers are not to stay either
+        owner.stdout.close()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == []
     assert list((tmp_path / "t").iterdir()) == []

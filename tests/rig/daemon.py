@@ -21,6 +21,18 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
+async def command(config: Path, *arguments: str) -> str:
+    """Run a command of the command line to its end; its output. Raises RuntimeError with what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        str(EXECUTABLE), "--config", str(config), *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"delayer {' '.join(arguments)}: exit {process.returncode}\n{output.decode()}")
+    return output.decode()
+
+
 class DaemonProcess:
     """One ``delayer run``. ``async with`` kills it at the end if it still runs; a clean end is the test's to ask for.
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.daemon import DaemonProcess, command
 from tests.rig.servers import Postgres, RabbitMQ
 
 ROUTES: tuple[dict[str, object], ...] = (
@@ -42,14 +42,7 @@ class Stack:
 
     async def delayer(self, *arguments: str) -> str:
         """Run a command of the command line to its end; its output. Fails with what it printed."""
-        process = await asyncio.create_subprocess_exec(
-            str(EXECUTABLE), "--config", str(self.config), *arguments,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        output, _ = await process.communicate()
-        if process.returncode != 0:
-            raise RuntimeError(f"delayer {' '.join(arguments)}: exit {process.returncode}\n{output.decode()}")
-        return output.decode()
+        return await command(self.config, *arguments)
 
 
 @asynccontextmanager
