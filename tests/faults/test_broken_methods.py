@@ -167,5 +167,9 @@ async def test_the_ack_is_never_sent(place: Place, monkeypatch: Patch) -> None:
             async with running(place):
                 await ledger.until(lambda: ledger.total() >= 200)
                 await eventually(place.standing, lambda standing: not standing)
+            while await place.standing():
+                # Given back at the stop: it had been read and not begun, and is a copy that is still to come.
+                async with running(place):
+                    await eventually(place.standing, lambda standing: not standing)
             verdict = await place.settle_accounts(ledger)
     verdict.assert_kept(repeats=True)
