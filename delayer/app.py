@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Final
 
 import structlog
-import uvloop
 
 from delayer import __version__, telemetry
 from delayer.broker.errors import TopologyMismatch
 from delayer.daemon import Daemon
+from delayer.ops import loop
 from delayer.ops.notify import Notifier
 from delayer.reload import Reload
 from delayer.settings import ConfigError, Settings
@@ -47,16 +47,14 @@ def run_daemon(load: Callable[[], Settings]) -> int:
         return REFUSED + MISUSED
     telemetry.configure(settings.log.format, settings.log.level)
     if number is None and settings.workers > 1:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_supervise(settings, load))
+        return loop.run(_supervise(settings, load))
     code = _run_one(settings, load)
     return code + REFUSED if number is not None and code else code
 
 
 def _run_one(settings: Settings, load: Callable[[], Settings]) -> int:
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, load))
+        loop.run(_serve(settings, load))
     except TopologyMismatch as wrong:
         log.error("start refused", reason=str(wrong), next_step="delayer topology verify")
         return 1
@@ -84,10 +82,10 @@ def _calm_the_collector() -> None:
 
 async def _supervise(settings: Settings, load: Callable[[], Settings]) -> int:
     supervisor = Supervisor(settings, load, Notifier())
-    loop = asyncio.get_running_loop()
+    running = asyncio.get_running_loop()
     for signum in STOPS:
-        loop.add_signal_handler(signum, supervisor.stop)
-    loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
+        running.add_signal_handler(signum, supervisor.stop)
+    running.add_signal_handler(signal.SIGHUP, supervisor.reload)
     try:
         return await supervisor.run()
     finally:
@@ -106,10 +104,10 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     daemon = Daemon(settings, notifier)
     _calm_the_collector()
     reload = Reload(daemon, load, notifier)
-    loop = asyncio.get_running_loop()
+    running = asyncio.get_running_loop()
     for signum in STOPS:
-        loop.add_signal_handler(signum, daemon.stop)
-    loop.add_signal_handler(signal.SIGHUP, reload.request)
+        running.add_signal_handler(signum, daemon.stop)
+    running.add_signal_handler(signal.SIGHUP, reload.request)
     if worker.number(os.environ) is not None:
         worker.watch_supervisor(daemon.stop)
     log.info("starting", version=__version__, mode=settings.mode)

@@ -91,6 +91,6 @@ class LaneTaker:
         return PostgresLane(number, Start(epoch, watermark, retry_ms), connection, self._clock, self._look)
 
     async def _look(self, number: int, horizon_ms: int) -> tuple[int | None, int | None]:
-        async with self._pool.acquire() as connection:
+        async with session.borrowed(self._pool) as connection:
             first = await connection.fetchval(statements.NEXT_DUE, number, session.BEGINNING_MS, horizon_ms)
             return first, await connection.fetchval(statements.NEXT_RETRY, number)

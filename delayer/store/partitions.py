@@ -16,6 +16,7 @@ from enum import Enum
 import asyncpg
 import structlog
 
+from delayer.store import session
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
@@ -198,7 +199,7 @@ class Days:
         if not missing:
             return
         end = time.monotonic() + PARK_SECONDS
-        async with pool.acquire() as connection:
+        async with session.borrowed(pool) as connection:
             for day in missing:
                 if time.monotonic() > end:
                     return

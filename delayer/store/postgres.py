@@ -60,7 +60,7 @@ class PostgresStore:
         clock = StoreClock()
         try:
             with translated("connect"):
-                async with pool.acquire() as connection:
+                async with session.borrowed(pool) as connection:
                     await schema.check(connection)
                     await session.sample(connection, clock)
                     days = Days(await partitions.existing(connection))
@@ -168,7 +168,7 @@ class PostgresStore:
         try:
             for _ in range(CREATE_ATTEMPTS):
                 with translated("own lanes"):
-                    async with self._pool.acquire() as connection:
+                    async with session.borrowed(self._pool) as connection:
                         free = await self._taker.free(connection, with_rows_only=False)
                         if not free:
                             new = await self._taker.create(connection)
@@ -187,14 +187,14 @@ class PostgresStore:
     async def adopt(self) -> list[Any]:
         """See the port. Raises StoreLost."""
         with translated("adopt"):
-            async with self._pool.acquire() as connection:
+            async with session.borrowed(self._pool) as connection:
                 free = await self._taker.free(connection, with_rows_only=True)
         return await self._taker.take(free, len(free))
 
     async def maintain(self) -> None:
         """See the port. Raises StoreLost."""
         with translated("maintain"):
-            async with self._pool.acquire() as connection:
+            async with session.borrowed(self._pool) as connection:
                 await session.sample(connection, self._clock)
                 lock = "('message'::regclass::oid::int, 2)"
                 if not await connection.fetchval(f"SELECT pg_try_advisory_lock{lock}"):

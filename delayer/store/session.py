@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 import asyncpg
 
@@ -106,6 +107,21 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
         raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
     except ValueError:
         raise BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database") from None
+
+
+@asynccontextmanager
+async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[asyncpg.Connection]:
+    """A connection of the pool, which ends with a caller that is cancelled.
+
+    The pool would first wait until the server has confirmed that it cancelled the statement, however long that takes:
+    a server that hangs kept a stopping daemon. Raises the driver's errors.
+    """
+    async with pool.acquire() as connection:
+        try:
+            yield connection
+        except asyncio.CancelledError:
+            connection.terminate()
+            raise
 
 
 async def prepare(connection: asyncpg.Connection) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
@@ -39,3 +42,24 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
                 rows = await lane.claim(MANY, ROOM)
                 assert rows == []
                 await lane.release()
+
+
+async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> None:
+    """A daemon that is told to stop cancels what is under way; the driver alone would wait for the server's answer to
+    its request to cancel the statement."""
+    with Postgres() as server:
+        async with opened(server.url(server.add_database())) as store:
+            calls = {"adopt": store.adopt, "own_lanes": lambda: store.own_lanes(1), "maintain": store.maintain}
+            for lane in await store.own_lanes(1):
+                calls["park"] = partial(store.park, lane, [parcel(store.now_ms() + 60_000)], [])
+            server.pause()
+            try:
+                tasks = {asyncio.create_task(call(), name=name) for name, call in calls.items()}
+                _, waiting = await asyncio.wait(tasks, timeout=0.2)
+                assert {task.get_name() for task in waiting} == set(calls)
+                for task in tasks:
+                    task.cancel()
+                _, waiting = await asyncio.wait(tasks, timeout=2.0)
+                assert not waiting
+            finally:
+                server.resume()
