@@ -29,6 +29,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "stopped": "everything is settled; with the counts of this process's life",
     "part failed too": "beside the failure that ends the daemon, another part failed",
     "stop forced": "a part did not end in time and was cut off; what it had in flight comes again",
+    "tasks left behind": "work cut off at the very end did not leave in time and ended with the process, as in a crash",
     "reloaded": "SIGHUP: these keys changed live",
     "reload refused": "SIGHUP: the new configuration cannot be used, the old one stays",
     "restart needed": "SIGHUP: these keys changed too, and act after a restart",
