@@ -41,11 +41,9 @@ def read_delay_ms(value: object) -> int:
 
     Raises UnreadableDelay.
     """
+    if type(value) is int:
+        return value
     match value:
-        case bool() | Timestamp():
-            pass
-        case int():
-            return value
         case float() if math.isfinite(value):
             return math.ceil(value)
         case Decimal() if value.is_finite():

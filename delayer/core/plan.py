@@ -99,8 +99,7 @@ class Ask(NamedTuple):
     acts_later: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Cascade:
+class Cascade(NamedTuple):
     """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``."""
 
     due_ms: int
@@ -109,8 +108,7 @@ class Cascade:
     finish: Finish
 
 
-@dataclass(frozen=True, slots=True)
-class Park:
+class Park(NamedTuple):
     """Write to the store; a message with a ``key`` replaces the one that waits under it."""
 
     due_ms: int
@@ -118,8 +116,7 @@ class Park:
     key: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AtOnce:
+class AtOnce(NamedTuple):
     """Due already: publish to the destination."""
 
     due_ms: int
@@ -179,7 +176,7 @@ def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
     wait_ms = due_ms - from_ms
     if wait_ms <= 0:
         return AtOnce(due_ms, target)
-    if policy.mode is Mode.STORE and wait_ms > min(policy.park_beyond_ms, MAX_SECONDS * 1000):
+    if policy.mode is Mode.STORE and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
         return Park(due_ms, target)
     return _cascade(due_ms, from_ms, target, route, ask)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import structlog
 
@@ -83,7 +82,7 @@ class IntakeCarrier:
         for address in sorted(missing):
             log.warning("queue missing", queue=address)
         return [
-            one._replace(plan=replace(one.plan, finish=Finish.DAEMON))
+            one._replace(plan=one.plan._replace(finish=Finish.DAEMON))
             if isinstance(one.plan, Cascade) and one.plan.target.routing_key in missing
             else one
             for one in plans

@@ -26,6 +26,7 @@ from delayer.wire.properties import (
     int64,
     long_string,
     negated,
+    negated_if_positive,
     splice,
     value_at,
 )
@@ -56,6 +57,7 @@ _OF_THE_REFUSED: Final = frozenset({_REFUSED, _EXCHANGE, _ROUTING_KEY})
 """What a refused message gained. Published again and delivered, it is refused no more; without the first of them the
 other two are somebody's own."""
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
+_DEATH: Final = b"-death-"
 _ROUTES: Final = frozenset({b"CC", b"BCC"})
 
 ROOM: Final = 2048
@@ -100,30 +102,40 @@ def released(properties: Properties, id: bytes, due_ms: int) -> bytes:
     # The bytes are searched first, which costs next to nothing: hardly any message was ever refused.
     if _REFUSED in properties.raw and properties.get(_REFUSED) is not None:
         remove |= _OF_THE_REFUSED
+    drop: tuple[str, ...] = ()
     user_id = properties.user_id
     if user_id is not None:
         append += entry(USER_ID, long_string(user_id))
         remove |= {USER_ID}
+        drop = ("user_id",)
     return splice(
         properties,
         remove=remove,
-        remove_prefixes=_REMOVED_PREFIXES,
+        remove_prefixes=_REMOVED_PREFIXES if _DEATH in properties.raw else (),
         replace=_turned(properties),
         append=append,
-        drop=("user_id",),
+        drop=drop,
     )
 
 
 def _turned(properties: Properties) -> Mapping[bytes, bytes]:
     """``x-delay`` with its sign turned: the plugin's mark for a delay that is over. One that is not positive is that
     mark already; one that cannot be read was not what this message was delayed by, and stays."""
-    field = properties.get(DELAY)
-    if field is None:
-        return {}
+    for name, type_at, stop in properties.entries():
+        if name == DELAY:
+            return _turned_delay(properties.raw, type_at, stop)
+    return {}
+
+
+def _turned_delay(raw: bytes, type_at: int, stop: int) -> Mapping[bytes, bytes]:
+    turned = negated_if_positive(raw, type_at)
+    if turned is not None:
+        return {DELAY: turned}
     try:
-        return {DELAY: negated(field.type, field.raw)} if read_delay_ms(field.value) > 0 else {}
+        positive = read_delay_ms(value_at(raw, type_at, stop)) > 0
     except UnreadableDelay:
         return {}
+    return {DELAY: negated(raw[type_at], raw[type_at + 1 : stop])} if positive else {}
 
 
 def for_the_broker(properties: Properties, id: bytes, due_ms: int) -> bytes:

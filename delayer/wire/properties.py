@@ -27,6 +27,7 @@ from delayer.wire.fields import (
     int64,
     long_string,
     negated,
+    negated_if_positive,
     value_at,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "int64",
     "long_string",
     "negated",
+    "negated_if_positive",
     "splice",
     "value_at",
 ]

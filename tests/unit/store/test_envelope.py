@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.core.message import Due, Parcel, Target
-from delayer.store import envelope
+from delayer.store import envelope, statements
 
 # Rows as format 1 wrote them. Never edit: add the next format below.
 FORMAT_1: list[tuple[Mapping[str, object], Parcel]] = [
@@ -59,9 +60,19 @@ FORMAT_1: list[tuple[Mapping[str, object], Parcel]] = [
 ]
 
 
+def read(record: Mapping[str, object], attempts: int = 0) -> Due:
+    return envelope.read([record[name] for name in envelope.READ], attempts)
+
+
+@pytest.mark.parametrize("statement", [statements.CLAIM, statements.CLAIM_HELD])
+def test_the_claims_give_the_columns_in_the_order_in_which_they_are_read(statement: str) -> None:
+    found = re.findall(r"\b[mh]\.(\w+)(?=,|\s*$|\s*FROM)", statement[statement.index(".checksum") - 20 :])
+    assert tuple(found[: len(envelope.READ)]) == envelope.READ
+
+
 @pytest.mark.parametrize(("record", "parcel"), FORMAT_1)
 def test_format_1_still_reads(record: Mapping[str, object], parcel: Parcel) -> None:
-    assert envelope.read(record) == Due(record["id"], parcel.due_ms, 0, parcel, sound=True)  # type: ignore[arg-type]
+    assert read(record) == Due(record["id"], parcel.due_ms, 0, parcel, sound=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("record", "parcel"), FORMAT_1)
@@ -73,7 +84,7 @@ def test_format_1_is_still_written(record: Mapping[str, object], parcel: Parcel)
 
 def test_a_format_of_the_future_is_not_sound() -> None:
     record, _ = FORMAT_1[0]
-    assert not envelope.read(dict(record) | {"format": envelope.FORMAT + 1}).sound
+    assert not read(dict(record) | {"format": envelope.FORMAT + 1}).sound
 
 
 pieces = st.binary(max_size=6)
@@ -93,17 +104,17 @@ def test_bytes_do_not_move_between_columns_unnoticed(
 def test_a_message_reads_as_it_was_written(exchange: bytes, key: bytes, properties: bytes, body: bytes) -> None:
     parcel = Parcel(5, b"r", exchange, key, Target(key, exchange), properties, body)
     record = dict(zip(envelope.COLUMNS, envelope.row(parcel, 1), strict=True)) | {"id": 1}
-    due = envelope.read(record, attempts=4)
+    due = read(record, attempts=4)
     assert due == Due(1, 5, 4, parcel, sound=True)
     assert envelope.row_again(due, 1) == envelope.row(parcel, 1)
 
 
 def test_moving_a_damaged_row_does_not_heal_it() -> None:
     record, _ = FORMAT_1[0]
-    due = envelope.read(dict(record) | {"body": b"damaged"})
+    due = read(dict(record) | {"body": b"damaged"})
     assert not due.sound
     moved = dict(zip(envelope.COLUMNS, envelope.row_again(due, 1), strict=True)) | {"id": 7}
-    assert not envelope.read(moved).sound
+    assert not read(moved).sound
 
 
 @pytest.mark.parametrize(
