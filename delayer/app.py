@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import structlog
 
@@ -28,11 +28,11 @@ log = structlog.get_logger(__name__)
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_daemon(load: Callable[[], Settings]) -> int:
+def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again through ``load``.
 
-    Returns the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is logged). Raises
-    ConfigError if the first ``load`` does.
+    Ends the process with the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is
+    logged). Raises ConfigError if the first ``load`` does.
     """
     number = worker.number(os.environ)
     if number is not None:
@@ -44,12 +44,12 @@ def run_daemon(load: Callable[[], Settings]) -> int:
         if number is None:
             raise
         log.error("start refused", reason=str(wrong), next_step="delayer check")
-        return REFUSED + MISUSED
+        loop.end(REFUSED + MISUSED)
     telemetry.configure(settings.log.format, settings.log.level)
     if number is None and settings.workers > 1:
-        return loop.run(_supervise(settings, load))
+        loop.end(loop.run(_supervise(settings, load)))
     code = _run_one(settings, load)
-    return code + REFUSED if number is not None and code else code
+    loop.end(code + REFUSED if number is not None and code else code)
 
 
 def _run_one(settings: Settings, load: Callable[[], Settings]) -> int:

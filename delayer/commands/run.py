@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from delayer import app
@@ -26,4 +24,4 @@ def run(request: Request) -> None:
       delayer --mode native --set log.format=console run
       delayer --workers 4 run
     """
-    sys.exit(app.run_daemon(request.settings))
+    app.run_daemon(request.settings)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import sys
 from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 import uvloop
@@ -22,7 +25,7 @@ def run(main: Coroutine[Any, Any, T], *, leave: float = LEAVE) -> T:
 
     Tasks that it leaves behind are cancelled, and waited for ``leave`` seconds: asyncio's own runner waits as long as
     they like, and a driver that tidies up beside a server that hangs likes seconds (seen: five). Those that have not
-    gone by then end with the process, whose sockets the kernel closes.
+    gone by then end with the process. The loop is not closed; see :func:`end`.
     """
     loop = uvloop.new_event_loop()
     try:
@@ -31,14 +34,28 @@ def run(main: Coroutine[Any, Any, T], *, leave: float = LEAVE) -> T:
     finally:
         loop.run_until_complete(_send_away(leave))
         asyncio.set_event_loop(None)
-        loop.close()
+
+
+def end(code: int) -> NoReturn:
+    """End the process now, with this exit code.
+
+    Closing the loop, and the interpreter's own end, wait for threads that look a name up, which nobody can interrupt:
+    beside a name server that is silent that takes as long as the resolver likes, 10 s and more.
+    """
+    sys.stdout.flush()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _send_away(seconds: float) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    left = (await asyncio.wait(tasks, timeout=seconds))[1] if tasks else set()
+    done, left = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
+    for task in done:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            log.error("part failed too", reason=repr(failure))
     if left:
         # They are destroyed while pending, which would be reported once more for each of them.
         asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)

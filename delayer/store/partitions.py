@@ -84,7 +84,7 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
     Raises the driver's errors if they end the connection.
     """
     try:
-        async with connection.transaction():
+        async with session.transaction(connection):
             # Daemons that need the same day take turns, and nobody waits behind one that waits for its turn.
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
@@ -153,7 +153,7 @@ async def _drop(connection: asyncpg.Connection, name: str) -> bool:
     if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
         return False
     try:
-        async with connection.transaction():
+        async with session.transaction(connection):
             # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
             await connection.execute("SET LOCAL lock_timeout = '200ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")

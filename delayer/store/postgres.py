@@ -148,7 +148,7 @@ class PostgresStore:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
         """A transaction on a pooled connection; whatever goes wrong, the connection does not come back with it open."""
-        async with self._pool.acquire() as connection:
+        async with session.borrowed(self._pool) as connection:
             try:
                 await connection.execute("BEGIN")
                 yield connection
@@ -157,7 +157,7 @@ class PostgresStore:
                 await connection.execute("ROLLBACK")
                 raise
             except BaseException:
-                connection.terminate()
+                session.end(connection)
                 raise
             if status != "COMMIT":
                 raise StoreLost(f"the store answered COMMIT by {status}")
@@ -205,7 +205,7 @@ class PostgresStore:
                     await partitions.drop_passed(connection, today)
                     self._days.learn(await partitions.existing(connection))
                 except BaseException:
-                    connection.terminate()
+                    session.end(connection)  # and with it the lock
                     raise
                 await connection.execute(f"SELECT pg_advisory_unlock{lock}")
 

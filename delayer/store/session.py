@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import asyncpg
 
@@ -15,6 +15,9 @@ CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 30.0
 # The server gives up first, with a reason; we only give up on a server that does not answer at all.
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
+
+GIVEN_UP = (asyncio.CancelledError, TimeoutError)
+"""Nobody waits for the server's answer any more, neither to the statement nor to what would undo it."""
 
 _EPOCH_US = 946_684_800_000_000  # 2000-01-01, Postgres's own zero, in microseconds after 1970
 _FOREVER_US = (1 << 63) - 1
@@ -114,14 +117,37 @@ async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[asyncpg.Connection]:
     """A connection of the pool, which ends with a caller that is cancelled.
 
     The pool would first wait until the server has confirmed that it cancelled the statement, however long that takes:
-    a server that hangs kept a stopping daemon. Raises the driver's errors.
+    a server that hangs kept a stopping daemon. The same for one whose statement timed out. Raises the driver's errors.
     """
     async with pool.acquire() as connection:
         try:
             yield connection
-        except asyncio.CancelledError:
-            connection.terminate()
+        except GIVEN_UP:
+            end(connection)
             raise
+
+
+@asynccontextmanager
+async def transaction(connection: asyncpg.Connection) -> AsyncIterator[None]:
+    """The driver's transaction, without its wait for a rollback where nobody waits for that: see :func:`borrowed`."""
+    started = connection.transaction()
+    await started.start()
+    try:
+        yield
+    except GIVEN_UP:
+        end(connection)
+        raise
+    except BaseException:
+        await started.rollback()
+        raise
+    else:
+        await started.commit()
+
+
+def end(connection: asyncpg.Connection) -> None:
+    """Cut it, if it is not gone from its pool already."""
+    with suppress(asyncpg.InterfaceError):
+        connection.terminate()
 
 
 async def prepare(connection: asyncpg.Connection) -> None:

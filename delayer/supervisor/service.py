@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 GRACE: Final = 9.0
 """Seconds that the workers have to stop, once told; whoever is left is killed then. Ten are promised, and a worker
-takes 8.5 at most (services/lifecycle.py, daemon.py)."""
+takes 8.5 at most (services/lifecycle.py, daemon.py, ops/loop.py)."""
 LIMIT: Final = 30.0
 """Seconds within which a worker has to say that it moves, where systemd sets no other limit."""
 FIRST_WORD: Final = 60.0

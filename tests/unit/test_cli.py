@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import asyncpg
 import pytest
@@ -174,12 +175,12 @@ def test_run_hands_the_loader_to_the_app(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text('mode = "store"\n')
     modes = []
 
-    def run_daemon(load: object) -> int:
+    def run_daemon(load: object) -> NoReturn:
         assert callable(load)
         modes.append(load().mode)
         file.write_text('mode = "native"\n')
         modes.append(load().mode)
-        return 7
+        raise SystemExit(7)  # the real one ends the process
 
     monkeypatch.setattr(app, "run_daemon", run_daemon)
     assert call("--config", str(file), "run").exit_code == 7
@@ -389,7 +390,7 @@ def test_when(due_ms: int | None, text: str) -> None:
 def test_settings_are_what_the_shortcuts_say() -> None:
     seen: list[Settings] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "run_daemon", lambda load: seen.append(load()) or 0)
+        patch.setattr(app, "run_daemon", lambda load: seen.append(load()))
         call(
             "--set",
             "mode=store",
