@@ -40,25 +40,40 @@ async def once(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int,
 
     ``delays_ms``: shortest, longest, step.
     """
-    warm = delays_ms[1] / 1000 + 1
     async with place.daemon() as daemon:
         await daemon.ready()
-        start = time.time() + LEAD_SECONDS
-        since, until = start + warm, start + warm + seconds
-        count = round((warm + seconds) * rate)
-        common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate}
-        sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
-        reading = {"queue": INBOX, "count": count, "patience": warm + PATIENCE_SECONDS}
-        window = {"since_ms": since * 1000, "until_ms": until * 1000}
-        with Helper("consume", common | reading | window) as consumer, Helper("publish", common | sending) as publisher:
-            await asyncio.sleep(since - time.time())
-            meter = place.meter(daemon, publisher=publisher.pid, consumer=consumer.pid)
-            began = time.time()
-            await asyncio.sleep(until - 0.05 - time.time())  # the publisher is gone a moment after its last message
-            cpu, measured = meter.read(), time.time() - began
-            published, seen = await asyncio.gather(publisher.result(), consumer.result())
-        memory = peak_mb(daemon.pid)
+        steady = await _under_load(place, daemon.pid, rate, seconds, delays_ms)
         await daemon.stop()
+    return steady
+
+
+async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+    """The same load on the least that could do the work: our wire, and a heap instead of a store."""
+    place.fresh_inbox()
+    lasts = 2 * delays_ms[1] / 1000 + seconds + 5
+    order = {"url": place.broker_url, "queue": "delays", "prefetch": 5000, "seconds": lasts}
+    with Helper("in_memory", order, "bench.rivals") as relay:
+        return await _under_load(place, relay.pid, rate, seconds, delays_ms)
+
+
+async def _under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+    """Measure the process ``pid`` (and its children), which relays."""
+    warm = delays_ms[1] / 1000 + 1
+    start = time.time() + LEAD_SECONDS
+    since, until = start + warm, start + warm + seconds
+    count = round((warm + seconds) * rate)
+    common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate}
+    sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
+    reading = {"queue": INBOX, "count": count, "patience": warm + PATIENCE_SECONDS}
+    window = {"since_ms": since * 1000, "until_ms": until * 1000}
+    with Helper("consume", common | reading | window) as consumer, Helper("publish", common | sending) as publisher:
+        await asyncio.sleep(since - time.time())
+        meter = place.servers.meter(daemon=pid, publisher=publisher.pid, consumer=consumer.pid)
+        began = time.time()
+        await asyncio.sleep(until - 0.05 - time.time())  # the publisher is gone a moment after its last message
+        cpu, measured = meter.read(), time.time() - began
+        memory = peak_mb(pid)
+        published, seen = await asyncio.gather(publisher.result(), consumer.result())
     used = {name: spent * 1e6 / (rate * measured) for name, spent in cpu.items()}
     return Steady(published["sent"], seen, published, used, memory)
 
@@ -84,6 +99,13 @@ async def run(bench: Bench) -> None:
         seen = await alone(place, rate, min(options.steady_seconds, 15))
         for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
             bench.add(f"broker alone, lateness {name}", seen["late"][share], "ms", rate=rate, backlog=0)
+        bench.say(f"{rate:,} messages a second through a relay without a store")
+        floor = await in_memory(place, rate, min(options.steady_seconds, 15), _delays(bench))
+        for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
+            bench.add(f"without a store, lateness {name}", floor.seen["late"][share], "ms", rate=rate, backlog=0)
+        for of in ("daemon", "broker"):
+            name = "relay" if of == "daemon" else of
+            bench.add(f"without a store, CPU of {name}", floor.cpu_us[of], "µs/msg", rate=rate, backlog=0)
     middle = 5000 if 5000 in options.rates else options.rates[0]
     turns = [(rate, 0) for rate in options.rates]
     if options.backlog and not options.quick:
@@ -91,8 +113,12 @@ async def run(bench: Bench) -> None:
     for rate, backlog in turns:
         place = await bench.place(backlog)
         bench.say(f"{rate:,} messages a second for {options.steady_seconds} s, {backlog:,} rows waiting")
-        steady = await once(place, rate, options.steady_seconds, (1000, options.longest_delay * 1000, 1))
+        steady = await once(place, rate, options.steady_seconds, _delays(bench))
         report(bench, steady, rate=rate, backlog=backlog)
+
+
+def _delays(bench: Bench) -> tuple[int, int, int]:
+    return 1000, bench.options.longest_delay * 1000, 1
 
 
 def report(bench: Bench, steady: Steady, **at: int) -> None:
