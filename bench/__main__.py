@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from bench import (
+    adoption,
     bodies,
     burst,
     ceilings,
@@ -53,7 +54,7 @@ PARTIAL = RESULTS / "partial.json"
 """What there is so far, should the machine go down in the last section."""
 SECTIONS = {
     "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
-    "peers": peers, "processes": processes, "bodies": bodies, "start": start, "churn": churn,
+    "peers": peers, "processes": processes, "adoption": adoption, "bodies": bodies, "start": start, "churn": churn,
 }  # fmt: skip
 DISTURBED = 0.15
 """Cores that other programs may take before it is said."""
@@ -61,8 +62,8 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-TAKES_MINUTES = {"churn"}
-"""Says nothing in seconds: a quick run has it only if it is asked for."""
+TAKES_MINUTES = {"adoption", "churn"}
+"""Say nothing in seconds: a quick run has them only if they are asked for."""
 
 
 def chosen(only: str, *, quick: bool = False) -> list[str]:

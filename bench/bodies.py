@@ -10,10 +10,12 @@ from bench.rows import KEY
 from bench.run import Bench
 from bench.servers import IN, INBOX
 from bench.traffic import Helper
+from bench.watch import Counters
 
 SIZE = 1_000_000
-DELAY_SECONDS = 2.0
-"""After the start of the publishing: parking and releasing go on side by side, which takes the most memory."""
+DELAY_SECONDS, SPREAD_SECONDS = 8.0, 12.0
+"""After the start of the publishing: parking and releasing go on side by side, which takes the most memory. What came
+too late to be parked would not count: how many were parked is told."""
 IN_FLIGHT = 16
 
 
@@ -21,17 +23,23 @@ async def run(bench: Bench) -> None:
     count = bench.options.large
     place = await bench.place()
     bench.say(f"{count:,} bodies of 1 MB")
-    async with place.daemon() as daemon:
+    async with await Counters.open(place) as counters, place.daemon() as daemon:
         await daemon.ready()
         reading = {"url": place.broker_url, "queue": INBOX, "count": count, "patience": 60}
-        plan = {"count": count, "due_ms": round((time.time() + DELAY_SECONDS) * 1000), "spread_ms": 5000}
+        plan = {
+            "count": count,
+            "due_ms": round((time.time() + DELAY_SECONDS) * 1000),
+            "spread_ms": round(SPREAD_SECONDS * 1000),
+        }
         target = {"url": place.broker_url, "exchange": IN, "key": KEY, "size": SIZE, "each": 1, "window": IN_FLIGHT}
         with Helper("consume", reading) as consumer, Helper("flood", target | plan) as publisher:
             began = time.time()
             _, seen = await asyncio.gather(publisher.result(), consumer.result())
         memory = peak_mb(daemon.pid)
+        parked = await counters.since("parked")
         await daemon.stop()
     bench.add("passed within", seen["last_ms"] / 1000 - began, "s", count=count, body=SIZE)
+    bench.add("parked", parked, "msg", count=count, body=SIZE)
     bench.add("missing", count - seen["received"], "msg", count=count, body=SIZE)
     bench.add("early", seen["early"], "msg", count=count, body=SIZE)
     bench.add("memory of daemon", memory, "MB", count=count, body=SIZE)

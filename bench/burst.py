@@ -45,9 +45,10 @@ async def run(bench: Bench) -> None:
             seen = await consumer.result()
         memory = peak_mb(daemon.pid)
         await daemon.stop()
-    drained = (seen["last_ms"] - due) / 1000
-    bench.add("drained, from the first due instant", drained, "s", count=count)
-    bench.add("rate", count / max(drained, 1e-9), "msg/s", count=count)
+    if seen["received"]:
+        drained = (seen["last_ms"] - due) / 1000
+        bench.add("drained, from the first due instant", drained, "s", count=count)
+        bench.add("rate", count / max(drained, 1e-9), "msg/s", count=count)
     for name, share in (("p50", "0.5"), ("p99", "0.99"), ("max", "1.0")):
         if seen["late"]:
             bench.add(f"lateness {name}", seen["late"][share], "ms", count=count)

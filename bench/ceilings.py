@@ -17,6 +17,8 @@ from bench.servers import Place
 from delayer.store import envelope
 
 BATCH = 2000
+SESSIONS = (1, 2, 3)
+"""The daemon has several parks in flight; whichever number is the quickest is the ceiling."""
 PUBLISH, CONSUME, COPY = "broker publish, confirmed", "broker consume", "store copy"
 COPY_COLUMNS = (*envelope.COLUMNS, "id")
 
@@ -40,27 +42,33 @@ def broker(place: Place, kind: str, count: int, size: int) -> tuple[float, float
     return rate_between(published, count), rate_between(consumed, count)
 
 
-async def copy(url: str, count: int, size: int) -> float:
-    """Rows a second of binary COPY into a table shaped like one partition, every batch a transaction.
-
-    The rows are made beforehand; each batch is due a little later than the last, as delays of one length are.
+async def copy(url: str, count: int, size: int, sessions: int) -> float:
+    """Rows a second of binary COPY into a table shaped like one partition, every batch a transaction, through so many
+    sessions side by side. The rows are made beforehand.
     """
-    connection = await asyncpg.connect(url)
+    connections = [await asyncpg.connect(url) for _ in range(sessions)]
     try:
-        await connection.execute("CREATE TABLE bench_copy (LIKE message INCLUDING ALL)")
-        due = await connection.fetchval("SELECT now()")
+        first, *_ = connections
+        await first.execute("CREATE TABLE bench_copy (LIKE message INCLUDING ALL)")
+        due = await first.fetchval("SELECT now()")
         _, *rest = sample_row(size)
-        batches = [[(due, *rest, first + n) for n in range(BATCH)] for first in range(0, count, BATCH)]
-        await connection.execute("CHECKPOINT")
+        batches = [[(due, *rest, start + n) for n in range(BATCH)] for start in range(0, count, BATCH)]
+        await first.execute("CHECKPOINT")
         clock = asyncio.get_running_loop().time
         samples = [(clock(), 0.0)]
-        for batch in batches:
-            await connection.copy_records_to_table("bench_copy", records=batch, columns=COPY_COLUMNS)
-            samples.append((clock(), samples[-1][1] + len(batch)))
-        await connection.execute("DROP TABLE bench_copy")
+
+        async def write(connection: asyncpg.Connection) -> None:
+            while batches:
+                batch = batches.pop()
+                await connection.copy_records_to_table("bench_copy", records=batch, columns=COPY_COLUMNS)
+                samples.append((clock(), samples[-1][1] + len(batch)))
+
+        await asyncio.gather(*map(write, connections))
+        await first.execute("DROP TABLE bench_copy")
         return rate_between(samples, samples[-1][1])
     finally:
-        await connection.close()
+        for connection in connections:
+            await connection.close()
 
 
 async def run(bench: Bench) -> None:
@@ -74,5 +82,6 @@ async def run(bench: Bench) -> None:
             bench.add(PUBLISH + of, max(published for published, _ in tries), "msg/s", body=size)
             bench.add(CONSUME + of, max(consumed for _, consumed in tries), "msg/s", body=size)
         bench.say(f"COPY of {count:,} rows of {size:,} bytes")
-        copies = [await copy(place.store_url, count, size) for _ in range(bench.options.repeats)]
+        tries_of = [sessions for sessions in SESSIONS for _ in range(bench.options.repeats)]
+        copies = [await copy(place.store_url, count, size, sessions) for sessions in tries_of]
         bench.add(COPY, max(copies), "rows/s", body=size)

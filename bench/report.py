@@ -73,3 +73,7 @@ def show(result: Result, console: Console) -> None:
     judged = [target for figure in result.figures for target in figure.targets]
     if judged:
         console.print(f"{sum(target['met'] for target in judged)} of {len(judged)} targets met; they are information.")
+    if missing := result.about.get("not_judged"):
+        # A quick run has few of them; a full one should have them all.
+        names = "" if result.about.get("kind") == "quick" else f": {'; '.join(missing)}"
+        console.print(f"{len(missing)} not judged, for want of a figure{names}.", style="dim", highlight=False)

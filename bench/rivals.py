@@ -11,7 +11,6 @@ import asyncio
 import heapq
 import json
 import random
-import re
 import sys
 import time
 from typing import Any
@@ -24,6 +23,7 @@ from bench.figures import Sample, rate_between
 from bench.plain import Plain, message, number, properties
 from bench.rows import KEY
 from bench.servers import OUT
+from bench.traffic import DUE, DUE_HEADER
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Outgoing
 from delayer.services.release import COMPANY
@@ -34,17 +34,31 @@ ADDRESS = "bench.kombu"
 PREFETCH = 2000
 CLAIMED = 1000
 GATHER = 0.005
-DELAY = re.compile(rb"\x07x-delayl(.{8})", re.DOTALL)
 
 
-def answer(samples: list[Sample], count: int) -> dict[str, Any]:
-    return {"rate": rate_between(samples, count), "cpu_seconds": time.process_time()}
+class Course:
+    """How far it has come, when, and with how much CPU: the same part of it is judged as of the daemon's course."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.done = 0
+        self._samples: list[Sample] = [(time.perf_counter(), 0.0)]
+        self._cpu: list[Sample] = [(time.process_time(), 0.0)]
+
+    def add(self, messages: int = 1) -> None:
+        self.done += messages
+        self._samples.append((time.perf_counter(), float(self.done)))
+        self._cpu.append((time.process_time(), float(self.done)))
+
+    def answer(self) -> dict[str, Any]:
+        """Messages a second, and microseconds of CPU a message: the inverse of messages a second of CPU."""
+        return {"rate": rate_between(self._samples, self.count), "cpu_us": 1e6 / rate_between(self._cpu, self.count)}
 
 
 async def relay(order: dict[str, Any]) -> dict[str, Any]:
     """A message at a time over aio-pika: read its delay, publish it into our cascade, wait for the confirm, ack."""
     count, cascade = order["count"], Cascade()
-    samples: list[Sample] = [(time.perf_counter(), 0.0)]
+    course = Course(count)
     finished = asyncio.Event()
     connection = await aio_pika.connect(order["url"])
     async with connection:
@@ -61,14 +75,14 @@ async def relay(order: dict[str, Any]) -> dict[str, Any]:
             )
             await levels[cascade.entry(seconds)].publish(copy, routing_key(seconds, KEY.encode()).decode())
             await one.ack()
-            samples.append((time.perf_counter(), samples[-1][1] + 1))
-            if len(samples) > count:
+            course.add()
+            if course.done >= count:
                 finished.set()
 
         queue = await incoming.get_queue(QUEUE)
         await queue.consume(passed_on)
         await finished.wait()
-    return answer(samples, count)
+    return course.answer()
 
 
 async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
@@ -91,9 +105,9 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
             arrived.clear()
             now_ms = time.time_ns() // 1_000_000
             for one in batch:
-                found = DELAY.search(one.properties)
-                due_ms = now_ms + (int.from_bytes(found[1], "big") if found else 0)
-                content = properties(number("x-delayer-due", due_ms))
+                found = DUE.search(one.properties)
+                due_ms = int.from_bytes(found[1], "big") if found else now_ms
+                content = properties(number(DUE_HEADER, due_ms))
                 out = Outgoing(OUT.encode(), one.routing_key, content, one.body, b"%d" % one.tag)
                 heapq.heappush(waiting, (due_ms, one.tag, out))
             if batch:
@@ -142,7 +156,7 @@ def kombu(order: dict[str, Any]) -> dict[str, Any]:
         producer = connection.Producer(channel)
         print("declared", flush=True)
         start = max(order.get("start", 0), time.time())
-        samples: list[Sample] = [(time.perf_counter(), 0.0)]
+        course = Course(order["count"])
         for n in range(order["count"]):
             if order["rate"] and (pause := start + n / order["rate"] - time.time()) > 0:
                 time.sleep(pause)
@@ -151,12 +165,12 @@ def kombu(order: dict[str, Any]) -> dict[str, Any]:
                 body,
                 exchange=entry,
                 routing_key=delayed.calculate_routing_key(seconds, ADDRESS),
-                headers={"x-delayer-due": round(time.time() * 1000) + seconds * 1000},
+                headers={DUE_HEADER: round(time.time() * 1000) + seconds * 1000},
                 content_type="application/octet-stream",
                 content_encoding="binary",
             )
-            samples.append((time.perf_counter(), float(n + 1)))
-    return answer(samples, order["count"])
+            course.add()
+    return course.answer()
 
 
 POLLED = """
@@ -168,21 +182,22 @@ async def poller(order: dict[str, Any]) -> dict[str, Any]:
     """One table, one index, SKIP LOCKED: claim a thousand, publish them as cheaply as can be, delete, commit."""
     connection = await asyncpg.connect(order["store_url"])
     plain = Plain(order["url"])
-    props = properties(number("x-delayer-due", 0))
-    samples: list[Sample] = [(time.perf_counter(), 0.0)]
-    while samples[-1][1] < order["count"]:
+    props = properties(number(DUE_HEADER, 0))
+    course = Course(order["count"])
+    while course.done < course.count:
         async with connection.transaction():
             rows = await connection.fetch(POLLED, CLAIMED)
             if rows:
                 writes = [message(OUT, row["routing_key"], props, row["body"]) for row in rows]
                 plain.publish([b"".join(writes)], len(writes), each=len(writes))
                 await connection.execute("DELETE FROM bench_queue WHERE id = ANY($1)", [row["id"] for row in rows])
-        samples.append((time.perf_counter(), samples[-1][1] + len(rows)))
-        if not rows:
+        if rows:
+            course.add(len(rows))
+        else:
             await asyncio.sleep(0.01)
     plain.close()
     await connection.close()
-    return answer(samples, order["count"])
+    return course.answer()
 
 
 def main() -> None:

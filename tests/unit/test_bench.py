@@ -40,7 +40,7 @@ def some_result() -> Result:
             Figure("ceilings", ceilings.CONSUME, 120_000, "msg/s", {"body": 512}),
             Figure("ceilings", ceilings.COPY, 100_000, "rows/s", {"body": 512}),
             Figure("park", "park", 65_000, "msg/s", {"body": 512, "backlog": 0}),
-            Figure("park", "park", 52_000, "msg/s", {"body": 512, "backlog": 1000}),
+            Figure("park", "park", 52_000, "msg/s", {"body": 512, "backlog": 10_000_000}),
             Figure("release", "release", 30_000, "msg/s", {"body": 512, "backlog": 0}),
             Figure("steady", "early", 0, "msg", {"rate": 5000, "backlog": 0}),
         ],
@@ -62,7 +62,7 @@ def test_figures_are_judged_beside_the_ceilings_of_their_run() -> None:
     assert parked is not None
     assert (parked.ratio, parked.of) == (0.65, ceilings.COPY)
     assert verdicts(result, "park", backlog=0) == {"≥ 60 k/s": True, "≥ 0.6 of the ceiling": True}
-    assert verdicts(result, "park", backlog=1000) == {
+    assert verdicts(result, "park", backlog=10_000_000) == {
         "≥ 60 k/s": False,
         "≥ 0.6 of the ceiling": False,
         "≥ 0.9 of no backlog": False,
@@ -88,7 +88,7 @@ def test_a_stored_result_comes_back_and_can_be_shown(tmp_path: Path) -> None:
     lines = written.getvalue().splitlines()
     park = next(line for line in lines if "park" in line and "65,000" in line)
     assert "0.65" in park and "✓ ≥ 60 k/s" in park
-    assert any("512 B, 1,000 waiting" in line for line in lines)
+    assert any("512 B, 10,000,000 waiting" in line for line in lines)
     assert any("! park: something to know" in line for line in lines)
     assert "3 of 8 targets met" in written.getvalue()
 
