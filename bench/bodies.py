@@ -13,9 +13,10 @@ from bench.traffic import Helper
 from bench.watch import Counters
 
 SIZE = 1_000_000
-DELAY_SECONDS, SPREAD_SECONDS = 8.0, 12.0
-"""After the start of the publishing: parking and releasing go on side by side, which takes the most memory. What came
-too late to be parked would not count: how many were parked is told."""
+LEAD_SECONDS = 2.0
+SLOWEST_PARK, SLOWEST_RELEASE = 125, 80
+"""Bodies a second that are trusted in when their instants are chosen: parking and releasing go on side by side, which
+takes the most memory. What came too late to be parked would not count: how many were parked is told."""
 IN_FLIGHT = 16
 
 
@@ -28,8 +29,8 @@ async def run(bench: Bench) -> None:
         reading = {"url": place.broker_url, "queue": INBOX, "count": count, "patience": 60}
         plan = {
             "count": count,
-            "due_ms": round((time.time() + DELAY_SECONDS) * 1000),
-            "spread_ms": round(SPREAD_SECONDS * 1000),
+            "due_ms": round((time.time() + LEAD_SECONDS + count / SLOWEST_PARK) * 1000),
+            "spread_ms": round(count / SLOWEST_RELEASE * 1000),
         }
         target = {"url": place.broker_url, "exchange": IN, "key": KEY, "size": SIZE, "each": 1, "window": IN_FLIGHT}
         with Helper("consume", reading) as consumer, Helper("flood", target | plan) as publisher:

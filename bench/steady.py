@@ -99,6 +99,8 @@ async def run(bench: Bench) -> None:
         seen = await alone(place, rate, min(options.steady_seconds, 15))
         for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
             bench.add(f"broker alone, lateness {name}", seen["late"][share], "ms", rate=rate, backlog=0)
+        if options.quick:
+            continue
         bench.say(f"{rate:,} messages a second through a relay without a store")
         floor = await in_memory(place, rate, min(options.steady_seconds, 15), _delays(bench))
         for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999")):
