@@ -3,13 +3,17 @@
 Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
 left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
 them as well, only without the comfort of dropping a whole day.
+
+Attaching reads the whole default partition under a lock: 0.35 s with 2 M rows. An index on due_at does not help; a
+CHECK that excludes the day would (2 ms), but it would refuse that day's messages from its making to the attaching. So
+the reading is tried without the lock first, and bounded under it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, date, datetime, timedelta
 from enum import Enum
 
@@ -26,9 +30,15 @@ DAY_MS = 86_400_000
 DAYS_AHEAD = 7
 FARTHEST_DAYS = 400
 """Days later than this wait in the default partition: every partition costs every session some memory."""
-MOVED_AT_MOST = 10_000
-"""Rows that making a partition may take over from the default one, under a lock that keeps the others out of it."""
+MOVED_AT_MOST = 30_000
+"""Rows that making a partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
+READ_SECONDS = 1.0
+"""How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us."""
+HELD_SECONDS = 2.0
+"""How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
 TRY_AGAIN_SECONDS = 60.0
+TRY_AGAIN_LONGEST = 4 * 3600.0
+SAID_AGAIN_SECONDS = 3600.0
 MADE_BY_A_PARK = 16
 """Partitions that one park makes before it goes on; messages of further days wait in the default one."""
 PARK_SECONDS = 1.0
@@ -40,6 +50,9 @@ _EPOCH = date(1970, 1, 1)
 _KNOWN = (
     "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
 )
+_STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
+_SLOW = "the default partition takes too long to read"
+_SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
 
 
 def name_of(day: int) -> str:
@@ -76,6 +89,8 @@ class Making(Enum):
     NOT_NOW = "not now"
     LOCKED = "locked"
     """Somebody holds a lock that every day's partition needs."""
+    SLOW = "slow"
+    """The default partition takes too long to read, whatever the day."""
 
 
 async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
@@ -90,12 +105,13 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):
                 return Making.DONE
-            # From here on the traffic waits behind us while we wait for the releases that are under way.
-            await connection.execute("SET LOCAL lock_timeout = '500ms'")
             await _attach(connection, day, today)
-    except _NotNow as reason:
-        log.warning("partition not made", partition=name_of(day), reason=str(reason))
+    except _NotNow as error:
+        log.warning("partition not made", partition=name_of(day), reason=str(error), next_step=_STAY)
         return Making.NOT_NOW
+    except asyncpg.QueryCanceledError:
+        log.warning("partition not made", partition=name_of(day), reason=_SLOW, next_step=_SHRINK)
+        return Making.SLOW
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         if connection.is_closed():
             raise
@@ -105,54 +121,92 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
     return Making.DONE
 
 
-async def make_ahead(connection: asyncpg.Connection, today: int) -> None:
-    """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow."""
-    end = time.monotonic() + MAINTAIN_SECONDS
-    for day in range(today, today + DAYS_AHEAD + 1):
-        if time.monotonic() > end or await make(connection, day, today) is Making.LOCKED:
-            return
+async def make_ahead(connection: asyncpg.Connection, today: int, days: Days | None = None, at: float = 0.0) -> None:
+    """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow.
+
+    ``days`` learns what is there, and remembers what failed ``at`` (monotonic seconds); without, all is tried anew.
+    """
+    days = Days(()) if days is None else days
+    days.learn(await existing(connection))
+    coming = range(today, today + DAYS_AHEAD + 1)
+    await days.make(connection, days.missing(coming, today, at), today, at, MAINTAIN_SECONDS)
 
 
 class _NotNow(Exception):
-    """The partition cannot be made at present."""
+    """This day's partition cannot be made at present."""
 
 
 async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
-    name, (first, end) = name_of(day), bounds_of(day)
+    name, (low, high) = name_of(day), bounds_of(day)
+    range_ = f"due_at >= '{low}' AND due_at < '{high}'"
+    await connection.execute("SET LOCAL lock_timeout = '500ms'")
+    waiting = await _read(connection, range_)
+    _check_rows(waiting, day, today)
+    # From here on the traffic waits behind us while we wait for the releases that are under way.
     await connection.execute(f"CREATE TABLE {name} (LIKE message INCLUDING ALL) WITH ({CHURN_OPTIONS})")
     # Attaching wants the default partition for itself, and all of its rows of that day to be gone.
     await connection.execute("LOCK TABLE ONLY message IN SHARE UPDATE EXCLUSIVE MODE")
     await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")
-    range_ = f"due_at >= '{first}' AND due_at < '{end}'"
-    waiting = await connection.fetchval(
-        f"SELECT count(*) FROM (SELECT FROM message_default WHERE {range_} LIMIT {MOVED_AT_MOST + 1}) AS counted"
-    )
+    until = time.monotonic() + HELD_SECONDS
+    try:
+        await _bound(connection, HELD_SECONDS)
+        _check_rows(await _move(connection, name, range_), day, today)
+        await _bound(connection, until - time.monotonic())
+        await connection.execute(f"ALTER TABLE message ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
+    except asyncpg.QueryCanceledError as error:
+        if not waiting:
+            raise
+        raise _NotNow(f"moving that day's {waiting} rows takes longer than {HELD_SECONDS:g} s") from error
+
+
+async def _bound(connection: asyncpg.Connection, seconds: float) -> None:
+    """Let the server cancel each of the transaction's further statements after ``seconds``. 0 would mean never."""
+    await connection.execute(f"SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}")
+
+
+async def _read(connection: asyncpg.Connection, range_: str) -> int:
+    """Count the default partition's rows of a day: without a lock, but row by row and alone, as attaching reads it."""
+    await _bound(connection, READ_SECONDS)
+    await connection.execute("SET LOCAL enable_indexonlyscan = off; SET LOCAL max_parallel_workers_per_gather = 0")
+    return int(await connection.fetchval(f"SELECT count(*) FILTER (WHERE {range_}) FROM message_default"))
+
+
+async def _move(connection: asyncpg.Connection, name: str, range_: str) -> int:
+    """Move a day's rows out of the default partition. Returns how many."""
+    moved = f"WITH moved AS (DELETE FROM message_default WHERE {range_} RETURNING *)"
+    status = await connection.execute(f"{moved} INSERT INTO {name} SELECT * FROM moved")
+    return int(status.rpartition(" ")[2])
+
+
+def _check_rows(waiting: int, day: int, today: int) -> None:
+    """Raise _NotNow if the default partition's rows of ``day`` cannot be moved."""
     if waiting > MOVED_AT_MOST:
-        raise _NotNow(f"the default partition has more than {MOVED_AT_MOST} rows of that day")
+        raise _NotNow(f"the default partition has {waiting} rows of that day, and {MOVED_AT_MOST} can be moved")
     if waiting and day <= today:
         # A release may be reading them now, and would not look for them again where they are moved to.
         raise _NotNow("the default partition has rows of that day, and the day has begun")
-    if waiting:
-        await connection.execute(
-            f"WITH moved AS (DELETE FROM message_default WHERE {range_} RETURNING *)"
-            f" INSERT INTO {name} SELECT * FROM moved"
-        )
-    await connection.execute(f"ALTER TABLE message ATTACH PARTITION {name} FOR VALUES FROM ('{first}') TO ('{end}')")
 
 
 async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
-    """Drop the empty partitions of days before yesterday, but not locked ones. Returns their names."""
+    """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
+    passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
     dropped = []
-    for day in sorted(await existing(connection)):
-        if day < today - 1 and await _drop(connection, name_of(day)):
-            dropped.append(name_of(day))
+    for position, name in enumerate(passed, 1):
+        try:
+            if await _drop(connection, name):
+                log.info("partition dropped", partition=name)
+                dropped.append(name)
+        except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
+            # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
+            log.info("partition not dropped", partition=name, reason=describe(error), skipped=len(passed) - position)
+            break
     return dropped
 
 
 async def _drop(connection: asyncpg.Connection, name: str) -> bool:
-    if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
-        return False
     try:
+        if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
+            return False
         async with session.transaction(connection):
             # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
             await connection.execute("SET LOCAL lock_timeout = '200ms'")
@@ -161,11 +215,30 @@ async def _drop(connection: asyncpg.Connection, name: str) -> bool:
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")
-    except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError, asyncpg.UndefinedTableError) as error:
+    except asyncpg.UndefinedTableError as error:
         log.info("partition not dropped", partition=name, reason=describe(error))
         return False
-    log.info("partition dropped", partition=name)
     return True
+
+
+class Rarer:
+    """What may be done again only after a time, which doubles from ``first`` to ``longest`` seconds. Pure."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first = first
+        self._longest = longest
+        self._done: dict[object, tuple[int, float]] = {}  # how often, and when to do it again
+
+    def may(self, what: object, at: float) -> bool:
+        """``at``: monotonic seconds, as everywhere here."""
+        return what not in self._done or at >= self._done[what][1]
+
+    def done(self, what: object, at: float) -> None:
+        times, _ = self._done.get(what, (0, at))
+        self._done[what] = (times + 1, at + min(self._longest, self._first * 2.0 ** min(times, 16)))
+
+    def forget(self, what: object) -> None:
+        self._done.pop(what, None)
 
 
 class Days:
@@ -173,18 +246,16 @@ class Days:
 
     def __init__(self, known: Iterable[int]) -> None:
         self._known = set(known)
-        self._not_before: dict[int, float] = {}  # a day that could not be made, and when to try again
+        self._vain = Rarer(TRY_AGAIN_SECONDS, TRY_AGAIN_LONGEST)  # days; and SLOW, which is all of them
+        self._said = Rarer(SAID_AGAIN_SECONDS, SAID_AGAIN_SECONDS)
         self._locked_until = -math.inf
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
         """The days to make a partition for: not known, not passed, not too far, and not just tried in vain."""
-        if at < self._locked_until:
+        if at < self._locked_until or not self._vain.may(Making.SLOW, at):
             return []
-        return [
-            day
-            for day in sorted(set(days) - self._known)
-            if today - 1 <= day <= today + FARTHEST_DAYS and self._not_before.get(day, at) <= at
-        ]
+        near = range(today - 1, today + FARTHEST_DAYS + 1)
+        return [day for day in sorted(set(days) - self._known) if day in near and self._vain.may(day, at)]
 
     def learn(self, days: Iterable[int]) -> None:
         """What the catalog says is there."""
@@ -195,21 +266,34 @@ class Days:
 
         Raises the driver's errors.
         """
-        missing = self.missing(days, today, at)[:MADE_BY_A_PARK]
-        if not missing:
-            return
-        end = time.monotonic() + PARK_SECONDS
-        async with session.borrowed(pool) as connection:
-            for day in missing:
-                if time.monotonic() > end:
-                    return
-                made = await make(connection, day, today)
-                if made is Making.DONE:
-                    self._known.add(day)
-                    self._not_before.pop(day, None)
-                elif made is Making.LOCKED:
-                    # The same lock stands in every day's way, and a lock_timeout for each would stop the parking.
-                    self._locked_until = at + TRY_AGAIN_SECONDS
-                    return
-                else:
-                    self._not_before[day] = at + TRY_AGAIN_SECONDS
+        self._say_left(sum(day > today + FARTHEST_DAYS for day in days), f"farther than {FARTHEST_DAYS} days", at)
+        if missing := self.missing(days, today, at):
+            async with session.borrowed(pool) as connection:
+                await self.make(connection, missing, today, at, PARK_SECONDS)
+
+    async def make(
+        self, connection: asyncpg.Connection, missing: Sequence[int], today: int, at: float, seconds: float
+    ) -> None:
+        """Make MADE_BY_A_PARK of these, but begin none after ``seconds``, nor behind what stands in every day's way."""
+        end = time.monotonic() + seconds
+        for position, day in enumerate(missing):
+            if position == MADE_BY_A_PARK or time.monotonic() > end:
+                self._say_left(len(missing) - position, "no time for more; the next parks go on", at)
+                return
+            made = await make(connection, day, today)
+            if made is Making.DONE:
+                self._known.add(day)
+                self._vain.forget(Making.SLOW)
+            elif made is Making.NOT_NOW:
+                self._vain.done(day, at)
+            elif made is Making.SLOW:
+                self._vain.done(made, at)
+                return
+            else:  # a lock_timeout for each day would stop the parking
+                self._locked_until = at + TRY_AGAIN_SECONDS
+                return
+
+    def _say_left(self, days: int, reason: str, at: float) -> None:
+        if days and self._said.may(reason, at):
+            self._said.done(reason, at)
+            log.warning("partition not made", days=days, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -104,7 +105,9 @@ async def test_partitions_are_not_waited_for(database: str) -> None:
                     await store.park(lane, [parcel(now + (first + day) * DAY_MS) for day in range(100)], [])
                 assert [entry["event"] for entry in logged] == ["partition not made"], "one wait, not one a day"
                 await store.maintain()
-                assert [entry["event"] for entry in logged] == ["partition not made"] * 2
+                reasons = [entry["reason"].partition(":")[0] for entry in logged]
+                begun = "the default partition has rows of that day, and the day has begun"
+                assert reasons == ["LockNotAvailableError", begun, "LockNotAvailableError"]
         assert [tuple(row) for row in await admin.fetch(COUNT)] == [("message_default", 400)]
 
 
@@ -115,7 +118,14 @@ async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         now = store.now_ms()
         batch = [parcel(now + day * DAY_MS) for day in range(partitions.MADE_BY_A_PARK + 4)]
-        await store.park(lane, batch, [])
+        with capture_logs() as logged:
+            await store.park(lane, batch, [])
+        assert logged[-1] == {
+            "event": "partition not made",
+            "log_level": "warning",
+            "days": 4,
+            "reason": "no time for more; the next parks go on",
+        }
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 4
         await store.park(lane, batch, [])
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
@@ -123,13 +133,107 @@ async def test_one_park_makes_some_partitions_and_the_next_ones_the_rest(
 
 
 async def test_dropping_waits_for_nobody(database: str) -> None:
+    """A dump locks all partitions: the first one says so for all, instead of a wait for each."""
     async with opened(database) as store, sql(database) as reader, sql(database) as admin:
         today = store.now_ms() // DAY_MS
-        assert await partitions.make(admin, today - 5, today - 10) is Making.DONE
+        for day in (today - 7, today - 6, today - 5):
+            assert await partitions.make(admin, day, today - 10) is Making.DONE
         async with reader.transaction():
             await reader.fetch("SELECT FROM message LIMIT 1")
-            assert await partitions.drop_passed(admin, today) == []
-        assert await partitions.drop_passed(admin, today) == [name_of(today - 5)]
+            with capture_logs() as logged:
+                assert await partitions.drop_passed(admin, today) == []
+        assert [(entry["partition"], entry["skipped"]) for entry in logged] == [(name_of(today - 7), 2)]
+        assert await partitions.drop_passed(admin, today) == [name_of(today - n) for n in (7, 6, 5)]
+
+
+FILL = """
+INSERT INTO message (due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
+                     properties, body)
+SELECT statement_timestamp() + interval '500 days', 0, 1, 1, '', '', '', '', '', '', ''
+FROM generate_series(1, $1::int)
+"""
+
+
+async def test_a_default_partition_that_is_slow_to_read_is_left_alone_and_locked_for_nobody(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as reader, sql(database) as admin:
+        await admin.execute(FILL, 50_000)
+        today = store.now_ms() // DAY_MS
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM message_default LIMIT 1")  # a lock would be waited for, and said otherwise
+            with capture_logs() as logged:
+                for first in range(1, 31, 10):
+                    dues = [(today + day) * DAY_MS for day in range(first, first + 10)]
+                    await store.park(lane, [parcel(due) for due in dues], [])
+            assert await partitions.existing(admin) == set()
+        [entry] = logged
+        assert (entry["reason"], entry["partition"]) == (
+            "the default partition takes too long to read",
+            name_of(today + 1),
+        )
+        assert "VACUUM FULL" in entry["next_step"]
+        assert await admin.fetchval("SELECT count(*) FROM message") == 50_030
+
+
+async def test_moving_rows_under_the_lock_is_bounded(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "HELD_SECONDS", 0.02)
+    async with opened(database) as store, sql(database) as admin:
+        await admin.execute(FILL, 30_000)
+        today = store.now_ms() // DAY_MS
+        with capture_logs() as logged:
+            assert await partitions.make(admin, today + 500, today) is Making.NOT_NOW
+        assert logged[0]["reason"] == "moving that day's 30000 rows takes longer than 0.02 s"
+        assert await partitions.existing(admin) == set()
+        assert await admin.fetchval("SELECT count(*) FROM ONLY message_default") == 30_000
+        assert await admin.fetchval("SHOW statement_timeout") == "30s"
+
+
+@pytest.mark.parametrize(("day", "made"), [(1, Making.SLOW), (500, Making.NOT_NOW)])
+async def test_attaching_under_the_lock_is_bounded(
+    database: str, monkeypatch: pytest.MonkeyPatch, day: int, made: Making
+) -> None:
+    """What is over the bound because of the rows that were moved stands in the way of their day only."""
+
+    async def slowly(*arguments: Any) -> int:
+        moved = await move(*arguments)
+        await asyncio.sleep(partitions.HELD_SECONDS)
+        return moved
+
+    move = partitions._move
+    monkeypatch.setattr(partitions, "HELD_SECONDS", 1.0)
+    monkeypatch.setattr(partitions, "_move", slowly)
+    async with opened(database) as store, sql(database) as admin:
+        await admin.execute(FILL, 100)
+        await admin.execute(FILL.replace("500 days", "600 days"), 100_000)
+        today = store.now_ms() // DAY_MS
+        assert await partitions.make(admin, today + day, today) is made
+        assert await partitions.existing(admin) == set()
+
+
+async def test_upkeep_remembers_what_failed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "READ_SECONDS", 0.001)
+    async with opened(database) as store, sql(database) as admin:
+        await admin.execute(FILL, 50_000)
+        today, days = store.now_ms() // DAY_MS, partitions.Days(())
+        with capture_logs() as logged:
+            for minute in range(16):
+                await partitions.make_ahead(admin, today, days, minute * 60.0)
+        assert len(logged) == 5, "after 0, 1, 3, 7 and 15 minutes"
+        monkeypatch.setattr(partitions, "READ_SECONDS", 10.0)
+        await partitions.make_ahead(admin, today, days, 31 * 60.0)
+        assert await partitions.existing(admin) == set(range(today, today + 8))
+
+
+async def test_far_messages_are_spoken_of_once_an_hour(database: str) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        today, days = store.now_ms() // DAY_MS, partitions.Days(())
+        with capture_logs() as logged:
+            for at in (0.0, 10.0, 3599.0, 3600.0, 7199.0):
+                await days.ensure(store._pool, {today + 401, today + 10**6}, today, at)
+        assert [(entry["reason"], entry["days"]) for entry in logged] == [("farther than 400 days", 2)] * 2
+        assert await partitions.existing(admin) == set()
 
 
 async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> None:
