@@ -1,4 +1,9 @@
-"""The lanes of this process: taken at the start, released from, adopted from the dead, let go at the end."""
+"""The lanes of this process: taken at the start, released from, adopted from the dead, let go at the end.
+
+A lane is a connection, so there must not be more of them with every restart. Hence an adopted lane is given back when
+nothing in it is due soon, only those are adopted that need it, and not at once by a daemon that has just begun: after
+the store or a whole service was away, every daemon finds its share of the old lanes before others adopt what is left.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_AROUND: Final = 1.0
 """Seconds between two looks for lanes without an owner."""
+PATIENCE: Final = 2
+"""Looks with all lanes of our own in hand before the first that adopts: others may be about to own what is free."""
 UPKEEP: Final = 60
 """Looks between two rounds of partition upkeep."""
 
@@ -50,6 +57,8 @@ class Lanes:
         self._store: Store | None = None
         self._own: list[Lane] = []
         self._loops: dict[asyncio.Task[None], Lane] = {}
+        self._adopted: dict[Lane, Release] = {}
+        self._complete = 0  # looks in a row that found all lanes of our own in hand
         self._turn = count()
         self._ready = asyncio.Event()
 
@@ -138,22 +147,39 @@ class Lanes:
         if self._store is None:
             self._store = await self._connect()
             log.info("store connected")
+        await self._own_lanes(self._store, stopping)
+        self._let_go()
+        if self._complete > PATIENCE:
+            await self._adopt(self._store, stopping)
+        if look % UPKEEP == 0:
+            await self._store.maintain()
+
+    async def _own_lanes(self, store: Store, stopping: asyncio.Event) -> None:
         missing = self._wanted - len(self._own)
-        for lane in await self._store.own_lanes(missing) if missing > 0 else []:
+        self._complete = 0 if missing > 0 else self._complete + 1
+        for lane in await store.own_lanes(missing) if missing > 0 else []:
             log.info("lane owned", lane=lane.number)
             self._own.append(lane)
             self._start(lane, stopping)
         if self._own:
             self._ready.set()
-        for lane in await self._store.adopt():
-            log.info("lane adopted", lane=lane.number)
-            self._start(lane, stopping)
-        if look % UPKEEP == 0:
-            await self._store.maintain()
 
-    def _start(self, lane: Lane, stopping: asyncio.Event) -> None:
-        task = asyncio.create_task(self._release(lane).run(stopping), name=f"release lane {lane.number}")
-        self._loops[task] = lane
+    async def _adopt(self, store: Store, stopping: asyncio.Event) -> None:
+        """Not more than a share at a time: several daemons that find a long backlog release it together."""
+        for lane in await store.adopt(self._wanted):
+            log.info("lane adopted", lane=lane.number)
+            self._adopted[lane] = self._start(lane, stopping)
+
+    def _let_go(self) -> None:
+        """Tell the loops of adopted lanes to end in which nothing is due soon."""
+        for lane in [lane for lane in self._adopted if lane.idle]:
+            log.info("lane let go", lane=lane.number)
+            self._adopted.pop(lane).leave()
+
+    def _start(self, lane: Lane, stopping: asyncio.Event) -> Release:
+        release = self._release(lane)
+        self._loops[asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")] = lane
+        return release
 
     def _place(self) -> tuple[Store, Lane]:
         if self._store is None or not self._own:
@@ -179,6 +205,7 @@ class Lanes:
         failures = []
         for task in [task for task in self._loops if task.done()]:
             lane = self._loops.pop(task)
+            self._adopted.pop(lane, None)
             if lane in self._own:
                 self._own.remove(lane)
             if not task.cancelled() and (failure := task.exception()) is not None:

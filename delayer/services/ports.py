@@ -106,6 +106,11 @@ class Lane(Protocol):
     async def wait(self, seconds: float) -> None:
         """Sleep until a row parked meanwhile is due, or for ``seconds``. Feeds the lock's idle timeout."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing in this lane, waiting or held, is due for so long that :meth:`Store.adopt` would not take it
+        again soon. As the store said when it was last asked, about once a minute; False until it was."""
+
     async def release(self) -> None:
         """Unlock and close. Safe to call twice."""
 
@@ -132,8 +137,10 @@ class Store(Protocol):
     async def own_lanes(self, count: int) -> list[Lane]:
         """Take ``count`` lanes: free ones with rows first, then free empty ones, then new ones."""
 
-    async def adopt(self) -> list[Lane]:
-        """Take every lane that has rows and no living owner. Empty list most of the time."""
+    async def adopt(self, count: int) -> list[Lane]:
+        """Take up to ``count`` of the lanes without a living owner in which something is due within the next two
+        minutes, or tried again: the soonest first. Empty list most of the time. Lanes whose rows are all due later
+        stay free for :meth:`own_lanes`."""
 
     async def maintain(self) -> None:
         """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""

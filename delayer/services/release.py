@@ -59,13 +59,21 @@ class Release:
         self._loop = f"lane {lane.number}"
         self._pulse = pulse
         self._counters = counters
+        self._leaving = False
+
+    def leave(self) -> None:
+        """End this loop alone, after its tick and within a slice of its rest, and let go of the lane."""
+        self._leaving = True
+
+    def _over(self, stopping: asyncio.Event) -> bool:
+        return self._leaving or stopping.is_set()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tick until stopping is set or the lane is lost; then let go of the lane."""
+        """Tick until stopping is set, this loop is told to leave, or the lane is lost; then let go of the lane."""
         beat = partial(self._pulse.beat, self._loop)
         retry = Retry(stopping, beat)
         try:
-            while not stopping.is_set():
+            while not self._over(stopping):
                 beat()
                 if not self._publisher.ready:
                     # A claim now would only keep a transaction open until its idle timeout ends it.
@@ -116,7 +124,7 @@ class Release:
     async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
         """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""
         deadline = time.monotonic() + seconds
-        while not stopping.is_set() and (left := deadline - time.monotonic()) > 0:
+        while not self._over(stopping) and (left := deadline - time.monotonic()) > 0:
             beat()
             slice_ = min(left, SLICE)
             began = time.monotonic()

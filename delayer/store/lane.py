@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import asyncpg
 import structlog
@@ -35,6 +34,7 @@ from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.link import Link
+from delayer.store.outlook import IDLE_MS, SOON_MS, Look, Start
 
 log = structlog.get_logger()
 
@@ -44,18 +44,6 @@ WRITE_SECONDS = 5.0
 FIRST_LOOK_SECONDS = 5.0
 LOCKED_MS = 1_000
 """When to look again for held rows that are due and could not be claimed, because somebody else has locked them."""
-
-Look = Callable[[int, int], Awaitable[tuple[int | None, int | None]]]
-"""Reads a lane from its beginning, on another connection: (number, horizon in epoch ms) to the first due instant before
-the horizon, and the first retry."""
-
-
-class Start(NamedTuple):
-    """What the taker of a lane found in the store."""
-
-    epoch: int
-    watermark: int
-    retry_ms: int | None
 
 
 class PostgresLane:
@@ -77,6 +65,7 @@ class PostgresLane:
         self._noted = NEVER_MS  # soonest row parked since the last claim began
         self._retry = NEVER_MS if start.retry_ms is None else start.retry_ms  # soonest retry of a held row
         self._more = True
+        self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
         connection.add_termination_listener(self._on_termination)
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
         self._looker = asyncio.create_task(self._look_around(), name=f"lane {number}: look")
@@ -88,6 +77,11 @@ class PostgresLane:
     @property
     def held_by_us(self) -> bool:
         return self._link.alive
+
+    @property
+    def idle(self) -> bool:
+        """See the port. The look back asks; an answer that is old, or from before the clock was set, says less."""
+        return self._quiet_until - self._clock.now_ms() > SOON_MS
 
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
@@ -186,6 +180,7 @@ class PostgresLane:
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""
+        self._quiet_until = session.BEGINNING_MS
         self._watermark = min(self._watermark, due_ms)
         if due_ms < self._noted:
             self._noted = due_ms
@@ -193,6 +188,7 @@ class PostgresLane:
 
     def note_held(self, retry_ms: int) -> None:
         """A message was put straight into held, to be tried again at ``retry_ms``."""
+        self._quiet_until = session.BEGINNING_MS
         if retry_ms < self._retry:
             self._retry = retry_ms
             self._woken.set()
@@ -276,15 +272,17 @@ class PostgresLane:
                 log.warning("store unreachable", doing="look back", lane=self.number, error=describe(error))
 
     async def look_back(self) -> None:
-        """Find what was put into the lane without a note: by hand, by another tool, by a commit in doubt.
+        """Find what was put into the lane without a note: by hand, by another tool, by a commit in doubt; and whether
+        the lane can be let go.
 
         Raises the driver's errors.
         """
-        first, retry_ms = await self._look(self.number, self._clock.now_ms() + HORIZON_MS)
-        if first is not None and first < self._watermark:
-            self.note_parked(first)
-        if retry_ms is not None:
-            self.note_held(retry_ms)
+        found = await self._look(self.number, self._clock.now_ms() + IDLE_MS)
+        if found.first_ms is not None and found.first_ms < self._watermark:
+            self.note_parked(found.first_ms)
+        if found.retry_ms is not None:
+            self.note_held(found.retry_ms)
+        self._quiet_until = found.horizon_ms if found.empty else session.BEGINNING_MS
 
     async def _released_within(self, seconds: float) -> bool:
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Final
 
 import asyncpg
 
-from delayer.store import session, statements
+from delayer.store import outlook, session, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
-from delayer.store.lane import PostgresLane, Start
+from delayer.store.lane import PostgresLane
+from delayer.store.outlook import Outlook, Start
 
 _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
 _RAISE = "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = $1 RETURNING epoch, watermark"
@@ -18,6 +21,9 @@ _NEW = (
     " SELECT coalesce(max(number), 0) + 1, 0, $1 FROM lane"
     " ON CONFLICT DO NOTHING RETURNING number"
 )
+THOROUGH_SECONDS: Final = 60.0
+"""How often lanes without an owner are read from their beginning, and not from their watermark: it may be ahead of rows
+that were put there by hand, or before a clock was set."""
 
 
 class LaneTaker:
@@ -37,6 +43,7 @@ class LaneTaker:
         self._pool = pool
         self._clock = clock
         self._owner = owner
+        self._thorough_at = -math.inf
         self._timeouts = {
             "idle_session_timeout": f"{idle * 1000:.0f}ms",
             "idle_in_transaction_session_timeout": f"{idle_in_transaction * 1000:.0f}ms",
@@ -48,10 +55,18 @@ class LaneTaker:
             "enable_mergejoin": "off",
         }
 
-    async def free(self, asker: asyncpg.Connection, *, with_rows_only: bool) -> list[int]:
+    async def free(self, asker: asyncpg.Connection) -> list[int]:
         """Lanes without a living owner, those with rows first."""
-        rows = await asker.fetch(statements.LANES_FREE)
-        return [number for number, has_rows in rows if has_rows or not with_rows_only]
+        return [row["number"] for row in await asker.fetch(statements.LANES_FREE)]
+
+    async def due_soon(self, asker: asyncpg.Connection) -> list[int]:
+        """Lanes without a living owner that need one, the soonest due first."""
+        now = self._clock.monotonic()
+        thorough = now >= self._thorough_at
+        if thorough:
+            # At once: if it takes too long, among many dead entries, the next one must not be as slow.
+            self._thorough_at = now + THOROUGH_SECONDS
+        return await outlook.due_soon(asker, self._clock.now_ms(), from_the_beginning=thorough)
 
     async def take(self, numbers: Iterable[int], count: int) -> list[PostgresLane]:
         """Up to ``count`` of the lanes ``numbers``. Another daemon may be quicker: then fewer. Raises StoreLost."""
@@ -90,7 +105,6 @@ class LaneTaker:
             raise
         return PostgresLane(number, Start(epoch, watermark, retry_ms), connection, self._clock, self._look)
 
-    async def _look(self, number: int, horizon_ms: int) -> tuple[int | None, int | None]:
+    async def _look(self, number: int, horizon_ms: int) -> Outlook:
         async with session.borrowed(self._pool) as connection:
-            first = await connection.fetchval(statements.NEXT_DUE, number, session.BEGINNING_MS, horizon_ms)
-            return first, await connection.fetchval(statements.NEXT_RETRY, number)
+            return await outlook.ahead(connection, number, horizon_ms)

@@ -169,7 +169,7 @@ class PostgresStore:
             for _ in range(CREATE_ATTEMPTS):
                 with translated("own lanes"):
                     async with session.borrowed(self._pool) as connection:
-                        free = await self._taker.free(connection, with_rows_only=False)
+                        free = await self._taker.free(connection)
                         if not free:
                             new = await self._taker.create(connection)
                             free = [] if new is None else [new]
@@ -184,12 +184,12 @@ class PostgresStore:
             await lane.release()
         raise StoreLost(f"own lanes: {count} wanted, but other daemons were quicker {CREATE_ATTEMPTS} times")
 
-    async def adopt(self) -> list[Any]:
+    async def adopt(self, count: int) -> list[Any]:
         """See the port. Raises StoreLost."""
         with translated("adopt"):
             async with session.borrowed(self._pool) as connection:
-                free = await self._taker.free(connection, with_rows_only=True)
-        return await self._taker.take(free, len(free))
+                due_soon = await self._taker.due_soon(connection)
+        return await self._taker.take(due_soon, count)
 
     async def maintain(self) -> None:
         """See the port. Raises StoreLost."""

@@ -18,6 +18,7 @@ from delayer.services.ports import Lane, Store
 
 MANY = 1_000_000
 ROOM = 1 << 30
+SOON_MS = 120_000
 
 
 def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
@@ -60,6 +61,12 @@ async def release_all(lane: Lane) -> list[Due]:
         released += rows
     await lane.settle([], [])
     return released
+
+
+async def until_idle(lane: Lane) -> None:
+    """Lanes look for it by themselves, a few seconds after they were taken."""
+    while not lane.idle:  # noqa: ASYNC110 - the port has no event for what is asked for once a minute
+        await asyncio.sleep(0.05)
 
 
 def bodies(rows: Sequence[Due]) -> list[bytes]:
@@ -201,7 +208,7 @@ class StoreContract:
     async def test_two_daemons_never_share_a_lane(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as ones, owned(two, 2) as twos:
             assert len({lane.number for lane in [*ones, *twos]}) == 4
-            assert await one.adopt() == await two.adopt() == []
+            assert await one.adopt(MANY) == await two.adopt(MANY) == []
             await one.park(ones[0], [parcel(one.now_ms() - 1)], [])
             assert await release_all(twos[0]) == await release_all(ones[1]) == []
             assert len(await release_all(ones[0])) == 1
@@ -209,16 +216,46 @@ class StoreContract:
     async def test_a_lane_with_rows_is_adopted_when_its_owner_is_gone(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as [with_rows, without]:
             await one.park(with_rows, [parcel(one.now_ms() - 1, b"orphan")], [])
-            assert await two.adopt() == []
+            assert await two.adopt(MANY) == []
             await with_rows.claim(MANY, ROOM)
             await with_rows.release()
             await with_rows.release()
             assert not with_rows.held_by_us
-            [adopted] = await two.adopt()
+            [adopted] = await two.adopt(MANY)
             assert adopted.number == with_rows.number != without.number
             assert bodies(await release_all(adopted)) == [b"orphan"]
             await adopted.release()
-            assert await two.adopt() == []
+            assert await two.adopt(MANY) == []
+
+    async def test_a_lane_is_adopted_only_while_something_is_due_soon(self, place: str) -> None:
+        """Within two minutes by the store's clock, waiting or held; the others stay free, to be owned."""
+        async with self.daemon(place) as one, self.daemon(place) as two:
+            async with owned(one, 4) as [now, later, soon, held]:
+                await one.park(now, [parcel(one.now_ms() + 60_000), parcel(one.now_ms() + 90_000)], [])
+                await one.park(later, [parcel(one.now_ms() + 150_000)], [])
+                await one.park(soon, [parcel(one.now_ms() + SOON_MS + 2_000), parcel(one.now_ms() + 150_000)], [])
+                await one.hold(held, [(parcel(one.now_ms()), "why")])
+            adopted = await two.adopt(1)
+            assert [lane.number for lane in adopted] == [held.number], "the soonest first"
+            adopted += await two.adopt(MANY)
+            assert [lane.number for lane in adopted] == [held.number, now.number]
+            while len(adopted) == 2:
+                adopted += await two.adopt(MANY)
+            assert adopted[-1].number == soon.number
+            async with owned(one, 2) as [again, _]:
+                assert again.number == later.number
+                assert await two.adopt(MANY) == []
+            for lane in adopted:
+                await lane.release()
+
+    async def test_idle_is_what_would_not_be_adopted_again(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store, 2) as [empty, far]:
+            assert not empty.idle, "nobody has asked yet"
+            await store.park(far, [parcel(store.now_ms() + 3_600_000)], [])
+            await asyncio.gather(until_idle(empty), until_idle(far))
+            for due_ms in (0, 60_000, 300_000):
+                await store.park(far, [parcel(store.now_ms() + due_ms)], [])
+                assert not far.idle
 
     async def test_lanes_with_rows_are_owned_first(self, place: str) -> None:
         async with self.daemon(place) as store:

@@ -61,7 +61,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
             await lane.claim(2, ROOM)
         with pytest.raises(LaneLost):
             await one.park(lane, [parcel(one.now_ms())], [])
-        [adopted] = await two.adopt()
+        [adopted] = await two.adopt(MANY)
         assert bodies(await release_all(adopted)) == [b"2", b"1", b"0"]
         await adopted.release()
 
@@ -71,9 +71,9 @@ async def test_a_hanging_process_loses_its_lanes(database: str) -> None:
         [lane] = await hanging.own_lanes(1)
         await hanging.park(lane, [parcel(hanging.now_ms())], [])
         lane._keeper.cancel()  # as a loop that does not run: nothing feeds the session
-        while not (adopted := await other.adopt()):
+        while not (adopted := await other.adopt(MANY)):
             pass
-        assert await other.adopt() == []
+        assert await other.adopt(MANY) == []
         await asyncio.gather(lane._keeper, return_exceptions=True)
         await lane.wait(30.0)
         assert not lane.held_by_us
@@ -89,7 +89,7 @@ async def test_an_open_release_has_a_timeout_of_its_own(database: str) -> None:
         await lane.wait(30.0)
         with pytest.raises(LaneLost):
             await lane.settle(rows, [])
-        [again] = await store.adopt()
+        [again] = await store.adopt(MANY)
         assert len(await release_all(again)) == 1
         await again.release()
 
@@ -126,7 +126,7 @@ async def test_an_adopter_waits_for_parks_in_flight(database: str) -> None:
         fence = "SELECT FROM lane WHERE number = $1 AND epoch = $2 FOR SHARE"
         assert await slow.fetch(fence, lane.number, lane.epoch)
         await lane.release()
-        adopting = asyncio.create_task(two.adopt())
+        adopting = asyncio.create_task(two.adopt(MANY))
         async with sql(database) as admin:
             waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'UPDATE lane%'"
             while not await admin.fetchval(waits):
@@ -263,7 +263,7 @@ async def test_a_cancelled_claim_leaves_the_rows(database: str) -> None:
             claiming.cancel()
             assert isinstance((await asyncio.gather(claiming, return_exceptions=True))[0], asyncio.CancelledError)
             assert not lane.held_by_us
-        while not (adopted := await two.adopt()):
+        while not (adopted := await two.adopt(MANY)):
             pass
         assert len(await release_all(adopted[0])) == 1
         await adopted[0].release()
@@ -308,7 +308,7 @@ async def test_a_bug_in_a_claim_leaves_no_transaction_open(database: str, monkey
             with pytest.raises(TypeError):
                 await lane.claim(MANY, ROOM)
         assert not lane.held_by_us
-        while not (adopted := await two.adopt()):
+        while not (adopted := await two.adopt(MANY)):
             pass
         assert len(await release_all(adopted[0])) == 1
         await adopted[0].release()

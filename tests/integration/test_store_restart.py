@@ -30,7 +30,7 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
                     await store.park(lane, [parcel(store.now_ms())], [])
                 await lane.give_up()
                 await lane.release()
-            for doing in (store.adopt(), store.own_lanes(1), store.maintain()):
+            for doing in (store.adopt(MANY), store.own_lanes(1), store.maintain()):
                 with pytest.raises(StoreLost):
                     await doing
             assert store.now_ms() > 0
@@ -49,7 +49,11 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
     its request to cancel the statement."""
     with Postgres() as server:
         async with opened(server.url(server.add_database())) as store:
-            calls = {"adopt": store.adopt, "own_lanes": lambda: store.own_lanes(1), "maintain": store.maintain}
+            calls = {
+                "adopt": lambda: store.adopt(1),
+                "own_lanes": lambda: store.own_lanes(1),
+                "maintain": store.maintain,
+            }
             for lane in await store.own_lanes(1):
                 calls["park"] = partial(store.park, lane, [parcel(store.now_ms() + 60_000)], [])
             server.pause()

@@ -173,6 +173,7 @@ class ScriptedLane:
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
         self.held_by_us = True
+        self.idle = False
         self.hint = hint
         self.fail_settle: Exception | None = None
         self.events: list[str] = []
@@ -234,6 +235,7 @@ class ScriptedStore:
         self.parked: list[Parked] = []
         self.held: list[tuple[int, str]] = []
         self.maintained = 0
+        self.adoptions = 0
         self.closed = False
         self.adoptable = list(adoptable)
         self.failure: Exception | None = None
@@ -262,8 +264,9 @@ class ScriptedStore:
         self.made += lanes
         return lanes
 
-    async def adopt(self) -> list[ScriptedLane]:
-        adopted, self.adoptable = self.adoptable, []
+    async def adopt(self, count: int) -> list[ScriptedLane]:
+        self.adoptions += 1
+        adopted, self.adoptable = self.adoptable[:count], self.adoptable[count:]
         return adopted
 
     async def maintain(self) -> None:

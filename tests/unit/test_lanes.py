@@ -161,6 +161,67 @@ async def test_a_dead_daemons_lane_is_adopted_and_only_emptied() -> None:
         assert {number for number, _, _ in it.store.parked} == {1}
 
 
+async def test_a_share_of_the_orphans_a_look() -> None:
+    orphans = [ScriptedLane(90 + n) for n in range(5)]
+    async with scene(ScriptedStore(*orphans), wanted=2) as it:
+        seen = set()
+
+        def all_adopted() -> bool:
+            seen.add(len(it.store.adoptable))
+            return len(it.lanes.numbers) == 7
+
+        await until(all_adopted)
+        assert seen == {5, 3, 1, 0}
+
+
+async def test_who_has_just_begun_leaves_the_orphans_to_others() -> None:
+    """Their owners may be on their way; and after a loss of the store all are in this position."""
+    async with scene(ScriptedStore(), wanted=1) as it:
+        looks = it.lanes._look_around
+        adoptions = []
+
+        async def looked(*args: Any) -> None:
+            await looks(*args)
+            adoptions.append(it.store.adoptions)
+
+        it.lanes._look_around = looked  # type: ignore[method-assign]
+        await until(lambda: len(adoptions) > module.PATIENCE + 1)
+        assert adoptions[: module.PATIENCE + 2] == [0] * (module.PATIENCE + 1) + [1]
+        it.store.made[0]._claims.append(LaneLost("its connection is gone"))
+        it.store.made[0].note_parked(NOW)
+        await until(lambda: len(it.store.made) == 2)
+        before = it.store.adoptions
+        count = len(adoptions)
+        await until(lambda: len(adoptions) > count + module.PATIENCE)
+        assert adoptions[count + module.PATIENCE - 1] == before
+
+
+async def test_an_idle_adopted_lane_is_let_go_and_no_other() -> None:
+    idle, busy = ScriptedLane(98), ScriptedLane(99)
+    async with scene(ScriptedStore(idle, busy), wanted=2) as it:
+        await until(lambda: it.lanes.numbers == [1, 2, 98, 99])
+        await asyncio.gather(*(lane.sleeping.wait() for lane in (idle, busy)))
+        it.store.made[0].idle = True  # a lane of our own is kept, whatever is in it
+        idle.idle = True
+        await until(lambda: it.lanes.numbers == [1, 2, 99])
+        assert idle.released.is_set()
+        assert not busy.released.is_set()
+        assert "lane 98" in it.pulse.forgotten
+        for n in range(2):
+            await it.lanes.park([due(n).parcel], [])
+
+
+async def test_a_lane_let_go_while_it_releases_settles_first() -> None:
+    lane = ScriptedLane(99, [[due(1)], [due(2)]])
+    async with scene(ScriptedStore(lane), wanted=1) as it:
+        lane.idle = True
+        await until(lane.released.is_set)
+        assert lane.events.count("claim") == lane.events.count("settle")
+        assert lane.events[-1] == "release"
+        assert "give up" not in lane.events
+        await until(lambda: it.lanes.numbers == [1])
+
+
 async def test_a_store_out_of_reach_is_tried_again() -> None:
     store, tries = ScriptedStore(), list[int]()
 
@@ -221,7 +282,7 @@ async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
         assert it.store.closed
 
 
-async def broken() -> list[ScriptedLane]:
+async def broken(_: int) -> list[ScriptedLane]:
     raise ZeroDivisionError
 
 
