@@ -1,63 +1,291 @@
-"""The plans of the hot statements: index ranges in one or two partitions, whatever the planner thinks of the rows."""
+"""The plans of the daemon's statements: index ranges in the few partitions that they are about, whatever the planner
+knows of the rows.
+
+The plans are those that were run, not those of an EXPLAIN beside them: the server logs the plan of everything that the
+daemon's own sessions do here (auto_explain). That these plans stay is in test_store_plan_cache.py.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 
-from delayer.store import partitions, session, statements
+from delayer.store import partitions, statements, upgrades
 from delayer.store.partitions import DAY_MS
-from tests.conformance.store_contract import owned
+from delayer.store.status import overview
+from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.servers import Postgres
 
-FILL = """
+Plan = dict[str, Any]
+
+DAYS = 40
+LANES = 4
+EMPTIED = 60
+"""Further lanes, of daemons that have gone and left nothing."""
+WAITING = 200_000
+CANCEL = "DELETE FROM message WHERE"
+CANCEL_HELD = "DELETE FROM held WHERE id = $1"
+PROBE = "SELECT number, (SELECT due_at FROM message_"
+BIG = ("message", "held")
+"""What the names of tables with many rows begin with; ``lane`` and ``counter`` are read whole, and may be."""
+PARTITIONS = ("message_p", "message_default")
+AHEAD_MS = 900_000
+"""Farther than anybody looks."""
+
+_MESSAGES = """
 INSERT INTO message (due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
-                     properties, body)
-SELECT now() + $2::float8 * interval '1 day' * random() - interval '1 hour', 0, 1 + n % 2, 1,
-       'r', 'e', 'k', 'e', 'k', 'p', decode(repeat(md5(n::text), 16), 'hex')
+                     properties, body, key)
+SELECT date_trunc('milliseconds', {due}), 0, 1 + n % $2::int, 1, 'r', 'e', 'k', 'e', 'k', 'p',
+       decode(md5(n::text), 'hex'), CASE WHEN n % 20 = 0 THEN '{name} '::bytea || n::text::bytea END
 FROM generate_series(1, $1::int) AS n
 """
+_FAR = "now() + interval '1 hour' + 38 * interval '1 day' * random()"
+_SOON = "now() - interval '30 hours' * random()"  # so that no partition that is read is empty
+_BEYOND = "now() + interval '500 days'"
+_HELD = """
+INSERT INTO held
+SELECT nextval('message_id'), now(), now(), now(), now() + (n - 400) * interval '1 second', 0, 1, 1 + n % $2::int, 1,
+       'r', 'e', 'k', 'e', 'k', 'p', decode(md5(n::text), 'hex'), 'held '::bytea || n::text::bytea, 'why'
+FROM generate_series(1, $1::int) AS n
+"""
+_KEYS = "INSERT INTO message_key SELECT key, lane, due_at, id FROM {table} WHERE key IS NOT NULL"
+_COUNTED = "INSERT INTO counter SELECT lane, '{kind}', count(*) FROM {table} GROUP BY lane"
+_EMPTIED = "INSERT INTO counter SELECT $1::int + n, '{kind}', 1000 FROM generate_series(1, $2::int) AS n"
+
+FIRST_COLUMN = {"held_lane_retry_at": "lane", "held_pkey": "id", "message_key_pkey": "key"}
 
 
-def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+async def fill(url: str, waiting: int = WAITING) -> None:
+    """A store as after some weeks: a backlog, rows that are due, rows beyond the partitions, held rows, and keys."""
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        today = await admin.fetchval("SELECT now()") // DAY_MS
+        for day in range(today - 1, today + DAYS):
+            await partitions.make(admin, day, today)
+        await admin.execute(
+            "INSERT INTO lane SELECT n, 0, 'gone' FROM generate_series(1, $1::int) AS n", LANES + EMPTIED
+        )
+        for kind in ("parked", "released"):
+            await admin.execute(_EMPTIED.format(kind=kind), LANES, EMPTIED)
+        for name, due, rows in (("far", _FAR, waiting), ("soon", _SOON, 5_000), ("beyond", _BEYOND, 2_000)):
+            await admin.execute(_MESSAGES.format(due=due, name=name), rows, LANES)
+        await admin.execute(_HELD, 20_000, LANES)
+        for table, kind in (("message", "parked"), ("held", "held")):
+            await admin.execute(_KEYS.format(table=table))
+            await admin.execute(_COUNTED.format(kind=kind, table=table))
+        # The held ones came in as well.
+        await admin.execute("UPDATE counter SET n = n + 5000 WHERE kind = 'parked' AND lane <= $1", LANES)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Postgres]:
+    """A Postgres that analyzes nothing by itself, and waits for no disk: nothing is promised here."""
+    with Postgres(settings={"autovacuum": "off", "fsync": "off"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def template(server: Postgres) -> str:
+    """A filled database to copy."""
+    name = server.add_database()
+    asyncio.run(fill(server.url(name)))
+    return name
+
+
+@pytest.fixture(scope="module", params=["just filled", "analyzed"])
+def filled(server: Postgres, template: str, request: pytest.FixtureRequest) -> str:
+    """The name of a filled database whose sessions log the plans of what they do. The tests share it: a copy for each
+    would take most of their time."""
+    name = server.add_database(template=template)
+    if request.param == "analyzed":
+        server.execute("ANALYZE", database=name)
+    for setting, value in {
+        "session_preload_libraries": "auto_explain",
+        "auto_explain.log_min_duration": "0",
+        "auto_explain.log_format": "json",
+    }.items():
+        server.execute(f"ALTER DATABASE \"{name}\" SET {setting} = '{value}'")
+    return name
+
+
+class Plans:
+    """What was run in one database since this was made, from the server's log."""
+
+    def __init__(self, server: Postgres, database: str) -> None:
+        self._server = server
+        self._entry = re.compile(rf"^.* {database} LOG:  duration: .* plan:\n((?:\t.*\n)+)", re.MULTILINE)
+        self._from = len(server.log())
+
+    def take(self) -> dict[str, list[Plan]]:
+        """By text of the statement, what was logged since the last time. Nobody has read a big table whole."""
+        log = self._server.log()
+        fresh, self._from = log[self._from :], len(log)
+        found = defaultdict(list)
+        for entry in map(json.loads, self._entry.findall(fresh)):
+            found[entry["Query Text"]].append(entry["Plan"])
+            assert all(node["Node Type"] != "Seq Scan" for node in scans(entry["Plan"])), entry
+        return found
+
+
+def nodes(plan: Plan) -> Iterator[Plan]:
     yield plan
     for child in plan.get("Plans", ()):
         yield from nodes(child)
 
 
-def check(plan: dict[str, Any], places: int) -> None:
-    seen = [node for node in nodes(plan) if "Relation Name" in node and node["Node Type"] != "ModifyTable"]
-    assert {node["Node Type"] for node in seen} <= {"Index Scan", "Index Only Scan", "Tid Scan"}
-    assert not any(node["Node Type"] in ("Hash Join", "Merge Join", "Sort") for node in nodes(plan))
-    assert len({node["Relation Name"] for node in seen}) <= places, sorted({node["Relation Name"] for node in seen})
+def scans(plan: Plan) -> list[Plan]:
+    """The nodes that read a big table."""
+    of_relation = (node for node in nodes(plan) if node.get("Relation Name", "").startswith(BIG))
+    return [node for node in of_relation if node["Node Type"] not in ("ModifyTable", "LockRows")]
 
 
-@pytest.mark.parametrize("analyzed", [True, False])
-async def test_hot_statements_use_the_index_of_few_partitions(database: str, analyzed: bool) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+def tables(plan: Plan) -> set[str]:
+    return {node["Relation Name"] for node in scans(plan)}
+
+
+def of_days(first_ms: int, last_ms: int) -> set[str]:
+    """The partitions of these instants."""
+    return {partitions.name_of(day) for day in range(first_ms // DAY_MS, last_ms // DAY_MS + 1)}
+
+
+def check_messages(plan: Plan, places: Collection[str], *columns: str) -> None:
+    """Each partition among ``places``, by its primary key from ``columns`` on, or where a scan has just found it."""
+    seen = [node for node in scans(plan) if node["Relation Name"].startswith(PARTITIONS)]
+    assert {node["Relation Name"] for node in seen} <= set(places)
+    for node in seen:
+        assert node["Node Type"] in ("Index Scan", "Index Only Scan", "Tid Scan"), node
+        if node["Node Type"] != "Tid Scan":
+            assert node["Index Name"] == f"{node['Relation Name']}_pkey"
+            assert all(column in node["Index Cond"] for column in columns), node
+    # What is left out when a plan starts was planned, and locked, all the same.
+    assert not any(node.get("Subplans Removed") for node in nodes(plan)), plan
+    # The few rows of an answer may be sorted, the rows of a partition may not.
+    below = (node for child in plan.get("Plans", ()) for node in nodes(child))
+    for node in below:
+        if node["Node Type"] in ("Sort", "Incremental Sort", "Hash Join", "Merge Join"):
+            assert not any(name.startswith(PARTITIONS) for name in tables(node)), node
+
+
+def check_index(plan: Plan, table: str, *indexes: str) -> None:
+    """Nothing but ``table``, through these indexes, each from its first column on."""
+    assert tables(plan) == {table}
+    through = {node["Index Name"]: node["Index Cond"] for node in nodes(plan) if "Index Name" in node}
+    assert through.keys() == set(indexes)
+    assert all(re.search(rf"\b{FIRST_COLUMN[index]}\b", condition) for index, condition in through.items()), through
+
+
+def one_of(found: dict[str, list[Plan]], beginning: str) -> list[Plan]:
+    """The plans of the statements with this beginning; at least one was run."""
+    plans = [plan for text, all_of in found.items() if text.startswith(beginning) for plan in all_of]
+    assert plans, f"not run: {beginning}"
+    return plans
+
+
+async def test_a_release_reads_the_index_of_the_days_that_are_due(server: Postgres, filled: str) -> None:
+    plans = Plans(server, filled)
+    async with opened(server.url(filled)) as store, owned(store) as [lane]:
         now = store.now_ms()
-        for day in range(-1, 40):
-            await partitions.make(admin, now // DAY_MS + day, now // DAY_MS)
-        await admin.execute(FILL, 20_000, 38.0)
-        await admin.execute(
-            "INSERT INTO held SELECT id, due_at, now(), now(), now(), 0, 1, lane, 1,"
-            " '', '', '', '', '', '', '', NULL, '' FROM message LIMIT 5000"
-        )
-        if analyzed:
-            await admin.execute("ANALYZE message")
-            await admin.execute("ANALYZE held")
-        connection = lane._link.connection
+        rows = await lane.claim(500, ROOM)
+        assert len(rows) == 500 and sum(due.attempts > 0 for due in rows) == 50
+        await lane.settle(rows[1:], [(rows[0], "returned")])
+        found = plans.take()  # not before: the last statement's plan is logged when the next one comes
+        passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
+        for plan in one_of(found, statements.CLAIM):
+            check_messages(plan, passed, "lane", "due_at")
+        for plan in one_of(found, statements.CLAIM_HELD):
+            check_index(plan, "held", "held_lane_retry_at", "held_pkey")
+        while lane.more:
+            rows = await lane.claim(500, ROOM)
+            await lane.settle(rows, [])
+        assert await lane.claim(500, ROOM) == []
+        await lane.settle([], [])
+        found = plans.take()
+        assert await lane.claim(500, ROOM) == []
+        await lane.settle([], [])
+        assert await lane.sleep_hint() > 0.0
+        now_on = plans.take()
+        for plan in one_of(now_on, statements.CLAIM) + one_of(now_on, statements.NEXT_DUE):
+            check_messages(plan, of_days(now, now + AHEAD_MS), "lane", "due_at")
+        for plan in one_of(found, statements.NEXT_RETRY):
+            check_index(plan, "held", "held_lane_retry_at")
+        for plan in one_of(found, "DELETE FROM held WHERE id"):
+            check_index(plan, "held", "held_pkey")
+        for plan in one_of(found, "DELETE FROM message_key"):
+            check_index(plan, "message_key", "message_key_pkey")
 
-        async def plan(statement: str, *arguments: object, places: int) -> None:
-            rows = await connection.fetchval(f"EXPLAIN (FORMAT JSON) {statement}", *arguments)
-            check(json.loads(rows)[0]["Plan"], places)
 
-        horizon = now + 60_000
-        await plan(statements.CLAIM, lane.number, now - 3_600_000, horizon, 1000, 1 << 30, places=2)
-        await plan(statements.CLAIM, lane.number, session.BEGINNING_MS, horizon, 1000, 1 << 30, places=4)
-        await plan(statements.NEXT_DUE, lane.number, now - 3_600_000, horizon, places=2)
-        await plan(statements.NEXT_DUE, lane.number, session.BEGINNING_MS, horizon, places=4)
-        await plan(statements.NEXT_RETRY, lane.number, places=1)
+async def test_a_cancel_reads_the_index_of_its_message_s_day(server: Postgres, filled: str) -> None:
+    async with opened(server.url(filled)) as store, owned(store) as [lane], sql(server.url(filled)) as admin:
+        keys = [b"far 20", b"far 40", b"beyond 20", b"held 19999", b"nobody's"]
+        days = {
+            partitions.name_of(row[0] // DAY_MS)
+            for row in await admin.fetch("SELECT due_at FROM message_key WHERE key = ANY($1)", keys[:2])
+        }
+        plans = Plans(server, filled)
+        await store.park(lane, [parcel(store.now_ms() + DAY_MS, key=b"far 60")], keys)
+        found = plans.take()
+        cancels = one_of(found, CANCEL)
+        for plan in cancels:
+            assert len(tables(plan)) == 1
+            check_messages(plan, tables(plan), "lane", "due_at", "id")
+        assert {*days, "message_default"} <= set().union(*map(tables, cancels))
+        for plan in one_of(found, CANCEL_HELD):
+            check_index(plan, "held", "held_pkey")
+        for plan in one_of(found, "SELECT lane, due_at, id FROM message_key") + one_of(
+            found, "DELETE FROM message_key"
+        ):
+            check_index(plan, "message_key", "message_key_pkey")
+        for table in ("message_key", "message", "held"):
+            assert await admin.fetchval(f"SELECT count(*) FROM {table} WHERE key = ANY($1)", keys) == 0
+
+
+async def test_looking_around_reads_the_ends_of_the_indexes(server: Postgres, filled: str) -> None:
+    """On connections that are not told which plans to prefer: who looks for lanes, looks back, or asks for status."""
+    plans = Plans(server, filled)
+    async with opened(server.url(filled)) as store, owned(store) as [lane]:
+        for plan in one_of(plans.take(), statements.LANES_FREE):
+            assert not scans(plan)
+        now = store.now_ms()
+        await lane.look_back()
+        found = plans.take()
+        passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
+        for plan in one_of(found, statements.NEXT_DUE):
+            check_messages(plan, passed, "lane", "due_at")
+        for plan in one_of(found, statements.NEXT_RETRY):
+            check_index(plan, "held", "held_lane_retry_at")
+        whole = await overview(server.url(filled))
+        assert whole.waiting > WAITING and whole.held > 19_000
+        assert all(of.next_due_ms is not None for of in whole.lanes[:LANES])
+        found = plans.take()
+        for plan in one_of(found, statements.OVERVIEW):
+            assert not scans(plan)
+            of_counter = [node for node in nodes(plan) if node.get("Relation Name") == "counter"]
+            assert of_counter and all(node["Node Type"] != "Seq Scan" for node in of_counter), of_counter
+        probes = one_of(found, PROBE)
+        near = {*of_days(now - 2 * DAY_MS, now + DAY_MS), "message_default"}
+        for plan in probes:
+            check_messages(plan, near, "lane")
+        assert len(probes) <= len(near)
+
+
+async def test_who_looks_for_lanes_to_adopt_reads_one_entry_of_each(server: Postgres, filled: str) -> None:
+    plans = Plans(server, filled)
+    async with opened(server.url(filled)) as store:
+        now = store.now_ms()
+        for _ in range(2):  # the first time from the beginning, then from the watermarks
+            assert await store.adopt(0) == []
+        found = one_of(plans.take(), statements.LANES_DUE)
+        assert len(found) == 2
+        for plan in found:
+            check_messages(plan, {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}, "lane", "due_at")
+            of_held = [node for node in scans(plan) if node["Relation Name"] == "held"]
+            assert [node["Index Name"] for node in of_held] == ["held_lane_retry_at"]
+            assert all("lane" in node["Index Cond"] for node in of_held)
+            assert {*tables(plan)} & of_days(now, now)

@@ -1,0 +1,134 @@
+"""What the store's sessions are set to, and that the server plans each statement for its arguments, every time.
+
+A plan for any arguments cannot leave out a partition. The server makes one after five runs of a prepared statement, if
+it believes that this pays; EXPLAIN with arguments never shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+
+from delayer.store import session, statements
+from delayer.store.lane import PostgresLane
+from delayer.store.partitions import DAY_MS
+from delayer.store.postgres import PostgresStore
+from tests.conformance.store_contract import ROOM, owned, parcel
+from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_plan import CANCEL, CANCEL_HELD, fill
+
+TIMES = 15
+# One without arguments has nothing to plan for: it counts as generic.
+_PREPARED = "SELECT statement, generic_plans, custom_plans FROM pg_prepared_statements WHERE statement LIKE $1"
+
+PROMISED = {
+    "plan_cache_mode": "force_custom_plan",
+    "jit": "off",
+    "synchronous_commit": "on",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    "TimeZone": "UTC",
+    "statement_timeout": "30s",
+}
+CONTRARY = {
+    "plan_cache_mode": "force_generic_plan",
+    "jit": "on",
+    "synchronous_commit": "off",
+    "default_transaction_isolation": "serializable",
+    "TimeZone": "Asia/Tokyo",
+    "statement_timeout": "1h",
+}
+STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin")
+
+
+@asynccontextmanager
+async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
+    """The connection of the lane, and the only one of a pool with one parker."""
+    async with lane._link.talking("test") as of_lane, session.borrowed(store._pool) as of_pool:
+        yield {"lane": of_lane, "pool": of_pool}
+
+
+async def work(store: PostgresStore, lane: PostgresLane) -> None:
+    """Everything that a daemon does with messages, TIMES times."""
+    for n in range(1, TIMES + 1):
+        cancels = [b"far %d" % (20 * n), b"held %d" % (20 * n), b"beyond %d" % (20 * n)]
+        await store.park(lane, [parcel(store.now_ms() + n * DAY_MS, key=b"new %d" % n)], cancels)
+        await store.park(lane, [parcel(store.now_ms() + n * DAY_MS)], [])
+        rows = await lane.claim(20, ROOM)
+        assert sum(due.attempts > 0 for due in rows) == 2
+        await lane.settle(rows[1:-1], [(rows[0], "returned"), (rows[-1], "returned")])
+        await lane.look_back()
+    while lane.more:
+        await lane.settle(await lane.claim(1000, ROOM), [])
+    for _ in range(TIMES):
+        await lane.sleep_hint()
+
+
+async def plans_made(url: str) -> dict[str, dict[str, tuple[int, int]]]:
+    """After some work: by session, the statements with arguments, each with its generic and its custom plans."""
+    await fill(url, 20_000)
+    async with opened(url, parkers=1) as store, owned(store) as [lane]:
+        await work(store, lane)
+        async with sessions(store, lane) as ours:
+            return {
+                name: {
+                    row[0]: (row[1], row[2]) for row in await connection.fetch(_PREPARED, "%$1%") if row[0] != _PREPARED
+                }
+                for name, connection in ours.items()
+            }
+
+
+def custom(of_session: Mapping[str, tuple[int, int]], beginning: str) -> int:
+    return sum(custom for text, (_, custom) in of_session.items() if text.startswith(beginning))
+
+
+async def test_no_statement_is_planned_for_any_arguments(database: str) -> None:
+    made = await plans_made(database)
+    for of_session in made.values():
+        assert {text: plans for text, plans in of_session.items() if plans[0]} == {}
+    in_lane = (statements.CLAIM, statements.CLAIM_HELD, statements.NEXT_DUE, statements.NEXT_RETRY)
+    for statement in (*in_lane, "DELETE FROM held WHERE id = ANY", statements.HOLD_AGAIN, statements.COUNT):
+        assert custom(made["lane"], statement) >= TIMES, statement
+    in_pool = (statements.NEXT_DUE, statements.NEXT_RETRY, CANCEL, CANCEL_HELD, statements.COUNT_PARKED)
+    for statement in in_pool:
+        assert custom(made["pool"], statement) >= TIMES, statement
+
+
+async def test_the_server_would_do_that_without_our_setting(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: this is what it sees in sessions that are not told."""
+    ours = session.settings
+
+    def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return ours(application, more) | {"plan_cache_mode": "auto"}
+
+    monkeypatch.setattr(session, "settings", settings)
+    made = await plans_made(database)
+    assert made["pool"][statements.NEXT_DUE][0] > 0
+
+
+async def shown(connection: asyncpg.Connection, *names: str) -> dict[str, str]:
+    return {name: await connection.fetchval("SELECT current_setting($1)", name) for name in names}
+
+
+async def test_sessions_are_set_whatever_the_database_says(database: str) -> None:
+    async with sql(database) as admin:
+        name = await admin.fetchval("SELECT current_database()")
+        for setting, value in CONTRARY.items():
+            await admin.execute(f"ALTER DATABASE \"{name}\" SET {setting} = '{value}'")
+    timeouts = {"idle_timeout": 7.0, "transaction_timeout": 9.0}
+    async with (
+        opened(database, parkers=1, **timeouts) as store,
+        owned(store) as [lane],
+        sessions(store, lane) as ours,
+        sql(database) as other,
+    ):
+        for connection in (*ours.values(), other):
+            assert await shown(connection, *PROMISED) == PROMISED
+        assert await shown(ours["lane"], *STEERED) == dict.fromkeys(STEERED, "off")
+        assert await shown(ours["pool"], *STEERED) == dict.fromkeys(STEERED, "on")
+        names = ("idle_session_timeout", "idle_in_transaction_session_timeout")
+        assert list((await shown(ours["lane"], *names)).values()) == ["7s", "9s"]
+        assert list((await shown(ours["pool"], *names)).values()) == ["0", "9s"]
