@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import asyncpg
+
 from bench import rows
 from bench.figures import median
 from bench.meter import peak_mb
@@ -13,6 +15,7 @@ from bench.servers import Place
 from bench.watch import LOOK_SECONDS, STUCK_SECONDS, Counters, Stuck
 
 DUE = 1000
+_SIZE = "SELECT sum(pg_total_relation_size(inhrelid)) FROM pg_inherits WHERE inhparent = 'message'::regclass"
 
 
 async def once(place: Place) -> tuple[float, float, float]:
@@ -40,6 +43,15 @@ async def _seconds_until_ready(waiting: object, began: float) -> float:
     return time.monotonic() - began
 
 
+async def size_mb(place: Place) -> float:
+    """Of all partitions, with their indexes, in MB (10^6 bytes)."""
+    connection = await asyncpg.connect(place.store_url)
+    try:
+        return float(await connection.fetchval(_SIZE)) / 1e6
+    finally:
+        await connection.close()
+
+
 async def run(bench: Bench) -> None:
     for backlog in bench.backlogs:
         place = await bench.place(backlog)
@@ -49,3 +61,5 @@ async def run(bench: Bench) -> None:
         bench.add("ready", median(ready), "s", backlog=backlog)
         bench.add("first release", median(released), "s", backlog=backlog)
         bench.add("memory of daemon", max(memory), "MB", backlog=backlog)
+        if backlog:
+            bench.add("size of the store", await size_mb(place), "MB", backlog=backlog)
