@@ -58,6 +58,8 @@ class Lanes:
         self._own: list[Lane] = []
         self._loops: dict[asyncio.Task[None], Lane] = {}
         self._adopted: dict[Lane, Release] = {}
+        self._upkeep: asyncio.Task[None] | None = None
+        self._share = wanted
         self._complete = 0  # looks in a row that found all lanes of our own in hand
         self._turn = count()
         self._ready = asyncio.Event()
@@ -110,6 +112,9 @@ class Lanes:
         finally:
             self._ready.clear()
             self._pulse.forget("lanes")
+            if self._upkeep is not None:
+                self._upkeep.cancel()
+                await asyncio.wait([self._upkeep])
             if self._store is not None:
                 await self._store.close()
 
@@ -151,8 +156,18 @@ class Lanes:
         self._let_go()
         if self._complete > PATIENCE:
             await self._adopt(self._store, stopping)
-        if look % UPKEEP == 0:
-            await self._store.maintain()
+        self._keep_up(self._store, look)
+
+    def _keep_up(self, store: Store, look: int) -> None:
+        """Upkeep goes on beside the looks: it may wait for locks, and the lanes of the dead must not wait for it.
+
+        Raises what the last round failed of.
+        """
+        if self._upkeep is not None and self._upkeep.done():
+            last, self._upkeep = self._upkeep, None
+            last.result()
+        if self._upkeep is None and look % UPKEEP == 0:
+            self._upkeep = asyncio.create_task(store.maintain(), name="upkeep")
 
     async def _own_lanes(self, store: Store, stopping: asyncio.Event) -> None:
         missing = self._wanted - len(self._own)
@@ -165,10 +180,15 @@ class Lanes:
             self._ready.set()
 
     async def _adopt(self, store: Store, stopping: asyncio.Event) -> None:
-        """Not more than a share at a time: several daemons that find a long backlog release it together."""
-        for lane in await store.adopt(self._wanted):
+        """Not more than a share at a time: several daemons that find a long backlog release it together.
+
+        The share doubles while there is more, so that whoever is alone has the lanes of many dead within seconds.
+        """
+        lanes = await store.adopt(self._share)
+        for lane in lanes:
             log.info("lane adopted", lane=lane.number)
             self._adopted[lane] = self._start(lane, stopping)
+        self._share = 2 * self._share if len(lanes) == self._share else self._wanted
 
     def _let_go(self) -> None:
         """Tell the loops of adopted lanes to end in which nothing is due soon."""

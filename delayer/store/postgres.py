@@ -201,7 +201,7 @@ class PostgresStore:
                     return
                 try:
                     today = self._clock.now_ms() // DAY_MS
-                    await partitions.make_ahead(connection, today)
+                    await partitions.make_ahead(connection, today, self._days, self._clock.monotonic())
                     await partitions.drop_passed(connection, today)
                     self._days.learn(await partitions.existing(connection))
                 except BaseException:

@@ -235,6 +235,7 @@ class ScriptedStore:
         self.parked: list[Parked] = []
         self.held: list[tuple[int, str]] = []
         self.maintained = 0
+        self.on_maintain: Callable[[], Awaitable[None]] | None = None
         self.adoptions = 0
         self.closed = False
         self.adoptable = list(adoptable)
@@ -271,6 +272,8 @@ class ScriptedStore:
 
     async def maintain(self) -> None:
         self.maintained += 1
+        if self.on_maintain is not None:
+            await self.on_maintain()
 
     async def close(self) -> None:
         self.closed = True

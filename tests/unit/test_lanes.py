@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.services import lanes as module
@@ -69,7 +70,7 @@ async def test_owned_released_from_and_let_go() -> None:
         await asyncio.gather(first.sleeping.wait(), second.sleeping.wait())
         assert it.lanes.numbers == [1, 2]
         assert it.lanes.now_ms() == NOW
-        assert it.store.maintained >= 1
+        await until(lambda: it.store.maintained >= 1)
         await it.stop()
         assert first.events[-1] == second.events[-1] == "release"
         assert it.store.closed
@@ -161,17 +162,51 @@ async def test_a_dead_daemons_lane_is_adopted_and_only_emptied() -> None:
         assert {number for number, _, _ in it.store.parked} == {1}
 
 
-async def test_a_share_of_the_orphans_a_look() -> None:
-    orphans = [ScriptedLane(90 + n) for n in range(5)]
+async def test_upkeep_that_takes_long_holds_up_nobody() -> None:
+    """Neither the looks, nor the end."""
+    store, cancelled = ScriptedStore(ScriptedLane(99)), asyncio.Event()
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    store.on_maintain = for_ever
+    async with scene(store, wanted=1) as it:
+        await until(lambda: it.lanes.numbers == [1, 99])
+        looks = store.adoptions
+        await until(lambda: store.adoptions > looks + 2 * module.UPKEEP)
+        assert store.maintained == 1
+        await it.stop()
+        assert cancelled.is_set()
+        assert store.closed
+
+
+async def test_upkeep_that_fails_is_tried_again() -> None:
+    store = ScriptedStore()
+
+    async def fails() -> None:
+        raise StoreLost("no room for another partition")
+
+    store.on_maintain = fails
+    with capture_logs() as logged:
+        async with scene(store):
+            await until(lambda: store.maintained == 2)
+    assert {"event": "store unreachable", "reason": "no room for another partition", "log_level": "warning"} in logged
+
+
+async def test_a_share_of_the_orphans_a_look_and_twice_as_many_while_there_are_more() -> None:
+    orphans = [ScriptedLane(80 + n) for n in range(15)]
     async with scene(ScriptedStore(*orphans), wanted=2) as it:
         seen = set()
 
         def all_adopted() -> bool:
             seen.add(len(it.store.adoptable))
-            return len(it.lanes.numbers) == 7
+            return len(it.lanes.numbers) == 17
 
         await until(all_adopted)
-        assert seen == {5, 3, 1, 0}
+        assert seen == {15, 13, 9, 1, 0}
 
 
 async def test_who_has_just_begun_leaves_the_orphans_to_others() -> None:
