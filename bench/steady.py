@@ -42,7 +42,7 @@ async def once(place: Place, rate: int, seconds: int, delays_ms: tuple[int, int,
     """
     async with place.daemon() as daemon:
         await daemon.ready()
-        steady = await _under_load(place, daemon.pid, rate, seconds, delays_ms)
+        steady = await under_load(place, daemon.pid, rate, seconds, delays_ms)
         await daemon.stop()
     return steady
 
@@ -53,10 +53,10 @@ async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int,
     lasts = 2 * delays_ms[1] / 1000 + seconds + 5
     order = {"url": place.broker_url, "queue": "delays", "prefetch": 5000, "seconds": lasts}
     with Helper("in_memory", order, "bench.rivals") as relay:
-        return await _under_load(place, relay.pid, rate, seconds, delays_ms)
+        return await under_load(place, relay.pid, rate, seconds, delays_ms)
 
 
-async def _under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
     """Measure the process ``pid`` (and its children), which relays."""
     warm = delays_ms[1] / 1000 + 1
     start = time.time() + LEAD_SECONDS

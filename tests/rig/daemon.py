@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -36,10 +36,14 @@ async def command(config: Path, *arguments: str) -> str:
 class DaemonProcess:
     """One ``delayer run``. ``async with`` kills it at the end if it still runs; a clean end is the test's to ask for.
 
-    ``environ`` are DELAYER_… variables: ``{"MODE": "native", "BROKER__URL": url}``.
+    ``environ`` are DELAYER_… variables: ``{"MODE": "native", "BROKER__URL": url}``. ``program`` stands in for
+    ``delayer``.
     """
 
-    def __init__(self, environ: Mapping[str, str], *, config: Path | None = None) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], *, config: Path | None = None, program: Sequence[str] = (str(EXECUTABLE),)
+    ) -> None:
+        self._program = program
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
         self._environ = ours | {"DELAYER_LOG__FORMAT": "json"} | {f"DELAYER_{k}": v for k, v in environ.items()}
@@ -54,7 +58,7 @@ class DaemonProcess:
     async def start(self) -> Self:
         """Start the process, or another one after it has ended; does not wait for anything."""
         self._process = await asyncio.create_subprocess_exec(
-            str(EXECUTABLE),
+            *self._program,
             *self._arguments,
             "run",
             env=self._environ,
