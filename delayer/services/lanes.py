@@ -19,6 +19,7 @@ from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.services.counting import Counters
+from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.holding import report
 from delayer.services.ports import Lane, Pulse, Store
 from delayer.services.release import Release
@@ -112,11 +113,13 @@ class Lanes:
         finally:
             self._ready.clear()
             self._pulse.forget("lanes")
-            if self._upkeep is not None:
-                self._upkeep.cancel()
-                await asyncio.wait([self._upkeep])
+            ended = set() if self._upkeep is None else {self._upkeep}
+            for upkeep in ended:
+                upkeep.cancel()  # half of an upkeep is as good as none
+                await asyncio.wait([upkeep])
             if self._store is not None:
                 await self._store.close()
+            raise_first(take_failures(ended), unless=LOSSES)
 
     async def _tend(self, stopping: asyncio.Event) -> None:
         beat = partial(self._pulse.beat, "lanes")
