@@ -6,6 +6,7 @@ with them, so that `delayer status` stays right.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -17,7 +18,8 @@ from delayer.core.message import Parcel, Target
 from delayer.store import envelope, partitions, session
 from delayer.store.partitions import DAY_MS
 
-CHUNK = 500_000
+CHUNK = 250_000
+WRITERS = 2
 BACKLOG_DAYS = 60
 BACKLOG_FIRST_HOURS = 3
 """When the first of the backlog is due: after the end of every run."""
@@ -80,18 +82,26 @@ async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: 
 
 async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None], lanes: int = 2) -> None:
     """``rows`` that are due over the coming BACKLOG_DAYS; then what autovacuum would have done by and by."""
-    connection = await session.connect(url, "bench")
+    # Without limits on the time of a statement, on either side: some of these take minutes.
+    more = {"statement_timeout": "0"}
+    writers = [await session.connect_plain(url, "bench", more, command_seconds=None) for _ in range(WRITERS)]
     try:
-        await connection.execute("SET statement_timeout = 0")
+        first, *_ = writers
         today = int(time.time() * 1000) // DAY_MS
         for day in range(today - 1, today + BACKLOG_DAYS + 3):
-            await partitions.make(connection, day, today)
-        await connection.execute(_LANES, lanes)
-        for first in range(0, rows, CHUNK):
-            say(f"a backlog of {rows:,} rows: {first:,} so far")
-            await _insert(connection, _FAR, min(CHUNK, rows - first), size, lanes)
+            await partitions.make(first, day, today)
+        await first.execute(_LANES, lanes)
+        chunks = [min(CHUNK, rows - start) for start in range(0, rows, CHUNK)]
+
+        async def write(connection: asyncpg.Connection) -> None:
+            while chunks:
+                say(f"a backlog of {rows:,} rows: {sum(chunks):,} to go")
+                await _insert(connection, _FAR, chunks.pop(), size, lanes)
+
+        await asyncio.gather(*map(write, writers))
         say(f"a backlog of {rows:,} rows: VACUUM, ANALYZE, CHECKPOINT")
-        await connection.execute("VACUUM (ANALYZE) message", timeout=None)
-        await connection.execute("CHECKPOINT", timeout=None)
+        await first.execute("VACUUM (ANALYZE) message")
+        await first.execute("CHECKPOINT")
     finally:
-        await session.close(connection)
+        for connection in writers:
+            await session.close(connection)
