@@ -41,9 +41,9 @@ class DaemonProcess:
     """
 
     def __init__(
-        self, environ: Mapping[str, str], *, config: Path | None = None, program: Sequence[str] = (str(EXECUTABLE),)
+        self, environ: Mapping[str, str], *, config: Path | None = None, program: Sequence[str] | None = None
     ) -> None:
-        self._program = program
+        self._program = program or (str(EXECUTABLE),)
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
         self._environ = ours | {"DELAYER_LOG__FORMAT": "json"} | {f"DELAYER_{k}": v for k, v in environ.items()}
