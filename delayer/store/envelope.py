@@ -23,37 +23,12 @@ from delayer.core.message import Due, Parcel, Target
 FORMAT = 1
 """1: exchange, routing_key, properties and body verbatim as received; to_exchange and to_key are the target."""
 
+_CARRIED = ("route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body", "key")
 # The order of a row in COPY. ``id`` and ``parked_at`` come from the table's defaults.
-COLUMNS = (
-    "due_at",
-    "checksum",
-    "lane",
-    "format",
-    "route",
-    "exchange",
-    "routing_key",
-    "to_exchange",
-    "to_key",
-    "properties",
-    "body",
-    "key",
-)
+COLUMNS = ("due_at", "checksum", "lane", "format", *_CARRIED)
 COLUMNS_WITH_ID = (*COLUMNS, "id")
 # The order in which the claims give a row back; by position, because a name costs a look-up for each value.
-READ = (
-    "id",
-    "due_at",
-    "checksum",
-    "format",
-    "route",
-    "exchange",
-    "routing_key",
-    "to_exchange",
-    "to_key",
-    "properties",
-    "body",
-    "key",
-)
+READ = ("id", "due_at", "checksum", "format", *_CARRIED)
 HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "reason")
 
 Row = tuple[int, int, int, int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes | None]

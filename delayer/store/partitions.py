@@ -121,12 +121,11 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
     return Making.DONE
 
 
-async def make_ahead(connection: asyncpg.Connection, today: int, days: Days | None = None, at: float = 0.0) -> None:
+async def make_ahead(connection: asyncpg.Connection, today: int, days: Days, at: float) -> None:
     """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow.
 
-    ``days`` learns what is there, and remembers what failed ``at`` (monotonic seconds); without, all is tried anew.
+    ``days`` learns what is there, and remembers what failed ``at`` (monotonic seconds).
     """
-    days = Days(()) if days is None else days
     days.learn(await existing(connection))
     coming = range(today, today + DAYS_AHEAD + 1)
     await days.make(connection, days.missing(coming, today, at), today, at, MAINTAIN_SECONDS)

@@ -20,6 +20,7 @@ from delayer.store import lane as store_lane
 from delayer.store import outlook, partitions, session, statements
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
+from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import MANY, SOON_MS, bodies, claim_when_due, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import Pulse, ScriptedPublisher
@@ -56,8 +57,12 @@ class Daemon:
         return now
 
     async def until(self, numbers: set[int]) -> None:
-        while set(self.lanes.numbers) != numbers:  # noqa: ASYNC110 - as the port has it
-            await asyncio.sleep(0.01)
+        await wait_for(lambda: set(self.lanes.numbers) == numbers)
+
+    async def looked(self, times: int) -> None:
+        """Until it has looked around so often, and found its own lanes in hand each time."""
+        seen = self.lanes._complete
+        await wait_for(lambda: self.lanes._complete >= seen + times)
 
 
 @asynccontextmanager
@@ -91,7 +96,7 @@ async def test_twenty_restarts_beside_a_living_daemon_make_no_lanes(database: st
             async with running(database) as other:
                 far = [parcel(other.now_ms() + HOUR_MS + n, b"%d" % turn) for n in range(4)]
                 await asyncio.gather(*(other.lanes.park([one], []) for one in far))
-            await asyncio.sleep(3 * service.LOOK_AROUND)  # the living one looks at what is free
+            await living.looked(3)
             assert set(living.lanes.numbers) == mine
         assert await in_store(database) == [1, 2, 3, 4]
     async with sql(database) as admin:
@@ -110,8 +115,7 @@ async def test_an_emptied_lane_is_let_go_and_owned_by_the_next(database: str) ->
                 await other.lanes.park([parcel(due_ms, b"%d" % n), parcel(due_ms + 2 * HOUR_MS)], [])
         await living.until(mine | theirs)
         assert living.now_ms() < due_ms, "adopted before the rows are due"
-        while len(living.publisher.published) < WANTED:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await wait_for(lambda: len(living.publisher.published) >= WANTED)
         assert living.now_ms() < due_ms + 1_000
         await living.until(mine)
         async with running(database) as again:
@@ -138,8 +142,7 @@ async def test_a_service_that_starts_again_owns_its_lanes_and_makes_none(
         numbers = [set(daemon.lanes.numbers) for daemon in (one, two, three)]
         assert sorted(map(len, numbers)) == [WANTED] * 3
         assert set.union(*numbers) == {1, 2, 3, 4, 5, 6}
-        while sum(len(one.publisher.published) for one in (one, two, three)) < 6:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await wait_for(lambda: sum(len(each.publisher.published) for each in (one, two, three)) >= 6)
 
 
 async def test_a_row_before_the_watermark_of_a_free_lane_is_found(database: str) -> None:
