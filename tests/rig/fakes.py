@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 
 from delayer.core.errors import BrokerLost
@@ -187,6 +188,7 @@ class ScriptedLane:
     async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         self.events.append("claim")
         self.limits.append(limit)
+        self._woken.clear()  # here and not when a wait begins: a note between two waits must not be lost
         step = self._claims.popleft() if self._claims else []
         if isinstance(step, Exception):
             raise step
@@ -213,10 +215,11 @@ class ScriptedLane:
 
     async def wait(self, seconds: float) -> None:
         self.sleeping.set()
-        self._woken.clear()
         deadline = time.monotonic() + seconds
         while not self._woken.is_set() and (left := deadline - time.monotonic()) > 0:
-            await asyncio.wait([asyncio.ensure_future(self._woken.wait())], timeout=left)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._woken.wait()
 
     async def release(self) -> None:
         self.events.append("release")
