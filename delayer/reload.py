@@ -92,7 +92,8 @@ def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
     ``first_store``: no store is in use yet, so all of ``[store]`` may. One in use holds messages: only a restart may
     leave it for another.
     """
-    store = new.store if first_store else old.store.model_copy(update={"park_beyond_ms": new.store.park_beyond_ms})
+    live = {"park_beyond_ms": new.store.park_beyond_ms, "restore_ahead_ms": new.store.restore_ahead_ms}
+    store = new.store if first_store else old.store.model_copy(update=live)
     return old.model_copy(
         update={
             "mode": new.mode,

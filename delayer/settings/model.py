@@ -26,7 +26,7 @@ DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 DELAY_FORMS = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay", "timestamp")
 
 # What a running daemon takes over at SIGHUP; everything else needs a restart. A section stands for all of its keys.
-LIVE_KEYS = frozenset({"mode", "route", "intake.max_delay", "store.park_beyond", "log"})
+LIVE_KEYS = frozenset({"mode", "route", "intake.max_delay", "store.park_beyond", "store.restore_ahead", "log"})
 
 
 class Table(BaseModel):
@@ -126,6 +126,7 @@ class Store(Table):
     url_file: values.Path | None = None
     park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
     lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 2
+    restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
 
 
 class Refused(Table):

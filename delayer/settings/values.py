@@ -53,6 +53,17 @@ def _heartbeat_ms(value: object) -> int:
     return amount_ms
 
 
+SHORTEST_RESTORE_AHEAD_MS = 5 * 60_000
+"""Segments are looked for once a minute, and restored one after another."""
+
+
+def _restore_ahead_ms(value: object) -> int:
+    amount_ms = duration_ms(value)
+    if amount_ms < SHORTEST_RESTORE_AHEAD_MS:
+        raise Expected('a duration of at least "5m": what is restored later would be late')
+    return amount_ms
+
+
 def _short_string(value: object, what: str, longest: int = SHORT_STRING_BYTES) -> str:
     if not isinstance(value, str):
         raise Expected(what)
@@ -154,6 +165,7 @@ def _management_url(value: object) -> SecretUrl | None:
 
 DurationMs = Annotated[int, BeforeValidator(duration_ms)]
 HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
+RestoreAheadMs = Annotated[int, BeforeValidator(_restore_ahead_ms)]
 Exchange = Annotated[str, BeforeValidator(_exchange)]
 RoutingKey = Annotated[str, BeforeValidator(_routing_key)]
 Queue = Annotated[str, BeforeValidator(_queue)]

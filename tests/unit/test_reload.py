@@ -138,7 +138,7 @@ async def test_what_changes_live() -> None:
     old = settings(store=STORE)
     new = settings(
         mode="native",
-        store=STORE | {"park_beyond": "10s"},
+        store=STORE | {"park_beyond": "10s", "restore_ahead": "2d"},
         intake={"max_delay": "1d"},
         route=[{"from": "a", "to": "b"}],
         log={"level": "debug"},
@@ -148,7 +148,8 @@ async def test_what_changes_live() -> None:
         assert it.daemon.settings == new
         assert it.daemon.declared == [new]
         assert it.daemon.started == []
-        assert set(said["reloaded"]["keys"]) == {"mode", "store.park_beyond", "intake.max_delay", "route", "log.level"}
+        in_store = {"store.park_beyond", "store.restore_ahead"}
+        assert set(said["reloaded"]["keys"]) == {"mode", "intake.max_delay", "route", "log.level"} | in_store
         assert (said["mode switched"]["before"], said["mode switched"]["now"]) == ("store", "native")
         assert "restart needed" not in said
         assert it.line.said == ["reloading", "ready mode native"]

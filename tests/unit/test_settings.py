@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (settings.native.cascade, settings.native.prefix) == ("delayer", "delayer.")
     assert settings.native.due_queue == "delays.due"
     assert settings.store_url == "postgresql://localhost/delayer"
-    assert (settings.store.park_beyond_ms, settings.store.lanes) == (0, 2)
+    assert (settings.store.park_beyond_ms, settings.store.lanes, settings.store.restore_ahead_ms) == (0, 2, DAY_MS)
     assert settings.refused.queue == "delays.refused"
     assert settings.http.listen == "127.0.0.1:9419"
     assert (settings.log.format, settings.log.level) == ("json", "info")
@@ -146,6 +146,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "url"): "postgres://h/d",
         ("store", "park_beyond"): "9s",
         ("store", "lanes"): "9",
+        ("store", "restore_ahead"): "9d",
         ("http", "listen"): "[::1]:80",
         ("log", "format"): "console",
         ("log", "level"): "debug",
@@ -308,6 +309,7 @@ def test_diff() -> None:
             "mode": "native",
             "intake.max_delay": "1d",
             "store.park_beyond": "1h",
+            "store.restore_ahead": "2d",
             "log.level": "debug",
             "log.format": "console",
             "broker.url": "amqp://other",
@@ -317,7 +319,8 @@ def test_diff() -> None:
         },
     )
     live, restart = old.diff(new)
-    assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", "store.park_beyond"]
+    in_store = ["store.park_beyond", "store.restore_ahead"]
+    assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", *in_store]
     assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes", "workers"]
     assert old.diff(old) == ([], [])
 

@@ -102,6 +102,10 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     ("[broker]\nverify = 1", [("broker.verify", "true or false", "1", "")]),
     ('[broker]\nverify = "yes"', [("broker.verify", "true or false", '"yes"', "")]),
     (
+        '[store]\nrestore_ahead = "4m"',
+        [("store.restore_ahead", 'a duration of at least "5m": what is restored later would be late', '"4m"', "")],
+    ),
+    (
         '[broker]\nheartbeat = "500ms"',
         [("broker.heartbeat", 'whole seconds from "0s" (off) to "65535s"', '"500ms"', "")],
     ),
