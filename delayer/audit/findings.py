@@ -1,0 +1,240 @@
+"""What an audit found: findings, and the report around them. Pure values that go to JSON and come back equal.
+
+A *violation* is something that must never be so: a promise is broken, or will be when the message is due. It makes
+`delayer audit` exit with 1. A *warning* is worth a look and may be right as it is. docs/backlog.md says which is which.
+
+Names that came over AMQP are bytes and need not be UTF-8: they travel through JSON by ``surrogateescape``, and
+:func:`shown` makes them fit to print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
+
+Severity = Literal["violation", "warning"]
+VERSION: Final = 1
+"""Of the JSON form. A summary of another version is no base for growth."""
+
+
+def shown(name: bytes) -> str:
+    """A name as text: what is not UTF-8 as \\xNN."""
+    return name.decode("utf-8", "backslashreplace")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found. ``subject`` says where ("lane 3"), ``count`` how many messages (or segments, keys) it is about,
+    ``first_due_ms`` (epoch ms) when the first of them is due. ``details``: values that JSON has; ``details["examples"]``
+    are ids of messages, a few of them."""
+
+    rule: str
+    severity: Severity
+    subject: str
+    count: int
+    first_due_ms: int | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFigures:
+    """One lane. ``alive`` is None where it cannot be known (a replica does not see the locks). ``counters`` has every
+    kind; ``waiting`` and ``held`` were counted row by row, ``packed`` are the live messages of its segments."""
+
+    number: int
+    owner: str
+    alive: bool | None
+    counters: Mapping[str, int]
+    waiting: int
+    held: int
+    packed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of the whole store. ``expected`` is the waiting messages by the counters (the law of conservation), ``waiting``
+    the rows found; ``packed`` live messages in ``segments``. Bytes: bodies and properties, ``packed_bytes`` on disk."""
+
+    waiting: int
+    expected: int
+    held: int
+    segments: int
+    packed: int
+    bytes: int
+    packed_bytes: int
+    keyed: int
+    first_due_ms: int | None
+    last_due_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar of the histogram of due times: ``width_ms`` from ``start_ms`` on."""
+
+    start_ms: int
+    width_ms: int
+    messages: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A second, minute or hour in which much is due, and how long it takes to release at the report's rate."""
+
+    start_ms: int
+    width_ms: int
+    messages: int
+    bytes: int
+    drain_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What waits for one route, or for one destination (then ``exchange`` and ``routing_key`` are set)."""
+
+    messages: int
+    bytes: int
+    first_due_ms: int
+    last_due_ms: int
+    route: bytes = b""
+    exchange: bytes = b""
+    routing_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Standout:
+    """One message worth naming: oldest, farthest, largest. ``where``: waiting, held or segment."""
+
+    id: int
+    lane: int
+    where: str
+    due_ms: int
+    bytes: int
+    route: bytes
+    exchange: bytes
+    routing_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Calendar:
+    """What is coming. Minutes and hours only of the near future (rules.calendar), days of all of it. ``…_more`` is how
+    many routes and destinations there are beyond those listed, which are the ones with the most messages."""
+
+    release_rate: float
+    minutes: tuple[Bar, ...] = ()
+    hours: tuple[Bar, ...] = ()
+    days: tuple[Bar, ...] = ()
+    peaks: tuple[Peak, ...] = ()
+    oldest: tuple[Standout, ...] = ()
+    farthest: tuple[Standout, ...] = ()
+    largest: tuple[Standout, ...] = ()
+    routes: tuple[Share, ...] = ()
+    routes_more: int = 0
+    destinations: tuple[Share, ...] = ()
+    destinations_more: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What changed since the audit at ``since_ms``. ``released_rate`` and ``parked_rate``: messages a second between."""
+
+    since_ms: int
+    seconds: float
+    waiting: int
+    held: int
+    packed: int
+    bytes: int
+    parked: int
+    released: int
+    parked_rate: float
+    released_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRun:
+    """A rule and how often it found something; ``skipped`` says why it was not run, or is empty."""
+
+    rule: str
+    violations: int
+    warnings: int
+    skipped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An audit. ``store_now_ms`` is the store's clock when the snapshot was taken, ``sample`` the share of rows read
+    (None: all). ``seconds`` is how long the audit took."""
+
+    store_now_ms: int
+    seconds: float
+    sample: float | None
+    totals: Totals
+    lanes: tuple[LaneFigures, ...]
+    calendar: Calendar
+    rules: tuple[RuleRun, ...]
+    findings: tuple[Finding, ...]
+    growth: Growth | None = None
+    version: int = VERSION
+
+    @property
+    def violations(self) -> tuple[Finding, ...]:
+        return tuple(found for found in self.findings if found.severity == "violation")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(found for found in self.findings if found.severity == "warning")
+
+    def to_json(self) -> str:
+        """ASCII JSON; :meth:`from_json` gives an equal report back."""
+        return json.dumps(_plain(self), ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ValueError for what is no report of this version: what was expected and found."""
+        loaded = json.loads(text)
+        found = loaded.get("version") if isinstance(loaded, dict) else None
+        if found != VERSION:
+            raise ValueError(f"expected an audit's report of version {VERSION}, found {found!r}")
+        try:
+            report = _build(cls, loaded)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected an audit's report of version {VERSION}, found other fields: {error}") from error
+        assert isinstance(report, cls)
+        return report
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as objects, bytes as text."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if dataclasses.is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+@cache
+def _hints(of: Any) -> dict[str, Any]:
+    return get_type_hints(of)
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """The value of a field annotated ``kind`` from its JSON form."""
+    if isinstance(kind, UnionType):
+        return None if value is None else _build(next(each for each in get_args(kind) if each is not type(None)), value)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = _hints(kind)
+        return kind(**{name: _build(hints[name], inner) for name, inner in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_build(get_args(kind)[0], inner) for inner in value)
+    if kind is bytes:
+        return value.encode("utf-8", "surrogateescape")
+    return value
