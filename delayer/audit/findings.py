@@ -1,5 +1,7 @@
 """What an audit found: findings, and the report around them. Pure values that go to JSON and come back equal.
 
+Sizes (``size``) are bytes of bodies and properties, instants epoch milliseconds.
+
 A *violation* is something that must never be so: a promise is broken, or will be when the message is due. It makes
 `delayer audit` exit with 1. A *warning* is worth a look and may be right as it is. docs/backlog.md says which is which.
 
@@ -30,8 +32,8 @@ def shown(name: bytes) -> str:
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing found. ``subject`` says where ("lane 3"), ``count`` how many messages (or segments, keys) it is about,
-    ``first_due_ms`` (epoch ms) when the first of them is due. ``details``: values that JSON has; ``details["examples"]``
-    are ids of messages, a few of them."""
+    ``first_due_ms`` (epoch ms) when the first of them is due. ``details``: values that JSON has; ``details["examples"]`` are
+    ids of messages, a few of them."""
 
     rule: str
     severity: Severity
@@ -58,14 +60,15 @@ class LaneFigures:
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Of the whole store. ``expected`` is the waiting messages by the counters (the law of conservation), ``waiting``
-    the rows found; ``packed`` live messages in ``segments``. Bytes: bodies and properties, ``packed_bytes`` on disk."""
+    the rows found; ``packed`` live messages in ``segments``. ``size``: bytes of all
+    their bodies and properties; ``packed_bytes``: of the segments as they lie."""
 
     waiting: int
     expected: int
     held: int
     segments: int
     packed: int
-    bytes: int
+    size: int
     packed_bytes: int
     keyed: int
     first_due_ms: int | None
@@ -79,7 +82,7 @@ class Bar:
     start_ms: int
     width_ms: int
     messages: int
-    bytes: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Peak:
     start_ms: int
     width_ms: int
     messages: int
-    bytes: int
+    size: int
     drain_seconds: float
 
 
@@ -98,7 +101,7 @@ class Share:
     """What waits for one route, or for one destination (then ``exchange`` and ``routing_key`` are set)."""
 
     messages: int
-    bytes: int
+    size: int
     first_due_ms: int
     last_due_ms: int
     route: bytes = b""
@@ -114,7 +117,7 @@ class Standout:
     lane: int
     where: str
     due_ms: int
-    bytes: int
+    size: int
     route: bytes
     exchange: bytes
     routing_key: bytes
@@ -141,14 +144,14 @@ class Calendar:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What changed since the audit at ``since_ms``. ``released_rate`` and ``parked_rate``: messages a second between."""
+    """What changed since the audit at ``since_ms``; ``parked_rate`` and ``released_rate`` in messages a second."""
 
     since_ms: int
     seconds: float
     waiting: int
     held: int
     packed: int
-    bytes: int
+    size: int
     parked: int
     released: int
     parked_rate: float
