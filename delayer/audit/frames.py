@@ -29,9 +29,9 @@ SCHEMAS: Final = {
     "messages": f"origin string, partition string, segment bigint, {_CONTENT}, {_OF_BODY}",
     "held": f"{_CONTENT}, {_OF_BODY}, held_ms bigint, retry_ms bigint, attempts int, reason string",
     "segments": (
-        "id bigint, lane int, first_due_ms bigint, last_due_ms bigint, first_id bigint, last_id bigint, messages bigint,"
-        " cancelled bigint, raw_bytes bigint, packed_bytes bigint, format int, made_ms bigint, broken_ms bigint,"
-        " broken string, unpacked bigint, fault string"
+        "id bigint, lane int, first_due_ms bigint, last_due_ms bigint, first_id bigint, last_id bigint,"
+        " messages bigint, cancelled bigint, raw_bytes bigint, packed_bytes bigint, format int, made_ms bigint,"
+        " broken_ms bigint, broken string, unpacked bigint, fault string"
     ),
     "tombstones": "segment bigint, id bigint",
     "keys": "key binary, lane int, due_ms bigint, id bigint",
