@@ -2,7 +2,8 @@
 
 ``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) the first time it reaches that point; ``park.copied:3`` the
 third time; ``park.copied:1:stop`` stops it (SIGSTOP) there instead, so that a test can kill the broker or the database
-and let it go on with SIGCONT. The points are the rows of the crash tables in the design, section 7.
+and let it go on with SIGCONT. The points are the rows of the crash tables in the design, section 7, and
+the steps of compacting and restoring.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ POINTS = frozenset(
         "release.claimed",  # rows deleted in an open transaction, nothing published
         "release.published",  # every confirm is here, transaction open
         "release.committed",  # committed
+        "compact.locked",  # the rows of a window are locked, nothing written
+        "compact.written",  # the segment is inserted, the rows are still there, transaction open
+        "compact.verified",  # it was read back and compared
+        "compact.deleted",  # the rows are deleted and counted, transaction open
+        "compact.committed",  # committed
+        "restore.locked",  # a segment is locked, nothing written
+        "restore.copied",  # its rows are written, transaction open
+        "restore.deleted",  # the segment is deleted and counted, transaction open
+        "restore.committed",  # committed
     }
 )
 

@@ -7,6 +7,9 @@ message_key  which message a key (header ``x-delay-key``) stands for at present
 lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
              ``watermark`` is where the next owner starts to look
 counter      what happened to how many messages, a row for each lane and kind
+segment      a run of far-future messages of one lane, compacted and compressed (packing.py); ``messages`` were packed,
+             ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
+segment_cancelled  which messages of a segment were cancelled: they do not come back
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ COUNT_OPTIONS = {
 
 metadata = MetaData()
 message_id = Sequence("message_id", data_type=BigInteger(), metadata=metadata)
+segment_id = Sequence("segment_id", data_type=BigInteger(), metadata=metadata)
 
 Instant = DateTime(timezone=True)
 
@@ -123,6 +127,36 @@ counter = Table(
     postgresql_with=COUNT_OPTIONS,
 )
 
+segment = Table(
+    "segment",
+    metadata,
+    _column("id", BigInteger, server_default=segment_id.next_value()),
+    _column("lane", SmallInteger),
+    _column("first_due", Instant),
+    _column("last_due", Instant),
+    _column("first_id", BigInteger),
+    _column("last_id", BigInteger),
+    _column("messages", Integer),
+    _column("cancelled", Integer, server_default=text("0")),
+    _column("raw_bytes", BigInteger),
+    _column("format", SmallInteger),
+    _column("digest", LargeBinary),
+    _column("packed", LargeBinary),
+    _column("made_at", Instant, server_default=func.now()),
+    Column("broken_at", Instant),
+    Column("broken", Text),
+    PrimaryKeyConstraint("id", name="segment_pkey"),
+    Index("segment_first_due", "first_due"),
+)
+
+segment_cancelled = Table(
+    "segment_cancelled",
+    metadata,
+    _column("segment", BigInteger),
+    _column("id", BigInteger),
+    PrimaryKeyConstraint("segment", "id", name="segment_cancelled_pkey"),
+)
+
 # Bodies are stored as they are. Postgres's default, pglz, costs the parking path more than the disk it spares: 4 KB of
 # JSON were parked at 13 k rows/s with it (3.1 KB a row on disk), at 26 to 35 k/s without (5.8 KB). lz4 is as fast as
 # none and as small as pglz, but not every server is built with it. What fits into 2 KB stays in its row in any case.
@@ -136,4 +170,6 @@ def _after(table: Table, statement: str) -> None:
 
 _after(message, _AS_IS.format("message"))
 _after(held, _AS_IS.format("held"))
+# It is compressed already; and as it is, a piece of it can be read without the rest.
+_after(segment, "ALTER TABLE segment ALTER COLUMN packed SET STORAGE EXTERNAL")
 _after(message, f"CREATE TABLE message_default PARTITION OF message DEFAULT WITH ({CHURN_OPTIONS})")
