@@ -32,6 +32,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
         )
         for route in settings.routes
     )
+    queues, exchanges = own_names(settings)
     return Policy(
         mode=Mode(settings.mode),
         routes={route.source: route for route in routes},
@@ -39,7 +40,19 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
         max_delay_ms=settings.intake.max_delay_ms,
         park_beyond_ms=settings.store.park_beyond_ms,
         has_store=has_store,
+        own_queues=queues,
+        own_exchanges=exchanges,
     )
+
+
+def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
+    """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
+    their way through a cascade that new delays do not take any more."""
+    native = native_of(settings)
+    queues = {settings.intake.queue, *(queue.name for queue in native.queues)}
+    # A shared cascade is somebody else's, and delivering into it may be what somebody wants.
+    exchanges = {exchange.name for exchange in native.exchanges if not exchange.shared}
+    return frozenset(map(str.encode, queues)), frozenset(map(str.encode, exchanges))
 
 
 def intake_of(settings: Settings) -> Topology:

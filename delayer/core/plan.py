@@ -75,7 +75,11 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The part of the configuration that decisions depend on. One value, swapped whole on reload."""
+    """The part of the configuration that decisions depend on. One value, swapped whole on reload.
+
+    ``own_queues`` and ``own_exchanges`` are delayer's own: whoever could send a message there through us could stop a
+    level of the cascade for everybody, or put an envelope with a destination of its own into the due queue.
+    """
 
     mode: Mode
     routes: Mapping[bytes, Route]
@@ -83,13 +87,16 @@ class Policy:
     max_delay_ms: int
     park_beyond_ms: int = 0
     has_store: bool = True
+    own_queues: frozenset[bytes] = frozenset()
+    own_exchanges: frozenset[bytes] = frozenset()
 
 
 class Ask(NamedTuple):
     """What a message says: where it came through, and its decoded headers out of :data:`CONSULTED`.
 
     ``timestamp`` is the property, in seconds. ``acts_later`` is true where the message carries something that must not
-    act inside the cascade but act again at its destination (``expiration``, ``CC``).
+    act inside the cascade but act again at its destination (``expiration``, ``CC``). ``copies`` are the keys that
+    ``CC`` names.
     """
 
     exchange: bytes
@@ -97,6 +104,7 @@ class Ask(NamedTuple):
     headers: Mapping[bytes, object]
     timestamp: int | None = None
     acts_later: bool = False
+    copies: frozenset[bytes] = frozenset()
 
 
 class Cascade(NamedTuple):
@@ -246,12 +254,28 @@ def _target(ask: Ask, route: Route, policy: Policy) -> Target:
                 f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
                 f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
             )
-    # Either would bring the message straight back here, due at once, for ever.
-    if (exchange == b"" and routing_key == policy.intake_queue) or (exchange != b"" and exchange == ask.exchange):
-        raise _Refused(
-            f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads back into the intake queue"
-        )
+    _check_not_ours(exchange, routing_key, ask, policy)
     return Target(exchange, routing_key)
+
+
+def _check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
+    """Raise _Refused where the message would come straight back, due at once, for ever; or enter what is our own."""
+    if exchange != b"":
+        if exchange == ask.exchange:
+            raise _Refused(_leads(exchange, routing_key, "back into the intake queue"))
+        if exchange in policy.own_exchanges:
+            raise _Refused(_leads(exchange, routing_key, "into delayer's own exchanges"))
+        return
+    # At the default exchange every key is a queue, those of CC too.
+    for key in (routing_key, *sorted(ask.copies)):
+        if key == policy.intake_queue:
+            raise _Refused(_leads(exchange, key, "back into the intake queue"))
+        if key in policy.own_queues:
+            raise _Refused(_leads(exchange, key, "into delayer's own queues"))
+
+
+def _leads(exchange: bytes, routing_key: bytes, where: str) -> str:
+    return f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads {where}"
 
 
 def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:

@@ -74,6 +74,7 @@ def asked(delivery: Delivery, properties: Properties) -> Ask:
     """
     raw = properties.raw
     headers: dict[bytes, object] = {}
+    copies: frozenset[bytes] = frozenset()
     acts_later = "expiration" in properties.spans
     for name, type_at, stop in properties.entries():
         if name in CONSULTED:
@@ -81,7 +82,16 @@ def asked(delivery: Delivery, properties: Properties) -> Ask:
                 headers[name] = value_at(raw, type_at, stop)
         elif name in _ROUTES:
             acts_later = True
-    return Ask(delivery.exchange, delivery.routing_key, headers, properties.timestamp, acts_later)
+            copies |= _keys(value_at(raw, type_at, stop))
+    return Ask(delivery.exchange, delivery.routing_key, headers, properties.timestamp, acts_later, copies)
+
+
+def _keys(value: object) -> frozenset[bytes]:
+    """The strings of a CC header: what the broker routes by. It passes over values of other types, and so do we."""
+    if not isinstance(value, list):
+        return frozenset()
+    strings = (one.encode("utf-8", "surrogateescape") if isinstance(one, str) else one for one in value)
+    return frozenset(one for one in strings if isinstance(one, bytes))
 
 
 # The entries of the two headers that every message gets, up to their values.

@@ -166,7 +166,7 @@ def test_what_is_asked() -> None:
         text("x-delay-key", "key"),
     )
     asked = edits.asked(delivered(raw), Properties.parse(raw))
-    assert asked == (b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"}, None, False)
+    assert asked == (b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"}, None, False, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,21 @@ def test_what_is_asked() -> None:
 )
 def test_what_acts_later(raw: bytes, later: bool) -> None:
     assert edits.asked(delivered(raw), Properties.parse(raw)).acts_later is later
+
+
+@pytest.mark.parametrize(
+    ("value", "copies"),
+    [
+        (b"A" + sized(long_string(b"k") + b"t\x01" + long_string(b"\xff")), {b"k", b"\xff"}),
+        (b"A" + sized(b""), set()),
+        (long_string(b"k"), set()),
+        (b"F" + sized(text("k")), set()),
+        (b"V", set()),
+    ],
+)
+def test_the_keys_of_cc(value: bytes, copies: set[bytes]) -> None:
+    raw = with_headers(entry(b"CC", value))
+    assert edits.asked(delivered(raw), Properties.parse(raw)).copies == copies
 
 
 def test_the_timestamp_property_is_asked() -> None:

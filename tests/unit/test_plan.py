@@ -45,6 +45,8 @@ STORE = Policy(
     {route.source: route for route in (ORDERS, MAIL, FIXED, STAMPED, OPEN, STRAIGHT)},
     intake_queue=b"delays",
     max_delay_ms=3650 * DAY,
+    own_queues=frozenset({b"delays", b"delays.due", b"level-00"}),
+    own_exchanges=frozenset({b"shop.cascade"}),
 )
 NATIVE = replace(STORE, mode=Mode.NATIVE)
 NO_STORE = replace(NATIVE, has_store=False)
@@ -72,6 +74,12 @@ def stamped(stamp: object, **headers: object) -> Ask:
 
 def in_ms(delay: int) -> int:
     return NOW + delay
+
+
+def test_a_name_of_ours_is_a_key_like_any_other_at_an_exchange() -> None:
+    """Only at the default exchange is a key a queue."""
+    found = decide(ask(b"orders.in", b"delays.due", copies=frozenset({b"delays", b"level-00"})), STORE, NOW)
+    assert found == AtOnce(NOW, Target(b"orders.out", b"delays.due"))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +211,13 @@ def test_in_store_mode(asked: Ask, plan: object) -> None:
         (ask(b"mail.in", says={"x-delay-routing-key": "delays"}), STORE, "leads back into the intake queue"),
         (ask(b"open.in", says={"x-delay-exchange": "open.in"}), replace(
             STORE, routes={b"open.in": replace(OPEN, allow_exchanges=("*",))}), "leads back into the intake queue"),
+        (ask(b"mail.in", copies=frozenset({b"x", b"delays"})), STORE, "key 'delays') leads back into the intake queue"),
+        # What is delayer's own: a level would be stopped for everybody, an envelope would be believed.
+        (ask(b"mail.in", b"delays.due"), STORE, "key 'delays.due') leads into delayer's own queues"),
+        (ask(b"mail.in", b"1." * 28 + b"level-00"), NATIVE, "key 'level-00') leads into delayer's own queues"),
+        (ask(b"mail.in", says={"x-delay-routing-key": "level-00"}), STORE, "leads into delayer's own queues"),
+        (ask(b"mail.in", copies=frozenset({b"level-00"})), NATIVE, "leads into delayer's own queues"),
+        (ask(b"open.in", says={"x-delay-exchange": "shop.cascade"}), STORE, "leads into delayer's own exchanges"),
         # Keys and cancels.
         (says(x_delay_key=""), STORE, "x-delay-key: expected a key, found an empty string"),
         (says(x_delay_key=5), STORE, "x-delay-key: expected a string"),

@@ -24,6 +24,16 @@ def test_the_default_policy() -> None:
     assert policy.max_delay_ms == 3650 * 86_400_000
     assert policy.park_beyond_ms == 0
     assert policy.has_store
+    assert {b"delays", b"delays.due", b"delays.refused", b"delayer.delay-level-00", b"delayer.delay-strays"} < (
+        policy.own_queues
+    )
+    assert {b"delays.refused", b"delayer.delay-level-27", b"delayer.delay-delivery"} < policy.own_exchanges
+    assert not {b"delayer.in", b"delayer.out"} & policy.own_exchanges
+
+
+def test_a_shared_cascade_s_exchanges_are_open_and_its_queues_are_not() -> None:
+    policy = policy_of(settings(native={"cascade": "nservicebus-v2"}), has_store=True)
+    assert b"nsb.v2.delay-level-00" in policy.own_queues - policy.own_exchanges
 
 
 def test_every_key_of_a_route_arrives() -> None:
