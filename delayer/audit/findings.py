@@ -32,8 +32,8 @@ def shown(name: bytes) -> str:
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing found. ``subject`` says where ("lane 3"), ``count`` how many messages (or segments, keys) it is about,
-    ``first_due_ms`` (epoch ms) when the first of them is due. ``details``: values that JSON has; ``details["examples"]`` are
-    ids of messages, a few of them."""
+    ``first_due_ms`` (epoch ms) when the first of them is due. ``details``: values that JSON has;
+    ``details["examples"]`` are ids of messages, a few of them."""
 
     rule: str
     severity: Severity
@@ -98,7 +98,10 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What waits for one route, or for one destination (then ``exchange`` and ``routing_key`` are set)."""
+    """What waits for one route, or for one destination (then ``exchange`` and ``routing_key`` are set).
+
+    ``verdict``: what the broker would do with it now, a value of broker.routing.Verdict; ``way``: by what way, or why;
+    empty as long as nobody asked (audit.destination_findings)."""
 
     messages: int
     size: int
@@ -107,6 +110,8 @@ class Share:
     route: bytes = b""
     exchange: bytes = b""
     routing_key: bytes = b""
+    verdict: str = ""
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
