@@ -1,0 +1,37 @@
+"""What can keep a Spark job from being done, beside the losses of a store. No pyspark in here: the edge reads it."""
+
+from __future__ import annotations
+
+
+class JobImpossible(Exception):
+    """Something that the job needs is not on this machine; the text says what to install."""
+
+
+class JavaMissing(JobImpossible):
+    """There is no Java, or one that Spark does not run on."""
+
+    def __init__(self, found: str | None, needed: int) -> None:
+        what = "Java is missing" if found is None else f"Java {found} is too old"
+        super().__init__(
+            f"{what}: Spark needs Java {needed} or later. Next: install it (Debian and Ubuntu: "
+            "apt install default-jre-headless; Fedora and RHEL: dnf install java-21-openjdk-headless), or set "
+            "JAVA_HOME to where it is."
+        )
+
+
+class SparkMissing(JobImpossible):
+    """The extra is not installed."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"the Python package {module} is missing: audit, compact and restore are an extra. "
+            "Next: pip install 'delayer[spark]'."
+        )
+
+
+class JobMisused(Exception):
+    """An option does not fit; the text says which."""
+
+
+class JobFailed(Exception):
+    """Spark gave up on something that is neither the store nor the options. The text is Spark's, without passwords."""

@@ -1,0 +1,149 @@
+"""The Spark session of a job: on this machine unless told otherwise, quiet, and refused with a reason if it cannot be.
+
+Nothing here or in what is handed to Spark may contain the store's URL: Spark shows its settings in its pages, its event
+log and its plans. See delayer/audit/source.py for how the URL travels.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from delayer.audit.errors import JavaMissing, JobMisused, SparkMissing
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+JAVA_NEEDED: Final = 17
+LOCAL: Final = "local[*]"
+_LOGGING: Final = Path(__file__).with_name("log4j2.properties")
+
+# Bounds of what one exchange between the JVM and a Python worker holds: rows of any size must not add up.
+BATCH_BYTES: Final = 16 << 20
+BATCH_ROWS: Final = 10_000
+
+_EVERYWHERE: Final[Mapping[str, str]] = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": str(BATCH_ROWS),
+    "spark.sql.execution.arrow.maxBytesPerBatch": str(BATCH_BYTES),
+    "spark.sql.parquet.compression.codec": "zstd",
+    "spark.ui.showConsoleProgress": "false",
+    # Spark's own default, and URLs: whoever puts one into a setting of Spark's must not find it on a page.
+    "spark.redaction.regex": "(?i)secret|password|passwd|token|credential|access[.]?key|url",
+}
+_HERE: Final[Mapping[str, str]] = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",  # a page that anybody who reaches the machine can read; --conf turns it on
+    "spark.sql.catalogImplementation": "in-memory",
+}
+
+
+def is_local(master: str | None) -> bool:
+    """Whether driver and executors are on this machine: a path on its disk is known to all of them."""
+    return master is not None and master.partition("[")[0] in ("local", "local-cluster")
+
+
+def submitted() -> bool:
+    """Whether spark-submit started this process: the JVM is there already, and knows its master."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def settings(master: str | None, work: str | None, more: Mapping[str, str]) -> dict[str, str]:
+    """Spark's settings for a job. ``work``: a local directory for what Spark spills. ``more`` wins."""
+    found = dict(_EVERYWHERE)
+    if is_local(master):
+        found |= _HERE
+        found["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
+        if work is not None:
+            found |= {"spark.local.dir": work, "spark.sql.warehouse.dir": str(Path(work) / "warehouse")}
+    return found | dict(more)
+
+
+@contextmanager
+def session(
+    name: str, *, master: str | None = None, work: str | None = None, more: Mapping[str, str] | None = None
+) -> Iterator[SparkSession]:
+    """A session, stopped at the end. ``master``: None is spark-submit's, without that ``local[*]``.
+
+    Raises SparkMissing, JavaMissing, JobMisused.
+    """
+    check_packages()
+    chosen = master if master is not None or submitted() else LOCAL
+    if not submitted():
+        check_java(os.environ)
+    _point_to_python(chosen)
+    from pyspark.errors import PySparkException  # noqa: PLC0415
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    builder = SparkSession.builder.appName(name)
+    if chosen is not None:
+        builder = builder.master(chosen)
+    for key, value in settings(chosen, work, more or {}).items():
+        builder = builder.config(key, value)
+    try:
+        spark = builder.getOrCreate()
+    except (PySparkException, RuntimeError) as error:
+        raise JobMisused(f"Spark did not start with master {chosen}: {str(error).splitlines()[0]}") from error
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def check_packages() -> None:
+    """Raise SparkMissing unless the extra is installed."""
+    for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
+        try:
+            __import__(module)
+        except ModuleNotFoundError as error:
+            raise SparkMissing(error.name or module) from error
+
+
+def check_java(environ: Mapping[str, str]) -> None:
+    """Raise JavaMissing unless the Java that Spark would start is one that it runs on."""
+    java = _java(environ)
+    if java is None:
+        raise JavaMissing(None, JAVA_NEEDED)
+    told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, env=dict(environ))
+    version = version_of(told.stderr + told.stdout)
+    if version is None:
+        raise JavaMissing(None, JAVA_NEEDED)
+    if version < JAVA_NEEDED:
+        raise JavaMissing(str(version), JAVA_NEEDED)
+
+
+def version_of(told: str) -> int | None:
+    """The major version in what ``java -version`` prints: 17 of "17.0.15", 8 of "1.8.0_402"; None if there is none."""
+    match = re.search(r'version "(\d+)(?:\.(\d+))?', told)
+    if match is None:
+        return None
+    first, second = int(match[1]), int(match[2] or 0)
+    return second if first == 1 else first
+
+
+def _java(environ: Mapping[str, str]) -> str | None:
+    """As Spark's own scripts look for it: JAVA_HOME, if it is set, and nothing else then."""
+    if home := environ.get("JAVA_HOME"):
+        java = Path(home, "bin", "java")
+        return str(java) if os.access(java, os.X_OK) else None
+    return shutil.which("java", path=environ.get("PATH"))
+
+
+def _point_to_python(master: str | None) -> None:
+    """Let the workers run this interpreter: the ``python3`` on the path may lack our packages.
+
+    On a cluster the administrator's choice stands, if there is one: this path may not exist on the other machines.
+    """
+    if is_local(master):
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+    else:
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable

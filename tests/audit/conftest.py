@@ -1,0 +1,50 @@
+"""One Spark session for a whole run of the tests.
+
+A JVM takes 4 s and half a gigabyte, so only one worker of pytest-xdist should have one. `--dist loadfile` gives the
+tests of one file to one worker: keep what needs Spark in as few files as there can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from delayer.audit import spark as sessions
+from delayer.audit.errors import JavaMissing
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EVENTS = "spark-events"
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """Two cores of this machine, with Spark's pages on some port of the loopback and an event log, so that a test can
+    look for what must not be in them."""
+    events = tmp_path_factory.mktemp(EVENTS)
+    more = {
+        "spark.ui.enabled": "true",
+        "spark.ui.port": "0",
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": events.as_uri(),
+        "spark.sql.shuffle.partitions": "4",
+        "spark.driver.memory": "768m",
+    }
+    work = tmp_path_factory.mktemp("spark")
+    try:
+        with sessions.session("delayer tests", master="local[2]", work=str(work), more=more) as session:
+            yield session
+    except JavaMissing as error:
+        pytest.skip(f"{error} Or: .ci/setup servers")
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> str:
+    """A directory for what a job extracts."""
+    made = tmp_path / "work"
+    made.mkdir()
+    return str(made)
