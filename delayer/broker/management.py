@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.routing import ExchangeTold
 from delayer.core.topology import Binding, Queue
 
 
@@ -73,6 +74,16 @@ class Management:
             (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
             for row in rows
         ]
+
+    async def exchange(self, name: str) -> ExchangeTold:
+        """An exchange, which exists. Of two alternate exchanges, by argument and by policy, the argument's counts."""
+        columns = "type,internal,arguments,policy"
+        row = await self._get(f"exchanges/{self._vhost}/{quote(name, safe='')}?columns={columns}")
+        alternate = row["arguments"].get("alternate-exchange")
+        if alternate is None and row.get("policy"):
+            in_force = [one for one in await self.policies() if one.name == row["policy"] and not one.by_operator]
+            alternate = next((one.definition.get("alternate-exchange") for one in in_force), None)
+        return ExchangeTold(name, row["type"], row["internal"], alternate, row["arguments"])
 
     async def policies(self) -> list[Policy]:
         """Every policy and operator policy of the vhost."""

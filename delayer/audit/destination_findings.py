@@ -1,0 +1,107 @@
+"""What the answers about destinations mean for the report. Pure, but for the one query that gathers what to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from delayer.audit.destinations import Asked, Target
+from delayer.audit.findings import Finding, Report, RuleRun, Severity, Share, shown
+from delayer.broker.routing import Route, Verdict
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+RULE: Final = "destinations"
+NAMED: Final = 20
+"""Keys of one exchange with a finding each, the soonest due; the rest share one. An application that puts an order's
+number into the key has millions."""
+EXAMPLES: Final = 10
+
+_Row = tuple[Target, Route]
+
+
+def targets(messages: DataFrame, limit: int) -> list[Target]:
+    """The distinct destinations of ``frames.messages``, the ``limit`` soonest due of them."""
+    from pyspark.sql import functions as f  # noqa: PLC0415 - the rest of this module works without Spark
+
+    distinct = messages.groupBy("to_exchange", "to_key").agg(
+        f.count("*").alias("messages"), f.min("due_ms").alias("first_due_ms")
+    )
+    soonest = distinct.orderBy("first_due_ms", "to_exchange", "to_key").limit(limit).collect()
+    return [Target(bytes(to[0]), bytes(to[1]), to[2], to[3]) for to in soonest]
+
+
+def with_destinations(report: Report, asked: Asked) -> Report:
+    """The report with the rule "destinations" in it: its findings, its line among the rules, and a verdict in each row
+    of the calendar's destinations."""
+    found = findings(asked.routes)
+    severities = [one.severity for one in found]
+    run = RuleRun(RULE, severities.count("violation"), severities.count("warning"), _skipped(asked))
+    answers = {(target.exchange, target.routing_key): answer for target, answer in asked.routes}
+    rows = tuple(_judged(share, answers) for share in report.calendar.destinations)
+    return replace(
+        report,
+        calendar=replace(report.calendar, destinations=rows),
+        rules=(*(one for one in report.rules if one.rule != RULE), run),
+        findings=(*report.findings, *found),
+    )
+
+
+def findings(routes: Iterable[_Row]) -> list[Finding]:
+    """A violation for what would be held, a warning for what only an alternate exchange would take."""
+    told = [(target, answer) for target, answer in routes if answer.verdict.bad or answer.verdict is Verdict.ALTERNATE]
+    told.sort(key=lambda row: (row[1].verdict.value, row[0].exchange, row[0].first_due_ms, row[0].routing_key))
+    found: list[Finding] = []
+    for (verdict, exchange), group in groupby(told, key=lambda row: (row[1].verdict, row[0].exchange)):
+        rows = list(group)
+        if exchange and verdict in (Verdict.MISSING, Verdict.CLOSED):
+            found.append(_finding(f"exchange {_quoted(exchange)}", rows))
+            continue
+        found += [_finding(subject(target.exchange, target.routing_key), [(target, a)]) for target, a in rows[:NAMED]]
+        if rest := rows[NAMED:]:
+            where = f"exchange {_quoted(exchange)}" if exchange else "default exchange"
+            found.append(_finding(f"{where}, {len(rest):,} more routing keys", rest))
+    severity = {"violation": 0, "warning": 1}
+    return sorted(found, key=lambda one: (severity[one.severity], one.first_due_ms or 0, one.subject))
+
+
+def subject(exchange: bytes, key: bytes) -> str:
+    """A destination in words."""
+    if not exchange:
+        return f"queue {_quoted(key)}"
+    return f"exchange {_quoted(exchange)}, key {_quoted(key)}"
+
+
+def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
+    verdict, way = rows[0][1].verdict, rows[0][1].way
+    severity: Severity = "violation" if verdict.bad else "warning"
+    details = {
+        "verdict": verdict.value,
+        "why": way,
+        "keys": len(rows),
+        "routing_keys": [shown(target.routing_key) for target, _ in rows[:EXAMPLES]],
+    }
+    messages = sum(target.messages for target, _ in rows)
+    return Finding(RULE, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
+
+
+def _judged(share: Share, answers: dict[tuple[bytes, bytes], Route]) -> Share:
+    answer = answers.get((share.exchange, share.routing_key), Route(Verdict.NOT_ASKED))
+    return replace(share, verdict=answer.verdict.value, way=answer.way)
+
+
+def _skipped(asked: Asked) -> str:
+    """What was not asked or is not known, and why; empty where every question has its answer."""
+    counts = asked.counts
+    parts = []
+    for verdict in (Verdict.NOT_ASKED, Verdict.UNKNOWN, Verdict.DEPENDS):
+        if verdict.value in counts:
+            parts.append(f"{verdict.value} for {counts[verdict.value]:,} of {sum(counts.values()):,} messages")
+    return "; ".join([*parts, *asked.remarks])
+
+
+def _quoted(name: bytes) -> str:
+    return f'"{shown(name)}"'
