@@ -121,6 +121,7 @@ class Standout:
     id: int
     lane: int
     where: str
+    parked_ms: int
     due_ms: int
     size: int
     route: bytes
@@ -165,12 +166,14 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class RuleRun:
-    """A rule and how often it found something; ``skipped`` says why it was not run, or is empty."""
+    """A rule and how often it found something; ``skipped`` says why it was not run, or is empty. ``unlisted`` of its
+    findings are not among the report's: there is a bound for each rule."""
 
     rule: str
     violations: int
     warnings: int
     skipped: str = ""
+    unlisted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
