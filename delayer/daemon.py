@@ -29,6 +29,7 @@ from delayer.services.lanes import Lanes
 from delayer.services.lifecycle import Life
 from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
+from delayer.services.restoring import Restoring
 from delayer.services.session import Carry, Intake, Session
 from delayer.services.shelf import Shelf
 from delayer.services.sorting import Names
@@ -109,10 +110,12 @@ class Daemon:
             async def connect() -> Store:
                 return await PostgresStore.connect(url)
 
-            self.shelf.lanes = Lanes(
+            self.shelf.lanes = lanes = Lanes(
                 connect, settings.store.lanes, self._release, pulse=self._pulse, counters=self.counters
             )
-            self.life.add("lanes", self.shelf.lanes.run, last=True)
+            self.life.add("lanes", lanes.run, last=True)
+            restoring = Restoring(lanes, ahead_ms=self._restore_ahead_ms, counters=self.counters)
+            self.life.add("restoring", restoring.run)
 
     def adopt(self, settings: Settings) -> None:
         """Let the live part of new settings rule from the next batch on."""
@@ -178,6 +181,9 @@ class Daemon:
     def _release(self, lane: Lane) -> Release:
         publisher = RelayPublisher(self._relays["publish"])
         return Release(lane, publisher, portion=Portion(), pulse=self._pulse, counters=self.counters)
+
+    def _restore_ahead_ms(self) -> int:
+        return self.settings.store.restore_ahead_ms
 
     def _current_policy(self) -> Policy:
         """In native mode a store that is out of reach is no store: a message with a key is refused, with that reason,

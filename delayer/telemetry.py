@@ -70,7 +70,10 @@ EVENTS: Final[Mapping[str, str]] = {
     "partition not made": "a day's partition could not be made; its rows go to the default one",
     "partition dropped": "a passed and empty partition was dropped",
     "partition not dropped": "a passed partition could not be dropped; it is tried again",
+    "segment restored": "the messages of a segment wait in a lane again, ahead of the first one's due time",
+    "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
     # messages that need somebody's attention
+    "segment broken": "a segment does not read back: its bytes are kept, its messages wait for a person; said once",
     "message refused": "set aside in the refused queue, with the reason",
     "message held": "its destination would not take it; it is tried again, and can be seen in the store",
     "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",

@@ -13,6 +13,8 @@ KINDS: Final = (
     "refused",
     "held",
     "cancelled",
+    "restored",
+    "broken_segments",
 )
 
 

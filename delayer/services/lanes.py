@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
 from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
+from delayer.core.segment import Broken, Restored
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.holding import report
@@ -26,6 +27,8 @@ from delayer.services.release import Release
 from delayer.services.retry import Retry
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 LOOK_AROUND: Final = 1.0
 """Seconds between two looks for lanes without an owner."""
@@ -92,16 +95,18 @@ class Lanes:
         await self._write(lambda store, lane: store.hold(lane, items))
         report(items, self._counters)
 
-    async def _write(self, work: Callable[[Store, Lane], Awaitable[None]]) -> None:
+    async def restore(self, ahead_ms: int) -> Restored | Broken | None:
+        """Restore the soonest segment, if something in it is due within ``ahead_ms``, into a lane of ours."""
+        return await self._write(lambda store, lane: store.restore(lane, store.now_ms() + ahead_ms))
+
+    async def _write(self, work: Callable[[Store, Lane], Awaitable[T]]) -> T:
         """A lane lost under our hands costs one try; the next one is another lane."""
         while True:
             store, lane = self._place()
             try:
-                await work(store, lane)
+                return await work(store, lane)
             except LaneLost as lost:
                 self._disown(lane, lost)
-            else:
-                return
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Connect, own, adopt and maintain until stopping is set; then wait for the release loops to let go.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
+from delayer.core.segment import Broken, Restored
 
 
 class Publisher(Protocol):
@@ -133,6 +134,14 @@ class Store(Protocol):
 
     async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, str]]) -> None:
         """Commit messages that never waited (due at once, or met in the cascade) straight into held, with reasons."""
+
+    async def restore(self, lane: Lane, horizon_ms: int) -> Restored | Broken | None:
+        """Restore the segment with the soonest first message into ``lane``, if that is due by ``horizon_ms``; skip what
+        others are restoring, and what is marked as broken. One transaction; the event loop stays free meanwhile, and
+        the lane is told. A segment that does not read back is marked, and told about by this one call.
+
+        Raises LaneLost when the lane is not ours any more, StoreLost: then nothing is changed.
+        """
 
     async def own_lanes(self, count: int) -> list[Lane]:
         """Take ``count`` lanes: free ones with rows first, then free empty ones, then new ones."""

@@ -13,8 +13,9 @@ import asyncpg
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
+from delayer.core.segment import Broken, Restored
 from delayer.faultpoint import reach
-from delayer.store import parking, partitions, schema, session
+from delayer.store import parking, partitions, restoring, schema, session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
@@ -56,7 +57,8 @@ class PostgresStore:
         """
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
-        pool = await session.open_pool(url, "delayer park", parkers, {"idle_in_transaction_session_timeout": timeout})
+        size = parkers + 1  # and one that restores
+        pool = await session.open_pool(url, "delayer park", size, {"idle_in_transaction_session_timeout": timeout})
         clock = StoreClock()
         try:
             with translated("connect"):
@@ -121,6 +123,14 @@ class PostgresStore:
 
         await self._write("hold", ours, work)
         ours.note_held(soonest)
+
+    async def restore(self, lane: object, horizon_ms: int) -> Restored | Broken | None:
+        """See the port."""
+        ours = _ours(lane)
+        if not ours.held_by_us:
+            raise LaneLost(f"lane {ours.number}: restore: the connection that holds its lock is gone")
+        with translated("restore"):
+            return await restoring.restore_soonest(self._pool, ours, horizon_ms, self._ensure_days)
 
     async def _ensure_days(self, days: set[int]) -> None:
         with translated("make partitions"):

@@ -14,6 +14,7 @@ from itertools import count
 
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
+from delayer.core.segment import Broken, Restored
 from delayer.services.edits import ID
 from delayer.wire.properties import encode_headers, entry, long_string
 
@@ -231,7 +232,7 @@ Parked = tuple[int, list[Parcel], list[bytes]]
 
 
 class ScriptedStore:
-    """Makes lanes; ``on_park`` is called before a park is noted and may raise."""
+    """Makes lanes; ``on_write`` is called before a park is noted and may raise. Segments come from a script."""
 
     def __init__(self, *adoptable: ScriptedLane) -> None:
         self.made: list[ScriptedLane] = []
@@ -244,6 +245,8 @@ class ScriptedStore:
         self.adoptable = list(adoptable)
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
+        self.segments: deque[Restored | Broken | Exception] = deque()
+        self.horizons: list[int] = []
 
     def now_ms(self) -> int:
         return NOW
@@ -260,6 +263,15 @@ class ScriptedStore:
         if self.on_write is not None:
             await self.on_write(lane.number)
         self.held += [(lane.number, reason) for _, reason in parcels]
+
+    async def restore(self, lane: ScriptedLane, horizon_ms: int) -> Restored | Broken | None:
+        self.horizons.append(horizon_ms)
+        if self.on_write is not None:
+            await self.on_write(lane.number)
+        step = self.segments.popleft() if self.segments else None
+        if isinstance(step, Exception):
+            raise step
+        return step
 
     async def own_lanes(self, count: int) -> list[ScriptedLane]:
         if self.failure is not None:
