@@ -30,6 +30,8 @@ class Proxy:
     stall()     read nothing and answer nothing, on old and new connections, until resume(): a dead peer behind a live
                 network. What was sent meanwhile goes through then
     stall(to_server=False)  the same for the server's answers alone: requests arrive and take effect, and nobody hears
+    slow(...)   let every piece wait, or only so many bytes a second pass, in each direction of each connection; until
+                resume()
     """
 
     def __init__(self, port: int, *, host: str = ports.HOST) -> None:
@@ -39,9 +41,8 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._to_server = asyncio.Event()
-        self._to_client = asyncio.Event()
-        self.resume()
+        self._to_server = _Way()
+        self._to_client = _Way()
 
     async def __aenter__(self) -> Self:
         await self.accept()
@@ -78,13 +79,20 @@ class Proxy:
     def stall(self, *, to_server: bool = True, to_client: bool = True) -> None:
         """Fall silent in these directions; whoever connects is accepted and hears nothing."""
         if to_server:
-            self._to_server.clear()
+            self._to_server.flowing.clear()
         if to_client:
-            self._to_client.clear()
+            self._to_client.flowing.clear()
+
+    def slow(self, *, delay: float = 0.0, bytes_per_second: float = float("inf")) -> None:
+        """Forward each piece after ``delay`` seconds, and no more than so much."""
+        for way in (self._to_server, self._to_client):
+            way.delay, way.bytes_per_second = delay, bytes_per_second
 
     def resume(self) -> None:
-        self._to_server.set()
-        self._to_client.set()
+        """Forward everything at once again."""
+        self.slow()
+        self._to_server.flowing.set()
+        self._to_client.flowing.set()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
@@ -102,6 +110,19 @@ class Proxy:
         self._links.add(link)
         await link.forward()
         self._links.discard(link)
+
+
+class _Way:
+    """What holds for everything that goes in one direction."""
+
+    def __init__(self) -> None:
+        self.flowing = asyncio.Event()
+        self.flowing.set()
+        self.delay = 0.0
+        self.bytes_per_second = float("inf")
+
+    def seconds_for(self, size: int) -> float:
+        return self.delay + size / self.bytes_per_second
 
 
 class _End:
@@ -123,7 +144,7 @@ class _End:
 class _Link:
     """A client's connection and ours to the server on its behalf."""
 
-    def __init__(self, client: _End, server: _End, to_server: asyncio.Event, to_client: asyncio.Event) -> None:
+    def __init__(self, client: _End, server: _End, to_server: _Way, to_client: _Way) -> None:
         self._client = client
         self._server = server
         self._directions = [
@@ -147,14 +168,16 @@ class _Link:
         self._server.writer.close()
 
 
-async def _pump(source: _End, sink: _End, flowing: asyncio.Event) -> None:
+async def _pump(source: _End, sink: _End, way: _Way) -> None:
     """Bytes in one direction, while they may flow, up to the end of the source or an error on either side."""
     with suppress(OSError):
         while True:
-            await flowing.wait()
+            await way.flowing.wait()
             data = await source.reader.read(_CHUNK)
             if not data:
                 return
-            await flowing.wait()
+            if seconds := way.seconds_for(len(data)):
+                await asyncio.sleep(seconds)
+            await way.flowing.wait()
             sink.writer.write(data)
             await sink.writer.drain()

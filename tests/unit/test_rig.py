@@ -133,6 +133,26 @@ async def test_proxy_forwards_stalls_and_cuts() -> None:
         writer.close()
 
 
+async def test_proxy_slows_down() -> None:
+    async with _echo_server() as port, Proxy(port) as proxy:
+        reader, writer = await asyncio.open_connection(ports.HOST, proxy.port)
+        loop = asyncio.get_running_loop()
+
+        async def seconds_for(size: int) -> float:
+            began = loop.time()
+            writer.write(bytes(size))
+            await reader.readexactly(size)
+            return loop.time() - began
+
+        proxy.slow(delay=0.05)
+        assert await seconds_for(1) >= 0.1
+        proxy.slow(bytes_per_second=100_000)
+        assert await seconds_for(10_000) >= 0.2
+        proxy.resume()
+        assert await seconds_for(1) < 0.1
+        writer.close()
+
+
 async def test_proxy_refuses_and_accepts_again() -> None:
     async with _echo_server() as port, Proxy(port) as proxy:
         await proxy.refuse()

@@ -1,0 +1,189 @@
+"""The numbered messages of a ledger: what is published under a number, and what must come back, byte for byte. Pure.
+
+A letter follows from the seed, its number and its delay, so it can be worked out again when it comes back: millions of
+them need no memory. What it must look like then is worked out without the code that is under test: its headers in their
+order, less the ones that said the delay, plus ``x-delayer-id`` and ``x-delayer-due``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+NUMBER: Final = struct.Struct(">Q")
+"""How a body begins."""
+LARGEST: Final = 200_000
+SIZES: Final = ((300, 0), (900, 100), (999, 2_000), (1_000, LARGEST))
+"""Of a thousand bodies, those up to the first figure have at most the second in bytes, behind their number."""
+_GAINED = re.compile(
+    rb"\x0cx-delayer-idS\0\0\0[\x01-\x20]([0-9]{1,19}|[0-9a-f]{32})\x0dx-delayer-duel(.{8})", re.DOTALL
+)
+_MASK: Final = (1 << 64) - 1
+
+
+class Form(IntEnum):
+    """How a letter says its delay."""
+
+    INT32 = 0
+    INT64 = 1
+    STRING = 2
+    EPOCH = 3
+    RFC3339 = 4
+
+    @property
+    def absolute(self) -> bool:
+        return self >= Form.EPOCH
+
+
+def text(content: bytes) -> bytes:
+    return b"S" + struct.pack(">I", len(content)) + content
+
+
+def long(value: int) -> bytes:
+    return b"l" + struct.pack(">q", value)
+
+
+def entry(name: bytes, value: bytes) -> bytes:
+    return bytes((len(name),)) + name + value
+
+
+def short(content: bytes) -> bytes:
+    return bytes((len(content),)) + content
+
+
+def table_of(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join(entry(name, value) for name, value in entries)
+
+
+# Shapes of header tables: every width and kind that a client may send, a string that is not UTF-8, tables in tables.
+_TABLE = entry(b"inner", b"I" + struct.pack(">i", 7)) + entry(b"empty", b"F\0\0\0\0")
+SHAPES: Final[Sequence[Mapping[bytes, bytes]]] = (
+    {},
+    {b"trace": text("größe".encode()), b"app": text(b"orders")},
+    {b"i8": b"b\xff", b"u8": b"B\x01", b"i16": b"s\0\x05", b"u16": b"u\0\x05"},
+    {b"i32": b"I\0\0\0\x05", b"u32": b"i\0\0\0\x05", b"i64": long(5), b"yes": b"t\x01"},
+    {b"double": b"d" + struct.pack(">d", 0.1), b"float": b"f" + struct.pack(">f", 0.5)},
+    {b"latin": text(b"caf\xe9"), b"raw": b"x\0\0\0\x03\0\xff\0", b"void": b"V"},
+    {b"table": b"F" + struct.pack(">I", len(_TABLE)) + _TABLE, b"at": b"T" + struct.pack(">Q", 1 << 33)},
+    {b"list": b"A\0\0\0\x09" + b"I\0\0\0\x01" + b"t\x01" + b"b\xff", b"price": b"D\x02\0\0\x04\xd2"},
+)
+
+
+class Letter(NamedTuple):
+    """A message: its properties up to the header table and behind it, the table's entries as published (``said``) and
+    as they must come back (``kept``), and its body."""
+
+    routing_key: bytes
+    head: bytes
+    said: Sequence[tuple[bytes, bytes]]
+    kept: Sequence[tuple[bytes, bytes]]
+    tail: bytes
+    body: bytes
+
+    @property
+    def properties(self) -> bytes:
+        """As published."""
+        table = table_of(self.said)
+        return self.head + struct.pack(">I", len(table)) + table + self.tail
+
+    def gained(self, routing_key: bytes, properties: bytes, body: bytes) -> tuple[bytes, int] | None:
+        """``x-delayer-id`` and ``x-delayer-due`` of what came back, if they are all that it gained, else None.
+
+        The headers may also be sorted by name: a quorum queue that delivers a message again puts its
+        ``x-delivery-count`` in, and sorts the table as it does so (seen on RabbitMQ 3.10). That is not our doing.
+        """
+        head, tail = self.head, self.tail
+        if body != self.body or routing_key != self.routing_key:
+            return None
+        if not properties.startswith(head) or not properties.endswith(tail):
+            return None
+        table = properties[len(head) + 4 : len(properties) - len(tail)]
+        if properties[len(head) : len(head) + 4] != struct.pack(">I", len(table)):
+            return None
+        kept = table_of(self.kept)
+        if not table.startswith(kept) and not table.startswith(table_of(sorted(self.kept))):
+            return None
+        found = _GAINED.fullmatch(table, len(kept))
+        return None if found is None else (found[1], int.from_bytes(found[2], "big"))
+
+
+class Letters:
+    """All letters of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed & _MASK
+        self._noise = random.Random(seed).randbytes(2 * LARGEST)
+
+    def form(self, number: int, absolute: bool | None) -> Form:
+        """How that letter says its delay; ``absolute`` chooses among some of the forms."""
+        first, last = (0, 5) if absolute is None else (3, 5) if absolute else (0, 3)
+        return Form(first + (self._bits(number) >> 56) % (last - first))
+
+    def letter(self, number: int, form: Form, due_ms: int, delay_ms: int) -> Letter:
+        bits = self._bits(number)
+        said, turned = _delay(form, due_ms, delay_ms)
+        shape = list(SHAPES[bits & 7].items())
+        if bits & 8:
+            said, kept = said + shape, turned + shape
+        else:
+            said, kept = shape + said, shape + turned
+        head, tail = _around(bits >> 4, message_id_of(number))
+        return Letter(b"ledger.%d" % (number % 5), head, said, kept, tail, self._body(number, bits >> 8))
+
+    def _body(self, number: int, bits: int) -> bytes:
+        chosen = bits % 1000
+        longest = next(size for limit, size in SIZES if chosen < limit)
+        start = (bits >> 10) % LARGEST
+        return NUMBER.pack(number) + self._noise[start : start + (bits >> 28) % (longest + 1)]
+
+    def _bits(self, number: int) -> int:
+        """64 bits that look like chance, from seed and number (splitmix64)."""
+        z = (self._seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+
+def message_id_of(number: int) -> bytes:
+    """A quarter of the letters has none, a quarter the same one, half of them one of their own."""
+    return (b"", b"the same", b"id-%d" % number, b"id-%d" % number)[number % 4]
+
+
+def _delay(form: Form, due_ms: int, delay_ms: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
+    """The header that says the delay, and what is left of it in the end: x-delay with its sign turned."""
+    if form is Form.EPOCH:
+        return [(b"x-deliver-at", long(due_ms))], []
+    if form is Form.RFC3339:
+        instant = datetime.fromtimestamp(due_ms // 1000, UTC)
+        written = f"{instant:%Y-%m-%dT%H:%M:%S}.{due_ms % 1000:03d}Z"
+        return [(b"x-deliver-at", text(written.encode()))], []
+
+    def x_delay(ms: int) -> list[tuple[bytes, bytes]]:
+        if form is Form.INT32:
+            return [(b"x-delay", b"I" + struct.pack(">i", ms))]
+        return [(b"x-delay", long(ms) if form is Form.INT64 else text(b"%d" % ms))]
+
+    return x_delay(delay_ms), x_delay(-delay_ms)
+
+
+def _around(bits: int, message_id: bytes) -> tuple[bytes, bytes]:
+    """Properties before and after the header table, flags included; always persistent, or a broker may lose it."""
+    flags, before, after = 0x3000, b"", b"\x02"  # headers and delivery mode
+    if bits & 1:
+        flags |= 0x8000
+        before += short(b"application/x-ledger")
+    if bits & 2:
+        flags |= 0x0800 | 0x0400 | 0x0100  # priority, correlation id, expiration
+        after += b"\x04" + short(b"correlated") + short(b"3600000")
+    if message_id:
+        flags |= 0x0080
+        after += short(message_id)
+    if bits & 4:
+        flags |= 0x0040 | 0x0008  # timestamp, app id
+        after += struct.pack(">Q", 1_700_000_000) + short(b"ledger")
+    return struct.pack(">H", flags) + before, after

@@ -1,0 +1,167 @@
+"""The account that soaks and fault tests end with: each broken promise must show in it."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from delayer.services import edits
+from delayer.wire.properties import Properties
+from tests.rig.account import Account, Arrival, Arrivals, Verdict, Window
+from tests.rig.letters import Form, Letters, message_id_of, text
+
+NOW_MS = 1_700_000_000_000
+DELAY_MS = 1_000
+DUE_MS = NOW_MS + DELAY_MS
+UUID = b"0123456789abcdef0123456789abcdef"
+
+
+def arrival(id: bytes = b"17", *, at_ms: float = DUE_MS + 5, due_ms: int = DUE_MS) -> Arrival:
+    return Arrival(at_ms, id, due_ms, redelivered=False)
+
+
+def verdict_of(*arrivals: Arrival, form: Form = Form.INT64, windows: list[Window] | None = None) -> Verdict:
+    """One message is owed; this came."""
+    account = Account()
+    account.windows = windows
+    account.owe(form, DUE_MS, DELAY_MS)
+    for one in arrivals:
+        account.take(0, one)
+    return account.verdict({})
+
+
+@pytest.mark.parametrize("number", range(64))
+def test_a_letter_is_known_again_after_our_edits(number: int) -> None:
+    letters = Letters(3)
+    letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
+    for id in (b"1", b"9" * 18, UUID):
+        properties = edits.released(Properties.parse(letter.properties), id, DUE_MS)
+        assert letter.gained(letter.routing_key, properties, letter.body) == (id, DUE_MS)
+
+
+def test_letters_are_many_kinds_and_follow_from_seed_and_number() -> None:
+    letters, same, other = Letters(3), Letters(3), Letters(4)
+    all_of_them = [letters.letter(n, letters.form(n, None), DUE_MS, DELAY_MS) for n in range(500)]
+    assert all_of_them == [same.letter(n, same.form(n, None), DUE_MS, DELAY_MS) for n in range(500)]
+    assert all_of_them[7] != other.letter(7, letters.form(7, None), DUE_MS, DELAY_MS)
+    assert {letters.form(n, None) for n in range(100)} == set(Form)
+    assert {letters.form(n, True) for n in range(100)} == {Form.EPOCH, Form.RFC3339}
+    assert {letters.form(n, False) for n in range(100)} == {Form.INT32, Form.INT64, Form.STRING}
+    assert len({letter.head for letter in all_of_them}) > 8
+    assert {len(letter.body) for letter in all_of_them} > {8}
+    assert [message_id_of(n) for n in range(4)] == [b"", b"the same", b"id-2", b"id-3"]
+
+
+@pytest.mark.parametrize("form", Form)
+def test_any_changed_byte_is_seen(form: Form) -> None:
+    letter = Letters(3).letter(11, form, DUE_MS, DELAY_MS)
+    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
+    assert letter.gained(letter.routing_key, came, letter.body)
+    assert letter.gained(b"ledger.other", came, letter.body) is None
+    for at in range(len(letter.body)):
+        assert letter.gained(letter.routing_key, came, _flipped(letter.body, at)) is None
+    own = len(came) - len(letter.tail) - len(b"?x-delayer-idS????17?x-delayer-duel????????")
+    for at in [*range(own), *range(len(came) - len(letter.tail), len(came))]:
+        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body) is None, at
+
+
+def _flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes((content[at] ^ 1,)) + content[at + 1 :]
+
+
+def test_an_integer_that_was_narrowed_is_seen() -> None:
+    letters = Letters(3)
+    number = next(n for n in range(100) if b"\x03i32" in letters.letter(n, Form.EPOCH, DUE_MS, DELAY_MS).properties)
+    letter = letters.letter(number, Form.EPOCH, DUE_MS, DELAY_MS)
+    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
+    narrowed = came.replace(b"\x03i32I\0\0\0\x05", b"\x03i32b\x05")
+    size = struct.pack(">I", int.from_bytes(came[len(letter.head) : len(letter.head) + 4], "big") - 3)
+    narrowed = letter.head + size + narrowed[len(letter.head) + 4 :]
+    assert letter.gained(letter.routing_key, narrowed, letter.body) is None
+
+
+def test_a_header_too_many_is_seen() -> None:
+    letter = Letters(3).letter(11, Form.EPOCH, DUE_MS, DELAY_MS)._replace(said=[(b"x-extra", text(b"1"))])
+    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
+    assert letter._replace(kept=[]).gained(letter.routing_key, came, letter.body) is None
+
+
+def test_once_and_in_time_is_kept() -> None:
+    verdict = verdict_of(arrival())
+    verdict.assert_kept()
+    assert (verdict.sent, verdict.repeats) == (1, {})
+
+
+def test_missing() -> None:
+    with pytest.raises(AssertionError, match="1 of 1 lost"):
+        verdict_of().assert_kept(repeats=True)
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        arrival(at_ms=DUE_MS - 1),
+        arrival(at_ms=DUE_MS + 5, due_ms=DUE_MS + 6),
+        arrival(at_ms=DUE_MS + 5, due_ms=DUE_MS - 1),
+    ],
+)
+def test_early(came: Arrival) -> None:
+    with pytest.raises(AssertionError, match="1 early"):
+        verdict_of(came).assert_kept(repeats=True)
+
+
+def test_the_instant_of_an_absolute_message_is_not_ours_to_move() -> None:
+    late = arrival(at_ms=DUE_MS + 9, due_ms=DUE_MS + 1)
+    verdict_of(late).assert_kept()
+    with pytest.raises(AssertionError, match="1 early"):
+        verdict_of(late, form=Form.EPOCH).assert_kept()
+
+
+def test_changed_is_not_missing_too() -> None:
+    account = Account()
+    account.owe(Form.INT32, DUE_MS, DELAY_MS)
+    account.take_changed(0, DUE_MS + 5, "what it looked like")
+    verdict = account.verdict({})
+    assert (verdict.missing, len(verdict.changed)) == ([], 1)
+    with pytest.raises(AssertionError, match="what it looked like"):
+        verdict.assert_kept(repeats=True)
+
+
+def test_twice_needs_a_fault() -> None:
+    verdict = verdict_of(arrival(), arrival())
+    assert verdict.repeated_at_release == 1
+    verdict.assert_kept(repeats=True)
+    with pytest.raises(AssertionError, match="more than once"):
+        verdict.assert_kept()
+
+
+@pytest.mark.parametrize(
+    ("window", "excused"),
+    [
+        (Window(NOW_MS - 50, NOW_MS - 1), False),
+        (Window(NOW_MS - 50, NOW_MS), True),
+        (Window(DUE_MS + 5, DUE_MS + 50), True),
+        (Window(DUE_MS + 6, DUE_MS + 50), False),
+    ],
+)
+def test_a_fault_excuses_what_was_under_way(window: Window, excused: bool) -> None:
+    verdict = verdict_of(arrival(), arrival(), windows=[window])
+    assert (verdict.unexcused == []) is excused
+
+
+def test_copies_without_any_mark_are_counted() -> None:
+    """Letter 0 has no message_id: taken in twice, its copies have nothing in common but their content."""
+    assert verdict_of(arrival(b"17"), arrival(b"18")).nameless == 1
+    assert verdict_of(arrival(b"17"), arrival(b"17")).nameless == 0
+
+
+def test_ids_of_both_kinds_are_kept() -> None:
+    account = Account()
+    account.stored_ids = set()
+    for id in (b"17", UUID, b"18"):
+        account.take(account.owe(Form.INT32, DUE_MS, DELAY_MS), arrival(id))
+    account.take(0, arrival(b"19"))
+    assert [[one.id for one in account.arrivals_of(n)] for n in range(3)] == [[b"17", b"19"], [UUID], [b"18"]]
+    assert account.stored_ids == {17, 18, 19}
+    assert (account.back, account.arrived, dict(Arrivals(account)).keys()) == (3, 4, {0, 1, 2})
