@@ -10,7 +10,9 @@ import click
 from delayer import __version__, telemetry
 from delayer.commands.check import check
 from delayer.commands.common import EXPECTED_ERRORS, Request, failure
+from delayer.commands.compact import compact
 from delayer.commands.db import db
+from delayer.commands.restore import restore
 from delayer.commands.run import run
 from delayer.commands.send import send
 from delayer.commands.status import status
@@ -105,7 +107,7 @@ def cli(
     context.obj = Request(config, flags)
 
 
-for verb in (run, check, topology, db, send, status):
+for verb in (run, check, topology, db, send, status, compact, restore):
     cli.add_command(verb)
 
 

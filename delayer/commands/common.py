@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delayer import settings as configuration
+from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError, Settings
@@ -75,7 +76,10 @@ class Unreached(Failure):
     exit_code = OUT_OF_REACH
 
 
-EXPECTED_ERRORS = (ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl)
+EXPECTED_ERRORS = (
+    ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
+    JobImpossible, JobMisused, JobFailed,
+)  # fmt: skip
 
 
 def failure(error: Exception) -> Failure:
@@ -95,8 +99,10 @@ def failure(error: Exception) -> Failure:
                 "configuration;\nthen run `delayer topology apply` again."
             )
             made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
-        case BadStoreUrl():
+        case BadStoreUrl() | JobMisused():
             made = Misused(text)
+        case JobImpossible():
+            made = Unreached(text)
         case BrokerRefused():
             made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
         case BrokerLost():
@@ -106,7 +112,7 @@ def failure(error: Exception) -> Failure:
         case StoreLost():
             made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
         case _:
-            made = Off(text)  # SchemaOutdated has its advice in its text
+            made = Off(text)  # SchemaOutdated has its advice in its text, JobFailed Spark's reason
     return made
 
 

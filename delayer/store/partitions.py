@@ -36,6 +36,8 @@ READ_SECONDS = 1.0
 """How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us."""
 HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
+LOOK_SECONDS = 0.2
+"""How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
 TRY_AGAIN_SECONDS = 60.0
 TRY_AGAIN_LONGEST = 4 * 3600.0
 SAID_AGAIN_SECONDS = 3600.0
@@ -192,7 +194,7 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
     dropped = []
     for position, name in enumerate(passed, 1):
         try:
-            if await _drop(connection, name):
+            if await drop_empty(connection, name):
                 log.info("partition dropped", partition=name)
                 dropped.append(name)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
@@ -202,19 +204,22 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
     return dropped
 
 
-async def _drop(connection: asyncpg.Connection, name: str) -> bool:
+async def drop_empty(connection: asyncpg.Connection, name: str, lock_ms: int = 200) -> bool:
+    """Drop the partition ``name`` if it is empty; False if it is not, or is gone. Raises LockNotAvailableError, and
+    the driver's other errors."""
     try:
         if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
             return False
         async with session.transaction(connection):
             # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
-            await connection.execute("SET LOCAL lock_timeout = '200ms'")
+            await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
             await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
+            await _bound(connection, LOOK_SECONDS)  # many empty pages, which VACUUM did not cut off
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")
-    except asyncpg.UndefinedTableError as error:
+    except (asyncpg.UndefinedTableError, asyncpg.QueryCanceledError) as error:
         log.info("partition not dropped", partition=name, reason=describe(error))
         return False
     return True

@@ -28,7 +28,7 @@ from delayer.settings import ConfigError, Problem, Route, Settings, loading
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
-VERBS = ["run", "check", "topology", "db", "send", "status"]
+VERBS = ["run", "check", "topology", "db", "send", "status", "compact", "restore"]
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +101,15 @@ def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> Non
         ["--set", 'route=[{"from": "a", "delay_from": []}]', "send", "--delay", "1s"],
         ["send", "--delay", "1s", "--header", "x-delay:int=5"],
         ["send", "--key", "k" * 256],
+        ["compact", "--after", "7"],
+        ["compact", "--after", "1d"],
+        ["--set", "store.restore_ahead=8d", "compact"],
+        ["compact", "--rows", "1"],
+        ["--mode", "native", "compact"],
+        ["restore"],
+        ["restore", "--all", "--within", "1d"],
+        ["restore", "--within", "soon"],
+        ["--mode", "native", "restore", "--all"],
     ],
     ids=" ".join,
 )

@@ -1,0 +1,221 @@
+"""`delayer compact`: rows that are due in the far future become segments.
+
+The driver cuts the backlog into windows, executors make a segment of each (store/compacting.py: one transaction a
+segment), and in the end the partitions that lost their rows give their room back (store/shrinking.py). Nothing is kept
+beside the store: a job that was killed is simply started again, and so is a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import asyncpg
+
+from delayer.audit.errors import JobMisused
+from delayer.core.errors import StoreLost
+from delayer.store import compacting, schema, session, shrinking
+from delayer.store.compacting import Compacted, Window
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.partitions import DAY_MS
+from delayer.store.shrinking import Shrunk
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WINDOWS_PER_TASK: Final = 4
+"""What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second."""
+ATTEMPTS: Final = 5
+"""How often a window is tried that loses against other transactions."""
+
+_NUMBERS: Final = """
+SELECT count(*) FILTER (WHERE key IS NULL), count(*) FILTER (WHERE key IS NOT NULL),
+       coalesce(sum(octet_length(body) + octet_length(properties)) FILTER (WHERE key IS NULL), 0)::bigint
+FROM message WHERE due_at > $1
+"""
+
+
+class Plan(NamedTuple):
+    """What a job is about to do. Instants are epoch milliseconds by the store's clock."""
+
+    now_ms: int
+    after_ms: int
+    windows: Sequence[Window]
+
+    @property
+    def rows(self) -> int:
+        """About how many; some of them may have keys, and stay."""
+        return sum(window.rows for window in self.windows)
+
+
+class Numbers(NamedTuple):
+    """What a dry run tells, counted row by row."""
+
+    messages: int
+    keyed: int
+    """Rows with a key, which stay rows."""
+    raw_bytes: int
+    disk_bytes: int
+    """Of all waiting rows, near ones too, with their indexes."""
+
+
+class Packed(NamedTuple):
+    """What became of a window. ``lost`` and ``broken`` are reasons: the store was out of reach; a segment did not read
+    back and was not kept. What was committed before stays."""
+
+    window: Window
+    segments: int
+    messages: int
+    raw_bytes: int
+    packed_bytes: int
+    lost: str | None = None
+    broken: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a job did. ``seconds`` is the packing, without the start of Spark and without giving room back."""
+
+    packed: Sequence[Packed]
+    shrunk: Shrunk
+    seconds: float
+    shrink_seconds: float
+
+    def total(self, of: str) -> int:
+        return sum(getattr(one, of) for one in self.packed)
+
+    @property
+    def lost(self) -> list[str]:
+        return [one.lost for one in self.packed if one.lost is not None]
+
+    @property
+    def broken(self) -> list[str]:
+        return [one.broken for one in self.packed if one.broken is not None]
+
+
+def check_after(after_ms: int, restore_ahead_ms: int) -> None:
+    """Raise JobMisused for a limit within which daemons restore: they would undo the job at once."""
+    if after_ms <= restore_ahead_ms:
+        raise JobMisused(
+            f"--after must be longer than store.restore_ahead, which is {restore_ahead_ms / DAY_MS:g} days: daemons "
+            "restore what is due within it, and would undo the work at once"
+        )
+
+
+async def plan(url: str, after_ms: int, rows: int) -> Plan:
+    """Cut what is due later than ``after_ms`` from now into windows. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    connection = await _connect(url, "delayer compact plan")
+    try:
+        with translated("plan"):
+            await schema.check(connection)
+            now_ms = await connection.fetchval("SELECT statement_timestamp()")
+            return Plan(now_ms, now_ms + after_ms, await compacting.windows(connection, now_ms + after_ms, rows))
+    finally:
+        await session.close(connection)
+
+
+async def numbers(url: str, planned: Plan) -> Numbers:
+    """Count what ``planned`` is about. Reads every row of it, once. Raises StoreLost."""
+    connection = await _connect(url, "delayer compact plan")
+    try:
+        with translated("count"):
+            messages, keyed, raw = await connection.fetchrow(_NUMBERS, planned.after_ms, timeout=None)
+    finally:
+        await session.close(connection)
+    return Numbers(messages, keyed, raw, await shrinking.size(url))
+
+
+def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Callable[[str, int, int], None]) -> Done:
+    """Do what is ``planned``. ``say`` hears what is being done, and how far it is. Raises JobFailed, StoreLost."""
+    from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
+
+    began = time.monotonic()
+    packed = tasks.run(
+        spark,
+        "compact",
+        tasks.portions(planned.windows, WINDOWS_PER_TASK),
+        partial(work, url, rows),
+        partial(say, "packing"),
+    )
+    return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
+
+
+def nothing(url: str, planned: Plan) -> Done:
+    """The end of a job whose plan is empty: an earlier one may have died before it gave room back. Raises StoreLost."""
+    return _finish(url, planned, (), 0.0, lambda _done, _of: None)
+
+
+def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
+    began = time.monotonic()
+    touched = {day for one in packed if one.messages for day in days_of(one.window)}
+    shrunk = asyncio.run(shrinking.shrink(url, touched, planned.now_ms // DAY_MS, say))
+    return Done(packed, shrunk, seconds, time.monotonic() - began)
+
+
+def days_of(window: Window) -> range:
+    """The days that it touches, from 1970."""
+    return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)
+
+
+def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
+    """On an executor: make segments of ``windows``, one after the other."""
+    return asyncio.run(_work(url, rows, list(windows)))
+
+
+async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
+    try:
+        connection = await _connect(url, "delayer compact")
+    except StoreLost as error:
+        return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
+    try:
+        return [await pack_window(connection, window, rows) for window in windows]
+    finally:
+        await session.close(connection)
+
+
+async def pack_window(connection: asyncpg.Connection, window: Window, rows: int) -> Packed:
+    """Segments of ``window`` until nothing is left there that can be taken."""
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
+
+    made: list[Compacted] = []
+    lost = broken = None
+    attempts = 0
+    while attempts < ATTEMPTS:
+        try:
+            one = await compacting.compact_one(connection, window, rows=rows)
+        except WORTH_REPEATING as error:
+            attempts += 1
+            lost = describe(error)
+            continue
+        except DRIVER_ERRORS as error:
+            lost = describe(error)
+            break
+        except SegmentBroken as error:
+            broken = f"lane {window.lane}, due from {window.first_ms}: {error.reason}"
+            break
+        lost, attempts = None, 0
+        if one is not None:
+            made.append(one)
+        if one is None or not one.more:
+            break
+    return Packed(
+        window,
+        len(made),
+        sum(one.messages for one in made),
+        sum(one.raw_bytes for one in made),
+        sum(one.packed_bytes for one in made),
+        lost,
+        broken,
+    )
+
+
+async def _connect(url: str, application: str) -> asyncpg.Connection:
+    """A session that may take its time, whose instants are epoch milliseconds."""
+    connection = await session.connect_plain(url, application, {"statement_timeout": "0"}, command_seconds=None)
+    with translated("connect"):
+        await session.prepare(connection)
+    return connection

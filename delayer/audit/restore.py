@@ -1,0 +1,200 @@
+"""`delayer restore`: segments become rows again, in bulk, without waiting for the daemons to do it.
+
+The driver takes a lane in which nothing is due soon and holds its lock, executors restore into it
+(store/segments.py: one transaction a segment, fenced by the lane's epoch). What is restored while it is ours is
+released by nobody; so the work goes in rounds, short ones for what is due soon, and after each the lane is given up and
+adopted by a daemon if it needs one. If this process dies, its lane is free, and what its executors still restore is
+refused from the moment that somebody takes the lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import asyncpg
+
+from delayer.core.errors import StoreLost
+from delayer.core.segment import Broken
+from delayer.store import partitions, schema, segments, session
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.partitions import DAY_MS, Days
+from delayer.store.quiet import quiet_lane
+from delayer.store.segments import Fence, Listed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+NAME: Final = "restore"
+SEGMENTS_PER_TASK: Final = 4
+ROUND: Final = 240
+"""Segments of a round: some 2 M messages, a minute's work on two cores, and within SOON_MS on the slowest machine."""
+SHORT_ROUND: Final = 8
+SOON_MS: Final = 600_000
+"""What is due within this time from the start is restored in short rounds."""
+ATTEMPTS: Final = 5
+PARTITION_SECONDS: Final = 20.0
+"""For the making of partitions before a round; rows of a day without one wait in the default partition."""
+
+
+class Plan(NamedTuple):
+    """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds."""
+
+    now_ms: int
+    segments: Sequence[Listed]
+
+    @property
+    def messages(self) -> int:
+        return sum(one.live for one in self.segments)
+
+
+class Back(NamedTuple):
+    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``lost``, ``broken``: reasons."""
+
+    segment: int
+    messages: int
+    gone: bool = False
+    lost: str | None = None
+    broken: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a job did. ``seconds`` without the start of Spark."""
+
+    back: Sequence[Back]
+    seconds: float
+
+    @property
+    def messages(self) -> int:
+        return sum(one.messages for one in self.back)
+
+    @property
+    def segments(self) -> int:
+        return sum(not (one.gone or one.lost or one.broken) for one in self.back)
+
+    @property
+    def gone(self) -> int:
+        return sum(one.gone for one in self.back)
+
+    @property
+    def lost(self) -> list[str]:
+        return [one.lost for one in self.back if one.lost is not None]
+
+    @property
+    def broken(self) -> list[str]:
+        return [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
+
+
+async def plan(url: str, within_ms: int | None) -> Plan:
+    """What is due within ``within_ms`` from now, or all of it. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    connection = await session.connect(url, "delayer restore plan")
+    try:
+        with translated("plan"):
+            await schema.check(connection)
+            now_ms = await connection.fetchval("SELECT statement_timestamp()")
+            before = None if within_ms is None else now_ms + within_ms
+            return Plan(now_ms, await segments.listed(connection, before))
+    finally:
+        await session.close(connection)
+
+
+def rounds(planned: Plan) -> list[Sequence[Listed]]:
+    """The segments of ``planned`` in rounds: few at a time while they are due soon."""
+    soon = [one for one in planned.segments if one.first_due_ms < planned.now_ms + SOON_MS]
+    later = planned.segments[len(soon) :]
+    return [
+        *(soon[start : start + SHORT_ROUND] for start in range(0, len(soon), SHORT_ROUND)),
+        *(later[start : start + ROUND] for start in range(0, len(later), ROUND)),
+    ]
+
+
+def run(spark: SparkSession, url: str, planned: Plan, say: Callable[[str, int, int], None]) -> Done:
+    """Restore what is ``planned``; ends after a round in which the store was lost. ``say`` hears how far it is, in
+    segments. Raises JobFailed, StoreLost."""
+    began = time.monotonic()
+    back: list[Back] = []
+    for part in rounds(planned):
+        done = len(back)
+
+        def told(tasks_done: int, of: int, done: int = done, count: int = len(part)) -> None:
+            say("restoring", done + count * tasks_done // of, len(planned.segments))
+
+        back += asyncio.run(_round(spark, url, part, planned.now_ms, told))
+        if any(one.lost for one in back):
+            break
+    return Done(back, time.monotonic() - began)
+
+
+async def _round(
+    spark: SparkSession, url: str, part: Sequence[Listed], now_ms: int, say: Callable[[int, int], None]
+) -> list[Back]:
+    """One round, in a lane that is ours meanwhile. The loop goes on beside Spark: it is what keeps the lane."""
+    from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
+
+    await _make_days(url, part, now_ms // DAY_MS)
+    async with quiet_lane(url, f"restore {socket.gethostname()}:{os.getpid()}") as lane:
+        fence = Fence(lane.number, lane.epoch)
+        portions = tasks.portions([one.id for one in part], SEGMENTS_PER_TASK)
+        try:
+            return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, fence), say)
+        except asyncio.CancelledError:
+            tasks.cancel(spark, NAME)
+            raise
+
+
+async def _make_days(url: str, part: Sequence[Listed], today: int) -> None:
+    """Partitions for what comes back."""
+    wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
+    connection = await session.connect(url, "delayer restore plan")
+    try:
+        with translated("make partitions"):
+            days = Days(await partitions.existing(connection))
+            until = time.monotonic() + PARTITION_SECONDS
+            while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
+                await days.make(connection, missing, today, now, until - now)
+    finally:
+        await session.close(connection)
+
+
+def work(url: str, fence: Fence, ids: Iterable[int]) -> list[Back]:
+    """On an executor: restore the segments ``ids``, one after the other."""
+    return asyncio.run(_work(url, fence, list(ids)))
+
+
+async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
+    try:
+        connection = await session.connect(url, "delayer restore")
+    except StoreLost as error:
+        return [Back(one, 0, lost=str(error)) for one in ids]
+    try:
+        return [await restore_segment(connection, fence, one) for one in ids]
+    finally:
+        await session.close(connection)
+
+
+async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment: int) -> Back:
+    """Restore one segment; a transaction that lost against another one is tried again."""
+    lost = ""
+    for _ in range(ATTEMPTS):
+        try:
+            found = await segments.restore(connection, fence, segment)
+        except WORTH_REPEATING as error:
+            lost = describe(error)
+        except DRIVER_ERRORS as error:
+            return Back(segment, 0, lost=describe(error))
+        except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
+            return Back(segment, 0, lost=str(error))
+        else:
+            if found is None:
+                return Back(segment, 0, gone=True)
+            if isinstance(found, Broken):
+                return Back(segment, 0, broken=found.reason)
+            return Back(segment, found.messages)
+    return Back(segment, 0, lost=lost)

@@ -1,0 +1,61 @@
+"""What the verbs that work with Spark share: options, a progress bar, and their figures for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from delayer.settings import duration_ms
+
+Say = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+master_option = click.option(
+    "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def duration(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Milliseconds of an option's text."""
+    try:
+        return None if text is None else duration_ms(text)
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+
+@contextmanager
+def progress() -> Iterator[Say]:
+    """A bar on stderr while somebody watches a terminal; nothing else."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting Spark", total=None)
+
+        def say(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        yield say
+
+
+def in_bytes(count: float) -> str:
+    """For people: 1.5 GB, with decimal prefixes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def per_second(count: int, seconds: float) -> str:
+    return f"{count / seconds:,.0f}/s" if seconds else "-"

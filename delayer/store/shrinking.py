@@ -1,0 +1,128 @@
+"""What compaction leaves behind: partitions that are empty by now, and dead rows. Gives their room back to the disk.
+
+A partition that lost all of its rows is dropped; the others are vacuumed, and their tail of empty pages goes back too:
+they are made with ``vacuum_truncate = off``, as it would lock out the traffic of the near days, but these are far.
+
+A daemon that knew the partition does not hear of it: its rows for that day go to the default one, where they are found
+as well, until its next upkeep reads the catalog. So the days that upkeep makes ahead are left alone, empty or not.
+
+Dropping locks everything for a moment. It is tried with a timeout that is shorter than anybody would notice, with
+pauses, and after VACUUM has cut the partition to nothing: looking at it once more, under the lock, then takes no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+import asyncpg
+import structlog
+
+from delayer.store import partitions, session
+from delayer.store.errors import describe, translated
+from delayer.store.partitions import DAYS_AHEAD
+
+log = structlog.get_logger()
+
+LOCK_MS = 50
+"""How long the traffic may stand behind a drop that waits for a release, a park or a pack."""
+TRIES = 5
+PAUSE_SECONDS = 0.25
+"""Between drops: lateness of some milliseconds, four times a second, is less than one message in a hundred."""
+
+_SIZE = "SELECT coalesce(sum(pg_total_relation_size(relid)), 0)::bigint FROM pg_partition_tree('message') WHERE isleaf"
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """What :func:`shrink` did. Bytes are of all partitions with their indexes and TOAST."""
+
+    dropped: tuple[str, ...]
+    vacuumed: tuple[str, ...]
+    left: tuple[str, ...]
+    """Empty, but there was no moment to drop them; the next time comes."""
+    bytes_before: int
+    bytes_after: int
+
+
+async def size(url: str) -> int:
+    """Bytes of all waiting rows on disk, indexes, TOAST and dead ones included. Raises StoreLost."""
+    connection = await session.connect(url, "delayer shrink")
+    try:
+        with translated("size"):
+            return int(await connection.fetchval(_SIZE))
+    finally:
+        await session.close(connection)
+
+
+async def shrink(
+    url: str, touched: Collection[int], today: int, say: Callable[[int, int], None] = lambda _done, _of: None
+) -> Shrunk:
+    """Vacuum the partitions of the days ``touched`` (from 1970), and drop all that are empty and later than the days
+    that upkeep makes ahead of ``today``. ``say`` hears how many partitions are done, of how many.
+
+    Raises StoreLost.
+    """
+    connection = await session.connect_plain(url, "delayer shrink", {"statement_timeout": "0"}, command_seconds=None)
+    try:
+        with translated("shrink"):
+            return await _shrink(connection, touched, today, say)
+    finally:
+        await session.close(connection)
+
+
+async def _shrink(
+    connection: asyncpg.Connection, touched: Collection[int], today: int, say: Callable[[int, int], None]
+) -> Shrunk:
+    before = int(await connection.fetchval(_SIZE))
+    days = await partitions.existing(connection)
+    names = {day: partitions.name_of(day) for day in sorted(days)}
+    emptied = [name for day, name in names.items() if day > today + DAYS_AHEAD and await _empty(connection, name)]
+    worked = [name for day, name in names.items() if day in touched]
+    if any(day not in days for day in touched):
+        worked.append("message_default")
+    vacuum = sorted({*emptied, *worked})
+    for done, name in enumerate(vacuum):
+        say(done, len(vacuum))
+        await _vacuum(connection, name)
+    dropped, left = [], []
+    for name in emptied:
+        gone = await _drop(connection, name)
+        if gone is None:
+            left.append(name)
+        elif gone:
+            dropped.append(name)
+    say(len(vacuum), len(vacuum))
+    after = int(await connection.fetchval(_SIZE))
+    kept = tuple(name for name in vacuum if name not in dropped)
+    return Shrunk(tuple(dropped), kept, tuple(left), before, after)
+
+
+async def _empty(connection: asyncpg.Connection, name: str) -> bool:
+    try:
+        return not await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})")
+    except asyncpg.UndefinedTableError:
+        return False
+
+
+async def _vacuum(connection: asyncpg.Connection, name: str) -> None:
+    with suppress(asyncpg.UndefinedTableError):  # somebody else dropped it, which returns even more
+        await connection.execute(f"VACUUM (TRUNCATE, ANALYZE, SKIP_LOCKED) {name}")
+
+
+async def _drop(connection: asyncpg.Connection, name: str) -> bool | None:
+    """Whether ``name`` was dropped; None if there was no moment for it."""
+    for attempt in range(1, TRIES + 1):
+        await asyncio.sleep(PAUSE_SECONDS * attempt)
+        try:
+            dropped = await partitions.drop_empty(connection, name, LOCK_MS)
+        except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
+            if attempt == TRIES:
+                log.info("partition not dropped", partition=name, reason=describe(error))
+        else:
+            if dropped:
+                log.info("partition dropped", partition=name)
+            return dropped
+    return None
