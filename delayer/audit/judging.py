@@ -1,0 +1,212 @@
+"""The rules over Spark's frames. Rows are counted where they lie, tallies meet in one shuffle and are cut to what fits
+on a page there; the driver sees some thousand tallies, however many messages there are.
+
+Every function that decides something is one of :mod:`delayer.audit.rules`; here is only the way of rows to them, as
+Arrow batches (``mapInArrow``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as sql
+
+from delayer.audit.findings import Report, Share
+from delayer.audit.frames import SEGMENT, Frames
+from delayer.audit.rules import calendar, judge, keys
+from delayer.audit.rules.counting import counted, counted_segments
+from delayer.audit.rules.evidence import Evidence
+from delayer.audit.rules.keys import Claim, judged
+from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Lane, Message, Segment
+from delayer.audit.rules.summary import merged, spread, summarized
+from delayer.audit.rules.tally import Key, Partial, Tally
+
+BATCH: Final = 20_000
+"""Tallies in an Arrow batch."""
+_PARTIAL: Final = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("spread", pa.int64()),
+        ("number", pa.int64()),
+        ("first", pa.binary()),
+        ("second", pa.binary()),
+        ("messages", pa.int64()),
+        ("size", pa.int64()),
+        ("first_due_ms", pa.int64()),
+        ("last_due_ms", pa.int64()),
+        ("examples", pa.list_(pa.int64())),
+    ]
+)
+_PARTIAL_DDL: Final = (
+    "kind string, spread bigint, number bigint, first binary, second binary,"
+    " messages bigint, size bigint, first_due_ms bigint, last_due_ms bigint, examples array<bigint>"
+)
+Batches = Iterator[pa.RecordBatch]
+T = TypeVar("T")
+
+
+def run(frames: Frames, *, release_rate: float = calendar.RELEASE_RATE) -> Report:
+    """Judge the frames. Raises ValueError for a release rate that is none; Spark's errors."""
+    began = time.monotonic()
+    facts = frames.facts
+    context = Context(facts.now_ms, _intervals(frames), facts.whole)
+    evidence = Evidence(merged(_from_rows(_collected(frames, context))))
+    lanes = [
+        Lane(row.number, row.owner, row.alive) for row in frames.lanes.select("number", "owner", "alive").collect()
+    ]
+    counters = {(row.lane, row.kind): row.n for row in frames.counters.collect()}
+    return judge.report(
+        evidence,
+        lanes,
+        counters,
+        context,
+        release_rate=release_rate,
+        sample=None if facts.whole else facts.sample,
+        seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def targets(frames: Frames, limit: int) -> list[Share]:
+    """The distinct destinations of what waits, those that are due first, ``limit`` of them at most."""
+    shares = (
+        frames.messages.groupBy("to_exchange", "to_key")
+        .agg(
+            sql.count(sql.lit(1)).alias("messages"),
+            sql.sum(sql.col("body_bytes") + sql.length("properties")).alias("size"),
+            sql.min("due_ms").alias("first"),
+            sql.max("due_ms").alias("last"),
+        )
+        .orderBy("first", "to_exchange", "to_key")
+        .limit(limit)
+    )
+    return [
+        Share(
+            row.messages,
+            row.size,
+            row["first"],
+            row.last,
+            exchange=bytes(row.to_exchange),
+            routing_key=bytes(row.to_key),
+        )
+        for row in shares.collect()
+    ]
+
+
+def _intervals(frames: Frames) -> dict[str, tuple[int, int]]:
+    rows = frames.partitions.where(sql.col("first_ms").isNotNull()).select("name", "first_ms", "after_ms").collect()
+    return {row.name: (row.first_ms, row.after_ms) for row in rows}
+
+
+def _collected(frames: Frames, context: Context) -> list[Any]:
+    """The tallies that are left when everything is counted and cut."""
+    partials = _messages(frames).mapInArrow(_counting(context), _PARTIAL_DDL)
+    summary = (
+        partials.repartition("kind", "spread", "first", "second")
+        .sortWithinPartitions("kind", "number", "first", "second")
+        .mapInArrow(_summarizing(context.now_ms), _PARTIAL_DDL)
+    )
+    found = summary.unionByName(_segments(frames).mapInArrow(_counting_segments(context), _PARTIAL_DDL))
+    if context.whole:
+        claims = _claims(frames).repartition("key").sortWithinPartitions("key", "source", "id")
+        found = found.unionByName(claims.mapInArrow(_judging_keys, _PARTIAL_DDL))
+    return found.collect()
+
+
+# ---- rows to what the rules take
+
+
+def _messages(frames: Frames) -> DataFrame:
+    """Waiting, packed and held messages, with the columns of :class:`Message`."""
+    ranges = frames.segments.select(
+        sql.col("id").alias("segment"), sql.col("first_due_ms").alias("low_ms"), sql.col("last_due_ms").alias("high_ms")
+    )
+    where = sql.when(sql.col("origin") == SEGMENT, PACKED).otherwise(WAITING)
+    nothing = sql.lit(None)
+    waiting = (
+        frames.messages.join(ranges, "segment", "left")
+        .withColumn("where", where)
+        .withColumnRenamed("partition", "home")
+    )
+    held = (
+        frames.held.withColumn("where", sql.lit(HELD))
+        .withColumn("home", nothing.cast("string"))
+        .withColumn("low_ms", nothing.cast("bigint"))
+        .withColumn("high_ms", nothing.cast("bigint"))
+    )
+    return waiting.select(*Message._fields).unionByName(held.select(*Message._fields))
+
+
+def _segments(frames: Frames) -> DataFrame:
+    """Segments, and tombstones of segments that are not there, with the columns of :class:`Segment`."""
+    tombstones = frames.tombstones.groupBy("segment").agg(sql.count(sql.lit(1)).alias("tombstones"))
+    joined = frames.segments.join(tombstones, sql.col("id") == sql.col("segment"), "full_outer")
+    missing = {"first_due_ms", "last_due_ms", "messages", "cancelled", "packed_bytes", "tombstones"}
+
+    def column(name: str) -> Column:
+        if name == "id":
+            return sql.coalesce("id", "segment").alias(name)
+        return sql.coalesce(name, sql.lit(0)).alias(name) if name in missing else sql.col(name)
+
+    return joined.select(*(column(name) for name in Segment._fields))
+
+
+def _claims(frames: Frames) -> DataFrame:
+    """What names a key, with the columns of :class:`Claim`. No segment has any."""
+
+    def of(frame: DataFrame, source: int) -> DataFrame:
+        return frame.where(sql.col("key").isNotNull()).withColumn("source", sql.lit(source)).select(*Claim._fields)
+
+    return (
+        of(frames.keys, keys.POINTER)
+        .unionByName(of(frames.held, keys.HELD))
+        .unionByName(of(frames.messages, keys.WAITING))
+    )
+
+
+# ---- what runs on executors
+
+
+def _counting(context: Context) -> Callable[[Batches], Batches]:
+    return lambda batches: _batches(counted(_rows(batches, Message._make), context))
+
+
+def _counting_segments(context: Context) -> Callable[[Batches], Batches]:
+    return lambda batches: _batches(counted_segments(_rows(batches, Segment._make), context))
+
+
+def _summarizing(now_ms: int) -> Callable[[Batches], Batches]:
+    return lambda batches: _batches(summarized(_rows(batches, _partial), now_ms))
+
+
+def _judging_keys(batches: Batches) -> Batches:
+    return _batches(judged(_rows(batches, Claim._make)))
+
+
+def _rows(batches: Batches, make: Callable[[Iterable[Any]], T]) -> Iterator[T]:
+    for batch in batches:
+        yield from map(make, zip(*(column.to_pylist() for column in batch.columns), strict=True))
+
+
+def _partial(values: Iterable[Any]) -> Partial:
+    kind, _, number, first, second, messages, size, first_due_ms, last_due_ms, examples = values
+    return Key(kind, number, first, second), Tally(messages, size, first_due_ms, last_due_ms, tuple(examples))
+
+
+def _from_rows(rows: list[Any]) -> Iterator[Partial]:
+    for row in rows:
+        values = list(row)
+        values[3:5] = bytes(row.first), bytes(row.second)
+        yield _partial(values)
+
+
+def _batches(partials: Iterator[Partial]) -> Batches:
+    while portion := list(islice(partials, BATCH)):
+        rows = [(key.kind, spread(key), *key[1:], *tally) for key, tally in portion]
+        columns = zip(*rows, strict=True)
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, _PARTIAL, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=_PARTIAL)

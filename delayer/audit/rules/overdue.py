@@ -1,0 +1,82 @@
+"""Overdue: messages whose due instant has passed, and lanes that nobody owns. Pure.
+
+Held messages are not asked: their due time has passed by their nature, and `delayer held` has their story.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from delayer.audit.findings import Finding, LaneFigures, Severity, shown
+from delayer.audit.rules.evidence import Evidence
+from delayer.audit.rules.message import GRACE_MS, PACKED, STUCK_MS, WAITING
+from delayer.audit.rules.tally import Tally, combined
+
+RULE, LANES = "overdue", "lanes"
+_AGES: Final = (
+    (7 * 86_400_000, "7 d"),
+    (86_400_000, "1 d"),
+    (STUCK_MS, "1 h"),
+    (600_000, "10 min"),
+    (GRACE_MS, "1 min"),
+)
+STUCK: Final = frozenset(name for age, name in _AGES if age >= STUCK_MS)
+_ROUTES = 5
+
+
+def age(due_ms: int, now_ms: int) -> str | None:
+    """For how long at least it is overdue; None if it is not worth a word."""
+    late = now_ms - due_ms
+    if late < GRACE_MS:
+        return None
+    return next(name for least, name in _AGES if late >= least)
+
+
+def findings(evidence: Evidence, lanes: list[LaneFigures]) -> list[Finding]:
+    """Overdue messages: of a lane without an owner nobody will release them. Those with an owner may be on their way:
+    a violation only from STUCK_MS on. Segments are restored by any daemon, so one owner anywhere will do for them."""
+    alive: dict[int, bool | None] = {lane.number: lane.alive for lane in lanes}
+    anybody = any(alive.values()) or (None if None in alive.values() else False)
+    found = []
+    for (number, where), ages in sorted(_by_lane(evidence).items()):
+        owned = anybody if where == PACKED else alive.get(number, False)
+        total = _sum(ages)
+        stuck = owned is False or any(name in STUCK for name in ages)
+        details = {"ages": {name: ages[name].messages for _, name in _AGES if name in ages}, "owned": owned}
+        if where == WAITING:
+            details["routes"] = {shown(name): count for name, count in evidence.overdue_routes(number)[:_ROUTES]}
+        subject = f"lane {number}" if where == WAITING else f"segments of lane {number}"
+        severity: Severity = "violation" if stuck else "warning"
+        found.append(Finding(RULE, severity, subject, total.messages, total.first_due_ms, details))
+    return found
+
+
+def lane_findings(evidence: Evidence, lanes: list[LaneFigures], known: frozenset[int]) -> list[Finding]:
+    """Lanes that have messages and no owner: daemons adopt them within seconds, if there is one. A lane without a row
+    in the table of lanes is never adopted."""
+    found = []
+    for lane in lanes:
+        count = lane.waiting + lane.held
+        if not count:
+            continue
+        first = evidence.first_due(lane.number)
+        if lane.number not in known:
+            found.append(Finding(LANES, "violation", f"lane {lane.number}: not in the table of lanes", count, first))
+        elif lane.alive is False:
+            details = {"waiting": lane.waiting, "held": lane.held, "last_owner": lane.owner}
+            found.append(Finding(LANES, "warning", f"lane {lane.number}: no owner", count, first, details))
+    return found
+
+
+def _by_lane(evidence: Evidence) -> dict[tuple[int, str], dict[str, Tally]]:
+    found: dict[tuple[int, str], dict[str, Tally]] = {}
+    for key, tally in evidence.of("overdue"):
+        found.setdefault((key.number, key.first.decode()), {})[key.second.decode()] = tally
+    return found
+
+
+def _sum(ages: dict[str, Tally]) -> Tally:
+    first, *rest = ages.values()
+    for tally in rest:
+        first = combined(first, tally)
+    return first
