@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from delayer.audit.errors import JavaMissing, JobMisused, SparkMissing
 
@@ -56,13 +59,20 @@ def submitted() -> bool:
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
+def check_work(master: str | None, work: str | None) -> None:
+    """Raise JobMisused where driver and executors would write to different disks."""
+    chosen = master if master is not None or submitted() else LOCAL
+    if chosen is not None and not is_local(chosen) and work is None:
+        raise JobMisused(f"--work is needed with the master {chosen}: a directory or URL that all machines share")
+
+
 def settings(master: str | None, work: str | None, more: Mapping[str, str]) -> dict[str, str]:
     """Spark's settings for a job. ``work``: a local directory for what Spark spills. ``more`` wins."""
     found = dict(_EVERYWHERE)
     if is_local(master):
         found |= _HERE
         found["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
-        if work is not None:
+        if work is not None and not urlsplit(work).scheme:
             found |= {"spark.local.dir": work, "spark.sql.warehouse.dir": str(Path(work) / "warehouse")}
     return found | dict(more)
 
@@ -93,9 +103,27 @@ def session(
     except (PySparkException, RuntimeError) as error:
         raise JobMisused(f"Spark did not start with master {chosen}: {str(error).splitlines()[0]}") from error
     try:
-        yield spark
+        with _orderly():
+            yield spark
     finally:
         spark.stop()
+
+
+@contextmanager
+def _orderly() -> Iterator[None]:
+    """Let SIGTERM (systemd's stop) end the block like any exception, so that what it wrote is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(_number: int, _frame: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_packages() -> None:

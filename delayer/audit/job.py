@@ -1,0 +1,152 @@
+"""`delayer audit` from its first to its last step: extract, judge, ask the broker, compare with the last time, keep."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from delayer.audit import extract
+from delayer.audit.errors import JobMisused
+from delayer.audit.findings import Report
+from delayer.audit.rules.growth import growth
+from delayer.audit.watching import Say, Watching
+from delayer.settings.secret import SecretUrl
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from delayer.audit.frames import Frames
+
+FINDINGS: Final = (
+    "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
+)
+"""Columns of the findings as Parquet; ``details`` is JSON."""
+TARGETS: Final = 100_000
+"""Destinations that the broker is asked about at most, the soonest due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """Whom to ask about destinations."""
+
+    url: SecretUrl
+    management_url: SecretUrl | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What an audit is to do. ``work``, ``out``: a path, or a URL of what the cluster shares. ``sample``: the share of
+    the store to read, above 0 and up to 1. ``release_rate``: messages a second; None for the rules' own."""
+
+    store: SecretUrl
+    broker: Broker | None = None
+    work: str | None = None
+    out: str | None = None
+    state: Path | None = None
+    sample: float = 1.0
+    seed: int = 0
+    release_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """``remarks``: what could not be asked, or compared, for people."""
+
+    report: Report
+    remarks: tuple[str, ...] = ()
+
+
+def run(spark: SparkSession, options: Options, say: Say) -> Audited:
+    """One audit. Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused, JobFailed."""
+    began = time.monotonic()
+    watching = Watching(spark, say)
+    before, remarks = last(options.state)
+    with extract.workplace(options.work, spark) as place:
+        frames = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
+        report = _judged(frames, options, watching)
+        report, asked = _asked(report, frames, options, watching)
+    report = grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
+    if options.out is not None:
+        with watching("writing the findings"):
+            _write_findings(spark, report, options.out)
+    if options.state is not None and report.sample is None:
+        keep(options.state, report)
+    return Audited(report, (*remarks, *asked))
+
+
+def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
+    from delayer.audit import judging  # noqa: PLC0415 - Spark
+
+    with watching("judging"):
+        if options.release_rate is None:
+            return judging.run(frames)
+        return judging.run(frames, release_rate=options.release_rate)
+
+
+def _asked(report: Report, frames: Frames, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
+    """The report with the broker's answers, and what kept it from answering."""
+    from delayer.audit import destination_findings, destinations  # noqa: PLC0415 - aio-pika, which not everybody needs
+
+    with watching("gathering destinations"):
+        targets = destination_findings.targets(frames.messages, TARGETS)
+    if options.broker is None:
+        asked = destinations.not_asked(targets, "the broker was not asked about destinations, as it was told")
+    else:
+        management = options.broker.management_url
+        asked = asyncio.run(
+            destinations.ask(options.broker.url.reveal(), management.reveal() if management else None, targets)
+        )
+    return destination_findings.with_destinations(report, asked), asked.remarks
+
+
+def _write_findings(spark: SparkSession, report: Report, out: str) -> None:
+    """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart."""
+    at = report.store_now_ms
+    rows = [
+        (at, one.rule, one.severity, one.subject, one.count, one.first_due_ms, json.dumps(one.details, default=str))
+        for one in report.findings
+    ]
+    spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
+
+
+# ---- the last time
+
+
+def last(state: Path | None) -> tuple[Report | None, tuple[str, ...]]:
+    """The report kept in ``state``, and a remark if what stands there is none. Raises JobMisused if it cannot be read,
+    now and not at the end of an hour's work."""
+    if state is None:
+        return None, ()
+    if not state.parent.is_dir():
+        raise JobMisused(f"--state {state}: there is no directory {state.parent}")
+    try:
+        return Report.from_json(state.read_text(encoding="ascii")), ()
+    except FileNotFoundError:
+        return None, ()
+    except (ValueError, UnicodeDecodeError) as error:
+        return None, (f"{state} tells nothing of the last audit, it is written anew: {error}",)
+    except OSError as error:
+        raise JobMisused(f"--state {state}: {error.strerror}") from error
+
+
+def keep(state: Path, report: Report) -> None:
+    """Let ``state`` hold this report, all of it or what was there before. Raises JobMisused."""
+    written = state.with_name(f"{state.name}.{os.getpid()}")
+    try:
+        written.write_text(report.to_json(), encoding="ascii")
+        written.replace(state)
+    except OSError as error:
+        with suppress(OSError):
+            written.unlink()
+        raise JobMisused(f"--state {state}: {error.strerror}") from error
+
+
+def grown(report: Report, before: Report | None) -> Report:
+    """The report with its growth since the last one, if there is one to compare with."""
+    return report if before is None else replace(report, growth=growth(report, before))

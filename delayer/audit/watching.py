@@ -1,0 +1,90 @@
+"""How far Spark is, for a progress bar, and its failures in one line."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from delayer.audit.errors import JobFailed
+from delayer.core.errors import StoreLost
+from delayer.settings.secret import mask
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Say = Callable[[str, int, int], None]
+"""Told what is being done, how many of its tasks are done, and how many there are so far."""
+
+LOOK_SECONDS: Final = 0.25
+_STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
+_PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
+
+
+class Watching:
+    """``with watching("reading messages"):`` shows the stages of the Spark jobs that the block starts in its thread."""
+
+    def __init__(self, spark: SparkSession, say: Say) -> None:
+        self._context: Any = spark.sparkContext
+        self._say = say
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._context.setJobGroup(name, name, interruptOnCancel=True)
+        over = threading.Event()
+        looking = threading.Thread(target=self._look, args=(name, over), name="delayer progress", daemon=True)
+        self._say(name, 0, 0)
+        looking.start()
+        try:
+            with translated(name):
+                yield
+        except BaseException:
+            self._context.cancelJobGroup(name)  # an interruption: its tasks hold connections
+            raise
+        finally:
+            over.set()
+            looking.join()
+
+    def _look(self, name: str, over: threading.Event) -> None:
+        while not over.wait(LOOK_SECONDS):
+            self._say(name, *self._tasks(name))
+
+    def _tasks(self, name: str) -> tuple[int, int]:
+        """Tasks done, and all of them, over the stages that have begun."""
+        tracker = self._context.statusTracker()
+        jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(name))
+        stages = {stage for job in jobs if job is not None for stage in job.stageIds}
+        known = [info for stage in stages if (info := tracker.getStageInfo(stage)) is not None]
+        return sum(info.numCompletedTasks for info in known), sum(info.numTasks for info in known)
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Spark's errors as StoreLost where a task lost the store, as JobFailed else. Their text alone: a stack of two
+    languages explains nothing to an operator, and only the text can be searched for passwords."""
+    from py4j.protocol import Py4JError  # noqa: PLC0415 - a session exists, so the extra is there
+    from pyspark.errors import PySparkException  # noqa: PLC0415
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise failure(doing, told_by(error)) from None
+
+
+def told_by(error: Exception) -> str:
+    """All that Spark says of an error, as text."""
+    java = getattr(error, "java_exception", None)
+    return f"{error}\n{java.getMessage() if java is not None else ''}"
+
+
+def failure(doing: str, text: str) -> StoreLost | JobFailed:
+    """The error that Spark's text means. Pure."""
+    from delayer.audit.source import advice_for  # noqa: PLC0415 - needs the extra
+
+    if lost := _STORE_LOST.search(text):
+        return StoreLost(mask(lost[1]), advice_for(lost[1]))
+    python = _PYTHON.findall(text)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    return JobFailed(f"{doing}: {mask(python[-1] if python else first)}")
