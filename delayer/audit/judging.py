@@ -7,18 +7,20 @@ Arrow batches (``mapInArrow``).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 
 from delayer.audit.findings import Report, Share
 from delayer.audit.frames import SEGMENT, Frames
-from delayer.audit.rules import calendar, judge, keys
+from delayer.audit.rules import calendar, judge, keys, repeats
 from delayer.audit.rules.counting import counted, counted_segments
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import Claim, judged
@@ -105,6 +107,8 @@ def _intervals(frames: Frames) -> dict[str, tuple[int, int]]:
 def _collected(frames: Frames, context: Context) -> list[Any]:
     """The tallies that are left when everything is counted and cut."""
     partials = _messages(frames).mapInArrow(_counting(context), _PARTIAL_DDL)
+    if context.whole:
+        partials = partials.unionByName(_identified(frames))
     summary = (
         partials.repartition("kind", "spread", "first", "second")
         .sortWithinPartitions("kind", "number", "first", "second")
@@ -139,6 +143,21 @@ def _messages(frames: Frames) -> DataFrame:
         .withColumn("high_ms", nothing.cast("bigint"))
     )
     return waiting.select(*Message._fields).unionByName(held.select(*Message._fields))
+
+
+def _identified(frames: Frames) -> DataFrame:
+    """What counting.identified makes of every message, without Python: it is a choice of columns, and of two columns
+    that need no reading of the others."""
+
+    def of(frame: DataFrame) -> DataFrame:
+        number, size = sql.col("id"), sql.col("body_bytes") + sql.length("properties")
+        nothing, due = sql.lit(b""), sql.col("due_ms")
+        columns = (sql.lit(repeats.ID), number, number, nothing, nothing, sql.lit(1).cast("bigint"), size, due, due)
+        none = sql.array().cast("array<bigint>")
+        named = zip(_PARTIAL.names, (*columns, none), strict=True)
+        return frame.select(*(column.alias(name) for name, column in named))
+
+    return of(frames.messages).unionByName(of(frames.held))
 
 
 def _segments(frames: Frames) -> DataFrame:
@@ -180,7 +199,28 @@ def _counting_segments(context: Context) -> Callable[[Batches], Batches]:
 
 
 def _summarizing(now_ms: int) -> Callable[[Batches], Batches]:
-    return lambda batches: _batches(summarized(_rows(batches, _partial), now_ms))
+    return lambda batches: _batches(summarized(_rows(map(_without_singles, batches), _partial), now_ms))
+
+
+def _without_singles(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A sorted batch without what is nobody's repeat: most messages, and no use looking at them one by one.
+
+    The first and the last row stay, because their like may be in another batch.
+    """
+    kinds = pc.is_in(batch["kind"], value_set=pa.array([repeats.ID, repeats.MESSAGE]))
+    if batch.num_rows < 3 or not pc.any(kinds).as_py():
+        return batch
+    same = _as_before(batch["kind"], batch["number"], batch["first"])
+    alone = pc.and_(pc.invert(same[:-1]), pc.invert(same[1:]))  # of all rows but the first and the last
+    single = pc.and_(pc.and_(kinds[1:-1], pc.equal(batch["messages"][1:-1], 1)), alone)
+    end = pa.array([False])
+    return batch.filter(pc.invert(pa.concat_arrays([end, single, end])))
+
+
+def _as_before(*columns: pa.Array) -> pa.Array:
+    """For each row but the first: are these columns the same as in the row before?"""
+    equal = [pc.equal(column[1:], column[:-1]) for column in columns]
+    return functools.reduce(pc.and_, equal)
 
 
 def _judging_keys(batches: Batches) -> Batches:

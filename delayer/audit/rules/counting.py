@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from delayer.audit.rules import integrity, overdue, repeats, segments
-from delayer.audit.rules.message import HELD, Context, Message, Segment
+from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Message, Segment
 from delayer.audit.rules.standouts import Standouts
 from delayer.audit.rules.tally import Key, Partial, Tallies, Tally
 
@@ -31,58 +31,67 @@ BOUND: Final = 50_000
 
 
 def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:
-    """The tallies of ``messages``, some keys more than once. Holds ``bound`` keys at most."""
+    """The tallies of ``messages``, some keys more than once. Holds ``bound`` keys, and a few more, at most."""
     tallies = Tallies(bound)
     standouts = Standouts()
     for message in messages:
-        tally = Tally(1, message.body_bytes + len(message.properties), message.due_ms, message.due_ms)
-        where = message.where.encode()
-        tallies.add(Key("lane", message.lane, where), tally)
+        where = _WHERE[message.where]
+        due_ms = message.due_ms
+        size = message.body_bytes + len(message.properties)
+        tallies.add(("lane", message.lane, where, b""), size, due_ms)
         properties = integrity.parsed(message)
         for fault in integrity.faults(message, properties, context):
-            tallies.add(Key("fault", message.lane, where, fault.encode()), tally._replace(examples=(message.id,)))
+            key = ("fault", message.lane, where, fault.encode())
+            tallies.add(key, size, due_ms)
+            tallies.name(key, message.id)
         if context.whole:
-            yield Key(repeats.ID, message.id), tally
             fingerprint = repeats.fingerprint(message, properties)
             if fingerprint is not None:
-                yield Key(repeats.MESSAGE, 0, fingerprint), tally._replace(examples=(message.id,))
+                yield Key(repeats.MESSAGE, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
         if message.key is not None:
-            tallies.add(_KEYED, tally)
-        if message.where != HELD:
-            _count_waiting(message, tally, tallies, context)
-            standouts.add(message, tally.size)
+            tallies.add(_KEYED, size, due_ms)
+        if where != _HELD:
+            _count_waiting(message, size, tallies, context)
+            standouts.add(message, size)
         if tallies.full:
             yield from tallies.drain()
     yield from tallies.drain()
     yield from standouts.drain()
 
 
-_KEYED = Key("keyed")
+_WHERE: Final = {where: where.encode() for where in (WAITING, HELD, PACKED)}
+_HELD: Final = _WHERE[HELD]
+_KEYED: Final = ("keyed", 0, b"", b"")
 
 
-def _count_waiting(message: Message, tally: Tally, tallies: Tallies, context: Context) -> None:
+def _count_waiting(message: Message, size: int, tallies: Tallies, context: Context) -> None:
     """What is asked of messages that have their due time before them, as it should be."""
-    tallies.add(Key("second", message.due_ms // 1000), tally)
-    tallies.add(Key("route", 0, message.route), tally)
-    tallies.add(Key("target", 0, message.to_exchange, message.to_key), tally)
-    age = overdue.age(message.due_ms, context.now_ms)
-    if age is not None:
-        tallies.add(Key("overdue", message.lane, message.where.encode(), age.encode()), tally)
-        tallies.add(Key("overdue route", message.lane, message.route), tally)
+    due_ms = message.due_ms
+    tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
+    tallies.add(("route", 0, message.route, b""), size, due_ms)
+    tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
+    if due_ms < context.now_ms:
+        age = overdue.age(due_ms, context.now_ms)
+        if age is not None:
+            tallies.add(("overdue", message.lane, _WHERE[message.where], age.encode()), size, due_ms)
+            tallies.add(("overdue route", message.lane, message.route, b""), size, due_ms)
+
+
+def identified(messages: Iterable[Message]) -> Iterator[Partial]:
+    """Each message under its id. Apart from the others, because Spark does this one without Python."""
+    for message in messages:
+        size = message.body_bytes + len(message.properties)
+        yield Key(repeats.ID, message.id), Tally(1, size, message.due_ms, message.due_ms)
 
 
 def counted_segments(found: Iterable[Segment], context: Context) -> Iterator[Partial]:
-    """The tallies of segments: few, so they are handed on at the end."""
-    tallies = Tallies(BOUND)
+    """The tallies of segments."""
     for segment in found:
         live = segment.messages - segment.cancelled
         tally = Tally(1, segment.packed_bytes, segment.first_due_ms, segment.last_due_ms)
         if segment.lane is not None:
-            tallies.add(Key("segments", segment.lane), tally)
-            tallies.add(Key("packed", segment.lane), tally._replace(messages=live))
+            yield Key("segments", segment.lane), tally
+            yield Key("packed", segment.lane), tally._replace(messages=live)
         for fault in segments.faults(segment, context):
             key = Key("segment fault", -1 if segment.lane is None else segment.lane, fault.encode())
-            tallies.add(key, tally._replace(messages=max(live, 0), examples=(segment.id,)))
-        if tallies.full:
-            yield from tallies.drain()
-    yield from tallies.drain()
+            yield key, tally._replace(messages=max(live, 0), examples=(segment.id,))

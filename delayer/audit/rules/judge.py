@@ -11,7 +11,7 @@ from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Report, RuleRun, Severity, Totals
 from delayer.audit.rules import calendar, conservation, keys, overdue, repeats, segments
-from delayer.audit.rules.counting import counted, counted_segments
+from delayer.audit.rules.counting import counted, counted_segments, identified
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import Claim
 from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Lane, Message, Segment
@@ -40,7 +40,8 @@ def evidence_of(
     messages: Iterable[Message], found: Iterable[Segment], claims: Iterable[Claim], context: Context
 ) -> Evidence:
     """Everything counted, from rows in any order."""
-    partials = sorted(counted(messages, context))
+    kept = list(messages)
+    partials = sorted([*counted(kept, context), *(identified(kept) if context.whole else ())])
     summary = [*summarized(partials, context.now_ms), *counted_segments(found, context), *keys.judged(sorted(claims))]
     return Evidence(merged(summary))
 

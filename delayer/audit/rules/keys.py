@@ -13,14 +13,13 @@ from typing import Final, NamedTuple
 from delayer.audit.findings import Finding
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.message import EXAMPLES
-from delayer.audit.rules.tally import Key, Partial, Tallies, Tally
+from delayer.audit.rules.tally import Key, Partial, Tally, combined
 
 RULE: Final = "keys"
 KIND: Final = "key fault"
 COLLIDES = "several waiting messages have one key"
 UNREACHABLE = "a waiting message that its key does not stand for"
 DANGLES = "a key that stands for no message"
-_BOUND = 1000
 
 POINTER, HELD, WAITING = 0, 1, 2
 
@@ -38,11 +37,12 @@ class Claim(NamedTuple):
 
 def judged(claims: Iterable[Claim]) -> Iterator[Partial]:
     """The faults of keys. ``claims`` must be sorted; one key's are looked at one by one and never held together."""
-    tallies = Tallies(_BOUND)
+    found: dict[Key, Tally] = {}
     for _, group in groupby(claims, attrgetter("key")):
         for fault, tally in _faults(group):
-            tallies.add(Key(KIND, 0, fault.encode()), tally)
-    return iter(tallies.drain())
+            key = Key(KIND, 0, fault.encode())
+            found[key] = combined(found[key], tally) if key in found else tally
+    yield from found.items()
 
 
 def _faults(claims: Iterable[Claim]) -> Iterator[tuple[str, Tally]]:

@@ -13,6 +13,7 @@ from delayer.audit.rules.tally import Key, Partial, Tally
 
 KEPT: Final = 10
 KINDS: Final = ("oldest", "farthest", "largest")
+_NOTHING: Final = (-(1 << 63), 0)
 
 
 def rank(kind: str, parked_ms: int, due_ms: int, size: int) -> int:
@@ -25,15 +26,15 @@ class Standouts:
 
     def __init__(self) -> None:
         self._heaps: dict[str, list[tuple[int, int, Message, int]]] = {kind: [] for kind in KINDS}
-        self._enough = dict.fromkeys(KINDS, -(1 << 63))
+        self._enough = dict.fromkeys(KINDS, _NOTHING)
 
     def add(self, message: Message, size: int) -> None:
-        enough = self._enough
-        if -message.parked_ms >= enough["oldest"]:
+        enough, lower = self._enough, -message.id
+        if (-message.parked_ms, lower) > enough["oldest"]:
             self._push("oldest", -message.parked_ms, message, size)
-        if message.due_ms >= enough["farthest"]:
+        if (message.due_ms, lower) > enough["farthest"]:
             self._push("farthest", message.due_ms, message, size)
-        if size >= enough["largest"]:
+        if (size, lower) > enough["largest"]:
             self._push("largest", size, message, size)
 
     def _push(self, kind: str, rank: int, message: Message, size: int) -> None:
@@ -41,15 +42,16 @@ class Standouts:
         if len(heap) < KEPT:
             heapq.heappush(heap, entry)
         else:
-            heapq.heappushpop(heap, entry)
-            self._enough[kind] = heap[0][0]
+            heapq.heapreplace(heap, entry)
+        if len(heap) == KEPT:
+            self._enough[kind] = heap[0][:2]
 
     def drain(self) -> Iterator[Partial]:
         for kind, heap in self._heaps.items():
             for _, _, message, size in heap:
                 yield Key(kind, message.id, _packed(message)), Tally(1, size, message.due_ms, message.due_ms)
             heap.clear()
-            self._enough[kind] = -(1 << 63)
+            self._enough[kind] = _NOTHING
 
 
 def _packed(message: Message) -> bytes:

@@ -59,20 +59,45 @@ def folded(partials: Iterable[Partial]) -> Iterator[Partial]:
 
 
 class Tallies:
-    """A dictionary of tallies that is emptied before it grows beyond ``bound`` keys."""
+    """A dictionary of tallies that is emptied before it grows beyond ``bound`` keys.
+
+    Keys are plain tuples and tallies lists while they are in here: half of the audit's Python time is spent in
+    :meth:`add`, and named tuples would double it.
+    """
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._found: dict[Key, Tally] = {}
+        self._found: dict[tuple[str, int, bytes, bytes], list[int]] = {}
+        self._examples: dict[tuple[str, int, bytes, bytes], set[int]] = {}
 
     @property
     def full(self) -> bool:
         return len(self._found) >= self._bound
 
-    def add(self, key: Key, tally: Tally) -> None:
-        before = self._found.get(key)
-        self._found[key] = tally if before is None else combined(before, tally)
+    def add(self, key: tuple[str, int, bytes, bytes], size: int, due_ms: int) -> None:
+        """Count one message."""
+        tally = self._found.get(key)
+        if tally is None:
+            self._found[key] = [1, size, due_ms, due_ms]
+            return
+        tally[0] += 1
+        tally[1] += size
+        if due_ms < tally[2]:
+            tally[2] = due_ms
+        elif due_ms > tally[3]:
+            tally[3] = due_ms
 
-    def drain(self) -> list[Partial]:
-        found, self._found = self._found, {}
-        return list(found.items())
+    def name(self, key: tuple[str, int, bytes, bytes], example: int) -> None:
+        """Make ``example`` one of the key's, unless there are lower ones enough."""
+        examples = self._examples.setdefault(key, set())
+        examples.add(example)
+        if len(examples) > EXAMPLES:
+            examples.remove(max(examples))
+
+    def drain(self) -> Iterator[Partial]:
+        found, examples = self._found, self._examples
+        self._found, self._examples = {}, {}
+        for key, tally in found.items():
+            messages, size, first_due_ms, last_due_ms = tally
+            named = tuple(sorted(examples.get(key, ())))
+            yield Key(*key), Tally(messages, size, first_due_ms, last_due_ms, named)
