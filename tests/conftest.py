@@ -16,6 +16,21 @@ import uvloop
 from tests.rig.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
+WITH_SPARK = "tests/audit/"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests run in one worker (`--dist loadfile`), and all of tests/audit too: one JVM is enough."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneJvm(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return WITH_SPARK if nodeid.startswith(WITH_SPARK) else super()._split_scope(nodeid)
+
+    return OneJvm(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

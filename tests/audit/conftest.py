@@ -1,7 +1,7 @@
 """One Spark session for a whole run of the tests.
 
-A JVM takes 4 s and half a gigabyte, so only one worker of pytest-xdist should have one. `--dist loadfile` gives the
-tests of one file to one worker: keep what needs Spark in as few files as there can be.
+A JVM takes 4 s and half a gigabyte, so only one worker of pytest-xdist should have one: tests/conftest.py gives all
+tests of this directory to the same worker. What needs no Spark and takes long is better off elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVENTS = "spark-events"
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Two cores of this machine, with Spark's pages on some port of the loopback and an event log, so that a test can
+    """Two cores of this machine, a task tried up to four times, with Spark's pages on some port of the loopback and an event log, so that a test can
     look for what must not be in them."""
     events = tmp_path_factory.mktemp(EVENTS)
     more = {
@@ -36,7 +36,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     }
     work = tmp_path_factory.mktemp("spark")
     try:
-        with sessions.session("delayer tests", master="local[2]", work=str(work), more=more) as session:
+        with sessions.session("delayer tests", master="local[2,4]", work=str(work), more=more) as session:
             yield session
     except JavaMissing as error:
         pytest.skip(f"{error} Or: .ci/setup servers")
