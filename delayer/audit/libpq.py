@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Final
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, urlencode
 
 CONNECT_SECONDS: Final = 10
 
@@ -21,7 +21,7 @@ _OTHERWISE: Final = {"database": "dbname"}
 
 def url(store_url: str, application: str) -> str:
     """``store_url`` for libpq, with our name and deadlines where it has none of its own. Holds the password."""
-    parts = urlsplit(store_url)
+    base, _, query = store_url.partition("?")  # put together again, a URL without a host would lose a slash
     ours = {
         "application_name": application,
         "connect_timeout": str(CONNECT_SECONDS),
@@ -30,7 +30,7 @@ def url(store_url: str, application: str) -> str:
         "keepalives_count": "3",
     }
     settings = []
-    for given, value in parse_qsl(parts.query, keep_blank_values=True):
+    for given, value in parse_qsl(query, keep_blank_values=True):
         key = _OTHERWISE.get(given, given)
         if key in _KNOWN:
             ours[key] = value
@@ -38,7 +38,7 @@ def url(store_url: str, application: str) -> str:
             settings.append(f"-c {key}={_escaped(value)}")
     if settings:
         ours["options"] = " ".join([*([ours["options"]] if "options" in ours else []), *settings])
-    return parts._replace(query=urlencode(ours, quote_via=quote)).geturl()
+    return f"{base}?{urlencode(ours, quote_via=quote)}"
 
 
 def _escaped(value: str) -> str:

@@ -23,8 +23,8 @@ EVENTS = "spark-events"
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """Two cores of this machine, a task tried up to four times, with Spark's pages on some port of the loopback and an event log, so that a test can
-    look for what must not be in them."""
+    """Two cores of this machine, a task tried up to four times, with Spark's pages on some port of the loopback and an
+    event log, so that a test can look for what must not be in them."""
     events = tmp_path_factory.mktemp(EVENTS)
     more = {
         "spark.ui.enabled": "true",

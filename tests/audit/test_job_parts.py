@@ -1,0 +1,140 @@
+"""The parts of a job that need neither Spark nor a server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from delayer.audit import job, libpq, spark, tasks
+from delayer.audit.errors import JavaMissing, JobFailed, JobMisused
+from delayer.audit.watching import failure
+from delayer.core.errors import StoreLost
+
+
+@pytest.mark.parametrize(
+    ("told", "version"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15\nOpenJDK Runtime', 17),
+        ('java version "1.8.0_402"', 8),
+        ('openjdk version "21" 2023-09-19', 21),
+        ("Unable to locate a Java Runtime", None),
+        ("", None),
+    ],
+)
+def test_java_versions(told: str, version: int | None) -> None:
+    assert spark.version_of(told) == version
+
+
+def java(directory: Path, prints: str) -> Path:
+    made = directory / "bin" / "java"
+    made.parent.mkdir()
+    made.write_text(f"#!/bin/sh\necho '{prints}' >&2\n")
+    made.chmod(0o755)
+    return made
+
+
+def test_java_is_looked_for_where_spark_does(tmp_path: Path) -> None:
+    found = java(tmp_path, 'openjdk version "17.0.1"')
+    spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": "/bin:/usr/bin"})
+    spark.check_java({"PATH": f"{found.parent}:/bin"})
+
+
+def test_no_java_names_the_package(tmp_path: Path) -> None:
+    with pytest.raises(JavaMissing, match="default-jre-headless"):
+        spark.check_java({"PATH": str(tmp_path)})
+    with pytest.raises(JavaMissing, match="Java is missing"):
+        spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": os.environ["PATH"]})  # as Spark: JAVA_HOME and no other
+
+
+def test_java_that_is_too_old_says_so(tmp_path: Path) -> None:
+    java(tmp_path, 'java version "11.0.2"')
+    with pytest.raises(JavaMissing, match="Java 11 is too old: Spark needs Java 17"):
+        spark.check_java({"JAVA_HOME": str(tmp_path), "PATH": "/bin:/usr/bin"})
+
+
+@pytest.mark.parametrize(
+    ("master", "local"),
+    [
+        ("local", True),
+        ("local[*]", True),
+        ("local[2,4]", True),
+        ("spark://a:7077", False),
+        ("yarn", False),
+        (None, False),
+    ],
+)
+def test_local_masters(master: str | None, local: bool) -> None:
+    assert spark.is_local(master) is local
+    assert spark.is_local(tasks.with_retries("local[2]"))
+
+
+def test_a_cluster_needs_a_place_that_its_machines_share() -> None:
+    spark.check_work(None, None)
+    spark.check_work("yarn", "hdfs://cluster/tmp")
+    with pytest.raises(JobMisused, match="--work"):
+        spark.check_work("spark://host:7077", None)
+
+
+def test_only_on_this_machine_are_pages_off_and_the_logging_ours() -> None:
+    here, there = spark.settings("local[*]", "/w", {}), spark.settings("yarn", "/w", {})
+    assert (here["spark.ui.enabled"], here["spark.local.dir"]) == ("false", "/w")
+    assert not {"spark.ui.enabled", "spark.local.dir", "spark.driver.extraJavaOptions"} & set(there)
+    assert spark.settings("local[*]", None, {"spark.ui.enabled": "true"})["spark.ui.enabled"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("postgresql://u:p%40ss@h:5/db", "postgresql://u:p%40ss@h:5/db?application_name=x"),
+        ("postgresql://h/db?sslmode=require", "postgresql://h/db?application_name=x&sslmode=require"),
+        ("postgresql://h/db?application_name=y", "postgresql://h/db?application_name=y"),
+        ("postgresql:///?host=/run/pg&database=db", "postgresql:///?application_name=x&host=%2Frun%2Fpg&dbname=db"),
+        (
+            "postgresql://h/db?search_path=my own&work_mem=64MB",
+            "postgresql://h/db?application_name=x&options=-c%20search_path%3Dmy%5C%20own%20-c%20work_mem%3D64MB",
+        ),
+    ],
+)
+def test_urls_for_libpq(given: str, expected: str) -> None:
+    found = libpq.url(given, "x")
+    for ours in ("&connect_timeout=10", "&keepalives_idle=5", "&keepalives_interval=2", "&keepalives_count=3"):
+        assert ours in found
+        found = found.replace(ours, "")
+    assert found == expected
+
+
+def test_a_task_that_lost_the_store_is_a_loss_of_the_store() -> None:
+    text = (
+        "Job aborted due to stage failure: ... Traceback (most recent call last):\n"
+        '  File "source.py", line 9, in read\n'
+        "delayer.core.errors.StoreLost: message_p1: canceling statement due to conflict with recovery\n"
+        "\tat org.apache.spark..."
+    )
+    found = failure("reading messages", text)
+    assert isinstance(found, StoreLost)
+    assert str(found) == "message_p1: canceling statement due to conflict with recovery"
+    assert "hot_standby_feedback" in found.advice
+
+
+def test_any_other_failure_is_one_line_without_passwords() -> None:
+    text = "Job aborted\nTraceback:\n  File x\nValueError: what is postgresql://u:secret@h/db\n\tat org.apache"
+    found = failure("judging", text)
+    assert isinstance(found, JobFailed)
+    assert str(found) == "judging: ValueError: what is postgresql://u:***@h/db"
+    assert str(failure("judging", "Java heap space\n\tat x")) == "judging: Java heap space"
+
+
+def test_the_last_audit_that_is_none_is_a_remark(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    assert job.last(None) == (None, ())
+    assert job.last(state) == (None, ())
+    state.write_text('{"version": 99}')
+    before, [remark] = job.last(state)
+    assert before is None
+    assert "written anew" in remark
+    with pytest.raises(JobMisused, match="there is no directory"):
+        job.last(tmp_path / "nowhere" / "state.json")
+    with pytest.raises(JobMisused, match="directory"):
+        job.last(tmp_path)
