@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayer.audit.destinations import Asked, Target
 from delayer.audit.findings import Finding, Report, RuleRun, Severity, Share, shown
@@ -78,12 +78,10 @@ def subject(exchange: bytes, key: bytes) -> str:
 def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
     verdict, way = rows[0][1].verdict, rows[0][1].way
     severity: Severity = "violation" if verdict.bad else "warning"
-    details = {
-        "verdict": verdict.value,
-        "why": way,
-        "keys": len(rows),
-        "routing_keys": [shown(target.routing_key) for target, _ in rows[:EXAMPLES]],
-    }
+    details: dict[str, Any] = {"verdict": verdict.value, "why": way}
+    if len(rows) > 1:
+        details["keys"] = len(rows)
+        details["routing_keys"] = [shown(target.routing_key) for target, _ in rows[:EXAMPLES]]
     messages = sum(target.messages for target, _ in rows)
     return Finding(RULE, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
 

@@ -1,0 +1,210 @@
+"""The audit on a terminal, or in a journal: what is wrong first, then what is coming, then where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Final
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from delayer.audit import words
+from delayer.audit.advice import advice
+from delayer.audit.findings import Bar, Finding, Report
+from delayer.broker.routing import Verdict
+
+FINDINGS: Final = 10
+"""Findings of one rule that are printed; the page, the JSON and the Parquet files have all of them."""
+DESTINATIONS: Final = 12
+PEAKS: Final = 5
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_HOUR_MS: Final = 3_600_000
+_HOURS: Final = 48
+_VERDICTS: Final = {
+    Verdict.ROUTED.value: "green",
+    Verdict.ALTERNATE.value: "yellow",
+    Verdict.MISSING.value: "bold red",
+    Verdict.UNROUTABLE.value: "bold red",
+    Verdict.CLOSED.value: "bold red",
+}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print ``report``. Nothing in a name is taken for markup, and nothing that does not print reaches the terminal."""
+    _findings(report, console)
+    _coming(report, console)
+    _destinations(report, console)
+    _lanes(report, console)
+    _growth(report, console)
+    _rules(report, console)
+    _verdict(report, console)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print(Text(text, "bold"))
+
+
+def _table(*columns: str, right: Iterable[int] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    numbers = set(right)
+    for n, column in enumerate(columns):
+        table.add_column(column, justify="right" if n in numbers else "left", overflow="fold")
+    return table
+
+
+def _indented(console: Console, table: Table) -> None:
+    console.print(Padding(table, (0, 0, 1, 2)))
+
+
+def _findings(report: Report, console: Console) -> None:
+    unlisted = {run.rule: run.unlisted for run in report.rules}
+    for some, style in ((report.violations, "bold red"), (report.warnings, "yellow")):
+        for rule, group in groupby(some, key=lambda one: one.rule):
+            found = list(group)
+            told = advice(rule)
+            noun = words.counted(len(found), found[0].severity)
+            console.print(Text.assemble((f"{noun}: ", style), (told.title, "bold")))
+            for one in found[:FINDINGS]:
+                _finding(one, report.store_now_ms, console)
+            rest = len(found[FINDINGS:]) + unlisted.pop(rule, 0)
+            if rest:
+                console.print(Text(f"  … and {rest:,} more", "dim"))
+            console.print(Text.assemble(("  Next: ", "bold"), told.next.replace("`", "")))
+            console.print()
+
+
+def _finding(one: Finding, now_ms: int, console: Console) -> None:
+    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {one.count:,}")
+    if one.first_due_ms is not None:
+        line.append(f", first due {words.instant(one.first_due_ms)} ({words.away(one.first_due_ms, now_ms)})")
+    console.print(line)
+    rows = [f"{label}: {text}" for label, text in words.details(one.details)]
+    if rows:
+        console.print(Text("    " + "; ".join(rows), "dim"))
+
+
+def _coming(report: Report, console: Console) -> None:
+    totals, now_ms = report.totals, report.store_now_ms
+    _heading(console, "What is coming")
+    line = f"  {totals.waiting + totals.packed:,} wait"
+    if totals.segments:
+        line += f" ({totals.packed:,} of them in {words.counted(totals.segments, 'segment')}"
+        line += f" of {words.size(totals.packed_bytes)})"
+    line += f", {words.size(totals.size)} of content; {totals.held:,} held"
+    console.print(Text(line))
+    if totals.first_due_ms is not None:
+        first, last = totals.first_due_ms, totals.last_due_ms
+        text = f"  next due {words.instant(first)} ({words.away(first, now_ms)})"
+        console.print(Text(f"{text}, last {words.instant(last)} ({words.away(last, now_ms)})"))
+    drawn = sparkline(report.calendar.hours, now_ms)
+    if drawn:
+        console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
+    console.print()
+    if report.calendar.peaks:
+        rate = f"to drain at {report.calendar.release_rate:,.0f}/s"
+        table = _table("peak from", "within one", "messages", rate, right=(2, 3))
+        for peak in report.calendar.peaks[:PEAKS]:
+            slow = peak.drain_seconds > peak.width_ms / 1000
+            drain = Text(words.duration(peak.drain_seconds), "yellow" if slow else "")
+            table.add_row(words.instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)
+        _indented(console, table)
+
+
+def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
+    """The next 48 hours, one character each; empty where nothing is due in them."""
+    first = now_ms // _HOUR_MS
+    counts = [0] * _HOURS
+    for bar in hours:
+        at = bar.start_ms // _HOUR_MS - first
+        if 0 <= at < _HOURS:
+            counts[at] += bar.messages
+    top = max(counts)
+    if not top:
+        return ""
+    # Rounded up: whatever is due shows.
+    return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // top)] for count in counts)
+
+
+def _destinations(report: Report, console: Console) -> None:
+    at = report.calendar
+    if not at.destinations:
+        return
+    table = _table("destination", "messages", "first due", "the broker would", right=(1,))
+    # What would not be taken stands first, however little it is.
+    rows = sorted(at.destinations, key=lambda one: not _bad(one.verdict))
+    for one in rows[:DESTINATIONS]:
+        verdict = Text(one.verdict or "not asked", _VERDICTS.get(one.verdict, "dim"))
+        if one.way:
+            verdict.append(f" ({words.name(one.way)})", "dim")
+        table.add_row(
+            Text(words.destination(one.exchange, one.routing_key)),
+            f"{one.messages:,}",
+            words.instant(one.first_due_ms),
+            verdict,
+        )
+    rest = len(rows[DESTINATIONS:]) + at.destinations_more
+    if rest:
+        table.add_row(Text(f"… and {rest:,} more", "dim"))
+    _indented(console, table)
+
+
+def _bad(verdict: str) -> bool:
+    return any(one.value == verdict and one.bad for one in Verdict)
+
+
+def _lanes(report: Report, console: Console) -> None:
+    if not report.lanes:
+        return
+    table = _table(
+        "lane", "owner", "", "parked", "released", "held", "waiting", "in segments", right=(0, 3, 4, 5, 6, 7)
+    )
+    for lane in report.lanes:
+        alive = {True: Text("running", "green"), False: Text("free", "yellow"), None: Text("not known", "dim")}
+        counts = (
+            lane.counters.get("parked", 0),
+            lane.counters.get("released", 0),
+            lane.held,
+            lane.waiting,
+            lane.packed,
+        )
+        owner = Text(words.name(lane.owner, "-"))
+        table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{count:,}" for count in counts))
+    _indented(console, table)
+
+
+def _growth(report: Report, console: Console) -> None:
+    growth = report.growth
+    if growth is None:
+        return
+    figures = f"waiting {words.change(growth.waiting)}, in segments {words.change(growth.packed)}"
+    figures += f", held {words.change(growth.held)}; parked {growth.parked_rate:,.1f}/s"
+    figures += f", released {growth.released_rate:,.1f}/s"
+    console.print(Text(f"Since {words.instant(growth.since_ms)}: {figures}"))
+    console.print()
+
+
+def _rules(report: Report, console: Console) -> None:
+    for run in report.rules:
+        if run.skipped:
+            console.print(Text(f"{advice(run.rule).title}, not checked: {words.name(run.skipped)}", "dim"))
+
+
+def _verdict(report: Report, console: Console) -> None:
+    if report.sample is not None:
+        console.print(Text(f"A sample: {report.sample * 100:.3g} % of the rows were read.", "yellow"))
+    violations = sum(run.violations for run in report.rules)
+    sign, style = ("✗", "bold red") if violations else ("✓", "bold green")
+    line = Text.assemble((f"{sign} {words.verdict(report)}", style))
+    line.append(f"  ({words.instant(report.store_now_ms)}, took {words.duration(report.seconds)})", "dim")
+    console.print(line)
+
+
+def lines(report: Report, width: int = 120) -> Iterator[str]:
+    """The same as plain lines."""
+    console = Console(width=width, no_color=True, highlight=False, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        show(report, console)
+    yield from (line.rstrip() for line in capture.get().splitlines())

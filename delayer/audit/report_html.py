@@ -1,0 +1,240 @@
+"""The audit as one page that needs nothing else: no script, no request, readable offline, on paper and on a telephone.
+
+What comes over AMQP (exchanges, keys, routes) is other people's bytes. It reaches the page through ``words.name``,
+which leaves nothing that does not print, and through the template's escaping; the page's policy forbids scripts.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from delayer import __version__
+from delayer.audit import charts, words
+from delayer.audit.advice import Advice, advice
+from delayer.audit.findings import Finding, Growth, LaneFigures, Report, Share, Standout
+from delayer.broker.routing import Verdict
+
+KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
+_TONES: Final = {
+    Verdict.ROUTED: ("good", "take them"),
+    Verdict.ALTERNATE: ("warn", "take them by the alternate exchange"),
+    Verdict.MISSING: ("bad", "not find it"),
+    Verdict.UNROUTABLE: ("bad", "find no queue"),
+    Verdict.CLOSED: ("bad", "refuse them"),
+    Verdict.DEPENDS: ("", "depends on headers"),
+    Verdict.UNKNOWN: ("", "not known"),
+    Verdict.NOT_ASKED: ("", "not asked"),
+}
+
+
+class Tile(NamedTuple):
+    label: str
+    value: str
+    more: str = ""
+
+
+class Tone(NamedTuple):
+    """``tone`` is good, warn, bad or empty."""
+
+    tone: str
+    text: str
+
+
+class Banner(NamedTuple):
+    tone: str
+    headline: str
+    text: str
+
+
+class Group(NamedTuple):
+    """The findings of one rule and severity. ``unlisted``: how many there are beside them."""
+
+    advice: Advice
+    findings: tuple[Finding, ...]
+    unlisted: int
+
+
+class LaneRow(NamedTuple):
+    """``off``: how many messages are missing (negative) or too many by the law; None where a sample cannot tell."""
+
+    title: str
+    owner: str
+    counters: dict[str, int]
+    held: int
+    waiting: int
+    packed: int
+    off: int | None
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    at = report.calendar
+    most = max((one.messages for one in at.destinations), default=1)
+    return _template().render(
+        report=report,
+        version=__version__,
+        verdict=words.verdict(report),
+        banner=_banner(report),
+        tiles=list(_tiles(report)),
+        groups=list(_groups(report)),
+        charts=list(_charts(report)),
+        asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
+        badges=_badge,
+        share=lambda messages: 100 * messages / max(most, 1),
+        standouts=list(_standouts(report)),
+        growth=list(_growth(report.growth)),
+        lanes=[_lane(lane, sampled=report.sample is not None) for lane in report.lanes],
+        kinds=KINDS,
+        advice=advice,
+    )
+
+
+def write(report: Report, path: Path) -> None:
+    """Write the page to ``path``, whole or not at all: a web server may be showing the one before. Raises OSError."""
+    made = page(report)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(made)
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    """The process's; there is no way but to set it."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("delayer.audit"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["code"] = _code
+    for helper in ("instant", "away", "duration", "size", "width", "change", "name", "destination", "details"):
+        environment.globals[helper] = getattr(words, helper)
+    return environment.get_template("report.html")
+
+
+def _code(text: str) -> Markup:
+    """What stands between backticks as code; all of it escaped."""
+    parts = [escape(part) for part in text.split("`")]
+    return Markup("").join(Markup(f"<code>{part}</code>") if n % 2 else part for n, part in enumerate(parts))
+
+
+def _banner(report: Report) -> Banner:
+    violations = sum(run.violations for run in report.rules)
+    warnings = sum(run.warnings for run in report.rules)
+    if violations:
+        soonest = min((one.first_due_ms for one in report.violations if one.first_due_ms is not None), default=None)
+        when = f" The first message that it is about is due {words.instant(soonest)}." if soonest is not None else ""
+        return Banner("bad", words.verdict(report), f"Something is not as it must be.{when}")
+    sampled = " in the sample" if report.sample is not None else ""
+    text = f"Everything that came in{sampled} went out or is here, as far as it was checked."
+    headline = f"No violations{sampled}"
+    if warnings:
+        return Banner("warn", f"{headline}, {words.counted(warnings, 'warning')}", text)
+    return Banner("good", headline, text)
+
+
+def _tiles(report: Report) -> Iterator[Tile]:
+    totals = report.totals
+    now_ms = report.store_now_ms
+    everything = totals.waiting + totals.packed
+    yield Tile("waiting", f"{everything:,}", f"{words.size(totals.size)} of content")
+    if totals.segments:
+        packed = f"{words.short(totals.packed)} in {words.counted(totals.segments, 'segment')}"
+        yield Tile("of these compacted", f"{totals.packed / max(everything, 1):.0%}", packed)
+        yield Tile("segments on disk", words.size(totals.packed_bytes))
+    yield Tile("held", f"{totals.held:,}", "their destination would not take them" if totals.held else "")
+    yield Tile("next due", *_instant_tile(totals.first_due_ms, now_ms))
+    yield Tile("last due", *_instant_tile(totals.last_due_ms, now_ms))
+    if totals.keyed:
+        yield Tile("with a key", f"{totals.keyed:,}", "can be replaced or cancelled by it")
+    if report.calendar.peaks:
+        worst = max(report.calendar.peaks, key=lambda peak: peak.drain_seconds)
+        more = f"{words.short(worst.messages)} within one {words.width(worst.width_ms)}"
+        yield Tile("longest to drain", words.duration(worst.drain_seconds), f"{more}, {words.instant(worst.start_ms)}")
+
+
+def _instant_tile(at_ms: int | None, now_ms: int) -> tuple[str, str]:
+    if at_ms is None:
+        return "–", "nothing waits"
+    return words.away(at_ms, now_ms), words.instant(at_ms)
+
+
+def _groups(report: Report) -> Iterator[Group]:
+    """Violations first; within, the rules in the order of their soonest message."""
+    unlisted = {run.rule: run.unlisted for run in report.rules}
+    for some in (report.violations, report.warnings):
+        by_rule: dict[str, list[Finding]] = {}
+        for one in some:
+            by_rule.setdefault(one.rule, []).append(one)
+        for rule, found in by_rule.items():
+            yield Group(advice(rule), tuple(found), unlisted.pop(rule, 0))
+
+
+def _charts(report: Report) -> Iterator[tuple[str, charts.Chart]]:
+    at = report.calendar
+    for title, bars in (("Due per minute", at.minutes), ("Due per hour", at.hours), ("Due per day", at.days)):
+        chart = charts.calendar(bars, report.store_now_ms, at.release_rate, title.replace(" ", "-").lower())
+        if chart is not None:
+            yield title, chart
+
+
+def _badge(share: Share) -> Tone:
+    try:
+        return Tone(*_TONES[Verdict(share.verdict)])
+    except ValueError:  # empty: the audit was made without asking; or the word of a newer version
+        return Tone("", share.verdict or "not asked")
+
+
+def _standouts(report: Report) -> Iterator[tuple[str, Standout]]:
+    at = report.calendar
+    groups: tuple[tuple[str, Sequence[Standout]], ...] = (
+        ("oldest", at.oldest),
+        ("farthest", at.farthest),
+        ("largest", at.largest),
+    )
+    for kind, some in groups:
+        for one in some[:3]:
+            yield kind, one
+
+
+def _growth(growth: Growth | None) -> Iterator[Tile]:
+    if growth is None:
+        return
+    yield Tile("waiting", words.change(growth.waiting))
+    yield Tile("in segments", words.change(growth.packed))
+    yield Tile("held", words.change(growth.held))
+    sign = "-" if growth.size < 0 else "+"
+    yield Tile("bytes", f"{sign}{words.size(abs(growth.size))}")
+    yield Tile("parked", f"{growth.parked:,}", f"{growth.parked_rate:,.1f}/s")
+    yield Tile("released", f"{growth.released:,}", f"{growth.released_rate:,.1f}/s")
+
+
+def _lane(lane: LaneFigures, *, sampled: bool) -> LaneRow:
+    counters = {kind: lane.counters.get(kind, 0) for kind in KINDS}
+    came = counters["parked"] + counters["restored"]
+    went = counters["released"] + counters["cancelled"] + counters["compacted"]
+    off = None if sampled else went + lane.held + lane.waiting - came
+    state = {True: "", False: "free", None: ""}[lane.alive]
+    owner = words.name(lane.owner, "–") + (f" ({state})" if state else "")
+    return LaneRow(f"lane {lane.number}", owner, counters, lane.held, lane.waiting, lane.packed, off)

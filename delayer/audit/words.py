@@ -1,0 +1,140 @@
+"""Figures and names for people: one spelling for the console and for the page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from delayer.audit.findings import Report
+from delayer.telemetry import readable
+
+_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+_SECOND_MS, _MINUTE_MS, _HOUR_MS, _DAY_MS = 1_000, 60_000, 3_600_000, 86_400_000
+_WIDTHS: Final = {_SECOND_MS: "second", _MINUTE_MS: "minute", _HOUR_MS: "hour", _DAY_MS: "day"}
+
+
+def instant(at_ms: int | None) -> str:
+    """``2026-12-01 00:00:00Z``; milliseconds only where there are some; a dash for none."""
+    if at_ms is None:
+        return "–"
+    try:
+        at = datetime.fromtimestamp(at_ms // 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{at_ms:,} ms"  # beyond the calendar
+    rest = at_ms % 1000
+    return f"{at:%Y-%m-%d %H:%M:%S}{f'.{rest:03}' if rest else ''}Z"
+
+
+def away(at_ms: int | None, now_ms: int) -> str:
+    """How far off an instant is: ``in 3 d 4 h``, ``2 h ago``; empty for none."""
+    if at_ms is None:
+        return ""
+    seconds = abs(at_ms - now_ms) / 1000
+    if seconds < 1:
+        return "now"
+    return f"in {duration(seconds)}" if at_ms > now_ms else f"{duration(seconds)} ago"
+
+
+def duration(seconds: float) -> str:
+    """At most two units: ``1 h 55 min``, ``115 s``, ``40 ms``. Below two minutes in seconds."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95 and round(seconds, 1) % 1:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole >= 730 * 86_400:
+        return f"{whole / (365.25 * 86_400):.1f} years"
+    parts = []
+    for unit, size in _UNITS:
+        amount, whole = divmod(whole, size)
+        if amount:
+            parts.append(f"{amount} {unit}")
+        if parts and (len(parts) == 2 or not amount or amount >= 10):
+            break
+    return " ".join(parts)
+
+
+def short(number: float) -> str:
+    """``4.2 M``, ``12 k``, ``950``: three digits at most, for axes and headlines."""
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= size * 0.9995:
+            return f"{_digits(number / size)}{unit}"
+    return _digits(number)
+
+
+def size(amount: float) -> str:
+    """Bytes in the units that disks are sold in: ``512 B``, ``4.2 GB``."""
+    for unit_size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(amount) >= unit_size * 0.9995:
+            return f"{_digits(amount / unit_size)} {unit}"
+    return f"{amount:.0f} B"
+
+
+def _digits(number: float) -> str:
+    """At most three digits."""
+    if number == round(number) or abs(number) >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 violation``, ``1,200 violations``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def change(number: int) -> str:
+    """With its sign: ``+1,200``, ``-3``, ``±0``."""
+    return f"{number:+,}" if number else "±0"
+
+
+def width(width_ms: int) -> str:
+    """``second``, ``minute``, ``hour``, ``day``, else its length."""
+    return _WIDTHS.get(width_ms, duration(width_ms / 1000))
+
+
+def name(raw: bytes | str, empty: str = "(empty)") -> str:
+    """A name that came over AMQP, on one line: what does not print is escaped, and no password shows."""
+    return readable(raw) if raw else empty
+
+
+def destination(exchange: bytes, key: bytes) -> str:
+    """Where messages go, in words."""
+    return f"{name(exchange)} · {name(key)}" if exchange else f"queue {name(key)}"
+
+
+def verdict(report: Report) -> str:
+    """The whole audit in one line."""
+    parts = [counted(sum(run.violations for run in report.rules), "violation")]
+    parts.append(counted(sum(run.warnings for run in report.rules), "warning"))
+    return ", ".join(parts)
+
+
+def details(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The details of a finding as rows of words; what is empty is left out."""
+    for key, value in table.items():
+        if value in (None, "", [], (), {}):
+            continue
+        label = readable(str(key)).replace("_", " ")
+        if key.endswith("_ms") and isinstance(value, int) and not isinstance(value, bool):
+            yield label.removesuffix(" ms"), instant(value)
+        elif key.endswith("_seconds") and isinstance(value, int | float):
+            yield label.removesuffix(" seconds"), duration(value)
+        else:
+            yield label, _detail(value)
+
+
+def _detail(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{readable(str(key))}: {_detail(inner)}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(str(one) if type(one) is int else _detail(one) for one in value)  # ids: no commas
+    return readable(value if isinstance(value, str | bytes) else str(value))

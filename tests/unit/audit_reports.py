@@ -1,0 +1,161 @@
+"""Reports to print and to draw: one with everything in it, hostile names included, and one of an empty store."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from delayer.audit.findings import (
+    Bar,
+    Calendar,
+    Finding,
+    Growth,
+    LaneFigures,
+    Peak,
+    Report,
+    RuleRun,
+    Share,
+    Standout,
+    Totals,
+)
+
+NOW_MS = 1_763_769_602_481
+MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
+HOSTILE = (
+    b"<script>document.title='owned'</script>",
+    b'"><img src=x onerror="document.title=\'owned\'">',
+    b"nul\x00and\x1b[31mescape\nnew line",
+    b"\xff\xfe not UTF-8 \xc3",
+    "\u202eright to left, ünïcödé {{ 7 * 7 }} {% raw %} [bold]markup[/]".encode(),
+    b"</title></style></svg>" + b"long" * 50,
+)
+RULES = ("conservation", "segments", "integrity", "overdue", "lanes", "repeats", "keys", "peaks", "destinations")
+
+
+def bars(width: int, count: int, scale: float, seed: int, before: int = 0) -> tuple[Bar, ...]:
+    """A few overdue bars, then waves with gaps and peaks."""
+    rng = random.Random(seed)
+    start = NOW_MS // width * width - before * width
+    found = []
+    for n in range(count):
+        messages = round(scale * (1.2 + math.sin(n / 9)) * rng.random() ** 2 * (8 if rng.random() < 0.01 else 1))
+        if messages:
+            found.append(Bar(start + n * width, width, messages, messages * 640))
+    return tuple(found)
+
+
+def calendar() -> Calendar:
+    midnight = NOW_MS // DAY * DAY + 10 * DAY
+    shares = [
+        Share(5_200_000, 3_300_000_000, NOW_MS + HOUR, NOW_MS + 400 * DAY, exchange=b"orders.out",
+              routing_key=b"order.reminder", verdict="routed"),
+        Share(812_400, 510_000_000, NOW_MS + 3 * HOUR, NOW_MS + 30 * DAY, exchange=b"", routing_key=b"mail.inbox",
+              verdict="routed"),
+        Share(96_001, 61_000_000, NOW_MS + 2 * DAY, NOW_MS + 9 * DAY, exchange=b"payments.eu",
+              routing_key=b"capture", verdict="missing"),
+        Share(5_011, 3_000_000, NOW_MS + 5 * DAY, NOW_MS + 9 * DAY, exchange=b"orders.out", routing_key=b"order.old",
+              verdict="alternate", way="orders.unrouted"),
+        Share(901, 600_000, NOW_MS + DAY, NOW_MS + 2 * DAY, exchange=b"events", routing_key=b"a.b",
+              verdict="depends on headers"),
+        Share(77, 60_000, NOW_MS + DAY, NOW_MS + 2 * DAY, exchange=b"plugin", routing_key=b"", verdict="not known",
+              way="exchange 'plugin' is of type 'x-random'"),
+        *(Share(7 - n, 700, NOW_MS + DAY, NOW_MS + DAY, exchange=name, routing_key=name, verdict="unroutable", way="")
+          for n, name in enumerate(HOSTILE)),
+    ]  # fmt: skip
+    routes = [
+        Share(5_206_912, 3_310_000_000, NOW_MS + HOUR, NOW_MS + 400 * DAY, route=b"orders.in"),
+        Share(812_400, 510_000_000, NOW_MS + 3 * HOUR, NOW_MS + 30 * DAY, route=b"mail.in"),
+        Share(77, 60_000, NOW_MS + DAY, NOW_MS + 2 * DAY),
+        Share(3, 700, NOW_MS + DAY, NOW_MS + DAY, route=HOSTILE[0]),
+    ]
+    odd = Standout(81_230_411, 3, "waiting", NOW_MS - 200 * DAY, NOW_MS + 12 * DAY, 812, b"orders.in", b"x", b"y")
+    return Calendar(
+        release_rate=36_000.0,
+        minutes=bars(MINUTE, 1500, 900, 1, before=60),
+        hours=bars(HOUR, 768, 20_000, 2, before=24),
+        days=(*bars(DAY, 900, 60000, 3, before=2), Bar(NOW_MS // DAY * DAY + 3650 * DAY, DAY, 12, 9000)),
+        peaks=(
+            Peak(midnight, 1000, 4_200_000, 2_700_000_000, 4_200_000 / 36_000),
+            Peak(midnight + DAY + 9 * HOUR, MINUTE, 310_000, 190_000_000, 310_000 / 36_000),
+            Peak(midnight + 2 * DAY, HOUR, 2_020_000, 1_190_000_000, 2_020_000 / 36_000),
+        ),
+        oldest=(odd,),
+        farthest=(Standout(9, 1, "segment", NOW_MS - DAY, NOW_MS + 3650 * DAY, 640, b"", *HOSTILE[:2]),),
+        largest=(Standout(10, 2, "held", NOW_MS - DAY, NOW_MS - HOUR, 16_777_216, b"", b"", HOSTILE[3]),),
+        routes=tuple(routes),
+        routes_more=2,
+        destinations=tuple(shares),
+        destinations_more=1_204,
+    )
+
+
+def findings() -> tuple[Finding, ...]:
+    return (
+        Finding("conservation", "violation", "lane 2: waiting", 3, None,
+                {"expected": 2_011_006, "found": 2_011_003, "counters": {"parked": 2_100_003, "released": 88_997}}),
+        Finding("integrity", "violation", "lane 1, waiting: the checksum does not fit its bytes", 1, NOW_MS + 3 * DAY,
+                {"examples": [81_230_411]}),
+        Finding("destinations", "violation", 'exchange "payments.eu"', 96_001, NOW_MS + 2 * DAY,
+                {"verdict": "missing", "why": "", "keys": 2, "routing_keys": ["capture", "refund"]}),
+        *(Finding("destinations", "violation", f'queue "{name.decode("utf-8", "backslashreplace")}"', 1, NOW_MS + DAY,
+                  {"verdict": "missing", "keys": 1, "routing_keys": [name.decode("utf-8", "backslashreplace")]})
+          for name in HOSTILE),
+        Finding("overdue", "warning", "lane 3", 312, NOW_MS - 4 * MINUTE,
+                {"ages": {"1 min": 312}, "owned": True, "routes": {"orders.in": 312}}),
+        Finding("lanes", "warning", "lane 4: no owner", 12, NOW_MS + 40 * DAY,
+                {"waiting": 12, "held": 0, "last_owner": "worker-3 pid 4711"}),
+        Finding("peaks", "warning", "2025-12-02T00:00:00Z: 4,200,000 due in 1 s", 4_200_000, NOW_MS + 10 * DAY,
+                {"drain_seconds": 116.667, "release_rate": 36_000.0}),
+    )  # fmt: skip
+
+
+def lanes() -> tuple[LaneFigures, ...]:
+    def lane(
+        number: int,
+        parked: int,
+        released: int,
+        waiting: int,
+        *,
+        held: int = 0,
+        packed: int = 0,
+        alive: bool | None = True,
+        owner: str = "broker-1 pid 812 worker 1",
+    ) -> LaneFigures:
+        counters = {"parked": parked, "restored": 0, "released": released, "cancelled": 14, "compacted": packed}
+        return LaneFigures(number, owner, alive, counters | {"held": held}, waiting, held, packed)  # fmt: skip
+
+    return (
+        lane(1, 9_000_500, 4_000_000, 3_000_486, packed=2_000_000),
+        lane(2, 2_100_017, 89_000, 2_011_000, owner="broker-1 pid 812 worker 2"),
+        lane(3, 60_000, 58_000, 1_946, held=40, owner="broker-2 pid 99"),
+        lane(4, 26, 0, 12, alive=False, owner="worker-3 pid 4711"),
+        lane(5, 14, 0, 0, alive=None, owner=""),
+    )
+
+
+def full() -> Report:
+    """Everything that a report can have."""
+    found = findings()
+    runs = tuple(
+        RuleRun(
+            rule,
+            sum(one.rule == rule and one.severity == "violation" for one in found),
+            sum(one.rule == rule and one.severity == "warning" for one in found),
+            {"repeats": "a sample was read: this is asked of the whole"}.get(rule, ""),
+            12 if rule == "overdue" else 0,
+        )
+        for rule in RULES
+    )
+    figures = lanes()
+    totals = Totals(
+        sum(lane.waiting for lane in figures), sum(lane.waiting for lane in figures) + 3, 40, 204, 2_000_000,
+        4_900_000_000, 212_000_000, 1_200, NOW_MS - 4 * MINUTE, NOW_MS + 3650 * DAY,
+    )  # fmt: skip
+    growth = Growth(NOW_MS - DAY, 86_400.0, 1_204_000, -3, 0, 770_000_000, 2_003_000, 799_000, 23.184, 9.248)
+    return Report(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found, growth)
+
+
+def empty() -> Report:
+    """Of a store that nothing was ever parked in."""
+    runs = tuple(RuleRun(rule, 0, 0) for rule in RULES)
+    return Report(NOW_MS, 6.2, None, Totals(0, 0, 0, 0, 0, 0, 0, 0, None, None), (), Calendar(36_000.0), runs, ())

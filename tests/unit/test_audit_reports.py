@@ -1,0 +1,194 @@
+"""The audit on a console and as a page: complete, and safe with other people's bytes."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delayer.audit import charts, report_console, report_html
+from delayer.audit.findings import Bar, Report
+from tests.unit import audit_reports
+from tests.unit.audit_reports import HOUR, NOW_MS
+
+FULL, EMPTY = audit_reports.full(), audit_reports.empty()
+
+
+class Parsed(html.parser.HTMLParser):
+    """Every tag with its attributes, and all text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return report_html.page(FULL)
+
+
+def test_it_goes_through_json() -> None:
+    """The examples are reports like any other."""
+    assert Report.from_json(FULL.to_json()) == FULL
+
+
+@pytest.mark.parametrize("report", [FULL, EMPTY, replace(FULL, sample=0.01)], ids=["full", "empty", "sample"])
+def test_nothing_is_loaded_run_or_sent(report: Report) -> None:
+    page = report_html.page(report)
+    parsed = Parsed(page)
+    assert parsed.open == [], "every element is closed"
+    names = {tag for tag, _ in parsed.tags}
+    assert not names & {"script", "iframe", "object", "embed", "img", "image", "form", "base", "audio", "video"}
+    for tag, attributes in parsed.tags:
+        assert not [name for name in attributes if name.startswith("on")], tag
+        for name in ("src", "srcset", "action", "data", "poster", "background"):
+            assert name not in attributes, tag
+        for name in ("href", "xlink:href"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:,")), (tag, value)
+    assert not re.search(r"url\((?!#)", page), "no style loads anything"
+    assert "@import" not in page
+    policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
+
+
+def test_hostile_names_are_text(page: str) -> None:
+    text = Parsed(page).text
+    assert "<script>document.title='owned'</script>" in text
+    assert r"nul\x00and\x1b[31mescape\nnew line" in text
+    assert r"\xff\xfe not UTF-8 \xc3" in text
+    assert r"\u202eright to left, ünïcödé {{ 7 * 7 }} {% raw %} [bold]markup[/]" in text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", page)
+
+
+def test_ids_are_unique(page: str) -> None:
+    ids = [attributes["id"] for _, attributes in Parsed(page).tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
+
+
+def test_violations_come_first_with_what_to_do(page: str) -> None:
+    text = Parsed(page).text
+    parts = ("9 violations, 3 warnings", "Violation · Conservation", "Next: Keep the store", "Warning · Overdue")
+    order = [text.index(part) for part in (*parts, "Due per minute", "adds up", "not checked")]
+    assert order == sorted(order)
+    assert "off by -3" in text
+    assert "a sample was read: this is asked of the whole" in text
+    assert "117 s" in text, "how long the peak takes"
+    assert "… and 1,204 more with fewer messages." in text
+
+
+def test_an_empty_store_is_no_drama() -> None:
+    text = Parsed(report_html.page(EMPTY)).text
+    assert "No violations" in text
+    assert "Nothing waits." in text
+    assert report_html.page(EMPTY) == report_html.page(EMPTY), "the same report gives the same page"
+
+
+def test_a_sample_says_so_and_judges_no_sums() -> None:
+    text = Parsed(report_html.page(replace(FULL, sample=0.01))).text
+    assert "A sample: 1 % of the rows were read." in text
+    assert "off by" not in text
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "audit.html"
+    report_html.write(EMPTY, path)
+    before = path.read_text()
+    assert before.startswith("<!doctype html>")
+    assert stat.S_IMODE(path.stat().st_mode) & 0o400
+
+    def cut(_self: Path, _target: Any) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", cut)
+    with pytest.raises(OSError, match="no space"):
+        report_html.write(FULL, path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_console_says_it_all() -> None:
+    lines = list(report_console.lines(FULL))
+    text = "\n".join(lines)
+    assert lines[0] == "1 violation: Conservation"
+    assert lines[-1].startswith("✗ 9 violations, 3 warnings")
+    assert all(line.isprintable() for line in lines), "no escape sequence, no NUL"
+    assert "[bold]markup[/]" in text, "nothing is taken for markup"
+    assert "7,013,444 wait (2,000,000 of them in 204 segments of 212 MB)" in text
+    assert "… and 12 more" in text, "findings that the report does not list"
+    assert text.index("payments.eu · capture") < text.index("queue mail.inbox"), "what would not be taken comes first"
+    assert list(report_console.lines(EMPTY))[-1].startswith("✓ 0 violations, 0 warnings")
+
+
+def test_the_sparkline_shows_whatever_is_due() -> None:
+    def hour(n: int, messages: int) -> Bar:
+        return Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, messages, 0)
+
+    drawn = report_console.sparkline(
+        [hour(-1, 9), hour(0, 1), hour(1, 1_000_000), hour(47, 500_000), hour(48, 9)], NOW_MS
+    )
+    assert drawn == "▁█" + " " * 45 + "▄"
+    assert report_console.sparkline([hour(50, 1)], NOW_MS) == ""
+
+
+def test_charts_keep_every_peak() -> None:
+    """Thousands of bars become as many as there is room for, and the highest stays as high."""
+    bars = [Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, 7_777 if n == 4_000 else 1, 0) for n in range(5_000)]
+    chart = charts.calendar(bars, NOW_MS, 1.0, "x")
+    assert chart is not None
+    assert "7,777" in chart.told
+    assert chart.note == "Each bar is the busiest hour of 21."
+    assert all("7.78 k" in svg for svg in chart.svg.values())
+
+
+def test_a_straggler_does_not_squeeze_the_rest() -> None:
+    day = 24 * HOUR
+    bars = [*(Bar(NOW_MS + n * day, day, 1_000, 0) for n in range(30)), Bar(NOW_MS + 3_650 * day, day, 2, 0)]
+    chart = charts.calendar(bars, NOW_MS, 1.0, "x")
+    assert chart is not None
+    assert chart.note == "2 messages later, up to 2035-11-20 00:00:02.481Z, not drawn."
+
+
+@pytest.mark.parametrize(
+    "bars",
+    [
+        [Bar(NOW_MS, 60_000, 1, 0)],
+        [Bar(0, 60_000, 1, 0), Bar(10**15, 60_000, 1, 0)],
+        [Bar(-(10**15), 60_000, 1, 0), Bar(NOW_MS, 60_000, 10**12, 0)],
+    ],
+    ids=["one", "far apart", "beyond the calendar"],
+)
+def test_odd_calendars_are_drawn(bars: list[Bar]) -> None:
+    chart = charts.calendar(bars, NOW_MS, 1.0, "x")
+    assert chart is not None
+    assert chart.svg["wide"].startswith("<svg")
+
+
+@pytest.mark.parametrize("bars", [[], [Bar(NOW_MS, 60_000, 0, 0)], [Bar(10**18, 60_000, 3, 0)]])
+def test_nothing_to_draw(bars: list[Bar]) -> None:
+    assert charts.calendar(bars, NOW_MS, 1.0, "x") is None

@@ -1,0 +1,66 @@
+"""Figures and names for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.audit import words
+from delayer.audit.advice import ADVICE, advice
+from delayer.audit.destination_findings import RULE
+from delayer.audit.rules.judge import RULES
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0 ms"), (0.04, "40 ms"), (0.9996, "1 s"), (1.25, "1.2 s"), (9.99, "10 s"), (115, "115 s"), (119.7, "2 min"),
+     (6900, "1 h 55 min"), (7200, "2 h"), (86_400, "1 d"), (90_000, "1 d 1 h"), (3_456_000, "40 d"),
+     (86_400_000, "2.7 years")],
+)  # fmt: skip
+def test_durations(seconds: float, expected: str) -> None:
+    assert words.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "0"), (950, "950"), (999.6, "1 k"), (12_345, "12.3 k"), (4_200_000, "4.2 M"), (1.5e9, "1.5 G"),
+     (-12_000, "-12 k")],
+)  # fmt: skip
+def test_short_numbers(number: float, expected: str) -> None:
+    assert words.short(number) == expected
+
+
+def test_instants_and_how_far_they_are_away() -> None:
+    assert words.instant(None) == "–"
+    assert words.instant(0) == "1970-01-01 00:00:00Z"
+    assert words.instant(1_763_769_602_481) == "2025-11-22 00:00:02.481Z"
+    assert words.instant(-1) == "1969-12-31 23:59:59.999Z"
+    assert words.instant(10**18) == "1,000,000,000,000,000,000 ms", "beyond the calendar"
+    assert words.away(7_200_000, 0) == "in 2 h"
+    assert words.away(0, 7_200_000) == "2 h ago"
+    assert words.away(500, 0) == "now"
+    assert words.away(None, 0) == ""
+
+
+def test_names_are_one_line_that_prints() -> None:
+    assert words.name(b"a\x00b\x1b[2J\n\xff") == r"a\x00b\x1b[2J\n\xff"
+    assert words.name("\u202eevil") == r"\u202eevil", "nothing turns the line around"
+    assert words.name(b"") == "(empty)"
+    assert words.destination(b"", b"q") == "queue q"
+    assert words.destination(b"x", b"") == "x · (empty)"
+
+
+def test_details_in_words() -> None:
+    table = {"first_due_ms": 0, "drain_seconds": 115.0, "none": None, "some": [81_230_411, 2], "empty": [],
+             "deep": {"a": 1_200, "b": [True]}, "raw": "\x00"}  # fmt: skip
+    assert list(words.details(table)) == [
+        ("first due", "1970-01-01 00:00:00Z"),
+        ("drain", "115 s"),
+        ("some", "81230411, 2"),
+        ("deep", "a: 1,200, b: yes"),
+        ("raw", r"\x00"),
+    ]
+
+
+def test_every_rule_has_its_advice() -> None:
+    assert set(ADVICE) == {*RULES, RULE}
+    assert advice("of the future").title == "of the future"
