@@ -1,27 +1,53 @@
-"""Compacting: rows that are due in the far future become segments, one transaction each."""
+"""Compacting: rows that are due in the far future become segments, one transaction each.
+
+Two at once, a cancel, or a crash at any step leave every message either a row or in exactly one segment: the rows are
+locked first and deleted last, in one transaction. None of it takes a lock that traffic waits for, but for a moment that
+of the counter ``compacted`` of the lane.
+"""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
+
+from delayer.faultpoint import reach
+from delayer.store import partitions, session, statements
+
+if TYPE_CHECKING:
+    from delayer.store.packing import Packed
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
 BYTES: Final = 32 << 20
 """Bodies and properties of a segment at most, in bytes; one message is taken whatever its size."""
+SPAN_MS: Final = 7 * partitions.DAY_MS
+"""Where little is due, one window reaches over several days, but not more: a segment comes back as a whole."""
+WORK_MEM: Final = "64MB"
+"""For the rows of a segment, which Postgres keeps at hand while it sums them up."""
+_FIRST_ID: Final = -(1 << 63)
 
 
 class Window(NamedTuple):
     """A piece of a lane: its rows due from ``first_ms`` to ``last_ms``, both included (epoch milliseconds).
 
-    ``rows`` is how many there are about, for the progress bar: counted without locks, rows with a key among them.
+    Where a cut goes through an instant: of those due at ``first_ms`` only ids from ``first_id`` on, and of those due at
+    ``last_ms`` only ids below ``end_id``, where there is one. ``rows`` is how many there are about: counted without
+    locks, and rows with a key among them.
     """
 
     lane: int
     first_ms: int
     last_ms: int
     rows: int
+    first_id: int = _FIRST_ID
+    end_id: int | None = None
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The first place (due instant, id) behind it."""
+        return (self.last_ms + 1, _FIRST_ID) if self.end_id is None else (self.last_ms, self.end_id)
 
 
 class Compacted(NamedTuple):
@@ -35,8 +61,42 @@ class Compacted(NamedTuple):
 
 
 async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROWS) -> list[Window]:
-    """Cut what is due after ``after_ms`` (epoch ms) into windows of about ``rows`` rows. Raises the driver's errors."""
-    raise NotImplementedError
+    """Cut what is due after ``after_ms`` (epoch ms) into windows of ``rows`` rows at most, by lane and due instant.
+
+    Partition by partition, as one statement over all of them would sort them. Raises the driver's errors.
+    """
+    found: list[Window] = []
+    days = await partitions.existing(connection)
+    names = [partitions.name_of(day) for day in sorted(days) if (day + 1) * partitions.DAY_MS > after_ms]
+    for name in ["message_default", *names]:
+        found += _cut(await connection.fetch(statements.RUNS.format(partition=name), after_ms, rows, timeout=None))
+    return _joined(found, rows)
+
+
+def _cut(starts: Sequence[tuple[int, int, int, int, int]]) -> list[Window]:
+    """Windows from the beginnings of runs (lane, due instant, id, end of the day, rows), in this order."""
+    cut = []
+    for position, (lane, first_ms, first_id, day_end_ms, rows) in enumerate(starts):
+        window = Window(lane, first_ms, day_end_ms - 1, rows, first_id)
+        if position + 1 < len(starts):
+            next_lane, next_ms, next_id, next_day_end_ms, _ = starts[position + 1]
+            if (next_lane, next_day_end_ms) == (lane, day_end_ms):
+                window = window._replace(last_ms=next_ms, end_id=next_id)
+        cut.append(window)
+    return cut
+
+
+def _joined(found: Iterable[Window], rows: int) -> list[Window]:
+    """Sorted, and neighbours of one lane made one where they fit into ``rows`` and SPAN_MS together."""
+    joined: list[Window] = []
+    for window in sorted(found):
+        last = joined[-1] if joined else window
+        fits = last.rows + window.rows <= rows and window.last_ms - last.first_ms < SPAN_MS
+        if joined and last.lane == window.lane and fits:
+            joined[-1] = last._replace(last_ms=window.last_ms, end_id=window.end_id, rows=last.rows + window.rows)
+        else:
+            joined.append(window)
+    return joined
 
 
 async def compact_one(
@@ -47,4 +107,59 @@ async def compact_one(
     Call it again while ``more``. Rows with a key and rows that somebody has locked stay rows. Raises the driver's
     errors, and SegmentBroken when what was written does not read back: then nothing is committed.
     """
-    raise NotImplementedError
+    from delayer.store import copying, packing  # noqa: PLC0415 - pyarrow
+
+    end_ms, end_id = window.end
+    bounds = (window.lane, window.first_ms, window.first_id, end_ms, end_id, window.last_ms + 1)
+    async with session.transaction(connection):
+        await connection.execute(f"SET LOCAL work_mem = '{WORK_MEM}'")
+        run = await connection.fetchrow(statements.LOCK_RUN, *bounds, rows, max_bytes)
+        if not run["locked"]:
+            return None
+        table = copying.table_of(run)
+        reach("compact.locked")
+        packed = packing.pack(table)
+        segment = await _insert(connection, window.lane, packed)
+        reach("compact.written")
+        await _verify(connection, segment, packed)
+        reach("compact.verified")
+        ids = table["id"].to_pylist()
+        status = await connection.execute(statements.DELETE_RUN, window.lane, window.first_ms, window.last_ms + 1, ids)
+        if status != f"DELETE {packed.messages}":
+            raise RuntimeError(f"segment of lane {window.lane}: {packed.messages} messages packed, but {status}")
+        await connection.execute(statements.COUNT, [window.lane], ["compacted"], [packed.messages])
+        reach("compact.deleted")
+    reach("compact.committed")
+    more = run["locked"] == rows or run["locked"] > packed.messages
+    return Compacted(segment, packed.messages, packed.raw_bytes, len(packed.packed), more)
+
+
+async def _insert(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:
+    from delayer.store.packing import FORMAT  # noqa: PLC0415 - pyarrow
+
+    segment: int = await connection.fetchval(
+        statements.INSERT_SEGMENT,
+        lane,
+        packed.first_due_us,
+        packed.last_due_us,
+        packed.first_id,
+        packed.last_id,
+        packed.messages,
+        packed.raw_bytes,
+        FORMAT,
+        packed.digest,
+        packed.packed,
+    )
+    return segment
+
+
+async def _verify(connection: asyncpg.Connection, segment: int, packed: Packed) -> None:
+    """Read back what the store has now, and compare it with what was packed. Raises SegmentBroken."""
+    from delayer.store import packing  # noqa: PLC0415 - pyarrow
+
+    stored, format, messages, digest = await connection.fetchrow(
+        "SELECT packed, format, messages, digest FROM segment WHERE id = $1", segment
+    )
+    if (messages, digest) != (packed.messages, packed.digest):
+        raise packing.SegmentBroken(f"expected {packed.messages} messages, found {messages}, or another digest")
+    packing.unpack(stored, format, packed.messages, packed.digest)

@@ -35,13 +35,18 @@ def lock_number(key: bytes) -> int:
     return crc32(key) - _SIGN
 
 
-async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
-    """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
-    cancelled = Cancelled(Counter(), Counter())
+async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:
+    """Step 1: until the end of the transaction nobody else does anything about these keys."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
         sorted({lock_number(key) for key in keys}),
     )
+
+
+async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
+    """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
+    cancelled = Cancelled(Counter(), Counter())
+    await lock_keys(connection, keys)
     waiting = await connection.fetch(
         "SELECT lane, due_at, id FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
     )
@@ -88,8 +93,12 @@ async def point(
 async def forget_released(connection: asyncpg.Connection, released: Sequence[Due]) -> None:
     """Remove the keys that stand for ``released``, unless they stand for a newer message by now. Step 3."""
     keyed = [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]
-    if not keyed:
-        return
+    if keyed:
+        await forget(connection, keyed)
+
+
+async def forget(connection: asyncpg.Connection, keyed: Collection[tuple[bytes, int]]) -> None:
+    """Remove keys that stand for these messages (key, id), unless they stand for a newer one by now. Step 3."""
     keys, ids = zip(*keyed, strict=True)
     await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
     await connection.execute("DELETE FROM message_key WHERE key = ANY($1) AND id = ANY($2)", keys, ids)

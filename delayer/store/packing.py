@@ -1,21 +1,34 @@
 """Packing: a run of messages as one compressed file, and what it must come out as again. Pure; needs pyarrow.
 
-Imported by its users only when there is a segment: pyarrow costs a daemon 30 MB that it rarely needs.
+Imported by its users only when there is a segment: pyarrow costs a daemon memory that it rarely needs.
 
 The rule for changing the packing is that of envelope.py: never change what the bytes mean under a number that was ever
-released, keep reading every number from 1 on, leave the fixtures of stored bytes in the tests alone.
+released, keep reading every number from 1 on, leave the stored bytes in the tests alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+from collections.abc import Sequence
+from struct import Struct
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 FORMAT: Final = 1
-"""1: CRC-32 of all that follows and CRC-32 of the Parquet footer (big endian, 4 bytes each), then a Parquet file of the
-columns of :data:`SCHEMA`, sorted by (due_at, id), as one row group compressed by zstd. The checks come before anything
-is decoded, so that bytes which are not what was written never reach a decoder."""
+"""1: CRC-32 of all that follows it and CRC-32 of the Parquet file's metadata and its length (big endian, 4 bytes each),
+then a Parquet file: the columns of :data:`SCHEMA`, sorted by (due_at, id), in one row group, compressed by zstd, with
+checksums of its pages. The checks come before the decoding: a decoder never sees bytes that are not what was written.
+"""
+
+NUMBERS: Final = ("id", "due_at", "parked_at", "checksum", "format")
+BYTES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body")
+COLUMNS: Final = (*NUMBERS, *BYTES)
+"""The columns of a message but its lane, which is the segment's, and its key: rows with a key are never compacted."""
 
 SCHEMA: Final = pa.schema(
     [
@@ -24,12 +37,38 @@ SCHEMA: Final = pa.schema(
         ("parked_at", pa.timestamp("us", "UTC")),
         ("checksum", pa.int64()),
         ("format", pa.int16()),
-        *((name, pa.binary()) for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")),
-        ("properties", pa.binary()),
-        ("body", pa.binary()),
+        *((name, pa.binary()) for name in BYTES),
     ]
 )
-"""The columns of a message but its lane, which is the segment's, and its key: rows with a key are never compacted."""
+
+LEVEL: Final = 6
+"""zstd's. 10,000 orders in JSON (660 bytes each, with a UUID in the body and one in the properties), all columns: bytes
+a message, and CPU to write one: level 1 114 in 1.7 us, 3 117 in 2.4, 5 112 in 5.0, 6 108 in 5.9, 7 106 in 7.1, 9 105 in
+9.8, 12 103 in 22, 15 102 in 69, 19 95 in 419. Reading takes 0.9 us at any level."""
+ENCODINGS: Final = {
+    "id": "DELTA_BINARY_PACKED",
+    "due_at": "DELTA_BINARY_PACKED",
+    "parked_at": "DELTA_BINARY_PACKED",
+    "checksum": "PLAIN",
+    "format": "DELTA_BINARY_PACKED",
+    "properties": "DELTA_BYTE_ARRAY",
+    "body": "DELTA_LENGTH_BYTE_ARRAY",
+}
+"""What is the same in most messages goes by dictionary: 0.01 bytes a message each. Measured, in bytes a message:
+properties 17.3, with DELTA_LENGTH_BYTE_ARRAY 18.9; bodies 71.2 and 71.4, but reading takes a third longer, and 73.1 as
+PLAIN; ids 3.0, due instants 2.8, instants of parking 4.5 (sorted by id instead: 1.4, 4.6 and 0.4), checksums 4.1."""
+_ORDER: Final = [("due_at", "ascending"), ("id", "ascending")]
+_CHECKS = Struct(">II")
+_TAIL: Final = 8  # of a Parquet file: the length of its metadata (little endian, 4 bytes), then its name
+_LENGTH = Struct("<I4s")
+_MAGIC: Final = b"PAR1"
+
+
+HEAD: Final = 1 << 16
+TAIL: Final = 1 << 12
+"""See :func:`ids_of`: 10,000 ids take 30 KB; the metadata 1.1 KB."""
+DECODING_ERRORS: Final = (pa.ArrowException, OSError, ValueError)
+"""The last for names of columns that are not UTF-8."""
 
 
 class SegmentBroken(Exception):
@@ -52,19 +91,191 @@ class Packed(NamedTuple):
     first_id: int
     last_id: int
     digest: bytes
-    """SHA-256 over the canonical form (:func:`digest`), 32 bytes."""
+    """See :func:`digest_of`."""
 
 
 def pack(table: Any) -> Packed:
-    """Pack a table of :data:`SCHEMA` with one row or more, in any order."""
-    raise NotImplementedError
+    """Pack a table of :data:`SCHEMA` with one row or more, in any order. Raises ValueError for another one."""
+    if table.schema != SCHEMA or not len(table) or any(column.null_count for column in table.columns):
+        raise ValueError(f"expected rows of {', '.join(COLUMNS)} without nulls, found {len(table)} of {table.schema}")
+    table = ordered(table)
+    due, ids = _integers(table["due_at"]), table["id"]
+    sizes = [pc.sum(pc.binary_length(table[name])).as_py() for name in ("properties", "body")]
+    return Packed(
+        packed=_framed(_parquet(table)),
+        messages=len(table),
+        raw_bytes=sum(sizes),
+        first_due_us=due[0].as_py(),
+        last_due_us=due[-1].as_py(),
+        first_id=pc.min(ids).as_py(),
+        last_id=pc.max(ids).as_py(),
+        digest=digest_of(table),
+    )
 
 
 def unpack(packed: bytes, format: int, messages: int, digest: bytes) -> Any:
     """The table that was packed, sorted by (due_at, id), once count and digest fit. Raises SegmentBroken."""
-    raise NotImplementedError
+    table = _read(_unframed(packed, format))
+    if len(table) != messages:
+        raise SegmentBroken(f"expected {messages} messages, found {len(table)}")
+    found = digest_of(table)
+    if not hmac.compare_digest(found, digest):
+        raise SegmentBroken(f"expected the digest {digest.hex()}, found {found.hex()}")
+    return table
 
 
-def digest(table: Any) -> bytes:
-    """SHA-256 over the canonical form of ``table``, which knows nothing of how it is packed."""
-    raise NotImplementedError
+def digest_of(table: Any) -> bytes:
+    """SHA-256 over the canonical form of ``table``, which knows nothing of how it is packed; 32 bytes.
+
+    The form: the number of rows; then column by column in the order of :data:`COLUMNS`, numbers and instants
+    (microseconds since 1970) value by value, byte strings first all their lengths and then all their bytes. Every
+    number takes 8 bytes, little endian.
+    """
+    sha = hashlib.sha256(len(table).to_bytes(8, "little"))
+    for name in NUMBERS:
+        sha.update(_values(_integers(_whole(table[name]))))
+    for name in BYTES:
+        column = _whole(table[name])
+        sha.update(_values(pc.cast(pc.binary_length(column), pa.int64())))
+        sha.update(_content(column))
+    return sha.digest()
+
+
+def ordered(table: Any) -> Any:
+    """``table`` sorted by (due_at, id), which it mostly is."""
+    indices = pc.sort_indices(table, sort_keys=_ORDER)
+    return table if indices.equals(pa.array(range(len(table)), pa.uint64())) else table.take(indices).combine_chunks()
+
+
+def without(table: Any, ids: Sequence[int]) -> Any:
+    """``table`` without the rows of these ids."""
+    return table.filter(pc.invert(pc.is_in(table["id"], value_set=pa.array(ids, pa.int64())))) if ids else table
+
+
+def ids_of(head: bytes, tail: bytes, size: int, format: int) -> list[int] | None:
+    """The ids in a packed file of ``size`` bytes, by its first and last bytes only; None if these are too few.
+
+    :data:`HEAD` and :data:`TAIL` bytes are enough for most. The checks of metadata and page are made, those of the rest
+    cannot be. Raises SegmentBroken.
+    """
+    if len(head) >= size:
+        return _ids(_unframed(head[:size], format))
+    if format != FORMAT or len(head) < _CHECKS.size or len(tail) < _TAIL:
+        raise SegmentBroken(f"expected a packed file of format {FORMAT}, found {size} bytes of format {format}")
+    metadata = _TAIL + _metadata_length(tail)
+    if metadata > len(tail):
+        return None
+    expected, found = _CHECKS.unpack_from(head)[1], crc32(memoryview(tail)[-metadata:])
+    if found != expected:
+        raise SegmentBroken(f"expected the metadata's checksum {expected:08x}, found {found:08x}: the bytes changed")
+    sparse = bytearray(size - _CHECKS.size)
+    sparse[: len(head) - _CHECKS.size] = memoryview(head)[_CHECKS.size :]
+    sparse[len(sparse) - metadata :] = memoryview(tail)[-metadata:]
+    buffer = pa.py_buffer(sparse)
+    column = _file(buffer).metadata.row_group(0).column(0)
+    if column.data_page_offset + column.total_compressed_size > len(head) - _CHECKS.size:
+        return None
+    return _ids(buffer)
+
+
+# ---- the file
+
+
+def _parquet(table: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=len(table),
+        compression="zstd",
+        compression_level=LEVEL,
+        use_dictionary=[name for name in BYTES if name not in ENCODINGS],
+        column_encoding=ENCODINGS,
+        data_page_size=1 << 30,  # one page a column: pages of 1 MB take 0.4 % more, of 128 KB 2 %
+        write_statistics=False,
+        write_page_checksum=True,
+        store_schema=False,
+    )
+    return bytes(sink.getvalue())
+
+
+def _framed(parquet: bytes) -> bytes:
+    metadata = crc32(memoryview(parquet)[-_TAIL - _metadata_length(parquet) :])
+    checked = metadata.to_bytes(4, "big") + parquet
+    return crc32(checked).to_bytes(4, "big") + checked
+
+
+def _unframed(packed: bytes, format: int) -> Any:
+    """The Parquet file, as a buffer. Raises SegmentBroken."""
+    if format != FORMAT:
+        raise SegmentBroken(f"expected a packing of format {FORMAT} at most, found {format}")
+    if len(packed) < _CHECKS.size + _TAIL:
+        raise SegmentBroken(f"expected a packed file, found {len(packed)} bytes")
+    expected, _ = _CHECKS.unpack_from(packed)
+    found = crc32(memoryview(packed)[4:])
+    if found != expected:
+        raise SegmentBroken(f"expected the checksum {expected:08x}, found {found:08x}: the bytes changed")
+    return pa.py_buffer(packed).slice(_CHECKS.size)
+
+
+def _metadata_length(parquet: bytes) -> int:
+    length, magic = _LENGTH.unpack(parquet[-_TAIL:])
+    if magic != _MAGIC:
+        raise SegmentBroken("expected a Parquet file, found another end")
+    return int(length)
+
+
+def _ids(parquet: Any) -> list[int]:
+    ids: list[int] = _read(parquet, ["id"])["id"].to_pylist()
+    return ids
+
+
+def _file(parquet: Any) -> Any:
+    try:
+        return pq.ParquetFile(pa.BufferReader(parquet), page_checksum_verification=True)
+    except DECODING_ERRORS as error:
+        raise _undecoded(error) from error
+
+
+def _read(parquet: Any, columns: list[str] | None = None) -> Any:
+    """Decode a Parquet file. Raises SegmentBroken, also for what is well-formed but not ours."""
+    try:
+        table = _file(parquet).read(columns, use_threads=False).combine_chunks()
+    except DECODING_ERRORS as error:
+        raise _undecoded(error) from error
+    expected = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
+    if table.schema.remove_metadata() != expected or any(column.null_count for column in table.columns):
+        raise SegmentBroken(f"expected the columns {', '.join(expected.names)}, found {', '.join(table.column_names)}")
+    return table
+
+
+def _undecoded(error: BaseException) -> SegmentBroken:
+    return SegmentBroken(f"it does not decode: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+# ---- arrays and their bytes
+
+
+def _whole(column: Any) -> Any:
+    """A column of a table as one array."""
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _integers(array: Any) -> Any:
+    return pc.cast(array, pa.int64())
+
+
+def _values(array: Any) -> memoryview:
+    """The bytes of an int64 array, 8 a value, as they lie in memory (little endian)."""
+    return memoryview(array.buffers()[1])[array.offset * 8 : (array.offset + len(array)) * 8]
+
+
+def _content(array: Any) -> memoryview:
+    """The bytes of a binary array, one after another."""
+    if not len(array):
+        return memoryview(b"")
+    _, offsets, data = array.buffers()
+    bounds = memoryview(offsets).cast("i")
+    if data is None:  # nothing but empty strings
+        return memoryview(b"")
+    return memoryview(data)[bounds[array.offset] : bounds[array.offset + len(array)]]

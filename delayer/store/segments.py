@@ -1,20 +1,28 @@
-"""Segments as they stand in the store: how many, which, restoring them, and cancelling inside them.
+"""Segments as they stand in the store: how many, which, and restoring them. Cancelling in them: cancelling.py.
 
 Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so a cancel is exact against a restore.
-Locks are taken in the order of keys.py, and segments after held rows:
-
-    keys' advisory locks, messages' rows, held rows, segments by id, rows of message_key, the lane's fence, the counters
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from enum import Enum
-from typing import NamedTuple, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import asyncpg
 
+from delayer.core.errors import LaneLost
 from delayer.core.segment import Broken, Restored
+from delayer.faultpoint import reach
+from delayer.store import session, statements
+from delayer.store.envelope import reason_text
+
+FOREVER_MS = 1 << 50
+"""Behind every due instant, as a bound: the year 37,648."""
+PORTION_BYTES = 1 << 20
+_LOCK = "SELECT * FROM segment WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
+_LOCK_SOONEST = _LOCK.format("broken_at IS NULL AND first_due <= $1")
+_LOCK_ONE = _LOCK.format("id = $1")
 
 
 class Into(Protocol):
@@ -35,7 +43,7 @@ class Fence(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A segment as it stands. Instants are epoch milliseconds, ``first_due_ms`` rounded down."""
+    """A segment as it stands. Instants are epoch milliseconds, rounded down."""
 
     id: int
     lane: int
@@ -65,31 +73,28 @@ class Counted(NamedTuple):
     next_due_ms: int | None
 
 
-class Found(Enum):
-    """Where a cancel met a message."""
-
-    WAITING = "waiting"
-    HELD = "held"
-    SEGMENT = "segment"
-    NOWHERE = "nowhere"
-
-
 async def count(connection: asyncpg.Connection) -> Counted:
     """Count them: cheap, no segment is read. Raises the driver's errors."""
-    raise NotImplementedError
+    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS))
 
 
 async def listed(
     connection: asyncpg.Connection, before_ms: int | None = None, limit: int | None = None
 ) -> list[Listed]:
     """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
-    raise NotImplementedError
+    before_ms = FOREVER_MS if before_ms is None else before_ms
+    return [Listed(*row) for row in await connection.fetch(statements.LIST_SEGMENTS, before_ms, limit)]
 
 
 async def due_soon(connection: asyncpg.Connection, horizon_ms: int, limit: int = 1000) -> list[int]:
     """Ids of the segments whose first message is due by ``horizon_ms`` (epoch ms), the soonest first; none that is
     broken. Raises the driver's errors."""
-    raise NotImplementedError
+    rows = await connection.fetch(
+        "SELECT id FROM segment WHERE broken_at IS NULL AND first_due <= $1 ORDER BY first_due, id LIMIT $2",
+        horizon_ms,
+        limit,
+    )
+    return [number for (number,) in rows]
 
 
 async def restore_one(
@@ -97,7 +102,7 @@ async def restore_one(
     into: Into,
     horizon_ms: int,
     *,
-    portion_bytes: int = 1 << 20,
+    portion_bytes: int = PORTION_BYTES,
     pause: float = 0.0,
 ) -> Restored | Broken | None:
     """Restore the soonest segment that is due by ``horizon_ms`` and that nobody else has locked, in one transaction.
@@ -109,31 +114,111 @@ async def restore_one(
     None: there is no such segment. Broken: it did not read back, and was marked so. Raises LaneLost when the lane
     changed its owner, and the driver's errors; then nothing is committed.
     """
-    raise NotImplementedError
+    return await _restore(connection, into, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
 
 
 async def restore(
-    connection: asyncpg.Connection, into: Into, segment: int, *, portion_bytes: int = 1 << 20, pause: float = 0.0
+    connection: asyncpg.Connection,
+    into: Into,
+    segment: int,
+    *,
+    portion_bytes: int = PORTION_BYTES,
+    pause: float = 0.0,
 ) -> Restored | Broken | None:
     """Restore the segment of this id, as :func:`restore_one` does; broken ones are tried again. None: it is gone, or
     somebody else has it locked."""
-    raise NotImplementedError
+    return await _restore(connection, into, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
-async def cancel(connection: asyncpg.Connection, ids: Collection[int]) -> dict[int, Found]:
-    """Cancel messages by id, in one transaction: rows that wait, held ones, and those in segments.
+async def _restore(
+    connection: asyncpg.Connection, into: Into, which: tuple[str, int], portion_bytes: int, pause: float
+) -> Restored | Broken | None:
+    from delayer.store.copying import COLUMNS  # noqa: PLC0415 - pyarrow, which a daemon without segments never loads
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415
 
-    A message that is being released is waited for, and then NOWHERE, or waiting again. Raises the driver's errors.
+    async with session.transaction(connection):
+        segment = await connection.fetchrow(*which)
+        if segment is None:
+            return None
+        reach("restore.locked")
+        live = segment["messages"] - segment["cancelled"]
+        cancelled = await _cancelled(connection, segment["id"])
+        try:
+            portions = await asyncio.to_thread(_portions, segment, cancelled, into.number, portion_bytes)
+        except SegmentBroken as error:
+            await mark_broken(connection, segment["id"], error.reason)
+            return Broken(segment["id"], live, segment["first_due"], error.reason)
+        status = await connection.copy_to_table(
+            "message", source=_spaced(portions, pause), columns=COLUMNS, format="binary"
+        )
+        if status != f"COPY {live}":
+            raise RuntimeError(f"segment {segment['id']}: expected {live} messages, but {status}")
+        reach("restore.copied")
+        await delete(connection, segment["id"])
+        counted = await connection.fetch(
+            statements.COUNT_PARKED, [into.number], ["restored"], [live], into.number, into.epoch
+        )
+        if not counted:
+            raise LaneLost(f"lane {into.number}: it changed its owner since epoch {into.epoch}")
+        reach("restore.deleted")
+    reach("restore.committed")
+    return Restored(segment["id"], live, segment["first_due"])
+
+
+def _portions(segment: asyncpg.Record, cancelled: Sequence[int], lane: int, portion_bytes: int) -> list[bytes]:
+    from delayer.store.copying import copy_stream  # noqa: PLC0415 - pyarrow
+
+    return list(copy_stream(unpacked(segment, cancelled), lane, portion_bytes))
+
+
+async def _spaced(portions: Iterable[bytes], pause: float) -> AsyncIterator[bytes]:
+    for portion in portions:
+        yield portion
+        await asyncio.sleep(pause)
+
+
+def unpacked(segment: asyncpg.Record, cancelled: Sequence[int]) -> Any:
+    """The live messages of a row of ``segment``, as a table of packing.SCHEMA sorted by (due_at, id).
+
+    Raises SegmentBroken, also when those that were cancelled are not the ones that its row counts.
     """
-    raise NotImplementedError
+    from delayer.store import packing  # noqa: PLC0415 - pyarrow
+
+    table = packing.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
+    table = packing.without(table, cancelled)
+    expected = segment["messages"] - segment["cancelled"]
+    if len(table) != expected:
+        raise packing.SegmentBroken(f"expected {expected} messages without the cancelled ones, found {len(table)}")
+    return table
+
+
+async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
+    """The live messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
+
+    Raises SegmentBroken, and the driver's errors.
+    """
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        row = await connection.fetchrow("SELECT * FROM segment WHERE id = $1", segment)
+        return None if row is None else unpacked(row, await _cancelled(connection, segment))
+
+
+async def _cancelled(connection: asyncpg.Connection, segment: int) -> list[int]:
+    rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment)
+    return [number for (number,) in rows]
+
+
+async def delete(connection: asyncpg.Connection, segment: int) -> None:
+    """Delete a segment that the open transaction has locked, and what is noted of its messages."""
+    await connection.execute("DELETE FROM segment_cancelled WHERE segment = $1", segment)
+    await connection.execute("DELETE FROM segment WHERE id = $1", segment)
 
 
 async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str) -> bool:
     """Write down that a segment did not read back, unless that is known. Whether it was news. Raises the driver's
     errors."""
-    raise NotImplementedError
-
-
-async def find(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[int, int]:
-    """In which segment each of the messages ``ids`` is, of those that are in one and not cancelled."""
-    raise NotImplementedError
+    status = await connection.execute(
+        "UPDATE segment SET broken_at = statement_timestamp(), broken = $2 WHERE id = $1 AND broken_at IS NULL",
+        segment,
+        reason_text(reason),
+    )
+    return bool(status == "UPDATE 1")
