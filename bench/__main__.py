@@ -32,6 +32,7 @@ from bench import (
     burst,
     ceilings,
     churn,
+    compaction,
     native,
     park,
     peers,
@@ -54,7 +55,8 @@ PARTIAL = RESULTS / "partial.json"
 """What there is so far, should the machine go down in the last section."""
 SECTIONS = {
     "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
-    "peers": peers, "processes": processes, "adoption": adoption, "bodies": bodies, "start": start, "churn": churn,
+    "peers": peers, "processes": processes, "adoption": adoption, "bodies": bodies, "start": start,
+    "compaction": compaction, "churn": churn,
 }  # fmt: skip
 DISTURBED = 0.15
 """Cores that other programs may take before it is said."""
@@ -62,7 +64,7 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-TAKES_MINUTES = {"adoption", "churn"}
+TAKES_MINUTES = {"adoption", "churn", "compaction"}
 """Say nothing in seconds: a quick run has them only if they are asked for."""
 
 
@@ -90,6 +92,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=_numbers, help="steady messages a second (default 2000,5000,10000)")
     parser.add_argument("--steady-seconds", type=int, help="how long each rate is measured (default 60)")
     parser.add_argument("--churn-seconds", type=int, help="default 600")
+    parser.add_argument("--compacted", type=int, help="rows that are compacted (default 5,000,000)")
+    parser.add_argument("--restored", type=int, help="rows of these that are restored (default 1,000,000)")
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
     parser.add_argument("--no-charts", action="store_true")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
@@ -103,7 +107,17 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def options_of(given: argparse.Namespace) -> Options:
     options = quick() if given.quick else Options()
-    names = ("count", "sizes", "backlog", "repeats", "rates", "steady_seconds", "churn_seconds")
+    names = (
+        "count",
+        "sizes",
+        "backlog",
+        "repeats",
+        "rates",
+        "steady_seconds",
+        "churn_seconds",
+        "compacted",
+        "restored",
+    )
     return replace(options, **{name: getattr(given, name) for name in names if getattr(given, name) is not None})
 
 

@@ -27,11 +27,11 @@ ALL_DUE_SECONDS = 0.5
 """After :func:`put_due`."""
 KEY = "orders.reminder"
 
-_LANES = (
+NEW_LANES = (
     "INSERT INTO lane (number, epoch, owner) SELECT n, 0, 'bench' FROM generate_series(1, $1::int) AS n"
     " ON CONFLICT DO NOTHING"
 )
-_COUNT = (
+COUNT_PARKED = (
     "INSERT INTO counter AS c (lane, kind, n) VALUES ($1, 'parked', $2)"
     " ON CONFLICT (lane, kind) DO UPDATE SET n = c.n + excluded.n"
 )
@@ -69,12 +69,12 @@ async def _insert(connection: asyncpg.Connection, due: str, count: int, size: in
     async with connection.transaction():
         made = await connection.fetch(_ROWS.format(due=due), count, checksum, lanes, *rest, timeout=None)
         for lane, rows in made:
-            await connection.execute(_COUNT, lane, rows)
+            await connection.execute(COUNT_PARKED, lane, rows)
 
 
 async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: int = 2) -> None:
     """``count`` rows that are due within ALL_DUE_SECONDS. Start the daemon after them."""
-    await connection.execute(_LANES, lanes)
+    await connection.execute(NEW_LANES, lanes)
     await _insert(connection, _SOON, count, size, lanes)
     await connection.execute("ANALYZE message")
     await connection.execute("CHECKPOINT")
@@ -90,7 +90,7 @@ async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None]
         today = int(time.time() * 1000) // DAY_MS
         for day in range(today - 1, today + BACKLOG_DAYS + 3):
             await partitions.make(first, day, today)
-        await first.execute(_LANES, lanes)
+        await first.execute(NEW_LANES, lanes)
         chunks = [min(CHUNK, rows - start) for start in range(0, rows, CHUNK)]
 
         async def write(connection: asyncpg.Connection) -> None:

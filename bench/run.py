@@ -32,6 +32,9 @@ class Options:
     processes: tuple[int, ...] = (1, 2, 4)
     churn_seconds: int = 600
     churn_rate: int = 5000
+    compacted: int = 5_000_000
+    restored: int = 1_000_000
+    slowest_compaction: int = 20_000
 
     def count_of(self, size: int) -> int:
         """Large messages are fewer, so that a section takes about as long for every size."""
@@ -43,7 +46,7 @@ def quick() -> Options:
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
         burst=10_000, large=50, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, processes=(1, 2),
-        churn_seconds=5, churn_rate=1000,
+        churn_seconds=5, churn_rate=1000, compacted=100_000, restored=50_000,
     )  # fmt: skip
 
 
