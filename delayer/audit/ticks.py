@@ -41,7 +41,7 @@ def ticks(first_ms: int, last_ms: int, room: int) -> list[Tick]:
 def _months(first_ms: int, last_ms: int, step: int) -> Iterator[int]:
     first = datetime.fromtimestamp(first_ms // 1000, UTC)
     number = (first.year * 12 + first.month - 1) // step * step
-    while True:
+    while number < 12 * 9999:
         at = datetime(max(number // 12, 1), number % 12 + 1, 1, tzinfo=UTC)
         at_ms = int(at.timestamp()) * 1000
         if at_ms > last_ms:
