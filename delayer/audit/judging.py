@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 
-from delayer.audit.findings import Report, Share
+from delayer.audit.findings import Report
 from delayer.audit.frames import SEGMENT, Frames
 from delayer.audit.rules import calendar, judge, keys, repeats
 from delayer.audit.rules.counting import counted, counted_segments
@@ -71,32 +71,6 @@ def run(frames: Frames, *, release_rate: float = calendar.RELEASE_RATE) -> Repor
         sample=None if facts.whole else facts.sample,
         seconds=round(time.monotonic() - began, 3),
     )
-
-
-def targets(frames: Frames, limit: int) -> list[Share]:
-    """The distinct destinations of what waits, those that are due first, ``limit`` of them at most."""
-    shares = (
-        frames.messages.groupBy("to_exchange", "to_key")
-        .agg(
-            sql.count(sql.lit(1)).alias("messages"),
-            sql.sum(sql.col("body_bytes") + sql.length("properties")).alias("size"),
-            sql.min("due_ms").alias("first"),
-            sql.max("due_ms").alias("last"),
-        )
-        .orderBy("first", "to_exchange", "to_key")
-        .limit(limit)
-    )
-    return [
-        Share(
-            row.messages,
-            row.size,
-            row["first"],
-            row.last,
-            exchange=bytes(row.to_exchange),
-            routing_key=bytes(row.to_key),
-        )
-        for row in shares.collect()
-    ]
 
 
 def _intervals(frames: Frames) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Final
 from delayer.audit.findings import Bar, Calendar, Finding, Peak, Share, Standout
 from delayer.audit.rules import standouts
 from delayer.audit.rules.evidence import Evidence
-from delayer.audit.rules.summary import PEAKS, SECOND_MS, WIDTHS
+from delayer.audit.rules.summary import SECOND_MS, WIDTHS
 
 RULE: Final = "peaks"
 RELEASE_RATE: Final = 14_000.0
@@ -71,8 +71,8 @@ def _bars(evidence: Evidence, name: str) -> tuple[Bar, ...]:
 
 
 def _peaks(evidence: Evidence, rate: float) -> tuple[Peak, ...]:
-    """The narrowest that say something: a minute is listed only if it has much more than the fullest listed second of
-    it, or every peak would be there three times."""
+    """The PEAKS fullest seconds, minutes and hours, those first that take longest beyond their own width. A minute is
+    listed only if it has much more than each listed second of it, or every peak would be there three times."""
     found: list[Peak] = []
     for name, width in _UNITS.items():
         for key, tally in evidence.of(name):
@@ -81,7 +81,7 @@ def _peaks(evidence: Evidence, rate: float) -> tuple[Peak, ...]:
             if 2 * max(inside, default=0) < tally.messages:
                 found.append(Peak(start, width, tally.messages, tally.size, round(tally.messages / rate, 3)))
     found.sort(key=lambda peak: (peak.width_ms / 1000 - peak.drain_seconds, peak.start_ms))
-    return tuple(found[:PEAKS])
+    return tuple(found)
 
 
 def _standouts(evidence: Evidence, kind: str) -> tuple[Standout, ...]:

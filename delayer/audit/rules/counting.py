@@ -92,6 +92,7 @@ def counted_segments(found: Iterable[Segment], context: Context) -> Iterator[Par
         if segment.lane is not None:
             yield Key("segments", segment.lane), tally
             yield Key("packed", segment.lane), tally._replace(messages=live)
+        affected = max(live, 0) if segment.lane is not None else segment.tombstones
         for fault in segments.faults(segment, context):
             key = Key("segment fault", -1 if segment.lane is None else segment.lane, fault.encode())
-            yield key, tally._replace(messages=max(live, 0), examples=(segment.id,))
+            yield key, tally._replace(messages=affected, examples=(segment.id,))

@@ -40,10 +40,10 @@ def findings(evidence: Evidence) -> list[Finding]:
     found = []
     for key, tally in evidence.of("segment fault"):
         fault = key.first.decode()
-        where = f"lane {key.number}: " if key.number >= 0 else ""
+        where, first = (f"lane {key.number}: ", tally.first_due_ms) if key.number >= 0 else ("", None)
         details = {"segments": list(tally.examples)}
         severity = _SEVERITY.get(fault, "violation")
-        found.append(Finding(RULE, severity, where + fault, tally.messages, tally.first_due_ms, details))
+        found.append(Finding(RULE, severity, where + fault, tally.messages, first, details))
     return found
 
 

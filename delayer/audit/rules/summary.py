@@ -15,7 +15,7 @@ from delayer.audit.rules.message import DAY_MS
 from delayer.audit.rules.tally import Key, Partial, Tally, combined, folded
 
 HOUR_MS, MINUTE_MS, SECOND_MS = 3_600_000, 60_000, 1000
-PEAKS: Final = 20
+PEAKS: Final = 10
 SPREAD_SECONDS: Final = DAY_MS // SECOND_MS
 """The seconds of one day must be summarized together: its minutes and hours are made of them."""
 
