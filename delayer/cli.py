@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from delayer import __version__, telemetry
+from delayer.commands.audit import audit
 from delayer.commands.check import check
 from delayer.commands.common import EXPECTED_ERRORS, Request, failure
 from delayer.commands.compact import compact
@@ -107,7 +108,7 @@ def cli(
     context.obj = Request(config, flags)
 
 
-for verb in (run, check, topology, db, send, status, compact, restore):
+for verb in (run, check, topology, db, send, status, audit, compact, restore):
     cli.add_command(verb)
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from delayer.audit import libpq, relations, splits
@@ -273,8 +272,7 @@ def _unpacked(connection: Connection, piece: Piece, asked: _Asked) -> Iterator[p
             except packing.SegmentBroken as broken:
                 yield _summary(schema, id_, lane, None, broken.reason)
                 continue
-            dead = pa.array(tombstones.get(id_, []), pa.int64())
-            live = table.filter(pc.invert(pc.is_in(table["id"], value_set=dead)))
+            live = packing.without(table, tombstones.get(id_, []))
             origin = Origin("segment", segment=id_, lane=lane)
             for part in live.to_batches(max_chunksize=SEGMENT_ROWS):
                 yield relations.made(part, columns, schema, origin)

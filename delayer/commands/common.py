@@ -25,7 +25,7 @@ from delayer.telemetry import readable
 DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
 """The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
 
-_WIDTH_WITHOUT_TERMINAL = 160
+WIDTH_WITHOUT_TERMINAL = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, rig
     """A table on stdout. ``right``: the columns with numbers. Nothing in a cell is taken for markup."""
     console = Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console.width = _WIDTH_WITHOUT_TERMINAL
+        console.width = WIDTH_WITHOUT_TERMINAL
     table = Table(box=None, pad_edge=False, header_style="bold")
     numbers = set(right)
     for index, column in enumerate(columns):

@@ -1,0 +1,171 @@
+"""delayer audit: is everything that came in out or still here, and what is coming?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from delayer.commands.common import DONE, FOUND, WIDTH_WITHOUT_TERMINAL, Misused, note, request_of
+from delayer.commands.db import store_url
+from delayer.commands.jobs import json_option, master_option, progress
+from delayer.settings import Settings
+from delayer.settings.secret import SecretUrl
+
+if TYPE_CHECKING:
+    from delayer.audit.findings import Report
+    from delayer.audit.job import Audited, Options
+
+
+def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise click.BadParameter("expected KEY=VALUE, such as spark.driver.memory=4g")
+        pairs[key] = value
+    return pairs
+
+
+@click.command(short_help="Check that nothing is missing, and show what is coming.")
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Read this store and not the configured one: a replica, say. Others can see it in the process list.",
+)
+@click.option(
+    "--url-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The same, from a file.",
+)
+@click.option(
+    "--sample",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    metavar="SHARE",
+    help="Read this share of the store, such as 0.01, for a quick look. Sums and repeats are not judged then.",
+)
+@json_option
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
+)
+@click.option("--out", metavar="DIR", help="Add the findings to the Parquet files there.")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Compare with the audit kept there, and keep this one.",
+)
+@click.option(
+    "--release-rate",
+    type=click.FloatRange(0, min_open=True),
+    metavar="N",
+    help="Messages a second that daemons release, as measured; peaks are told in seconds by it.",
+)
+@click.option("--no-broker", is_flag=True, help="Do not ask the broker about the destinations.")
+@click.option(
+    "--work",
+    metavar="DIR",
+    help="Where the extract is kept meanwhile: about 100 bytes a message. On a cluster a directory, or a URL such as "
+    "hdfs://…, that all of its machines share. [default: the system's directory for temporary files]",
+)
+@master_option
+@click.option(
+    "--conf", "conf", multiple=True, callback=_assignments, metavar="KEY=VALUE", help="Set one of Spark's settings."
+)
+@click.pass_context
+def audit(
+    context: click.Context,
+    *,
+    url: str | None,
+    url_file: Path | None,
+    sample: float,
+    as_json: bool,
+    html: Path | None,
+    out: str | None,
+    state: Path | None,
+    release_rate: float | None,
+    no_broker: bool,
+    work: str | None,
+    master: str | None,
+    conf: dict[str, str],
+) -> None:
+    """Read the whole store at one instant, judge it by the rules of docs/backlog.md, and show what is due when.
+
+    Daemons may go on working meanwhile. Nothing is changed, neither in the store nor in the broker, and no message is
+    published: of destinations only those things are asked that a look can answer.
+
+    Exit code 1 if a rule is violated; 3 if the store is out of reach, or Java is missing.
+
+    \b
+    Examples:
+      delayer audit
+      delayer audit --html backlog.html --state /var/lib/delayer/audit.json
+      delayer audit --sample 0.01 --no-broker
+      delayer audit --url-file /etc/delayer/replica.url --json
+      delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
+    """
+    from delayer.audit.job import Broker, Options  # noqa: PLC0415 - only the job's own verbs need it
+
+    settings = request_of(context).settings()
+    options = Options(
+        store=_store(settings, url, url_file),
+        broker=None if no_broker else Broker(SecretUrl(settings.broker_url), settings.broker.management_url),
+        work=work,
+        out=out,
+        state=state,
+        sample=sample,
+        release_rate=release_rate,
+    )
+    if html is not None and not html.parent.is_dir():
+        raise Misused(f"--html {html}: there is no directory {html.parent}")
+    audited = _run(options, master, conf)
+    for remark in audited.remarks:
+        note(remark)
+    if html is not None:
+        _write_page(audited.report, html)
+    _tell(audited.report, as_json=as_json)
+    context.exit(FOUND if any(rule.violations for rule in audited.report.rules) else DONE)
+
+
+def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:
+    if url is not None and url_file is not None:
+        raise Misused("--url and --url-file: expected one of them")
+    if url_file is not None:
+        try:
+            return SecretUrl(url_file.read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise Misused(f"--url-file {url_file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+    return SecretUrl(url or store_url(settings))
+
+
+def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
+    from delayer.audit import job, spark  # noqa: PLC0415
+
+    spark.check_work(master, options.work)
+    with progress() as say, spark.session("delayer audit", master=master, work=options.work, more=conf) as session:
+        return job.run(session, options, say)
+
+
+def _write_page(report: Report, html: Path) -> None:
+    from delayer.audit import report_html  # noqa: PLC0415 - matplotlib takes a second
+
+    try:
+        report_html.write(report, html)
+    except OSError as error:
+        raise Misused(f"--html {html}: {error.strerror}") from error
+
+
+def _tell(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(report.to_json())
+        return
+    from delayer.audit import report_console  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    report_console.show(report, console)
