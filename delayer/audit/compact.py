@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import asyncpg
 
 from delayer.audit.errors import JobMisused
+from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
+from delayer.settings import duration_text
 from delayer.store import compacting, schema, session, shrinking
 from delayer.store.compacting import Compacted, Window
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
@@ -101,8 +103,8 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
     """Raise JobMisused for a limit within which daemons restore: they would undo the job at once."""
     if after_ms <= restore_ahead_ms:
         raise JobMisused(
-            f"--after must be longer than store.restore_ahead, which is {restore_ahead_ms / DAY_MS:g} days: daemons "
-            "restore what is due within it, and would undo the work at once"
+            f"--after {duration_text(after_ms)}: expected more than store.restore_ahead, which is "
+            f"{duration_text(restore_ahead_ms)}: daemons restore what is due within it, and would undo the work at once"
         )
 
 
@@ -129,18 +131,13 @@ async def numbers(url: str, planned: Plan) -> Numbers:
     return Numbers(messages, keyed, raw, await shrinking.size(url))
 
 
-def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Callable[[str, int, int], None]) -> Done:
+def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
     """Do what is ``planned``. ``say`` hears what is being done, and how far it is. Raises JobFailed, StoreLost."""
     from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
 
     began = time.monotonic()
-    packed = tasks.run(
-        spark,
-        "compact",
-        tasks.portions(planned.windows, WINDOWS_PER_TASK),
-        partial(work, url, rows),
-        partial(say, "packing"),
-    )
+    portions = tasks.portions(planned.windows, WINDOWS_PER_TASK)
+    packed = tasks.run(spark, "packing", portions, partial(work, url, rows), say)
     return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 
 

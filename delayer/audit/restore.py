@@ -13,13 +13,14 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
+from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken
 from delayer.store import partitions, schema, segments, session
@@ -31,7 +32,7 @@ from delayer.store.segments import Fence, Listed
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-NAME: Final = "restore"
+NAME: Final = "restoring"
 SEGMENTS_PER_TASK: Final = 4
 ROUND: Final = 240
 """Segments of a round: some 2 M messages, a minute's work on two cores, and within SOON_MS on the slowest machine."""
@@ -115,7 +116,7 @@ def rounds(planned: Plan) -> list[Sequence[Listed]]:
     ]
 
 
-def run(spark: SparkSession, url: str, planned: Plan, say: Callable[[str, int, int], None]) -> Done:
+def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
     """Restore what is ``planned``; ends after a round in which the store was lost. ``say`` hears how far it is, in
     segments. Raises JobFailed, StoreLost."""
     began = time.monotonic()
@@ -123,8 +124,8 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Callable[[str, int, i
     for part in rounds(planned):
         done = len(back)
 
-        def told(tasks_done: int, of: int, done: int = done, count: int = len(part)) -> None:
-            say("restoring", done + count * tasks_done // of, len(planned.segments))
+        def told(name: str, tasks_done: int, of: int, done: int = done, count: int = len(part)) -> None:
+            say(name, done + count * tasks_done // max(of, 1), len(planned.segments))
 
         back += asyncio.run(_round(spark, url, part, planned.now_ms, told))
         if any(one.lost for one in back):
@@ -132,9 +133,7 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Callable[[str, int, i
     return Done(back, time.monotonic() - began)
 
 
-async def _round(
-    spark: SparkSession, url: str, part: Sequence[Listed], now_ms: int, say: Callable[[int, int], None]
-) -> list[Back]:
+async def _round(spark: SparkSession, url: str, part: Sequence[Listed], now_ms: int, say: Say) -> list[Back]:
     """One round, in a lane that is ours meanwhile. The loop goes on beside Spark: it is what keeps the lane."""
     from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
 
