@@ -51,10 +51,10 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "repeats": Advice(
         "Repeats",
-        "The same message is parked more than once: same id, destination, due time and content. It will be "
-        "delivered as often.",
-        "After a crash or a cut connection a few are expected, and consumers see the same `message_id`. Many, or "
-        "without a fault, are a publisher that sends twice.",
+        "The same message is here more than once (same `message_id`, destination, due time and body), and will be "
+        "delivered as often. That one id of the store stands in two places must never be.",
+        "After a crash or a cut connection a few equal messages are expected; many, or without a fault, are a "
+        "publisher that sends twice. One id in two places: keep the store as it is, and report it.",
     ),
     "destinations": Advice(
         "Destinations that cannot take them",

@@ -1,21 +1,27 @@
-"""The unit file says what the daemon does."""
+"""The unit files say what the daemon and the jobs do."""
 
 from __future__ import annotations
 
 import configparser
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-UNIT = Path(__file__).parents[2] / "systemd" / "delayer.service"
+from delayer.cli import cli
+
+ROOT = Path(__file__).parents[2]
+UNIT = ROOT / "systemd" / "delayer.service"
+JOBS = ("audit", "compact")
 
 
-def unit() -> configparser.ConfigParser:
+def unit(path: Path = UNIT) -> configparser.ConfigParser:
     parser = configparser.ConfigParser(interpolation=None, strict=False, delimiters=("=",), comment_prefixes=("#", ";"))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(UNIT)
+    parser.read(path)
     return parser
 
 
@@ -51,18 +57,70 @@ def test_credentials_named_in_unit_and_configuration_agree() -> None:
         assert f'# url_file = "${{CREDENTIALS_DIRECTORY}}/{credential}"' in sample
 
 
-def test_systemd_accepts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_runs_beside_the_daemon_and_gives_way(job: str) -> None:
+    service = unit(UNIT.with_name(f"delayer-{job}.service"))["Service"]
+    assert service["Type"] == "oneshot"
+    assert f"delayer --config /etc/delayer/delayer.toml {job} " in service["ExecStart"]
+    assert service["KillMode"] == "mixed", "the command stops its JVM; nobody else does"
+    assert int(service["Nice"]) > 0
+    assert int(service["CPUWeight"]) < 100
+    assert (service["DynamicUser"], service["User"]) == ("yes", "delayer"), "Postgres knows the daemon's user"
+    assert service["CapabilityBoundingSet"] == ""
+    assert "MemoryDenyWriteExecute" not in service, "the JVM compiles"
+    assert "SystemCallFilter" not in service
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_options_of_a_job_exist(job: str) -> None:
+    """What the unit calls is what the command line takes."""
+    text = UNIT.with_name(f"delayer-{job}.service").read_text().replace("\\\n", " ")
+    (command,) = re.findall(f"^ExecStart=.* {job} (.*)$", text, re.MULTILINE)
+    arguments = re.sub("%[SC]", "/nowhere", command).split()
+    verb = cli.commands[job]
+    context = verb.make_context(job, arguments)
+    assert not context.args
+
+
+@pytest.mark.parametrize(("job", "days"), [("audit", "*-*-*"), ("compact", "Sun *-*-*")])
+def test_a_timer_starts_its_job(job: str, days: str) -> None:
+    timer = unit(UNIT.with_name(f"delayer-{job}.timer"))
+    assert timer["Timer"]["OnCalendar"].startswith(days)
+    assert timer["Timer"]["Persistent"] == "yes"
+    assert timer["Install"]["WantedBy"] == "timers.target"
+
+
+def test_the_audit_writes_only_into_directories_that_systemd_makes() -> None:
+    service = unit(UNIT.with_name("delayer-audit.service"))["Service"]
+    assert service["StateDirectory"] == service["CacheDirectory"] == "delayer-audit"
+    text = UNIT.with_name("delayer-audit.service").read_text()
+    assert "--html %S/delayer-audit/" in text
+    assert "--state %S/delayer-audit/" in text
+    assert "--work %C/delayer-audit" in text
+
+
+def test_every_unit_comes_with_the_wheel() -> None:
+    shared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for path in UNIT.parent.iterdir():
+        assert shared["shared-data"][f"systemd/{path.name}"] == f"share/delayer/{path.name}"
+        (documentation,) = re.findall("^Documentation=file:///opt/delayer/(.*)$", path.read_text(), re.MULTILINE)
+        assert documentation in shared["shared-data"].values()
+
+
+def test_systemd_accepts_them(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
     program = shutil.which("true")
     assert program is not None
-    copy = tmp_path / "delayer.service"
-    # The program need not be installed where the tests run; everything else is checked as it stands.
-    copy.write_text(UNIT.read_text().replace("/opt/delayer/bin/delayer", program))
-    command = [analyze, "verify", "--man=no", str(copy)]
+    copies = []
+    for path in sorted(UNIT.parent.iterdir()):
+        copies.append(tmp_path / path.name)
+        # The program need not be installed where the tests run; everything else is checked as it stands.
+        copies[-1].write_text(path.read_text().replace("/opt/delayer/bin/delayer", program))
+    command = [analyze, "verify", "--man=no", *map(str, copies)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    complaints = [line for line in done.stderr.splitlines() if "delayer.service" in line]
+    complaints = [line for line in done.stderr.splitlines() if any(copy.name in line for copy in copies)]
     assert complaints == []
     if done.returncode and "delayer" not in done.stderr:
         pytest.skip(f"systemd-analyze does not work here: {done.stderr.strip()}")
