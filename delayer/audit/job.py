@@ -17,6 +17,7 @@ from delayer.audit.findings import Report
 from delayer.audit.rules.growth import growth
 from delayer.audit.watching import Say, Watching
 from delayer.settings.secret import SecretUrl
+from delayer.store import schema
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,6 +61,16 @@ class Audited:
 
     report: Report
     remarks: tuple[str, ...] = ()
+
+
+def check(options: Options) -> None:
+    """Look before a JVM is started: can the store be read, and has it our schema? Is there a place for the state?
+
+    Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused.
+    """
+    last(options.state)
+    if wrong := schema.outdated(asyncio.run(schema.current(options.store.reveal()))):
+        raise wrong
 
 
 def run(spark: SparkSession, options: Options, say: Say) -> Audited:

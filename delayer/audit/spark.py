@@ -85,10 +85,8 @@ def session(
 
     Raises SparkMissing, JavaMissing, JobMisused.
     """
-    check_packages()
+    check_machine()
     chosen = master if master is not None or submitted() else LOCAL
-    if not submitted():
-        check_java(os.environ)
     _point_to_python(chosen)
     from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
@@ -124,6 +122,13 @@ def _orderly() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def check_machine() -> None:
+    """Raise SparkMissing or JavaMissing unless there is what a session needs."""
+    check_packages()
+    if not submitted():
+        check_java(os.environ)
 
 
 def check_packages() -> None:
