@@ -108,6 +108,7 @@ def _messages(frames: Frames) -> DataFrame:
     waiting = (
         frames.messages.join(ranges, "segment", "left")
         .withColumn("where", where)
+        .withColumn("retry_ms", nothing.cast("bigint"))
         .withColumnRenamed("partition", "home")
     )
     held = (

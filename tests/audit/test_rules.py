@@ -152,6 +152,9 @@ def test_the_law_of_segments() -> None:
         (GRACE_MS, True, [("overdue", "warning")]),
         (STUCK_MS - 1, True, [("overdue", "warning")]),
         (STUCK_MS, True, [("overdue", "violation")]),
+        (-overdue.ADOPTED_MS - 1, False, []),
+        (-overdue.ADOPTED_MS, False, [("lanes", "warning")]),
+        (-overdue.ADOPTED_MS, None, []),
         (GRACE_MS - 1, False, [("lanes", "warning")]),
         (GRACE_MS, False, [("overdue", "violation"), ("lanes", "warning")]),
         (GRACE_MS, None, [("overdue", "warning")]),
@@ -190,14 +193,24 @@ def test_segments_that_are_late_need_an_owner_of_any_lane() -> None:
 
 
 def test_lanes() -> None:
-    messages = [message(1, lane=2), message(2, lane=3), message(3, lane=4, where=HELD)]
-    lanes = [Lane(1, "", False), Lane(2, "", True), Lane(4, "gone", False)]
-    report = judged(messages, lanes=lanes)
+    messages = [message(1, lane=2), message(2, lane=3), message(3, lane=3, where=HELD), message(4, lane=4, due_ms=NOW)]
+    lanes = [Lane(1, "", False), Lane(2, "given back", False), Lane(4, "gone", False), Lane(5, "", True)]
+    report = judged([*messages, message(5, lane=5, due_ms=NOW)], lanes=lanes)
     assert said(report) == [
-        ("lanes", "violation", "lane 3: not in the table of lanes", 1),
-        ("lanes", "warning", "lane 4: no owner", 1),
+        ("lanes", "violation", "lane 3: not in the table of lanes", 2),
+        ("lanes", "warning", "lane 4: no owner, and messages are due", 1),
     ]
-    assert report.findings[1].details == {"waiting": 0, "held": 1, "last_owner": "gone"}
+    assert report.findings[1].details == {"last_owner": "gone"}
+
+
+@pytest.mark.parametrize(
+    ("retry_ms", "alive", "severity"),
+    [(NOW - GRACE_MS + 1, False, None), (NOW - GRACE_MS, False, "violation"), (NOW - GRACE_MS, True, "warning")],
+)
+def test_held_messages_that_nobody_tries_again(retry_ms: int, alive: bool, severity: str | None) -> None:
+    held = message(1, where=HELD, due_ms=NOW - 9 * DAY_MS, retry_ms=retry_ms)
+    found = said(judged([held], lanes=[Lane(1, "", alive)]))
+    assert found == ([("overdue", severity, "lane 1: held, and not tried again in time", 1)] if severity else [])
 
 
 def test_the_same_message_parked_twice() -> None:

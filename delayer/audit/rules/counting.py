@@ -50,6 +50,8 @@ def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -
                 yield Key(repeats.MESSAGE, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
         if message.key is not None:
             tallies.add(_KEYED, size, due_ms)
+        if message.retry_ms is not None:
+            _count_late(message, message.retry_ms, size, tallies, context)
         if where != _HELD:
             _count_waiting(message, size, tallies, context)
             standouts.add(message, size)
@@ -71,10 +73,15 @@ def _count_waiting(message: Message, size: int, tallies: Tallies, context: Conte
     tallies.add(("route", 0, message.route, b""), size, due_ms)
     tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
     if due_ms < context.now_ms:
-        age = overdue.age(due_ms, context.now_ms)
-        if age is not None:
-            tallies.add(("overdue", message.lane, _WHERE[message.where], age.encode()), size, due_ms)
-            tallies.add(("overdue route", message.lane, message.route, b""), size, due_ms)
+        _count_late(message, due_ms, size, tallies, context)
+
+
+def _count_late(message: Message, expected_ms: int, size: int, tallies: Tallies, context: Context) -> None:
+    age = overdue.age(expected_ms, context.now_ms)
+    if age is not None:
+        tallies.add(("overdue", message.lane, _WHERE[message.where], age.encode()), size, message.due_ms)
+        if message.where == WAITING:
+            tallies.add(("overdue route", message.lane, message.route, b""), size, message.due_ms)
 
 
 def identified(messages: Iterable[Message]) -> Iterator[Partial]:

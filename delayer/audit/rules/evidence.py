@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from delayer.audit.rules.message import WAITING
 from delayer.audit.rules.tally import Key, Partial, Tally
 
 
@@ -36,8 +37,9 @@ class Evidence:
         return 0 if total is None else total.size - len(self._kinds.get(kind, {}))
 
     def first_due(self, lane: int) -> int | None:
-        """When the first message of a lane is due, held ones too."""
-        return min((tally.first_due_ms for key, tally in self.of("lane") if key.number == lane), default=None)
+        """When the first waiting message of a lane is due."""
+        tally = self.get(Key("lane", lane, WAITING.encode()))
+        return None if tally is None else tally.first_due_ms
 
     def overdue_routes(self, lane: int) -> list[tuple[bytes, int]]:
         """Routes and their overdue messages, the most first."""

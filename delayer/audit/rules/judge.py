@@ -64,7 +64,7 @@ def report(
         segments.RULE: segments.findings(evidence),
         INTEGRITY: _integrity(evidence),
         overdue.RULE: overdue.findings(evidence, figures),
-        overdue.LANES: overdue.lane_findings(evidence, figures, frozenset(known)),
+        overdue.LANES: overdue.lane_findings(evidence, figures, frozenset(known), context.now_ms),
         calendar.RULE: calendar.findings(coming),
     }
     totals = _totals(evidence, figures)

@@ -23,7 +23,8 @@ EXAMPLES: Final = 5
 
 class Message(NamedTuple):
     """``home`` is the partition's name, and empty in held and in segments. ``low_ms`` and ``high_ms`` (inclusive) bound
-    the due times of its segment, and are None elsewhere. ``crc`` is what its bytes' checksum is now."""
+    the due times of its segment, and are None elsewhere. ``retry_ms``: when a held one is to be tried again. ``crc`` is
+    what the checksum of its bytes is now."""
 
     where: str
     home: str | None
@@ -40,6 +41,7 @@ class Message(NamedTuple):
     to_key: bytes
     properties: bytes
     key: bytes | None
+    retry_ms: int | None
     body_bytes: int
     crc: int
     body_digest: bytes

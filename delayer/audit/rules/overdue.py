@@ -1,6 +1,6 @@
 """Overdue: messages whose due instant has passed, and lanes that nobody owns. Pure.
 
-Held messages are not asked: their due time has passed by their nature, and `delayer held` has their story.
+A held message's due time has passed by its nature: of these it is asked when they were to be tried again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Severity, shown
 from delayer.audit.rules.evidence import Evidence
-from delayer.audit.rules.message import GRACE_MS, PACKED, STUCK_MS, WAITING
+from delayer.audit.rules.message import GRACE_MS, HELD, PACKED, STUCK_MS, WAITING
 from delayer.audit.rules.tally import Tally, combined
 
 RULE, LANES = "overdue", "lanes"
@@ -20,8 +20,15 @@ _AGES: Final = (
     (600_000, "10 min"),
     (GRACE_MS, "1 min"),
 )
+ADOPTED_MS: Final = 60_000
+"""Daemons adopt a lane at least 120 s before something in it is due (store/outlook.py); half of that was enough."""
 STUCK: Final = frozenset(name for age, name in _AGES if age >= STUCK_MS)
 _ROUTES = 5
+_SUBJECTS: Final = {
+    WAITING: "lane {}",
+    PACKED: "segments of lane {}",
+    HELD: "lane {}: held, and not tried again in time",
+}
 
 
 def age(due_ms: int, now_ms: int) -> str | None:
@@ -45,26 +52,26 @@ def findings(evidence: Evidence, lanes: list[LaneFigures]) -> list[Finding]:
         details = {"ages": {name: ages[name].messages for _, name in _AGES if name in ages}, "owned": owned}
         if where == WAITING:
             details["routes"] = {shown(name): count for name, count in evidence.overdue_routes(number)[:_ROUTES]}
-        subject = f"lane {number}" if where == WAITING else f"segments of lane {number}"
+        subject = _SUBJECTS[where].format(number)
         severity: Severity = "violation" if stuck else "warning"
         found.append(Finding(RULE, severity, subject, total.messages, total.first_due_ms, details))
     return found
 
 
-def lane_findings(evidence: Evidence, lanes: list[LaneFigures], known: frozenset[int]) -> list[Finding]:
-    """Lanes that have messages and no owner: daemons adopt them within seconds, if there is one. A lane without a row
-    in the table of lanes is never adopted."""
+def lane_findings(evidence: Evidence, lanes: list[LaneFigures], known: frozenset[int], now_ms: int) -> list[Finding]:
+    """Lanes that need an owner and have none: daemons adopt them in time, if there are any. What is due later may well
+    wait in a lane without one. A lane without a row in the table of lanes is never adopted."""
     found = []
     for lane in lanes:
-        count = lane.waiting + lane.held
-        if not count:
-            continue
         first = evidence.first_due(lane.number)
         if lane.number not in known:
-            found.append(Finding(LANES, "violation", f"lane {lane.number}: not in the table of lanes", count, first))
-        elif lane.alive is False:
-            details = {"waiting": lane.waiting, "held": lane.held, "last_owner": lane.owner}
-            found.append(Finding(LANES, "warning", f"lane {lane.number}: no owner", count, first, details))
+            if count := lane.waiting + lane.held:
+                subject = f"lane {lane.number}: not in the table of lanes"
+                found.append(Finding(LANES, "violation", subject, count, first))
+        elif lane.alive is False and first is not None and first <= now_ms + ADOPTED_MS:
+            details = {"last_owner": lane.owner}
+            subject = f"lane {lane.number}: no owner, and messages are due"
+            found.append(Finding(LANES, "warning", subject, lane.waiting, first, details))
     return found
 
 
