@@ -103,21 +103,25 @@ def _messages(frames: Frames) -> DataFrame:
     ranges = frames.segments.select(
         sql.col("id").alias("segment"), sql.col("first_due_ms").alias("low_ms"), sql.col("last_due_ms").alias("high_ms")
     )
-    where = sql.when(sql.col("origin") == SEGMENT, PACKED).otherwise(WAITING)
-    nothing = sql.lit(None)
-    waiting = (
-        frames.messages.join(ranges, "segment", "left")
-        .withColumn("where", where)
-        .withColumn("retry_ms", nothing.cast("bigint"))
-        .withColumnRenamed("partition", "home")
+    packed = sql.col("origin") == SEGMENT
+    # Only what came from a segment is joined: the rows need not move for it.
+    kinds = (
+        (WAITING, frames.messages.where(~packed)),
+        (PACKED, frames.messages.where(packed).join(ranges, "segment", "left")),
+        (HELD, frames.held),
     )
-    held = (
-        frames.held.withColumn("where", sql.lit(HELD))
-        .withColumn("home", nothing.cast("string"))
-        .withColumn("low_ms", nothing.cast("bigint"))
-        .withColumn("high_ms", nothing.cast("bigint"))
-    )
-    return waiting.select(*Message._fields).unionByName(held.select(*Message._fields))
+    return functools.reduce(DataFrame.unionByName, (_with_every_column(frame, where) for where, frame in kinds))
+
+
+def _with_every_column(frame: DataFrame, where: str) -> DataFrame:
+    """The columns of :class:`Message`; those that the frame has not are null."""
+    made = {"where": sql.lit(where), "home": sql.col("partition") if where == WAITING else _nothing("string")}
+    missing = {name: _nothing("bigint") for name in ("low_ms", "high_ms", "retry_ms") if name not in frame.columns}
+    return frame.select(*((made | missing).get(name, sql.col(name)).alias(name) for name in Message._fields))
+
+
+def _nothing(type_: str) -> Column:
+    return sql.lit(None).cast(type_)
 
 
 def _identified(frames: Frames) -> DataFrame:
