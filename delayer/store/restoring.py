@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from importlib import import_module
 from typing import Final
 
 import asyncpg
@@ -33,6 +35,8 @@ async def restore_soonest(
     if soonest is None:
         return None
     first_ms, last_ms = soonest
+    # The first time it takes half a second, and would be the event loop's.
+    await asyncio.to_thread(import_module, "delayer.store.copying")
     # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition. Days that
     # are passed, or too far, have none in any case.
     await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -226,3 +228,9 @@ async def test_a_forced_stop() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+def test_a_daemon_loads_no_arrow_and_no_spark_at_its_start() -> None:
+    script = "import sys, delayer.app; print(*{'pyarrow', 'pyspark', 'alembic', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "\n"
