@@ -19,6 +19,8 @@ NAMED: Final = 20
 """Keys of one exchange with a finding each, the soonest due; the rest share one. An application that puts an order's
 number into the key has millions."""
 EXAMPLES: Final = 10
+LISTED: Final = 100
+"""Findings that the report has, violations first."""
 
 _Row = tuple[Target, Route]
 
@@ -39,14 +41,21 @@ def with_destinations(report: Report, asked: Asked) -> Report:
     of the calendar's destinations."""
     found = findings(asked.routes)
     severities = [one.severity for one in found]
-    run = RuleRun(RULE, severities.count("violation"), severities.count("warning"), _skipped(asked))
+    listed = found[:LISTED]
+    run = RuleRun(
+        RULE,
+        severities.count("violation"),
+        severities.count("warning"),
+        _skipped(asked),
+        unlisted=len(found) - len(listed),
+    )
     answers = {(target.exchange, target.routing_key): answer for target, answer in asked.routes}
     rows = tuple(_judged(share, answers) for share in report.calendar.destinations)
     return replace(
         report,
         calendar=replace(report.calendar, destinations=rows),
         rules=(*(one for one in report.rules if one.rule != RULE), run),
-        findings=(*report.findings, *found),
+        findings=(*(one for one in report.findings if one.rule != RULE), *listed),
     )
 
 
