@@ -208,7 +208,7 @@ class _Inquiry:
             if stop is None:
                 continue
             found[name] = stop
-            todo += sorted(stop.leads - seen)
+            todo += sorted(stop.leads - seen - {""})
             seen |= stop.leads
             if len(seen) > self._limits.exchanges:
                 raise BrokerUnreachable(f"more than {self._limits.exchanges} exchanges lie behind {start!r}")

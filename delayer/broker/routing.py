@@ -225,6 +225,9 @@ def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
     todo, seen = [(start, False)], {start}
     while todo:
         name, alternate = todo.pop()
+        if not name:
+            walk.unknown.append("an alternate exchange is the default exchange")
+            continue
         stop = stops.get(name)
         if stop is None:
             continue

@@ -83,6 +83,8 @@ def test_hashes_in_a_row_do_not_multiply() -> None:
         (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", alternate="alt"),
                 stop("alt", "fanout", queue("q"))], Route(Verdict.ALTERNATE, "alt")),
         (b"k", [stop("x", "fanout", queue("q"), alternate="alt")], ROUTED),
+        (b"k", [stop("x", "direct", alternate="")],
+         Route(Verdict.UNKNOWN, "an alternate exchange is the default exchange")),
         # headers: only the extremes are certain
         (b"k", [stop("x", "headers", queue("q"))], ROUTED),
         (b"k", [stop("x", "headers", queue("q", **{"x-match": "any"}))], NOWHERE),
