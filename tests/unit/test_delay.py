@@ -132,6 +132,10 @@ def test_a_relative_delay_is_unreadable(said: object) -> None:
         ("1970-01-01T00:00:00.9999Z", 1000),
         ("2016-12-31T23:59:60Z", 1_483_228_800_000),  # a leap second is the first instant of the next minute
         ("2016-12-31T23:59:60.5Z", 1_483_228_800_500),
+        ("2026-03-29T01:59:59+01:00", 1_774_745_999_000),  # clocks go forward after this second
+        ("2026-03-29T03:00:00+02:00", 1_774_746_000_000),  # which is the next one
+        ("2026-10-25T02:30:00+02:00", 1_792_888_200_000),  # this half hour is there twice
+        ("2026-10-25T02:30:00+01:00", 1_792_891_800_000),  # and the offset says which is meant
         ("2024-02-29T12:00:00Z", 1_709_208_000_000),
         ("2000-02-29T00:00:00Z", 951_782_400_000),
         ("0000-01-01T00:00:00Z", -62_167_219_200_000),
