@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 WINDOWS_PER_TASK: Final = 4
 """What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second."""
+IDLE: Final = "60s"
+"""An executor that hangs in the middle of a segment lets go of its rows after this time."""
 ATTEMPTS: Final = 5
 """How often a window is tried that loses against other transactions."""
 
@@ -165,7 +167,7 @@ def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
 
 async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
     try:
-        connection = await _connect(url, "delayer compact")
+        connection = await session.connect(url, "delayer compact", {"idle_in_transaction_session_timeout": IDLE})
     except StoreLost as error:
         return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
     try:
@@ -211,7 +213,7 @@ async def pack_window(connection: asyncpg.Connection, window: Window, rows: int)
 
 
 async def _connect(url: str, application: str) -> asyncpg.Connection:
-    """A session that may take its time, whose instants are epoch milliseconds."""
+    """A session whose statements may take their time, and whose instants are epoch milliseconds."""
     connection = await session.connect_plain(url, application, {"statement_timeout": "0"}, command_seconds=None)
     with translated("connect"):
         await session.prepare(connection)

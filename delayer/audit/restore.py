@@ -39,6 +39,8 @@ ROUND: Final = 240
 SHORT_ROUND: Final = 8
 SOON_MS: Final = 600_000
 """What is due within this time from the start is restored in short rounds."""
+IDLE: Final = "60s"
+"""An executor that hangs in the middle of a segment lets go of it after this time."""
 ATTEMPTS: Final = 5
 PARTITION_SECONDS: Final = 20.0
 """For the making of partitions before a round; rows of a day without one wait in the default partition."""
@@ -169,7 +171,7 @@ def work(url: str, fence: Fence, ids: Iterable[int]) -> list[Back]:
 
 async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
     try:
-        connection = await session.connect(url, "delayer restore")
+        connection = await session.connect(url, "delayer restore", {"idle_in_transaction_session_timeout": IDLE})
     except StoreLost as error:
         return [Back(one, 0, lost=str(error)) for one in ids]
     try:

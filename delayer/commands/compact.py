@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rows",
-    type=click.IntRange(100, 1_000_000),
+    type=click.IntRange(100, 100_000),
     default=10_000,
     show_default=True,
     help="Messages of a segment, about.",

@@ -1,0 +1,91 @@
+"""What compaction leaves behind: emptied partitions are dropped, dead rows vacuumed, and nobody is in the way."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from delayer.store import partitions, shrinking
+from delayer.store.partitions import DAY_MS, DAYS_AHEAD, name_of
+from tests.conformance.store_contract import bodies, owned, parcel, release_all
+from tests.integration.test_store_lane import opened, sql
+
+KEPT = b"x" * 500
+ROWS = 3_000
+
+
+async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        near, emptied, partly, untouched = (today + DAYS_AHEAD + n for n in (0, 1, 2, 3))
+        for day in (near, emptied, partly, untouched):
+            await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
+        await admin.execute("DELETE FROM message WHERE due_at < $1", partly * DAY_MS)
+        await admin.execute("DELETE FROM message WHERE due_at >= $1 AND due_at < $2", *_day(partly, skip=100))
+        said: list[tuple[int, int]] = []
+        shrunk = await shrinking.shrink(database, {near, partly, emptied}, today, lambda *done: said.append(done))
+        assert shrunk.dropped == (name_of(emptied),)
+        assert shrunk.vacuumed == (name_of(near), name_of(partly))
+        assert shrunk.left == ()
+        assert said == [(0, 3), (1, 3), (2, 3), (3, 3)]
+        assert shrunk.bytes_after < 0.5 * shrunk.bytes_before
+        assert shrunk.bytes_after == await shrinking.size(database)
+        assert await partitions.existing(admin) == {near, partly, untouched}
+        assert await admin.fetchval("SELECT count(*) FROM message") == 100 + ROWS
+
+
+def _day(day: int, skip: int) -> tuple[int, int]:
+    return day * DAY_MS + skip, (day + 1) * DAY_MS
+
+
+async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        day = today + 30
+        await store.park(lane, [parcel(day * DAY_MS)], [])
+        await admin.execute("DELETE FROM message")
+        shrunk = await shrinking.shrink(database, set(), today)
+        assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(day),), ())
+
+
+async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:
+    """Its rows wait in the default partition, and are released from there; upkeep tells it what is there."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        day = today + 20
+        await store.park(lane, [parcel(day * DAY_MS, b"first")], [])
+        await admin.execute("DELETE FROM message")
+        await shrinking.shrink(database, {day}, today)
+        await store.park(lane, [parcel(day * DAY_MS, b"second"), parcel(store.now_ms(), b"now")], [])
+        assert await admin.fetchval("SELECT count(*) FROM message_default") == 1
+        assert bodies(await release_all(lane)) == [b"now"]
+        await store.maintain()
+        await store.park(lane, [parcel(day * DAY_MS, b"third")], [])
+        assert await admin.fetchval(f"SELECT count(*) FROM {name_of(day)}") == 2
+
+
+async def test_rows_of_no_partition_are_vacuumed_where_they_are(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        day = today + partitions.FARTHEST_DAYS + 100
+        await store.park(lane, [parcel(day * DAY_MS, KEPT) for _ in range(ROWS)], [])
+        await admin.execute("DELETE FROM message")
+        shrunk = await shrinking.shrink(database, {day}, today)
+        assert (shrunk.dropped, shrunk.vacuumed) == ((), ("message_default",))
+        assert await admin.fetchval("SELECT pg_relation_size('message_default')") == 0
+
+
+async def test_dropping_gives_way(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrinking, "PAUSE_SECONDS", 0.0)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as reader:
+        today = store.now_ms() // DAY_MS
+        day = today + 20
+        await store.park(lane, [parcel(day * DAY_MS)], [])
+        await admin.execute("DELETE FROM message")
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM message LIMIT 1")
+            with capture_logs() as logged:
+                shrunk = await shrinking.shrink(database, set(), today)
+        assert (shrunk.dropped, shrunk.left) == ((), (name_of(day),))
+        assert [entry["event"] for entry in logged] == ["partition not dropped"]
+        assert (await shrinking.shrink(database, set(), today)).dropped == (name_of(day),)
