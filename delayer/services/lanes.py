@@ -1,8 +1,9 @@
 """The lanes of this process: taken at the start, released from, adopted from the dead, let go at the end.
 
 A lane is a connection, so there must not be more of them with every restart. Hence an adopted lane is given back when
-nothing in it is due soon, only those are adopted that need it, and not at once by a daemon that has just begun: after
-the store or a whole service was away, every daemon finds its share of the old lanes before others adopt what is left.
+nothing in it is due soon, or when a daemon that begins asks for it. Only those are adopted that need it, and not at
+once by a daemon that has just begun: after the store or a whole service was away, every daemon finds its share of the
+old lanes before others adopt what is left.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class Lanes:
             self._store = await self._connect()
             log.info("store connected")
         await self._own_lanes(self._store, stopping)
-        self._let_go()
+        await self._let_go(self._store)
         if self._complete > PATIENCE:
             await self._adopt(self._store, stopping)
         self._keep_up(self._store, look)
@@ -198,10 +199,11 @@ class Lanes:
             self._adopted[lane] = self._start(lane, stopping)
         self._share = 2 * self._share if len(lanes) == self._share else self._wanted
 
-    def _let_go(self) -> None:
-        """Tell the loops of adopted lanes to end in which nothing is due soon."""
-        for lane in [lane for lane in self._adopted if lane.idle]:
-            log.info("lane let go", lane=lane.number)
+    async def _let_go(self, store: Store) -> None:
+        """Tell the loops of adopted lanes to end in which nothing is due soon, or that somebody else will own."""
+        wanted = await store.wanted([lane.number for lane in self._adopted]) if self._adopted else set()
+        for lane in [lane for lane in self._adopted if lane.idle or lane.number in wanted]:
+            log.info("lane let go", lane=lane.number, reason="asked for" if lane.number in wanted else "idle")
             self._adopted.pop(lane).leave()
 
     def _start(self, lane: Lane, stopping: asyncio.Event) -> Release:

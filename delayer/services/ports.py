@@ -4,7 +4,7 @@ one suite for each port, and every adapter goes through it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
@@ -144,12 +144,16 @@ class Store(Protocol):
         """
 
     async def own_lanes(self, count: int) -> list[Lane]:
-        """Take ``count`` lanes: free ones with rows first, then free empty ones, then new ones."""
+        """Take ``count`` lanes: free ones with rows first, then free empty ones, then some that others have adopted and
+        hand over (which takes seconds), then new ones."""
 
     async def adopt(self, count: int) -> list[Lane]:
         """Take up to ``count`` of the lanes without a living owner in which something is due within the next two
         minutes, or tried again: the soonest first. Empty list most of the time. Lanes whose rows are all due later
         stay free for :meth:`own_lanes`."""
+
+    async def wanted(self, numbers: Collection[int]) -> set[int]:
+        """Which of the adopted lanes ``numbers`` a daemon that found none to own asks for. Raises StoreLost."""
 
     async def maintain(self) -> None:
         """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""

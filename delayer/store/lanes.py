@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable
 from typing import Final
 
 import asyncpg
 
-from delayer.store import outlook, session, statements
+from delayer.store import handover, outlook, session, statements
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lane import PostgresLane
@@ -68,14 +69,15 @@ class LaneTaker:
             self._thorough_at = now + THOROUGH_SECONDS
         return await outlook.due_soon(asker, self._clock.now_ms(), from_the_beginning=thorough)
 
-    async def take(self, numbers: Iterable[int], count: int) -> list[PostgresLane]:
-        """Up to ``count`` of the lanes ``numbers``. Another daemon may be quicker: then fewer. Raises StoreLost."""
+    async def take(self, numbers: Iterable[int], count: int, *, spare: bool = False) -> list[PostgresLane]:
+        """Up to ``count`` of the lanes ``numbers``. Another daemon may be quicker: then fewer. ``spare``: to look after
+        until somebody asks for them. Raises StoreLost."""
         taken: list[PostgresLane] = []
         try:
             for number in numbers:
                 if len(taken) == count:
                     break
-                lane = await self._take(number)
+                lane = await self._take(number, spare)
                 if lane is not None:
                     taken.append(lane)
         except BaseException:
@@ -84,18 +86,41 @@ class LaneTaker:
             raise
         return taken
 
+    async def handed_over(self, count: int) -> list[PostgresLane]:
+        """Up to ``count`` lanes that others only look after, those that they let go of in time. Raises StoreLost."""
+        taken: list[PostgresLane] = []
+        until = self._clock.monotonic() + handover.SECONDS
+        # With the timeouts of a lane: a question that outlived us would keep the lanes from those who adopt.
+        asker = await session.connect(self._url, "delayer asks for lanes", self._timeouts)
+        try:
+            with translated("ask for lanes"):
+                left = await handover.ask(asker, count)
+                while left and self._clock.monotonic() < until:
+                    taken += await self.take(await handover.free(asker, left), len(left))
+                    left -= {lane.number for lane in taken}
+                    await asyncio.sleep(handover.LOOK_SECONDS)
+        except BaseException:
+            for lane in taken:
+                await lane.release()
+            raise
+        finally:
+            await session.close(asker)
+        return taken
+
     async def create(self, asker: asyncpg.Connection) -> int | None:
         """A new lane's number; None if another daemon made one at the same moment."""
         number: int | None = await asker.fetchval(_NEW, self._owner)
         return number
 
-    async def _take(self, number: int) -> PostgresLane | None:
+    async def _take(self, number: int, spare: bool) -> PostgresLane | None:
         connection = await session.connect(self._url, f"delayer lane {number}", self._timeouts)
         try:
             with translated(f"take lane {number}"):
                 if not await connection.fetchval(_LOCK, number):
                     await session.close(connection)
                     return None
+                if spare:
+                    await handover.say_spare(connection, number)
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
                 epoch, watermark = await connection.fetchrow(_RAISE, number, self._owner)
                 await session.sample(connection, self._clock)

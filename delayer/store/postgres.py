@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Broken, Restored
 from delayer.faultpoint import reach
-from delayer.store import parking, partitions, restoring, schema, session
+from delayer.store import handover, parking, partitions, restoring, schema, session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
@@ -176,6 +176,11 @@ class PostgresStore:
         """See the port. Raises StoreLost."""
         lanes: list[PostgresLane] = []
         try:
+            lanes += await self._taker.take(await self._free_lanes(), count)
+            if len(lanes) < count:
+                lanes += await self._taker.handed_over(count - len(lanes))
+            if len(lanes) == count:
+                return lanes
             for _ in range(CREATE_ATTEMPTS):
                 with translated("own lanes"):
                     async with session.borrowed(self._pool) as connection:
@@ -194,12 +199,23 @@ class PostgresStore:
             await lane.release()
         raise StoreLost(f"own lanes: {count} wanted, but other daemons were quicker {CREATE_ATTEMPTS} times")
 
+    async def _free_lanes(self) -> list[int]:
+        with translated("own lanes"):
+            async with session.borrowed(self._pool) as connection:
+                return await self._taker.free(connection)
+
     async def adopt(self, count: int) -> list[Any]:
         """See the port. Raises StoreLost."""
         with translated("adopt"):
             async with session.borrowed(self._pool) as connection:
                 due_soon = await self._taker.due_soon(connection)
-        return await self._taker.take(due_soon, count)
+        return await self._taker.take(due_soon, count, spare=True)
+
+    async def wanted(self, numbers: Collection[int]) -> set[int]:
+        """See the port. Raises StoreLost."""
+        with translated("look for who asks for lanes"):
+            async with session.borrowed(self._pool) as connection:
+                return await handover.wanted(connection, numbers)
 
     async def maintain(self) -> None:
         """See the port. Raises StoreLost."""

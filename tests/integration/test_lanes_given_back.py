@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ from delayer.services.counting import Counters
 from delayer.services.lanes import Lanes
 from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
+from delayer.store import handover, outlook, partitions, session, statements
 from delayer.store import lane as store_lane
-from delayer.store import outlook, partitions, session, statements
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
 from tests.acceptance.world import wait_for
@@ -102,6 +102,78 @@ async def test_twenty_restarts_beside_a_living_daemon_make_no_lanes(database: st
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(*) FROM message") == 80
         assert await admin.fetchval("SELECT count(DISTINCT lane) FROM message") == WANTED
+
+
+async def test_restarts_beside_a_dense_backlog_make_no_lanes(database: str) -> None:
+    """Something is always due within minutes: the lanes of who stops are adopted, and handed over to who comes back."""
+    await migrated(database)
+    async with running(database) as living:
+        mine = set(living.lanes.numbers)
+        for turn in range(5):
+            async with running(database) as other:
+                theirs = set(other.lanes.numbers)
+                assert len(theirs) == WANTED
+                assert not theirs & mine
+                soon = [parcel(other.now_ms() + 60_000 + 1_000 * n, b"%d" % turn) for n in range(4)]
+                await asyncio.gather(*(other.lanes.park([one], []) for one in soon))
+            await living.until(mine | theirs)
+            assert await in_store(database) == [1, 2, 3, 4]
+
+
+async def test_who_asks_waits_a_moment_for_an_owner_that_does_not_answer(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that looks at nothing keeps its spare lanes; the asker makes new ones, and asks no more."""
+    monkeypatch.setattr(handover, "SECONDS", 0.3)
+    async with opened(database) as store, opened(database) as newcomer:
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms() + 60_000)], [])
+        [spare] = await store.adopt(MANY)
+        assert await store.wanted([spare.number]) == set()
+        asking = asyncio.create_task(newcomer.own_lanes(1))
+        await asked_for(store, {spare.number}, {spare.number})
+        [new] = await asking
+        assert new.number != spare.number
+        await asked_for(store, {spare.number}, set())
+        await new.release()
+        await spare.release()
+
+
+async def test_what_somebody_asks_for_is_not_adopted_by_a_third(database: str) -> None:
+    async with opened(database) as store, opened(database) as newcomer, opened(database) as third:
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms() + 60_000)], [])
+        [spare] = await store.adopt(MANY)
+        asking = asyncio.create_task(newcomer.own_lanes(1))
+        await asked_for(store, {spare.number}, {spare.number})
+        releasing = asyncio.create_task(spare.release())
+        assert await third.adopt(MANY) == []
+        [taken] = await asking
+        assert taken.number == spare.number
+        await releasing
+        assert await third.wanted([taken.number]) == set(), "owned, and not spare any more"
+        await taken.release()
+
+
+async def test_a_question_ends_with_its_connection(database: str) -> None:
+    """An asker that dies, or hangs (the server ends an idle session), keeps no lane from those who adopt."""
+    async with opened(database) as store, sql(database) as asker:
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms() + 60_000)], [])
+        [spare] = await store.adopt(MANY)
+        assert await handover.ask(asker, 5) == {spare.number}
+        await spare.release()
+        assert await store.adopt(MANY) == []
+        asker.terminate()
+        await asked_for(store, {spare.number}, set())
+        [again] = await store.adopt(MANY)
+        await again.release()
+
+
+async def asked_for(store: PostgresStore, numbers: set[int], expected: set[int]) -> None:
+    """Until so many of the lanes are asked for."""
+    while await store.wanted(numbers) != expected:  # noqa: ASYNC110 - the locks of another session set no event
+        await asyncio.sleep(0.01)
 
 
 async def test_an_emptied_lane_is_let_go_and_owned_by_the_next(database: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -241,6 +241,7 @@ class ScriptedStore:
         self.maintained = 0
         self.on_maintain: Callable[[], Awaitable[None]] | None = None
         self.adoptions = 0
+        self.asked_for: set[int] = set()
         self.closed = False
         self.adoptable = list(adoptable)
         self.failure: Exception | None = None
@@ -284,6 +285,9 @@ class ScriptedStore:
         self.adoptions += 1
         adopted, self.adoptable = self.adoptable[:count], self.adoptable[count:]
         return adopted
+
+    async def wanted(self, numbers: Collection[int]) -> set[int]:
+        return self.asked_for & set(numbers)
 
     async def maintain(self) -> None:
         self.maintained += 1

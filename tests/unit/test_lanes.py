@@ -246,6 +246,18 @@ async def test_an_idle_adopted_lane_is_let_go_and_no_other() -> None:
             await it.lanes.park([due(n).parcel], [])
 
 
+async def test_an_adopted_lane_that_is_asked_for_is_let_go_and_no_lane_of_our_own() -> None:
+    spare, other = ScriptedLane(98), ScriptedLane(99)
+    with capture_logs() as logged:
+        async with scene(ScriptedStore(spare, other), wanted=2) as it:
+            await until(lambda: it.lanes.numbers == [1, 2, 98, 99])
+            it.store.asked_for = {1, 98}
+            await until(lambda: it.lanes.numbers == [1, 2, 99])
+            assert spare.released.is_set()
+            assert not other.released.is_set()
+    assert {"event": "lane let go", "lane": 98, "reason": "asked for", "log_level": "info"} in logged
+
+
 async def test_a_lane_let_go_while_it_releases_settles_first() -> None:
     lane = ScriptedLane(99, [[due(1)], [due(2)]])
     async with scene(ScriptedStore(lane), wanted=1) as it:

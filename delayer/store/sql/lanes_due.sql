@@ -1,4 +1,5 @@
--- Lanes without a living owner in which something is due (or tried again) by $1, soonest first.
+-- Lanes without a living owner in which something is due (or tried again) by $1, soonest first. One that somebody asks
+-- for (handover.py) is as good as owned.
 --
 -- $1 horizon, $2 where to begin at the latest: a lane is read from a little before its watermark, as behind it are the
 -- dead entries of all that was released; with -infinity, from its beginning. What is free is found first, or the busy
@@ -10,7 +11,7 @@ WITH free AS MATERIALIZED (
         SELECT FROM pg_locks AS k
         WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
           AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-          AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
+          AND k.classid = 'lane'::regclass AND k.objid IN (l.number::int::oid, (200000 + l.number)::oid)
     )
 )
 SELECT number
