@@ -16,6 +16,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.faultpoint import reach
 from delayer.store import session, statements
 from delayer.store.envelope import reason_text
+from delayer.store.errors import describe
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -130,7 +131,26 @@ async def restore(
     return await _restore(connection, into, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
+class _Unfit(Exception):
+    """The rows of a segment cannot be written: some are there already, in the same lane."""
+
+    def __init__(self, broken: Broken) -> None:
+        self.broken = broken
+        super().__init__(broken.reason)
+
+
 async def _restore(
+    connection: asyncpg.Connection, into: Into, which: tuple[str, int], portion_bytes: int, pause: float
+) -> Restored | Broken | None:
+    try:
+        return await _restore_at_once(connection, into, which, portion_bytes, pause)
+    except _Unfit as unfit:
+        # That is rolled back. Left as it is, it would be tried for ever, and before all others.
+        await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
+        return unfit.broken
+
+
+async def _restore_at_once(
     connection: asyncpg.Connection, into: Into, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
     from delayer.store.copying import COLUMNS  # noqa: PLC0415 - pyarrow, which a daemon without segments never loads
@@ -148,9 +168,13 @@ async def _restore(
         except SegmentBroken as error:
             await mark_broken(connection, segment["id"], error.reason)
             return Broken(segment["id"], live, segment["first_due"], error.reason)
-        status = await connection.copy_to_table(
-            "message", source=_spaced(portions, pause), columns=COLUMNS, format="binary"
-        )
+        try:
+            status = await connection.copy_to_table(
+                "message", source=_spaced(portions, pause), columns=COLUMNS, format="binary"
+            )
+        except asyncpg.IntegrityConstraintViolationError as error:
+            reason = f"its messages cannot be written: {describe(error)}"
+            raise _Unfit(Broken(segment["id"], live, segment["first_due"], reason)) from error
         if status != f"COPY {live}":
             raise RuntimeError(f"segment {segment['id']}: expected {live} messages, but {status}")
         reach("restore.copied")
