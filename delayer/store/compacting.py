@@ -8,6 +8,7 @@ of the counter ``compacted`` of the lane.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
@@ -24,8 +25,12 @@ BYTES: Final = 32 << 20
 """Bodies and properties of a segment at most, in bytes; one message is taken whatever its size."""
 SPAN_MS: Final = 7 * partitions.DAY_MS
 """Where little is due, one window reaches over several days, but not more: a segment comes back as a whole."""
-WORK_MEM: Final = "64MB"
-"""For the rows of a segment, which Postgres keeps at hand while it sums them up."""
+SETTINGS: Final = (
+    # The rows of a segment are kept at hand while they are summed up.
+    "SET LOCAL work_mem = '64MB'; "
+    # The plan must be an index range, whatever the statistics say of a partition that has just changed.
+    "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
+)
 _FIRST_ID: Final = -(1 << 63)
 
 
@@ -66,10 +71,15 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
     Partition by partition, as one statement over all of them would sort them. Raises the driver's errors.
     """
     found: list[Window] = []
-    days = await partitions.existing(connection)
-    names = [partitions.name_of(day) for day in sorted(days) if (day + 1) * partitions.DAY_MS > after_ms]
-    for name in ["message_default", *names]:
-        found += _cut(await connection.fetch(statements.RUNS.format(partition=name), after_ms, rows, timeout=None))
+    by_day = "date_trunc('day', due_at)"
+    places = [("message_default", by_day, f", {by_day}")]
+    for day in sorted(await partitions.existing(connection)):
+        if (day + 1) * partitions.DAY_MS > after_ms:
+            places.append((partitions.name_of(day), f"'{partitions.bounds_of(day)[0]}'::timestamptz", ""))
+    for name, day_of_row, of_day in places:
+        statement = statements.RUNS.format(partition=name, day=day_of_row, of_day=of_day)
+        with suppress(asyncpg.UndefinedTableError):  # it was empty, and somebody dropped it
+            found += _cut(await connection.fetch(statement, after_ms, rows, timeout=None))
     return _joined(found, rows)
 
 
@@ -89,7 +99,7 @@ def _cut(starts: Sequence[tuple[int, int, int, int, int]]) -> list[Window]:
 def _joined(found: Iterable[Window], rows: int) -> list[Window]:
     """Sorted, and neighbours of one lane made one where they fit into ``rows`` and SPAN_MS together."""
     joined: list[Window] = []
-    for window in sorted(found):
+    for window in sorted(found, key=lambda window: (window.lane, window.first_ms, window.first_id)):
         last = joined[-1] if joined else window
         fits = last.rows + window.rows <= rows and window.last_ms - last.first_ms < SPAN_MS
         if joined and last.lane == window.lane and fits:
@@ -112,7 +122,8 @@ async def compact_one(
     end_ms, end_id = window.end
     bounds = (window.lane, window.first_ms, window.first_id, end_ms, end_id, window.last_ms + 1)
     async with session.transaction(connection):
-        await connection.execute(f"SET LOCAL work_mem = '{WORK_MEM}'")
+        await connection.execute(SETTINGS)
+        rows = min(rows, await _fitting(connection, bounds, max_bytes))
         run = await connection.fetchrow(statements.LOCK_RUN, *bounds, rows, max_bytes)
         if not run["locked"]:
             return None
@@ -132,6 +143,13 @@ async def compact_one(
     reach("compact.committed")
     more = run["locked"] == rows or run["locked"] > packed.messages
     return Compacted(segment, packed.messages, packed.raw_bytes, len(packed.packed), more)
+
+
+async def _fitting(connection: asyncpg.Connection, bounds: Sequence[int], max_bytes: int) -> int:
+    """How many rows fit ``max_bytes``, and some more, by the first ones of a window: so that of large messages not ten
+    thousand are locked for each hundred that fit."""
+    mean = await connection.fetchval(statements.MEAN_SIZE, *bounds)
+    return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
 
 
 async def _insert(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from delayer.core.errors import StoreLost
-from delayer.store import schema, session, tables, upgrades
+from delayer.store import schema, segments, session, tables, upgrades
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
-from tests.integration.test_store_lane import sql
+from tests.conformance.store_contract import owned
+from tests.integration.test_store_lane import opened, sql
+from tests.rig.rows import compact, conserved, everything, put, row, waiting
 
 CATALOG = {
     "columns": """
@@ -95,7 +98,9 @@ async def test_every_upgrade_goes_down(database: str) -> None:
     await store.close()
     for revision, expected in zip([*reversed(revisions[:-1]), "base"], reversed(seen[:-1]), strict=True):
         await upgrades.downgrade(database, revision)
-        assert await catalog(database) == expected
+        left = await catalog(database)
+        for name, rows in expected.items():
+            assert [one for one in left[name] if "message_p2" not in repr(one)] == rows, name  # but days' partitions
     assert await schema.current(database) is None
 
 
@@ -154,3 +159,47 @@ async def test_a_store_out_of_reach_is_lost(database: str) -> None:
                 await doing
             assert "s3cret" not in str(caught.value)
             assert caught.value.__cause__ is not None
+
+
+async def test_a_store_of_the_first_schema_is_upgraded_with_its_messages(database: str) -> None:
+    """By `delayer db upgrade`, as a user does it; and its daemon then goes on."""
+    await upgrades.upgrade(database, "0001")
+    async with sql(database) as admin:
+        await put(admin, [row(n, 1_900_000_000_000 + n, key=b"%d" % n if n % 3 == 0 else None) for n in range(30)])
+        before = await waiting(admin)
+    with pytest.raises(SchemaOutdated, match=r"0001, expected .*: run `delayer db upgrade`"):
+        await PostgresStore.connect(database)
+    upgrading = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "from delayer.cli import main; main()", "db", "upgrade",
+        env={**os.environ, "DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database},
+    )  # fmt: skip
+    assert await upgrading.wait() == 0
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        assert await waiting(admin) == before
+        assert (lane.number, (await overview(database)).waiting) == (1, 30)
+        assert sum(one.messages for one in await compact(admin)) == 20
+        await conserved(admin)
+
+
+async def test_going_down_keeps_every_message_or_refuses(database: str) -> None:
+    await upgrades.upgrade(database)
+    async with sql(database) as admin:
+        await put(admin, [row(n, 1_900_000_000_000 + n) for n in range(30)])
+        before = await waiting(admin)
+        await compact(admin, rows=10)
+        await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
+        with pytest.raises(StoreLost, match=r"30 messages stand in 3 segments.*`delayer restore` first"):
+            await upgrades.downgrade(database, "0001")
+        assert await schema.current(database) == schema.HEAD
+        assert len(await everything(admin)) == 30
+        for segment in await segments.listed(admin):
+            await segments.restore(admin, segments.Fence(1, 0), segment.id)
+        await upgrades.downgrade(database, "0001")
+        assert await schema.current(database) == "0001"
+        assert await waiting(admin) == before
+        # What was compacted and restored is in the counters, and the first schema's law holds with it.
+        counters = dict(await admin.fetch("SELECT kind, n FROM counter"))
+        assert counters == {"parked": 30, "compacted": 30, "restored": 30}
+    await upgrades.upgrade(database)
+    async with sql(database) as admin:
+        assert await waiting(admin) == before

@@ -3,7 +3,8 @@
 -- $1 lane; from ($2, $3) inclusive to ($4, $5) exclusive in the order of (due_at, id); the bounds of due_at once more, as
 -- $2 and $6, because row comparisons prune no partition; $7 rows; $8 bytes of bodies and properties, but one row at
 -- least. Rows with a key stay rows: a later message must find them. Rows that somebody has locked (a cancel, another
--- compaction) are left to him. Rows that are locked here and do not fit $8 are left, too.
+-- compaction) are left to him. Rows that are locked here and do not fit $8 are left, too; they are summed up in
+-- the order that they were locked in, and by whatever order would do as well.
 WITH locked AS MATERIALIZED (
     SELECT id, due_at, parked_at, checksum, format, route, exchange, routing_key, to_exchange, to_key, properties, body
     FROM message
@@ -13,7 +14,7 @@ WITH locked AS MATERIALIZED (
     LIMIT $7
     FOR UPDATE SKIP LOCKED
 ), summed AS (
-    SELECT *, sum(octet_length(body)::bigint + octet_length(properties)) OVER (ORDER BY due_at, id ROWS UNBOUNDED PRECEDING)
+    SELECT *, sum(octet_length(body) + octet_length(properties)) OVER (ROWS UNBOUNDED PRECEDING)
               - octet_length(body) - octet_length(properties) AS before
     FROM locked
 )

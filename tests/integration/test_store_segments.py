@@ -1,0 +1,434 @@
+"""Rows become segments and rows again, in a real store: to the byte, counted, and whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import asyncpg
+import pytest
+
+from delayer.core.errors import LaneLost
+from delayer.core.segment import Broken, Restored
+from delayer.store import compacting, partitions, segments, statements, upgrades
+from delayer.store.compacting import Window
+from delayer.store.packing import Packed, SegmentBroken
+from delayer.store.partitions import DAY_MS
+from delayer.store.segments import FOREVER_MS, Fence
+from tests.conformance.store_contract import owned, parcel, release_all
+from tests.integration.test_store_lane import opened, sql
+from tests.rig.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
+
+START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
+"""The first instant of a day that is far away."""
+INTO = Fence(9, 0)
+
+
+@asynccontextmanager
+async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
+    """A connection to a store with the newest schema, partitions for some days from START_MS on, and a lane INTO."""
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        first = START_MS // DAY_MS
+        for day in range(first, first + days):
+            assert await partitions.make(admin, day, first - 10) is partitions.Making.DONE
+        await admin.execute("INSERT INTO lane VALUES ($1, $2, 'gone')", *INTO)
+        yield admin
+
+
+async def restore_all(admin: asyncpg.Connection, into: Fence = INTO, **more: Any) -> list[Restored | Broken]:
+    """Everything back, as a daemon does it."""
+    found = []
+    while (one := await segments.restore_one(admin, into, FOREVER_MS, **more)) is not None:
+        found.append(one)
+    return found
+
+
+def strange() -> list[Row]:
+    """What may stand in a row, and mostly does not."""
+    chance = random.Random(4)
+    every = bytes(range(256))
+    kinds = [
+        row(1, START_MS),
+        Row(1, 2, START_MS * 1000 + 1, 5, 0, 1, b"", b"", b"", b"", b"", b"", b""),
+        Row(1, 3, START_MS * 1000 + 999, -7, 1 << 40, 99, every, every, every, every, every, every * 9, every * 9),
+        row(4, START_MS, body=chance.randbytes(3_000_000)),
+        row(5, START_MS + DAY_MS - 1, body=b"x" * 70_000)._replace(properties=b"\xff" * 70_000),
+        row(-5, START_MS + DAY_MS),
+        row((1 << 62), START_MS)._replace(checksum=-1),
+        row(6, START_MS + DAY_MS - 1)._replace(due_us=(START_MS + DAY_MS) * 1000 - 1),
+    ]
+    return kinds
+
+
+@pytest.mark.parametrize("days", [0, 3])
+@pytest.mark.parametrize("portion_bytes", [1 << 20, 1_000])
+async def test_round_trip_to_the_byte(database: str, days: int, portion_bytes: int) -> None:
+    async with store(database, days) as admin:
+        before = {one.id: one for one in strange() + rows(500, START_MS, first_id=100, span_ms=3 * DAY_MS)}
+        await put(admin, before.values())
+        made = await compact(admin, rows=200)
+        assert sum(one.messages for one in made) == len(before)
+        assert await waiting(admin) == {}
+        assert await packed(admin) == before
+        assert (await conserved(admin))["compacted"] == len(before)
+        back = await restore_all(admin, portion_bytes=portion_bytes)
+        assert sum(one.messages for one in back) == len(before)
+        assert [one.first_due_ms for one in back] == sorted(one.first_due_ms for one in back)
+        after = await waiting(admin)
+        assert {one.lane for one in after.values()} == {INTO.number}
+        assert without_lanes(after) == without_lanes(before)
+        assert (await conserved(admin))["restored"] == len(before)
+        assert await admin.fetchval("SELECT count(*) FROM segment") == 0
+
+
+async def test_what_a_segment_says_of_itself(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, [row(7, START_MS + 5, body=b"abc"), row(3, START_MS + 9, body=b"de"), row(5, START_MS + 7)])
+        [made] = await compact(admin)
+        [listed] = await segments.listed(admin)
+        raw = 3 + 2 + 4 + 3 * 3
+        assert (made.segment, made.messages, made.raw_bytes, made.more) == (listed.id, 3, raw, False)
+        assert listed[1:8] == (1, START_MS + 5, START_MS + 9, 3, 0, raw, made.packed_bytes)
+        assert (listed.live, listed.broken) == (3, None)
+        assert await admin.fetchrow("SELECT first_id, last_id, format FROM segment") == (3, 7, 1)
+        assert await segments.count(admin) == (1, 3, 0, 0, START_MS + 5)
+        assert await segments.due_soon(admin, START_MS + 5) == [listed.id]
+        assert await segments.due_soon(admin, START_MS + 4) == []
+        assert await segments.listed(admin, START_MS + 5) == []
+        assert await segments.restore_one(admin, INTO, START_MS + 4) is None
+        assert await segments.restore_one(admin, INTO, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
+        assert await segments.count(admin) == (0, 0, 0, 0, None)
+        assert await segments.read(admin, listed.id) is None
+        assert await segments.restore(admin, INTO, listed.id) is None
+
+
+async def test_what_was_restored_is_released(database: str) -> None:
+    """By the daemon's own parking and releasing, with the identity that it was parked under."""
+    async with opened(database) as place, owned(place, 2) as [one, two]:
+        now = place.now_ms()
+        await place.park(one, [parcel(now - n, b"%d" % n) for n in range(5)], [])
+        async with sql(database) as admin:
+            ids = sorted(await waiting(admin))
+            assert len(await compact(admin)) == 1
+            assert await release_all(one) == []
+            [back] = await restore_all(admin, Fence(two.number, two.epoch))  # type: ignore[attr-defined]
+            two.note_parked(back.first_due_ms)
+            released = await release_all(two)
+            assert [due.parcel.body for due in released] == [b"4", b"3", b"2", b"1", b"0"]
+            assert sorted(due.id for due in released) == ids
+            assert all(due.sound for due in released)
+            assert await conserved(admin) == {
+                "parked": 5, "restored": 5, "released": 5, "cancelled": 0, "compacted": 5, "held": 0,
+            }  # fmt: skip
+
+
+# ---- windows
+
+
+@pytest.mark.parametrize("days", [0, 5])
+@pytest.mark.parametrize("at_most", [1, 7, 100, 10_000])
+@pytest.mark.parametrize("odd_us", [0, 500])
+async def test_windows_cover_every_row_once(database: str, days: int, at_most: int, odd_us: int) -> None:
+    """Lanes, days, gaps between them, many at one instant. A daemon's rows are due at whole milliseconds; those of
+    others are counted a little wrong, but left out or taken twice as little."""
+    chance = random.Random(at_most)
+    made = []
+    for number in range(400):
+        lane, day = chance.choice([1, 1, 2, 7]), chance.choice([0, 0, 1, 4, 30, 300])
+        due_ms = START_MS + day * DAY_MS + chance.choice([0, 1, 2, chance.randrange(DAY_MS), DAY_MS - 1])
+        made.append(row(number, due_ms, lane)._replace(due_us=due_ms * 1000 + chance.choice([0, 0, 0, odd_us])))
+    async with store(database, days) as admin:
+        await put(admin, made)
+        found = await compacting.windows(admin, START_MS - 1, at_most)
+        begins = [(window.lane, window.first_ms, window.first_id) for window in found]
+        assert begins == sorted(begins)
+        assert sum(window.rows for window in found) == len(made)
+        assert max(window.rows for window in found) <= at_most
+        assert all(window.last_ms - window.first_ms < compacting.SPAN_MS for window in found)
+        counted = [sum(_inside(one, window) for one in made) for window in found]
+        assert odd_us or counted == [window.rows for window in found]
+        assert all(sum(_inside(one, window) for window in found) == 1 for one in made)
+        # Fewer would not do: neighbours are joined where they may be.
+        for one, two in pairwise(found):
+            fits = one.rows + two.rows <= at_most and two.last_ms - one.first_ms < compacting.SPAN_MS
+            assert one.lane != two.lane or not fits
+        if at_most > 1:
+            segments_made = await compact(admin, START_MS - 1, at_most)
+            assert odd_us or [one.messages for one in segments_made] == counted
+            assert await waiting(admin) == {}
+
+
+def _inside(one: Row, window: Window) -> bool:
+    end_ms, end_id = window.end
+    begins, ends = (window.first_ms * 1000, window.first_id), (end_ms * 1000, end_id)
+    return one.lane == window.lane and begins <= (one.due_us, one.id) < ends
+
+
+async def test_windows_begin_after_a_limit(database: str) -> None:
+    async with store(database, 3) as admin:
+        await put(admin, [row(n, START_MS + n * 1000) for n in range(10)])
+        assert await compacting.windows(admin, START_MS + 9_000) == []
+        [window] = await compacting.windows(admin, START_MS + 4_000)
+        assert (window.first_ms, window.rows) == (START_MS + 5_000, 5)
+        made = await compacting.compact_one(admin, window)
+        assert made is not None
+        assert sorted(await waiting(admin)) == [0, 1, 2, 3, 4]
+
+
+async def test_many_due_at_one_instant(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, [row(n, START_MS) for n in range(1_000)])
+        found = await compacting.windows(admin, 0, 100)
+        assert [window.rows for window in found] == [100] * 10
+        made = [await compacting.compact_one(admin, window, rows=100) for window in found]
+        assert [one and one.messages for one in made] == [100] * 10
+        assert sorted(await packed(admin)) == list(range(1_000))
+
+
+# ---- what stays
+
+
+async def test_rows_with_a_key_stay(database: str) -> None:
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        due_ms = place.now_ms() + 60 * DAY_MS
+        await place.park(lane, [parcel(due_ms, b"plain"), parcel(due_ms, b"old", key=b"k")], [])
+        [made] = await compact(admin)
+        assert made.messages == 1
+        assert [one.body for one in (await waiting(admin)).values()] == [b"old"]
+        await place.park(lane, [parcel(due_ms, b"new", key=b"k")], [])
+        assert [one.body for one in (await waiting(admin)).values()] == [b"new"]
+        assert await compact(admin) == []
+        await conserved(admin)
+
+
+async def test_rows_that_somebody_has_locked_stay(database: str) -> None:
+    async with store(database) as admin, sql(database) as other:
+        await put(admin, rows(20, START_MS))
+        async with other.transaction():
+            await other.execute("SELECT FROM message WHERE id <= 5 FOR UPDATE")
+            [made] = await compact(admin)
+            assert made.messages == 15
+            assert await compact(admin) == []
+        assert len(await everything(admin)) == 20
+        [made] = await compact(admin)
+        assert made.messages == 5
+        await conserved(admin)
+
+
+async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, [row(n, START_MS + n, body=b"x" * (100 * n)) for n in range(1, 8)])
+        [window] = await compacting.windows(admin, 0)
+        taken = []
+        while (one := await compacting.compact_one(admin, window, max_bytes=500)) is not None:
+            taken.append((one.messages, one.more))
+        # What begins before the 500th byte is taken, but no more rows are locked than by their mean size may fit.
+        assert taken == [(2, True), (2, True), (1, True), (1, True), (1, False)]
+        assert len(await packed(admin)) == 7
+        await conserved(admin)
+
+
+# ---- what goes wrong
+
+
+async def test_what_does_not_read_back_is_not_committed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = compacting._insert
+
+    async def worse(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:
+        return await good(connection, lane, packed._replace(packed=packed.packed[:-1] + b"?"))
+
+    async with store(database) as admin:
+        await put(admin, rows(20, START_MS))
+        before = await everything(admin)
+        with monkeypatch.context() as patch:
+            patch.setattr(compacting, "_insert", worse)
+            with pytest.raises(SegmentBroken, match="the bytes changed"):
+                await compact(admin)
+            patch.setattr(compacting, "_insert", lambda c, n, p: good(c, n, p._replace(messages=19)))
+            with pytest.raises(SegmentBroken, match="expected 20 messages, found 19"):
+                await compact(admin)
+        with monkeypatch.context() as patch:
+            patch.setattr(statements, "DELETE_RUN", f"{statements.DELETE_RUN} AND id > 1")
+            with pytest.raises(RuntimeError, match="20 messages packed, but DELETE 19"):
+                await compact(admin)
+        assert await waiting(admin) == before
+        assert await segments.listed(admin) == []
+        assert (await conserved(admin))["compacted"] == 0
+
+
+async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
+    """And it blocks nobody: what is whole comes back, the broken one stays as it is, marked once."""
+    chance = random.Random(2)
+    async with store(database) as admin:
+        await put(admin, rows(300, START_MS, span_ms=30 * DAY_MS))
+        made = await compact(admin, rows=10)
+        broken = {one.segment for one in made[::2]}
+        places = {}
+        for one in made[::2]:
+            places[one.segment] = place = chance.randrange(one.packed_bytes * 8)
+            await admin.execute(FLIP, one.segment, place)
+        inside = {one.segment: one.messages for one in made}
+        back = await restore_all(admin)
+        assert {one.segment for one in back if isinstance(one, Broken)} == broken
+        assert {one.segment for one in back if isinstance(one, Restored)} == inside.keys() - broken
+        assert all(one.messages == inside[one.segment] for one in back)
+        assert all("checksum" in one.reason for one in back if isinstance(one, Broken))
+        left = await segments.listed(admin)
+        assert {one.id for one in left} == broken
+        assert all(one.broken and "checksum" in one.broken for one in left)
+        count = sum(inside[number] for number in broken)
+        assert await segments.count(admin) == (len(broken), count, len(broken), count, None)
+        assert await segments.due_soon(admin, FOREVER_MS) == []
+        assert len(await waiting(admin)) == 300 - count
+        await conserved(admin)
+        # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
+        one, *_ = broken
+        marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
+        assert isinstance(await segments.restore(admin, INTO, one), Broken)
+        assert await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one) == marked
+        for number in broken:
+            await admin.execute(FLIP, number, places[number])
+            assert isinstance(await segments.restore(admin, INTO, number), Restored)
+        assert len(await waiting(admin)) == 300
+        await conserved(admin)
+
+
+FLIP = "UPDATE segment SET packed = set_bit(packed, $2::int, 1 - get_bit(packed, $2::int)) WHERE id = $1"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("packed = ''", "found 0 bytes"),
+        ("digest = sha256('')", "expected the digest"),
+        ("messages = 9", "expected 9 messages, found 10"),
+        ("format = 2", "format 1 at most, found 2"),
+        ("cancelled = 1", "expected 9 messages without the cancelled ones, found 10"),
+    ],
+)
+async def test_a_row_that_does_not_fit_its_bytes_is_broken(database: str, change: str, reason: str) -> None:
+    async with store(database) as admin:
+        await put(admin, rows(10, START_MS))
+        await compact(admin)
+        await admin.execute(f"UPDATE segment SET {change}")
+        [found] = await restore_all(admin)
+        assert isinstance(found, Broken)
+        assert reason in found.reason
+        assert await waiting(admin) == {}
+
+
+async def test_a_lane_that_changed_its_owner_gets_nothing(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, rows(10, START_MS))
+        await compact(admin)
+        before = await everything(admin)
+        for into in (Fence(INTO.number, INTO.epoch + 1), Fence(INTO.number, INTO.epoch - 1), Fence(77, 0)):
+            with pytest.raises(LaneLost, match="owner"):
+                await segments.restore_one(admin, into, FOREVER_MS)
+        assert await everything(admin) == before
+        assert await waiting(admin) == {}
+        await conserved(admin)
+
+
+async def test_an_adopter_waits_for_a_restore_in_flight(database: str) -> None:
+    """And then sees what it brought: the fence of a park."""
+    async with store(database) as admin, sql(database) as other:
+        await put(admin, rows(1_000, START_MS))
+        await compact(admin)
+        await admin.execute("INSERT INTO counter VALUES ($1, 'restored', 0)", INTO.number)
+        async with sql(database) as holder, sql(database) as adopter:
+            await holder.execute("BEGIN")
+            await holder.execute("SELECT FROM counter WHERE kind = 'restored' FOR UPDATE")
+            restoring = asyncio.create_task(segments.restore_one(other, INTO, FOREVER_MS))
+            await blocked(admin, "%INSERT INTO counter%")
+            raising = asyncio.create_task(adopter.execute("UPDATE lane SET epoch = epoch + 1"))
+            await blocked(admin, "UPDATE lane%")
+            assert not raising.done()
+            await holder.execute("COMMIT")
+            assert isinstance(await restoring, Restored)
+            await raising
+            assert len(await waiting(adopter)) == 1_000
+
+
+async def blocked(admin: asyncpg.Connection, query: str) -> None:
+    """Wait until a session waits for a lock in such a statement. ``admin`` is in no transaction."""
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
+        " AND datname = current_database()"
+    )
+    async with asyncio.timeout(20):
+        while not await admin.fetchval(waits, query):
+            pass
+
+
+async def test_two_who_restore_share_the_segments(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, rows(2_000, START_MS, span_ms=30 * DAY_MS))
+        made = await compact(admin, rows=50)
+        await admin.execute("INSERT INTO lane VALUES (10, 0, 'gone')")
+        async with sql(database) as one, sql(database) as two:
+            first, second = await asyncio.gather(restore_all(one), restore_all(two, Fence(10, 0)))
+        assert len(first) + len(second) == len(made)
+        assert min(len(first), len(second)) > 0
+        assert len(await waiting(admin)) == 2_000
+        await conserved(admin)
+
+
+async def test_two_who_compact_the_same(database: str) -> None:
+    async with store(database, 2) as admin:
+        before = rows(3_000, START_MS, span_ms=2 * DAY_MS) + rows(500, START_MS, lane=2, first_id=5_000, span_ms=5)
+        await put(admin, before)
+        done = await asyncio.gather(*(apart(database, lambda one: compact(one, rows=100)) for _ in range(3)))
+        assert sum(one.messages for made in done for one in made) == 3_500
+        assert sum(bool(made) for made in done) > 1
+        assert await packed(admin) == {one.id: one for one in before}
+        await conserved(admin)
+
+
+async def apart(url: str, work: Callable[[asyncpg.Connection], Awaitable[Any]]) -> Any:
+    """``work`` with a connection of its own."""
+    async with sql(url) as connection:
+        return await work(connection)
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+async def test_the_plans_are_index_ranges_of_one_partition(database: str, analyzed: bool) -> None:
+    async with store(database, 5) as admin:
+        await put(admin, rows(5_000, START_MS, span_ms=5 * DAY_MS))
+        if analyzed:
+            await admin.execute("ANALYZE message")
+        await compact(admin, START_MS + 2 * DAY_MS, rows=100)
+        window = (await compacting.windows(admin, START_MS + DAY_MS, 100))[2]
+        bounds = (window.lane, window.first_ms, window.first_id, *window.end, window.last_ms + 1)
+        delete = (window.lane, window.first_ms, window.last_ms + 1, list(range(100)))
+        async with admin.transaction():
+            await admin.execute(compacting.SETTINGS)
+            plans = [
+                await explained(admin, statements.LOCK_RUN, *bounds, 100, 1 << 20),
+                await explained(admin, statements.MEAN_SIZE, *bounds),
+                await explained(admin, statements.DELETE_RUN, *delete),
+            ]
+        for plan in plans:
+            assert "Seq Scan" not in plan, plan
+            assert "Sort" not in plan, plan
+            assert len(set(re.findall(r"Index Scan using (\w+)", plan))) == 1, plan
+        # The planning of a day sorts nothing either; a lane's rows pass in the order of the key.
+        day = partitions.name_of(window.first_ms // DAY_MS)
+        runs = statements.RUNS.format(partition=day, day="now()", of_day="")
+        await admin.execute("SET enable_seqscan = off; SET enable_bitmapscan = off")
+        plan = await explained(admin, runs, START_MS, 100)
+        assert plan.count("Sort") == 0, plan
+
+
+async def explained(admin: asyncpg.Connection, statement: str, *values: Any) -> str:
+    """The plan, as text."""
+    return "\n".join(line for (line,) in await admin.fetch(f"EXPLAIN {statement}", *values))

@@ -1,0 +1,146 @@
+"""Messages as rows of a store, put there and read back by SQL of our own, wherever they stand: row or segment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import asyncpg
+
+from delayer.store import compacting, envelope, segments
+from delayer.store.partitions import DAY_MS
+
+_US = "(extract(epoch FROM {0}) * 1000000)::bigint AS {0}"
+_INSTANT = "'epoch'::timestamptz + {0} * interval '1 microsecond'"
+_CONTENT = "format, route, exchange, routing_key, to_exchange, to_key, properties, body, key"
+_READ = f"SELECT lane, id, {_US.format('due_at')}, {_US.format('parked_at')}, checksum, {_CONTENT} FROM {{}}"
+_WRITE = f"""
+INSERT INTO message (lane, id, due_at, parked_at, checksum, {_CONTENT})
+SELECT lane, id, {_INSTANT.format("due_at")}, {_INSTANT.format("parked_at")}, checksum, {_CONTENT}
+FROM unnest($1::int[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::int[], $7::bytea[], $8::bytea[],
+            $9::bytea[], $10::bytea[], $11::bytea[], $12::bytea[], $13::bytea[], $14::bytea[])
+     AS new (lane, id, due_at, parked_at, checksum, {_CONTENT})
+"""
+_KEYS = "INSERT INTO message_key SELECT key, lane, due_at, id FROM message WHERE key IS NOT NULL ON CONFLICT DO NOTHING"
+_COUNT = "INSERT INTO counter SELECT $1, $2, $3 ON CONFLICT (lane, kind) DO UPDATE SET n = counter.n + excluded.n"
+
+
+class Row(NamedTuple):
+    """A message as it stands; instants are epoch microseconds."""
+
+    lane: int
+    id: int
+    due_us: int
+    parked_us: int
+    checksum: int
+    format: int
+    route: bytes
+    exchange: bytes
+    routing_key: bytes
+    to_exchange: bytes
+    to_key: bytes
+    properties: bytes
+    body: bytes
+    key: bytes | None = None
+
+
+def row(
+    id_: int, due_ms: int, lane: int = 1, body: bytes = b"body", key: bytes | None = None, parked_ms: int = 1_000
+) -> Row:
+    """A message like any other, as the daemon would have parked it."""
+    exchange, routing_key, properties = b"delayer.in", b"orders.eu", b"\x10\x00\x02"
+    checksum = envelope.checksum(exchange, routing_key, properties, body)
+    return Row(
+        lane, id_, due_ms * 1000, parked_ms * 1000, checksum, envelope.FORMAT, b"delayer.in", exchange, routing_key,
+        b"delayer.out", b"orders.eu", properties, body, key,
+    )  # fmt: skip
+
+
+def rows(
+    count: int, from_ms: int, *, lane: int = 1, first_id: int = 1, span_ms: int = DAY_MS, seed: int = 1
+) -> list[Row]:
+    """Messages due at random instants of the time from ``from_ms`` on, in no order."""
+    chance = random.Random(seed)
+    return [
+        row(first_id + n, from_ms + chance.randrange(span_ms), lane, b'{"order": %d, "kind": "reminder"}' % n)
+        for n in range(count)
+    ]
+
+
+async def put(admin: asyncpg.Connection, waiting: Iterable[Row]) -> None:
+    """Write rows, with the keys, lanes and counters that belong to them."""
+    waiting = list(waiting)
+    await admin.execute(_WRITE, *map(list, zip(*waiting, strict=True)))
+    await admin.execute(_KEYS)
+    for number in {one.lane for one in waiting}:
+        await admin.execute("INSERT INTO lane VALUES ($1, 0, 'gone') ON CONFLICT DO NOTHING", number)
+        await admin.execute(_COUNT, number, "parked", sum(one.lane == number for one in waiting))
+    await admin.execute("SELECT setval('message_id', greatest((SELECT max(id) FROM message), nextval('message_id')))")
+
+
+async def waiting(admin: asyncpg.Connection) -> dict[int, Row]:
+    """The rows of ``message``, by id."""
+    return {found["id"]: Row(*found) for found in await admin.fetch(_READ.format("message"))}
+
+
+async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
+    """The live messages in segments, by id; each in one only."""
+    found: dict[int, Row] = {}
+    for segment in await segments.listed(admin):
+        table = await segments.read(admin, segment.id)
+        assert table is not None
+        columns = [column.cast("int64") if column.type.num_fields == 0 and str(column.type).startswith("timestamp")
+                   else column for column in table.columns]  # fmt: skip
+        for values in zip(*(column.to_pylist() for column in columns), strict=True):
+            assert values[0] not in found, f"message {values[0]} is in two segments"
+            found[values[0]] = Row(segment.lane, *values)
+    return found
+
+
+async def everything(admin: asyncpg.Connection) -> dict[int, Row]:
+    """All messages that wait, by id: each is either a row or in exactly one segment."""
+    as_rows, as_segments = await waiting(admin), await packed(admin)
+    twice = as_rows.keys() & as_segments.keys()
+    assert not twice, f"both row and in a segment: {sorted(twice)[:10]}"
+    return as_rows | as_segments
+
+
+async def conserved(admin: asyncpg.Connection) -> dict[str, int]:
+    """Check both laws of conservation, lane by lane and over all; the counters of all lanes together."""
+    counters: dict[int, dict[str, int]] = {}
+    for number, kind, n in await admin.fetch("SELECT lane, kind, n FROM counter"):
+        counters.setdefault(number, {})[kind] = n
+    for number, of in counters.items():
+        rest = await admin.fetchval("SELECT count(*) FROM message WHERE lane = $1", number)
+        rest += await admin.fetchval("SELECT count(*) FROM held WHERE lane = $1", number)
+        out = sum(of.get(kind, 0) for kind in ("released", "cancelled", "compacted"))
+        assert of.get("parked", 0) + of.get("restored", 0) == out + rest, f"lane {number}: {of}, and {rest} stand there"
+    total = {kind: sum(of.get(kind, 0) for of in counters.values()) for kind in KINDS}
+    inside, noted = await admin.fetchrow(
+        "SELECT coalesce(sum(messages - cancelled), 0), coalesce(sum(cancelled), 0) FROM segment"
+    )
+    assert total["compacted"] - total["restored"] == inside, f"{total}, and {inside} in segments"
+    assert await admin.fetchval("SELECT count(*) FROM segment_cancelled") == noted
+    return total
+
+
+KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
+
+
+async def compact(
+    admin: asyncpg.Connection, after_ms: int = 0, rows: int = compacting.ROWS
+) -> list[compacting.Compacted]:
+    """Make segments of all that is due after ``after_ms``."""
+    made = []
+    for window in await compacting.windows(admin, after_ms, rows):
+        while (one := await compacting.compact_one(admin, window, rows=rows)) is not None:
+            made.append(one)
+            if not one.more:
+                break
+    return made
+
+
+def without_lanes(found: Mapping[int, Row]) -> dict[int, tuple[Any, ...]]:
+    """What stays of a message when it is restored: everything but its lane."""
+    return {number: one[1:] for number, one in found.items()}
