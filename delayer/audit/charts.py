@@ -56,11 +56,11 @@ SHEETS: Final = (Sheet("wide", (15.0, 3.6), 13, 240, 12), Sheet("narrow", (5.0, 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``svg`` by the name of the sheet, ``told``: the same for who cannot see it, ``note``: how to read it."""
+    """``svg`` by the name of the sheet, ``told``: the same for who cannot see it, ``notes``: how to read each."""
 
     svg: dict[str, str]
     told: str
-    note: str
+    notes: dict[str, str]
 
 
 def calendar(bars: Sequence[Bar], now_ms: int, release_rate: float, ident: str) -> Chart | None:
@@ -76,17 +76,21 @@ def calendar(bars: Sequence[Bar], now_ms: int, release_rate: float, ident: str) 
         f"{together:,} messages from {instant(first.start_ms)} to {instant(last.start_ms)};"
         f" the most in one {unit}: {top.messages:,} on {instant(top.start_ms)}"
     )
-    svg, joined = {}, 1
+    svg, notes = {}, {}
     with mpl.rc_context(_STYLE):
         for sheet in SHEETS:
             each, shown = _joined(drawable, sheet.bars)
-            joined = each if sheet is SHEETS[0] else joined
+            notes[sheet.name] = _note(unit, each, later)
             svg[sheet.name] = _drawn(shown, now_ms, release_rate * drawable[0].width_ms / 1000, sheet, ident)
-    notes = [f"Each bar is the busiest {unit} of {joined}."] if joined > 1 else []
+    return Chart(svg, told, notes)
+
+
+def _note(unit: str, each: int, later: Sequence[Bar]) -> str:
+    notes = [f"Each bar is the busiest {unit} of {each}."] if each > 1 else []
     if later:
         left_out = sum(bar.messages for bar in later)
         notes.append(f"{counted(left_out, 'message')} later, up to {instant(later[-1].start_ms)}, not drawn.")
-    return Chart(svg, told, " ".join(notes))
+    return " ".join(notes)
 
 
 def _near(bars: list[Bar]) -> tuple[list[Bar], list[Bar]]:

@@ -77,7 +77,7 @@ def _findings(report: Report, console: Console) -> None:
 
 
 def _finding(one: Finding, now_ms: int, console: Console) -> None:
-    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {one.count:,}")
+    line = Text.assemble("  ", (words.name(one.subject), "bold"), f"  {words.about(one)}")
     if one.first_due_ms is not None:
         line.append(f", first due {words.instant(one.first_due_ms)} ({words.away(one.first_due_ms, now_ms)})")
     console.print(line)

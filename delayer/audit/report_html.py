@@ -19,13 +19,13 @@ from markupsafe import Markup, escape
 from delayer import __version__
 from delayer.audit import charts, words
 from delayer.audit.advice import Advice, advice
-from delayer.audit.findings import Finding, Growth, LaneFigures, Report, Share, Standout
+from delayer.audit.findings import Finding, Growth, LaneFigures, Report, Severity, Share, Standout
 from delayer.broker.routing import Verdict
 
 KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _TONES: Final = {
     Verdict.ROUTED: ("good", "take them"),
-    Verdict.ALTERNATE: ("warn", "take them by the alternate exchange"),
+    Verdict.ALTERNATE: ("warn", "use an alternate"),
     Verdict.MISSING: ("bad", "not find it"),
     Verdict.UNROUTABLE: ("bad", "find no queue"),
     Verdict.CLOSED: ("bad", "refuse them"),
@@ -33,6 +33,9 @@ _TONES: Final = {
     Verdict.UNKNOWN: ("", "not known"),
     Verdict.NOT_ASKED: ("", "not asked"),
 }
+_HELPERS: Final = (
+    "instant", "away", "duration", "size", "width", "change", "counted", "about", "name", "destination", "details",
+)  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -57,6 +60,7 @@ class Banner(NamedTuple):
 class Group(NamedTuple):
     """The findings of one rule and severity. ``unlisted``: how many there are beside them."""
 
+    severity: Severity
     advice: Advice
     findings: tuple[Finding, ...]
     unlisted: int
@@ -87,6 +91,8 @@ def page(report: Report) -> str:
         groups=list(_groups(report)),
         charts=list(_charts(report)),
         asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
+        # What would not be taken stands first, however little it is.
+        destinations=sorted(at.destinations, key=lambda one: _badge(one).tone != "bad"),
         badges=_badge,
         share=lambda messages: 100 * messages / max(most, 1),
         standouts=list(_standouts(report)),
@@ -128,7 +134,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    for helper in ("instant", "away", "duration", "size", "width", "change", "name", "destination", "details"):
+    for helper in _HELPERS:
         environment.globals[helper] = getattr(words, helper)
     return environment.get_template("report.html")
 
@@ -183,12 +189,13 @@ def _instant_tile(at_ms: int | None, now_ms: int) -> tuple[str, str]:
 def _groups(report: Report) -> Iterator[Group]:
     """Violations first; within, the rules in the order of their soonest message."""
     unlisted = {run.rule: run.unlisted for run in report.rules}
-    for some in (report.violations, report.warnings):
+    severities: tuple[Severity, ...] = ("violation", "warning")
+    for severity, some in zip(severities, (report.violations, report.warnings), strict=True):
         by_rule: dict[str, list[Finding]] = {}
         for one in some:
             by_rule.setdefault(one.rule, []).append(one)
         for rule, found in by_rule.items():
-            yield Group(advice(rule), tuple(found), unlisted.pop(rule, 0))
+            yield Group(severity, advice(rule), tuple(found), unlisted.pop(rule, 0))
 
 
 def _charts(report: Report) -> Iterator[tuple[str, charts.Chart]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from delayer.audit.findings import Report
+from delayer.audit.findings import Finding, Report
 from delayer.telemetry import readable
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
@@ -15,15 +15,14 @@ _WIDTHS: Final = {_SECOND_MS: "second", _MINUTE_MS: "minute", _HOUR_MS: "hour", 
 
 
 def instant(at_ms: int | None) -> str:
-    """``2026-12-01 00:00:00Z``; milliseconds only where there are some; a dash for none."""
+    """``2026-12-01 00:00:00Z``, to the second; a dash for none."""
     if at_ms is None:
         return "–"
     try:
         at = datetime.fromtimestamp(at_ms // 1000, UTC)
     except (OverflowError, ValueError, OSError):
         return f"{at_ms:,} ms"  # beyond the calendar
-    rest = at_ms % 1000
-    return f"{at:%Y-%m-%d %H:%M:%S}{f'.{rest:03}' if rest else ''}Z"
+    return f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 
 def away(at_ms: int | None, now_ms: int) -> str:
@@ -46,7 +45,7 @@ def duration(seconds: float) -> str:
     if whole < 120:
         return f"{whole} s"
     if whole >= 730 * 86_400:
-        return f"{whole / (365.25 * 86_400):.1f} years"
+        return f"{_digits(round(whole / (365.25 * 86_400), 1))} years"
     parts = []
     for unit, size in _UNITS:
         amount, whole = divmod(whole, size)
@@ -83,6 +82,12 @@ def _digits(number: float) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """``1 violation``, ``1,200 violations``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def about(finding: Finding) -> str:
+    """How much a finding is about, in what: ``3 messages``, ``2 segments``."""
+    segments = finding.rule == "segments" and "segments" in finding.details
+    return counted(finding.count, "segment" if segments else "message")
 
 
 def change(number: int) -> str:

@@ -93,7 +93,7 @@ def test_ids_are_unique(page: str) -> None:
 
 def test_violations_come_first_with_what_to_do(page: str) -> None:
     text = Parsed(page).text
-    parts = ("9 violations, 3 warnings", "Violation · Conservation", "Next: Keep the store", "Warning · Overdue")
+    parts = ("9 violations, 15 warnings", "1 violation · Conservation", "Next: Keep the store", "13 warnings · Overdue")
     order = [text.index(part) for part in (*parts, "Due per minute", "adds up", "not checked")]
     assert order == sorted(order)
     assert "off by -3" in text
@@ -136,7 +136,7 @@ def test_the_console_says_it_all() -> None:
     lines = list(report_console.lines(FULL))
     text = "\n".join(lines)
     assert lines[0] == "1 violation: Conservation"
-    assert lines[-1].startswith("✗ 9 violations, 3 warnings")
+    assert lines[-1].startswith("✗ 9 violations, 15 warnings")
     assert all(line.isprintable() for line in lines), "no escape sequence, no NUL"
     assert "[bold]markup[/]" in text, "nothing is taken for markup"
     assert "7,013,444 wait (2,000,000 of them in 204 segments of 212 MB)" in text
@@ -162,7 +162,10 @@ def test_charts_keep_every_peak() -> None:
     chart = charts.calendar(bars, NOW_MS, 1.0, "x")
     assert chart is not None
     assert "7,777" in chart.told
-    assert chart.note == "Each bar is the busiest hour of 21."
+    assert chart.notes == {
+        "wide": "Each bar is the busiest hour of 21.",
+        "narrow": "Each bar is the busiest hour of 56.",
+    }
     assert all("7.78 k" in svg for svg in chart.svg.values())
 
 
@@ -171,7 +174,7 @@ def test_a_straggler_does_not_squeeze_the_rest() -> None:
     bars = [*(Bar(NOW_MS + n * day, day, 1_000, 0) for n in range(30)), Bar(NOW_MS + 3_650 * day, day, 2, 0)]
     chart = charts.calendar(bars, NOW_MS, 1.0, "x")
     assert chart is not None
-    assert chart.note == "2 messages later, up to 2035-11-20 00:00:02.481Z, not drawn."
+    assert chart.notes["wide"] == "2 messages later, up to 2035-11-20 00:00:02Z, not drawn."
 
 
 @pytest.mark.parametrize(

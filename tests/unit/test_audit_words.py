@@ -14,7 +14,8 @@ from delayer.audit.rules.judge import RULES
     ("seconds", "expected"),
     [(0, "0 ms"), (0.04, "40 ms"), (0.9996, "1 s"), (1.25, "1.2 s"), (9.99, "10 s"), (115, "115 s"), (119.7, "2 min"),
      (6900, "1 h 55 min"), (7200, "2 h"), (86_400, "1 d"), (90_000, "1 d 1 h"), (3_456_000, "40 d"),
-     (86_400_000, "2.7 years")],
+     (86_400_000, "2.7 years"),
+     (315_576_000, "10 years")],
 )  # fmt: skip
 def test_durations(seconds: float, expected: str) -> None:
     assert words.duration(seconds) == expected
@@ -32,8 +33,8 @@ def test_short_numbers(number: float, expected: str) -> None:
 def test_instants_and_how_far_they_are_away() -> None:
     assert words.instant(None) == "–"
     assert words.instant(0) == "1970-01-01 00:00:00Z"
-    assert words.instant(1_763_769_602_481) == "2025-11-22 00:00:02.481Z"
-    assert words.instant(-1) == "1969-12-31 23:59:59.999Z"
+    assert words.instant(1_763_769_602_481) == "2025-11-22 00:00:02Z"
+    assert words.instant(-1) == "1969-12-31 23:59:59Z"
     assert words.instant(10**18) == "1,000,000,000,000,000,000 ms", "beyond the calendar"
     assert words.away(7_200_000, 0) == "in 2 h"
     assert words.away(0, 7_200_000) == "2 h ago"
