@@ -1,0 +1,355 @@
+"""The data source, the snapshot and the extract: Spark sees what Postgres has, all of it of one instant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from delayer.audit import extract, snapshot, source
+from delayer.audit.frames import SCHEMAS, Frames
+from delayer.audit.watching import Watching
+from delayer.core.errors import StoreLost
+from delayer.settings.secret import SecretUrl
+from delayer.store import compacting, session
+from delayer.store.errors import SchemaOutdated
+from delayer.store.partitions import DAY_MS, name_of
+from tests.conformance.store_contract import MANY, ROOM, owned, parcel
+from tests.integration.test_store_lane import opened, sql
+from tests.rig.postgres import Postgres
+
+WEEK_MS = 7 * DAY_MS
+
+
+def run(work: Callable[[asyncpg.Connection], Awaitable[Any]], url: str) -> Any:
+    async def connected() -> Any:
+        async with sql(url) as connection:
+            return await work(connection)
+
+    return asyncio.run(connected())
+
+
+def execute(url: str, statement: str, *arguments: object) -> None:
+    async def work(connection: asyncpg.Connection) -> None:
+        await connection.execute(statement, *arguments)
+
+    run(work, url)
+
+
+def fetch(url: str, statement: str) -> list[tuple[Any, ...]]:
+    async def work(connection: asyncpg.Connection) -> list[tuple[Any, ...]]:
+        return [tuple(row) for row in await connection.fetch(statement)]
+
+    rows: list[tuple[Any, ...]] = run(work, url)
+    return rows
+
+
+def fill(url: str, count: int = 3000) -> None:
+    """Two lanes; rows due on ten days and in ten years, bodies of all sizes, some with a key, two held."""
+
+    async def work() -> None:
+        async with opened(url) as store, owned(store, 2) as lanes:
+            now = store.now_ms()
+            parcels = [
+                parcel(
+                    now + (n % 10 + 1) * DAY_MS + n if n % 50 else now + 3650 * DAY_MS + n,
+                    b"\x00" * 3000 if n % 100 == 0 else b"%d" % n * (n % 40),
+                    key=b"key %d" % n if n % 20 == 0 else None,
+                    routing_key=b"r\xff%d" % (n % 3),
+                )
+                for n in range(count)
+            ]
+            for turn, start in enumerate(range(0, count, 300)):
+                await store.park(lanes[turn % 2], parcels[start : start + 300], [])
+            await store.hold(lanes[0], [(parcel(now + 5), "no queue"), (parcel(now + 6), "why")])
+
+    asyncio.run(work())
+
+
+@pytest.fixture
+def filled(database: str) -> str:
+    fill(database)
+    return database
+
+
+def load(spark: SparkSession, url: str, relation: str, **options: object) -> DataFrame:
+    spark.dataSource.register(source.bound(SecretUrl(url)))
+    texts = {name: str(value) for name, value in options.items()}
+    return spark.read.format("delayer").options(relation=relation, **texts).load()
+
+
+def take(spark: SparkSession, url: str, work: str, **more: Any) -> Frames:
+    watching = Watching(spark, lambda _what, _done, _of: None)
+    return extract.take(spark, SecretUrl(url), Path(work).as_uri(), watching, **more)
+
+
+# ---- the data source
+
+
+def test_every_row_is_read_once_as_it_is(spark: SparkSession, filled: str) -> None:
+    frame = load(spark, filled, "message", split_bytes=64 << 10, batch_bytes=32 << 10)
+    assert frame.rdd.getNumPartitions() > 5
+    assert frame.schema.simpleString().count(":") == len(SCHEMAS["messages"].split(","))
+    found = {row["id"]: row.asDict() for row in frame.collect()}
+    carried_names = ("route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body", "key")
+    names = ", ".join(("lane", "due_at", "parked_at", "checksum", "format", *carried_names))
+    expected = fetch(filled, f"SELECT id, tableoid::regclass::text, {names} FROM message")
+    assert len(found) == len(expected) == frame.count() == 3000
+    for id_, partition, lane, due_ms, parked_ms, checksum, format_, *carried in expected:
+        row = found[id_]
+        assert (row["origin"], row["partition"], row["segment"]) == ("row", partition, None)
+        assert (row["lane"], row["due_ms"], row["parked_ms"]) == (lane, due_ms, parked_ms)
+        assert (row["checksum"], row["format"]) == (checksum, format_)
+        values = dict(zip(carried_names, carried, strict=True))
+        body = values.pop("body")
+        for name, value in values.items():
+            assert row[name] == value, name
+        assert row["body_bytes"] == len(body)
+        assert row["crc"] == checksum
+        assert row["body_digest"] == blake2b(body, digest_size=16).digest()
+
+
+def test_a_row_whose_bytes_changed_has_another_crc(spark: SparkSession, filled: str) -> None:
+    execute(filled, "UPDATE message SET body = body || '\\x00' WHERE id % 1000 = 7")
+    wrong = load(spark, filled, "message", columns="id,checksum,crc").where("crc <> checksum").collect()
+    assert sorted(row.id % 1000 for row in wrong) == [7, 7, 7]
+
+
+def test_only_what_the_columns_need_is_asked_for(spark: SparkSession, filled: str) -> None:
+    assert load(spark, filled, "message", columns="id, body_bytes").columns == ["id", "body_bytes"]
+    chosen = source.relations.KINDS["message"].chosen(["id", "due_ms", "body_bytes"])
+    asked = source.relations.select_list(source.relations.without_body(chosen).values())
+    assert "octet_length(body)" in asked
+    assert "properties" not in asked
+    sizes = fetch(filled, "SELECT sum(octet_length(body)) FROM message")
+    total = load(spark, filled, "message", columns="body_bytes").groupBy().sum().collect()[0][0]
+    assert [(total,)] == sizes
+    assert load(spark, filled, "message", columns="body").where("length(body) = 3000").count() == 30
+
+
+def test_instants_that_have_no_number_are_at_the_ends_of_the_calendar(spark: SparkSession, filled: str) -> None:
+    execute(filled, "UPDATE message SET due_at = 'infinity' WHERE id = 1")
+    execute(filled, "UPDATE message SET parked_at = '-infinity' WHERE id = 1")
+    execute(filled, "UPDATE message SET parked_at = '1969-12-31 23:59:59.9995+00' WHERE id = 2")
+    frame = load(spark, filled, "message", columns="id,due_ms,parked_ms").where("id < 3")
+    found = {row.id: row for row in frame.collect()}
+    assert found[1].due_ms == 253402214400000  # the last day of 9999
+    assert found[1].parked_ms == -62135596800000  # the first of the year 1
+    assert found[2].parked_ms == -1  # rounded down, before 1970 too
+
+
+def test_relations_and_columns_that_are_not_there_are_named(spark: SparkSession, database: str) -> None:
+    for options, told in (
+        ({"relation": "messages"}, "there are message, held"),
+        ({"relation": "held", "columns": "id,nonsense"}, "held has no column nonsense"),
+    ):
+        with pytest.raises(PySparkException, match=told):
+            load(spark, database, **options)
+
+
+def test_a_url_with_a_password_is_no_option(spark: SparkSession, filled: str, tmp_path: Path) -> None:
+    spark.dataSource.register(source.StoreSource)
+    read = spark.read.format("delayer").option("relation", "held").option("columns", "id")
+    with pytest.raises(PySparkException, match="use url_file"):
+        read.option("url", filled.replace("@", ":hunter2@")).load()
+    assert read.option("url", filled).load().count() == 2
+    file = tmp_path / "url"
+    file.write_text(filled.replace("@", ":hunter2@") + "\n")
+    again = spark.read.format("delayer").option("relation", "held").option("columns", "id")
+    assert again.option("url_file", str(file)).load().count() == 2
+
+
+def test_a_store_that_goes_away_is_a_loss_of_the_store(spark: SparkSession) -> None:
+    with Postgres() as server:
+        url = server.url(server.add_database())
+        fill(url, 300)
+        frame = load(spark, url, "message", columns="id")
+        assert frame.count() == 300
+        gone = load(spark, url, "held", columns="id")
+        server.stop()
+        with pytest.raises(StoreLost, match="connect: "), Watching(spark, lambda *_: None)("reading"):
+            gone.count()
+
+
+# ---- the snapshot
+
+
+def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
+    with snapshot.hold(SecretUrl(filled)) as held:
+        counters = held.counters()
+        fill(filled, 100)
+        execute(filled, "DELETE FROM message WHERE id % 2 = 0")
+        execute(filled, "DELETE FROM held")
+        execute(filled, "VACUUM message")
+        assert load(spark, filled, "message", snapshot=held.id, columns="id").distinct().count() == 3000
+        assert load(spark, filled, "held", snapshot=held.id, columns="id").count() == 2
+        assert held.counters() == counters
+        assert load(spark, filled, "counter", snapshot=held.id).count() == len(counters)
+    assert [(load(spark, filled, "message", columns="id").count(),)] == fetch(filled, "SELECT count(*) FROM message")
+
+
+def test_what_the_driver_reads_itself(filled: str) -> None:
+    async def work() -> tuple[Any, ...]:
+        async with opened(filled, owner="somebody") as store, owned(store, 1) as [lane]:
+            return lane.number, await asyncio.to_thread(look)
+
+    def look() -> tuple[Any, ...]:
+        with snapshot.hold(SecretUrl(filled)) as held:
+            return held.lanes(), held.partitions(), held.facts, held.sizes(["held", "segment"])
+
+    number, (lanes, days, facts, sizes) = asyncio.run(work())
+    assert {lane[0]: lane[4] for lane in lanes}[number] is True
+    assert [alive for taken, *_, alive in lanes if taken != number] == [False] * (len(lanes) - 1)
+    assert {name for name, *_ in days} >= {"message_default", name_of(facts.now_ms // DAY_MS + 1)}
+    assert all(after - first == DAY_MS for name, first, after, _ in days if name != "message_default")
+    assert [bounds for name, *bounds, _ in days if name == "message_default"] == [[None, None]]
+    assert not facts.replica
+    assert sizes["segment"] == 0 < sizes["held"]
+
+
+def test_nobody_waits_for_the_snapshot_but_ddl(filled: str) -> None:
+    with snapshot.hold(SecretUrl(filled)):
+        execute(filled, "UPDATE message SET route = 'x' WHERE id = 5")
+        with pytest.raises(asyncpg.LockNotAvailableError):
+            day = fetch(filled, "SELECT tableoid::regclass::text FROM message WHERE id = 5")[0][0]
+            execute(filled, f"SET lock_timeout = '100ms'; DROP TABLE {day}")
+    execute(filled, f"SET lock_timeout = '100ms'; DROP TABLE {day}")
+
+
+def test_a_store_without_our_schema_is_refused_at_once(database: str) -> None:
+    with pytest.raises(SchemaOutdated), snapshot.hold(SecretUrl(database)):
+        pass
+
+
+def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> None:
+    with snapshot.hold(SecretUrl(filled)) as held:
+        frame = load(spark, filled, "held", snapshot=held.id, columns="id")
+    with pytest.raises(StoreLost) as raised, Watching(spark, lambda *_: None)("reading"):
+        frame.count()
+    assert "run the job again" in raised.value.advice
+
+
+# ---- the extract
+
+
+def pack(url: str, after_days: int = 3) -> int:
+    """Compact what is due in more days; how many messages that were."""
+
+    async def work() -> int:
+        connection = await session.connect(url, "test")
+        try:
+            after_ms = await connection.fetchval("SELECT clock_timestamp()") + after_days * DAY_MS
+            packed = 0
+            for window in await compacting.windows(connection, after_ms, 400):
+                made = await compacting.compact_one(connection, window, rows=400)
+                packed += made.messages if made else 0
+            return packed
+        finally:
+            await session.close(connection)
+
+    return asyncio.run(work())
+
+
+def test_messages_of_segments_are_messages(spark: SparkSession, filled: str, work: str) -> None:
+    before = take(spark, filled, work + "/before").messages.drop("origin", "partition", "segment").collect()
+    packed = pack(filled)
+    assert packed > 500
+    frames = take(spark, filled, work + "/after")
+    assert frames.messages.where("origin = 'segment'").count() == packed
+    after = frames.messages.drop("origin", "partition", "segment").collect()
+    assert sorted(map(tuple, after), key=lambda row: int(row[0])) == sorted(
+        map(tuple, before), key=lambda row: int(row[0])
+    )
+    segments = frames.segments.collect()
+    assert sum(one.unpacked for one in segments) == packed
+    assert {(one.fault, one.broken_ms) for one in segments} == {(None, None)}
+    assert all(one.unpacked == one.messages and one.packed_bytes > 0 for one in segments)
+
+
+def test_cancelled_and_broken_segments(spark: SparkSession, filled: str, work: str) -> None:
+    packed = pack(filled)
+    rows = fetch(filled, "SELECT id, messages, first_id FROM segment ORDER BY id")
+    (broken, lost, _), (cut, _, dead), *_ = rows
+    execute(filled, f"INSERT INTO segment_cancelled VALUES ({cut}, {dead})")
+    execute(filled, f"UPDATE segment SET cancelled = 1 WHERE id = {cut}")
+    execute(
+        filled, f"UPDATE segment SET packed = set_byte(packed, 300, get_byte(packed, 300) # 255) WHERE id = {broken}"
+    )
+    frames = take(spark, filled, work)
+    assert frames.messages.where("origin = 'segment'").count() == packed - lost - 1
+    assert frames.messages.where(f"id = {dead}").count() == 0
+    found = {one.id: one for one in frames.segments.collect()}
+    assert (found[broken].unpacked, bool(found[broken].fault)) == (None, True)
+    assert (found[cut].unpacked, found[cut].cancelled) == (found[cut].messages, 1)
+    assert [tuple(row) for row in frames.tombstones.collect()] == [(cut, dead)]
+
+
+def test_frames_have_the_columns_that_the_rules_expect(spark: SparkSession, filled: str, work: str) -> None:
+    frames = take(spark, filled, work)
+    for name, ddl in SCHEMAS.items():
+        frame: DataFrame = getattr(frames, name)
+        assert [f"{one} {kind}" for one, kind in frame.dtypes] == [field.strip() for field in ddl.split(",")], name
+        frame.collect()
+    assert frames.keys.count() == 150
+    assert frames.held.select("reason").orderBy("id").collect() == [("no queue",), ("why",)]
+    assert frames.facts.whole
+    # Nothing of a body is on the job's disk.
+    assert not any(b"\x00" * 3000 in path.read_bytes() for path in Path(work).rglob("*.parquet"))
+
+
+def test_an_empty_store(spark: SparkSession, database: str, work: str) -> None:
+    async def prepare() -> None:
+        async with opened(database):
+            pass
+
+    asyncio.run(prepare())
+    frames = take(spark, database, work)
+    assert [getattr(frames, name).count() for name in ("messages", "held", "segments", "keys", "lanes")] == [0] * 5
+
+
+def test_a_sample_reads_a_share(spark: SparkSession, database: str, work: str) -> None:
+    fill(database, 20_000)
+    frames = take(spark, database, work, sample=0.3, seed=3)
+    assert not frames.facts.whole
+    assert 0 < frames.messages.count() < 20_000
+
+
+def test_the_workplace_is_private_and_goes(tmp_path: Path) -> None:
+    place = tmp_path / "work"
+    with pytest.raises(RuntimeError), extract.workplace(str(place)) as url:
+        [made] = place.iterdir()
+        assert made.as_uri() == url
+        assert made.stat().st_mode & 0o077 == 0
+        (made / "file").write_text("x")
+        raise RuntimeError
+    assert list(place.iterdir()) == []
+    with extract.workplace(None) as url:
+        assert url.startswith("file:///")
+
+
+def test_a_workplace_of_the_cluster_goes_too(spark: SparkSession, tmp_path: Path) -> None:
+    with extract.workplace(tmp_path.as_uri(), spark) as url:
+        spark.range(3).write.parquet(f"{url}/x")
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_claimed_rows_are_still_waiting(spark: SparkSession, database: str, work: str) -> None:
+    """A release in flight has committed nothing: what it holds is there, and the law holds."""
+
+    async def scene() -> int:
+        async with opened(database) as store, owned(store, 1) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - n) for n in range(10)], [])
+            assert len(await lane.claim(MANY, ROOM)) == 10
+            frames = await asyncio.to_thread(take, spark, database, work)
+            return await asyncio.to_thread(frames.messages.count)
+
+    assert asyncio.run(scene()) == 10
