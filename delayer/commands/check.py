@@ -144,4 +144,7 @@ async def _store(settings: Settings) -> list[Row]:
     if seen.held:
         advice = "declare or bind their destinations; they are tried again by themselves"
         rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
+    if seen.segments.broken:
+        found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
+        rows.append(Row("segments", "off", found, "see docs/backlog.md; their bytes are kept"))
     return rows

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import asyncpg
 
-from delayer.store import partitions, schema, session, statements
+from delayer.store import partitions, schema, segments, session, statements
 from delayer.store.errors import translated
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
+NO_SEGMENTS = segments.Counted(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class StoreOverview:
     schema_expected: str
     store_now_ms: int
     lanes: Sequence[LaneOverview]
+    segments: segments.Counted
 
     @property
     def upgrade_pending(self) -> bool:
@@ -87,7 +89,7 @@ async def _overview(connection: asyncpg.Connection) -> StoreOverview:
     found, expected = await schema.current_of(connection), schema.HEAD
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     if found != expected:
-        return StoreOverview(found, expected, now_ms, ())
+        return StoreOverview(found, expected, now_ms, (), NO_SEGMENTS)
     rows = await connection.fetch(statements.OVERVIEW)
     counters = {
         row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
@@ -104,7 +106,7 @@ async def _overview(connection: asyncpg.Connection) -> StoreOverview:
         )
         for row in rows
     ]
-    return StoreOverview(found, expected, now_ms, lanes)
+    return StoreOverview(found, expected, now_ms, lanes, await segments.count(connection))
 
 
 async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> dict[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.scenes import Scenes, add_template
-from tests.faults.tables import NATIVE, STORE
+from tests.faults.tables import NATIVE, RESTORE, STORE
 from tests.rig.servers import Postgres, RabbitMQ
 
 TEMPLATE = "delayer_template"
@@ -32,3 +32,9 @@ def store(postgres: Postgres, template: str) -> Iterator[str]:
 def scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
     """All rows of both crash tables, played together for each way to die."""
     return Scenes({**NATIVE, **STORE}, rabbitmq, postgres, template)
+
+
+@pytest.fixture(scope="session")
+def restore_scenes(rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> Scenes:
+    """The rows of restoring, which begin with messages that are in segments."""
+    return Scenes(RESTORE, rabbitmq, postgres, template)

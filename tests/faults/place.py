@@ -17,7 +17,7 @@ import asyncpg
 
 from delayer.broker.admin import Admin
 from delayer.settings import Settings
-from delayer.store import session
+from delayer.store import compacting, session
 from delayer.store.status import overview
 from delayer.wiring import cascade_of, topology_of
 from tests.rig.daemon import DaemonProcess
@@ -131,6 +131,27 @@ class Place:
         finally:
             await session.close(connection)
 
+    async def segments(self) -> int:
+        """Messages in segments."""
+        assert self.store
+        connection = await session.connect(self.store, "test")
+        try:
+            return await _in_segments(connection)
+        finally:
+            await session.close(connection)
+
+    async def compact(self, rows: int = compacting.ROWS) -> int:
+        """Pack all that waits, whenever it is due, with the daemons stopped. How many segments there are of it."""
+        assert self.store
+        assert not any(daemon.running for daemon in self.daemons)
+        connection = await session.connect(self.store, "test")
+        try:
+            made = await compact_all(connection, rows)
+            assert await _rows(connection) == 0
+            return made
+        finally:
+            await session.close(connection)
+
     async def standing(self, *, cascade: bool = True) -> dict[str, int]:
         """Everything that has not gone out, in the broker and in the store; with or without the cascade's levels."""
         names = [f"{self.tag}{name}" for name in ("delays", "delays.refused")]
@@ -142,6 +163,8 @@ class Place:
             found = {name: depth for name, depth in (await admin.depths(names)).items() if depth}
         if self.store and (rows := await self.rows()):
             found["store"] = rows
+        if self.store and (packed := await self.segments()):
+            found["segments"] = packed
         return {name: depth for name, depth in found.items() if depth is not None}
 
     async def conserved(self) -> dict[str, int]:
@@ -154,6 +177,8 @@ class Place:
                 waiting = await connection.fetchval("SELECT count(*) FROM message WHERE lane = $1", lane.number)
                 held = await connection.fetchval("SELECT count(*) FROM held WHERE lane = $1", lane.number)
                 assert (lane.waiting, lane.held) == (waiting, held), f"lane {lane.number}: {lane.counters}"
+            packed = await _in_segments(connection)
+            assert seen.counters["compacted"] - seen.counters["restored"] == packed, seen.counters
         finally:
             await session.close(connection)
         return seen.counters
@@ -168,6 +193,22 @@ class Place:
 async def _rows(connection: asyncpg.Connection) -> int:
     count: int = await connection.fetchval("SELECT (SELECT count(*) FROM message) + (SELECT count(*) FROM held)")
     return count
+
+
+async def _in_segments(connection: asyncpg.Connection) -> int:
+    count: int = await connection.fetchval("SELECT coalesce(sum(messages - cancelled), 0) FROM segment")
+    return count
+
+
+async def compact_all(connection: asyncpg.Connection, rows: int = compacting.ROWS) -> int:
+    """Pack all that waits into segments of up to ``rows`` messages. How many were made."""
+    made = 0
+    for window in await compacting.windows(connection, 0, rows):
+        while (packed := await compacting.compact_one(connection, window, rows=rows)) is not None:
+            made += 1
+            if not packed.more:
+                break
+    return made
 
 
 async def stopped(daemon: DaemonProcess, timeout: float = 30.0) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Literal
 
 import uvloop
 
@@ -39,6 +40,7 @@ class Row:
     """A row of a crash table. ``fault`` is the point and which time it counts; ``after`` what stands where when the
     daemon is dead and its servers have noticed (``store``, ``out`` for what has arrived, else a queue); ``copies`` what
     is delivered in the end, by who died. ``same_id``: copies, if any, have one x-delayer-id, else different ones.
+    ``prepared``: "compacted" if the messages are in a segment when the daemon that comes to the point starts.
     """
 
     mode: str
@@ -50,6 +52,7 @@ class Row:
     delay_ms: int = 1_000
     messages: int = 1
     prefetch: int = 5_000
+    prepared: Literal["", "compacted"] = ""
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,29 @@ class Play:
     @property
     def delay_ms(self) -> int:
         """Long enough for a new daemon to be there before the message is due, where one has to start first."""
-        return self.row.delay_ms if self.died == DAEMON else min(self.row.delay_ms, 1_500)
+        at_once = self.died != DAEMON and not self.row.prepared
+        return min(self.row.delay_ms, 1_500) if at_once else self.row.delay_ms
+
+    async def prepare(self, ledger: Ledger) -> None:
+        """Have the messages parked and compacted, with nobody at work, where the row wants it so."""
+        if not self.row.prepared:
+            return
+        async with self.place.daemon() as daemon:
+            await daemon.ready()
+            await self._publish(ledger)
+            await eventually(self.place.rows, lambda rows: rows == self.row.messages)
+            assert await daemon.stop() == 0, daemon.tail()
+        assert await self.place.compact() == 1
 
     async def send(self, daemon: DaemonProcess, ledger: Ledger) -> None:
-        """Publish the row's messages as soon as all daemons are ready."""
+        """Publish the row's messages as soon as all daemons are ready; unless they are there, and it is at work."""
+        if self.row.prepared:
+            return
         await daemon.ready()
         await self.start.come(self.name)
+        await self._publish(ledger)
+
+    async def _publish(self, ledger: Ledger) -> None:
         await ledger.publish(self.row.messages, delay_ms=self.delay_ms, absolute=self.row.absolute)
 
 
@@ -204,6 +224,7 @@ async def play_killed(play: Play) -> Outcome:
     """The daemon kills itself at the point; a new one goes on."""
     row, place = play.row, play.place
     async with place.ledger() as ledger:
+        await play.prepare(ledger)
         async with place.daemon(row.fault) as daemon:
             await play.send(daemon, ledger)
             await killed_by_fault(daemon)
@@ -220,28 +241,34 @@ async def play_killed(play: Play) -> Outcome:
 async def count(place: Place, ledger: Ledger, where: str) -> int:
     if where == "store":
         return await place.rows()
+    if where == "segments":
+        return await place.segments()
     return ledger.total() if where == "out" else await place.depth(where)
 
 
 async def play_stopped(play: Play) -> Outcome:
     """The daemon stops at the point while a server dies."""
-    async with play.place.ledger(consume=False) as ledger, play.place.daemon(f"{point(play.row)}:stop") as daemon:
-        await play.send(daemon, ledger)
-        await stopped(daemon)
-        await play.death.come(play.name)
-        await ledger.consume()
-        daemon.signal(signal.SIGCONT)
-        return await finish(play, ledger, daemon, time.time() * 1000)
+    async with play.place.ledger(consume=False) as ledger:
+        await play.prepare(ledger)
+        async with play.place.daemon(f"{point(play.row)}:stop") as daemon:
+            await play.send(daemon, ledger)
+            await stopped(daemon)
+            await play.death.come(play.name)
+            await ledger.consume()
+            daemon.signal(signal.SIGCONT)
+            return await finish(play, ledger, daemon, time.time() * 1000)
 
 
 async def play_cut(play: Play, proxy: Proxy) -> Outcome:
     """The daemon stops at the point while its connections are reset."""
-    async with proxy, play.place.ledger() as ledger, play.place.daemon(f"{point(play.row)}:stop") as daemon:
-        await play.send(daemon, ledger)
-        await stopped(daemon)
-        proxy.cut()
-        daemon.signal(signal.SIGCONT)
-        return await finish(play, ledger, daemon, time.time() * 1000)
+    async with proxy, play.place.ledger() as ledger:
+        await play.prepare(ledger)
+        async with play.place.daemon(f"{point(play.row)}:stop") as daemon:
+            await play.send(daemon, ledger)
+            await stopped(daemon)
+            proxy.cut()
+            daemon.signal(signal.SIGCONT)
+            return await finish(play, ledger, daemon, time.time() * 1000)
 
 
 def point(row: Row) -> str:

@@ -125,3 +125,26 @@ STORE: Mapping[str, Row] = {
         {"delays": 0, "store": 0, "out": 1},
     ),
 }
+
+
+def restoring(copies: Copies) -> dict[str, Copies]:
+    return {DAEMON: copies, POSTGRES: copies, STORE_CUT: copies}
+
+
+def restore(fault: str, rows: int, packed: int) -> Row:
+    """``rows`` and ``packed``: how many of the messages wait, and are in the segment, when the daemon is dead."""
+    after = {"delays": 0, "store": rows, "segments": packed, "out": 0}
+    return Row(
+        "store", fault, restoring(ONCE), after, same_id=True, delay_ms=5_000, messages=PACKED, prepared="compacted"
+    )
+
+
+PACKED = 20
+# Beside the design's tables: the process dies in the middle of restoring a segment. Nothing of it was ever published,
+# so nothing comes twice, whoever dies.
+RESTORE: Mapping[str, Row] = {
+    "lock of the segment": restore("restore.locked", 0, PACKED),
+    "copy of its rows": restore("restore.copied", 0, PACKED),
+    "deletion of the segment": restore("restore.deleted", 0, PACKED),
+    "commit of the restore": restore("restore.committed", PACKED, 0),
+}

@@ -340,6 +340,32 @@ def test_status(delayer: Run) -> None:
     assert answer["broker"]["queues"]["delays.refused"] == 0
     assert len(answer["broker"]["cascade"]) == LEVELS
     assert (answer["store"]["waiting"], answer["store"]["held"], answer["store"]["lanes"]) == (0, 0, [])
+    nothing = {"count": 0, "messages": 0, "next_due_ms": None, "broken": 0, "broken_messages": 0}
+    assert answer["store"]["segments"] == nothing
+    assert "compacted" not in told.stdout
+
+
+async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, database: str) -> None:
+    delayer("db", "upgrade")
+    delayer("topology", "apply")
+    connection = await asyncpg.connect(database)
+    await connection.execute(
+        "INSERT INTO segment (lane, first_due, last_due, first_id, last_id, messages, cancelled, raw_bytes, format,"
+        " digest, packed) SELECT 1, now() + n * interval '30 hours', now() + interval '40 days', 1, 9, 9, 2, 1, 1, '',"
+        " '' FROM generate_series(1, 2) AS n"
+    )
+    told = delayer("status").stdout
+    assert "compacted: 14 in 2 segments   next due: 2" in told
+    assert "(in 29h)" in told
+    assert "BROKEN" not in told
+    await connection.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
+    await connection.close()
+    assert "BROKEN: 1 segments with 7 messages do not read back" in delayer("status").stdout
+    found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
+    assert (found["count"], found["messages"], found["broken"], found["broken_messages"]) == (2, 14, 1, 7)
+    checks = json.loads(delayer("check", "--json", expect=1).stdout)["checks"]
+    [row] = [row for row in checks if row["what"] == "segments"]
+    assert (row["result"], row["found"]) == ("off", "1 do not read back, with 7 messages")
 
 
 def test_status_works_with_what_is_left(delayer: Run) -> None:

@@ -1,0 +1,169 @@
+"""Segments and the daemon as its users run it: what was compacted arrives on time, once, and byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from tests.faults.place import Place, eventually
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.ledger import Ledger
+from tests.rig.servers import Postgres
+
+MESSAGES = 1_000
+OF_A_SEGMENT = 100
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> Iterator[str]:
+    """The URL of a fresh store."""
+    yield postgres.url(schema)
+
+
+async def parked(place: Place, ledger: Ledger, count: int, delay_ms: int) -> None:
+    """A daemon parks so many more, and stops."""
+    before = await place.rows()
+    async with place.daemon() as daemon:
+        await daemon.ready()
+        await ledger.publish(count, delay_ms=delay_ms, absolute=True)
+        await eventually(place.rows, lambda rows: rows == before + count)
+        assert await daemon.stop() == 0, daemon.tail()
+
+
+def uses_arrow(daemon: DaemonProcess) -> bool:
+    return "libarrow" in Path(f"/proc/{daemon.pid}/maps").read_text()
+
+
+async def status(store: str, vhost: str, *arguments: str) -> str:
+    """What `delayer status` says."""
+    process = await asyncio.create_subprocess_exec(
+        str(EXECUTABLE), "--set", f"store.url={store}", "--set", f"broker.url={vhost}", "status", *arguments,
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    return output.decode()
+
+
+async def test_segments_at_the_start_arrive_on_time_and_once(vhost: str, store: str) -> None:
+    """While new messages pass; those in segments are due some seconds after the start."""
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(1) as ledger:
+        await parked(place, ledger, MESSAGES, 8_000)
+        assert await place.compact(OF_A_SEGMENT) >= MESSAGES // OF_A_SEGMENT
+        told = json.loads(await status(store, vhost, "--json"))["store"]["segments"]
+        assert (told["messages"], told["broken"]) == (MESSAGES, 0)
+        assert told["count"] >= MESSAGES // OF_A_SEGMENT
+        assert f"compacted: {MESSAGES} in {told['count']} segments" in await status(store, vhost)
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(300, longest_ms=2_000)
+            await ledger.all_back()
+            restored = [event for event in daemon.events if event["event"] == "segment restored"]
+            assert sum(event["messages"] for event in restored) == MESSAGES
+            assert await daemon.stop() == 0, daemon.tail()
+            [end] = [event for event in daemon.events if event["event"] == "stopped"]
+            assert (end["restored"], end["broken_segments"]) == (MESSAGES, 0)
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept()
+    counters = await place.conserved()
+    assert counters["compacted"] == counters["restored"] == MESSAGES
+    late = max(one.at_ms - one.due_ms for number in range(MESSAGES) for one in ledger.arrivals[number])
+    assert late < 1_500, f"{late:.0f} ms late"
+
+
+async def test_late_segments_at_once(vhost: str, store: str) -> None:
+    """Every daemon was down when they were due."""
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(2) as ledger:
+        await parked(place, ledger, MESSAGES, 3_000)
+        await place.compact(OF_A_SEGMENT)
+        due_ms = time.time() * 1000 + 3_000  # or sooner
+        connection = await asyncpg.connect(store)
+        await eventually(
+            lambda: connection.fetchval("SELECT extract(epoch FROM clock_timestamp()) * 1000"),
+            lambda now_ms: now_ms > due_ms + 500,
+        )
+        await connection.close()
+        assert ledger.total() == 0
+        async with place.daemon() as daemon:
+            await ledger.all_back(timeout=20.0)
+            assert await daemon.stop() == 0, daemon.tail()
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept()
+
+
+async def test_two_daemons_share_and_the_traffic_goes_on(vhost: str, store: str) -> None:
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(3) as ledger, AsyncExitStack() as stack:
+        await parked(place, ledger, 2 * MESSAGES, 6_000)
+        made = await place.compact(OF_A_SEGMENT // 2)
+        daemons = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
+        await asyncio.gather(*(daemon.ready() for daemon in daemons))
+        await ledger.publish(1_000, longest_ms=3_000)
+        await ledger.all_back()
+        shares = [[one["segment"] for one in each.events if one["event"] == "segment restored"] for each in daemons]
+        print(f"{made} segments, shared {list(map(len, shares))}")
+        assert len(set(shares[0] + shares[1])) == len(shares[0] + shares[1]) == made
+        for daemon in daemons:
+            assert await daemon.stop() == 0, daemon.tail()
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept()
+    await place.conserved()
+
+
+async def test_a_broken_segment_raises_the_alarm_and_blocks_nobody(vhost: str, store: str) -> None:
+    """Its bytes are kept: mended, it is restored as if nothing had been."""
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(4) as ledger:
+        await parked(place, ledger, 300, 2_000)
+        assert await place.compact(100) >= 3
+        connection = await asyncpg.connect(store)
+        turn = "UPDATE segment SET packed = set_byte(packed, 99, get_byte(packed, 99) # 255)"
+        inside = await connection.fetchval(f"{turn} WHERE id = (SELECT min(id) FROM segment) RETURNING messages")
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            broken = await daemon.event("segment broken")
+            assert (broken["level"], broken["messages"]) == ("error", inside)
+            await ledger.publish(100, longest_ms=100)
+            await ledger.until(lambda: len(ledger.arrivals) == 400 - inside)
+            assert await daemon.stop() == 0, daemon.tail()
+            assert sum(event["event"] == "segment broken" for event in daemon.events) == 1
+        assert await place.standing() == {"segments": inside}
+        said = await status(store, vhost)
+        assert f"BROKEN: 1 segments with {inside} messages" in said
+        await connection.execute(f"{turn}, broken = NULL, broken_at = NULL")
+        await connection.close()
+        async with place.daemon() as daemon:
+            await ledger.all_back()
+            assert await daemon.stop() == 0, daemon.tail()
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept()
+    await place.conserved()
+
+
+async def test_pyarrow_is_loaded_when_there_is_a_segment_and_not_before(vhost: str, store: str) -> None:
+    place = await Place("store", vhost, store, lanes=1).declare()
+    async with place.ledger(5) as ledger:
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(50, delay_ms=1_500, absolute=True)
+            await ledger.all_back()
+            assert not uses_arrow(daemon)
+            await ledger.publish(50, delay_ms=3_000, absolute=True)
+            await eventually(place.rows, lambda rows: rows == 50)
+            assert await daemon.stop() == 0, daemon.tail()
+        await place.compact()
+        async with place.daemon() as daemon:
+            await daemon.event("segment restored")
+            assert uses_arrow(daemon)
+            await ledger.all_back()
+            assert await daemon.stop() == 0, daemon.tail()
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept()
