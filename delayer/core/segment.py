@@ -23,3 +23,13 @@ class Broken(NamedTuple):
     messages: int
     first_due_ms: int
     reason: str
+
+
+class Locked(NamedTuple):
+    """Others are restoring all segments that are due by then. If they die at it, the segments are there again."""
+
+    first_due_ms: int
+
+
+Restoration = Restored | Broken | Locked | None
+"""What became of the attempt to restore the soonest segment. None: none is due by then."""

@@ -19,7 +19,7 @@ import structlog
 from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Restoration
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.holding import report
@@ -96,7 +96,7 @@ class Lanes:
         await self._write(lambda store, lane: store.hold(lane, items))
         report(items, self._counters)
 
-    async def restore(self, ahead_ms: int) -> Restored | Broken | None:
+    async def restore(self, ahead_ms: int) -> Restoration:
         """Restore the soonest segment, if something in it is due within ``ahead_ms``, into a lane of ours."""
         return await self._write(lambda store, lane: store.restore(lane, store.now_ms() + ahead_ms))
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Restoration
 
 
 class Publisher(Protocol):
@@ -135,10 +135,11 @@ class Store(Protocol):
     async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, str]]) -> None:
         """Commit messages that never waited (due at once, or met in the cascade) straight into held, with reasons."""
 
-    async def restore(self, lane: Lane, horizon_ms: int) -> Restored | Broken | None:
+    async def restore(self, lane: Lane, horizon_ms: int) -> Restoration:
         """Restore the segment with the soonest first message into ``lane``, if that is due by ``horizon_ms``; skip what
         others are restoring, and what is marked as broken. One transaction; the event loop stays free meanwhile, and
-        the lane is told. A segment that does not read back is marked, and told about by this one call.
+        the lane is told. A segment that does not read back is marked, and told about by this one call. None: no
+        segment is due by then.
 
         Raises LaneLost when the lane is not ours any more, StoreLost: then nothing is changed.
         """

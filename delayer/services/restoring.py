@@ -15,7 +15,7 @@ import structlog
 
 from delayer.core.backoff import Sparing
 from delayer.core.errors import StoreLost
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Broken, Locked, Restored
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.lanes import Lanes
@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 LOOK: Final = 60.0
 """Seconds between two looks that found nothing to restore. Packing takes what is due in days, so nothing is missed."""
+LOOK_AGAIN: Final = 2.0
+"""Seconds until the next look while others are restoring what is due: one of them may die at it."""
 REST: Final = 3.0
 """How much longer than the restoring of a segment the rest after it takes."""
 URGENT_MS: Final = 300_000
@@ -89,6 +91,8 @@ class Restoring:
                     seconds=round(took, 3),
                 )
                 return 0.0 if self._urgent(first_due_ms) else REST * took
+            case Locked():
+                return LOOK_AGAIN
             case Broken(segment, messages, first_due_ms, reason):
                 self._counters.add("broken_segments", 1)
                 log.error(

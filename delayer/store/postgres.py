@@ -13,7 +13,7 @@ import asyncpg
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Restoration
 from delayer.faultpoint import reach
 from delayer.store import handover, parking, partitions, restoring, schema, session
 from delayer.store.clock import StoreClock
@@ -124,7 +124,7 @@ class PostgresStore:
         await self._write("hold", ours, work)
         ours.note_held(soonest)
 
-    async def restore(self, lane: object, horizon_ms: int) -> Restored | Broken | None:
+    async def restore(self, lane: object, horizon_ms: int) -> Restoration:
         """See the port."""
         ours = _ours(lane)
         if not ours.held_by_us:

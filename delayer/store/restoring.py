@@ -9,7 +9,7 @@ from typing import Final
 
 import asyncpg
 
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Locked, Restoration, Restored
 from delayer.store import segments, session, statements
 from delayer.store.lane import PostgresLane
 from delayer.store.partitions import DAY_MS
@@ -25,7 +25,7 @@ async def restore_soonest(
     lane: PostgresLane,
     horizon_ms: int,
     ensure_days: Callable[[set[int]], Awaitable[None]],
-) -> Restored | Broken | None:
+) -> Restoration:
     """Restore the soonest segment into ``lane``, if it begins by ``horizon_ms``, with partitions for its days.
 
     Raises LaneLost, the driver's errors, and what ``ensure_days`` raises.
@@ -47,6 +47,8 @@ async def restore_soonest(
         # Perhaps it was committed. None that could have been restored begins sooner.
         lane.note_parked(first_ms)
         raise
+    if found is None:
+        return Locked(first_ms)
     if isinstance(found, Restored):
         lane.note_parked(found.first_due_ms)
     return found

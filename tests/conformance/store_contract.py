@@ -14,6 +14,7 @@ import pytest
 
 from delayer.core.errors import LaneLost
 from delayer.core.message import Due, Parcel, Target
+from delayer.core.segment import Restored
 from delayer.services.ports import Lane, Store
 
 MANY = 1_000_000
@@ -77,6 +78,10 @@ class StoreContract:
     """Subclasses define ``daemon`` and a fixture ``place``: where the daemons of one test meet."""
 
     def daemon(self, place: str) -> AbstractAsyncContextManager[Store]:
+        raise NotImplementedError
+
+    async def compact(self, place: str, messages: int) -> int:
+        """Put all that waits into segments of up to so many messages. How many segments there are of it."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("key", [None, b"\x00key"])
@@ -330,3 +335,72 @@ class StoreContract:
             await asyncio.gather(one.maintain(), two.maintain())
             await one.park(lane, [parcel(now - 1), *ahead], [])
             assert len([due for due in await release_all(lane) if due.due_ms == now - 1]) == 2
+
+    async def test_what_was_compacted_comes_out_as_it_went_in(self, place: str) -> None:
+        """With its old id: whoever consumes it sees no difference."""
+        async with self.daemon(place) as store, owned(store, 2) as [lane, other]:
+            due_ms = store.now_ms() - 5
+            parcels = [
+                Parcel(due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0"),
+                Parcel(due_ms, b"", b"", b"", Target(b"", b""), b"", b"", None),
+                parcel(due_ms, body=bytes(range(256)) * 12_000, properties=b"\xff" * 70_000),
+            ]
+            await store.park(lane, parcels, [])
+            before = await lane.claim(MANY, ROOM)
+            await lane.give_up()
+            assert await self.compact(place, MANY) == 1
+            assert await release_all(lane) == []
+            restored = await store.restore(other, store.now_ms())
+            assert isinstance(restored, Restored)
+            assert (restored.messages, restored.first_due_ms) == (3, due_ms)
+            assert await release_all(other) == before
+            assert await store.restore(other, store.now_ms()) is None
+
+    async def test_the_soonest_is_restored_first_and_only_up_to_the_horizon(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            await store.park(lane, [parcel(now + hours * 3_600_000) for hours in (3, 1, 2)], [])
+            assert await self.compact(place, 1) == 3
+            found = [await store.restore(lane, now + 2 * 3_600_000) for _ in range(3)]
+            firsts = [one.first_due_ms if isinstance(one, Restored) else None for one in found]
+            assert firsts == [now + 3_600_000, now + 2 * 3_600_000, None]
+
+    async def test_the_sleeper_hears_of_what_is_restored(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms() - 60_000, b"late")], [])
+            assert await self.compact(place, MANY) == 1
+            assert await release_all(lane) == []
+            sleeper = asyncio.create_task(lane.wait(50.0))
+            await asyncio.sleep(0)
+            await store.restore(lane, store.now_ms())
+            await sleeper
+            assert bodies(await claim_when_due(lane)) == [b"late"]
+            await lane.give_up()
+
+    async def test_two_daemons_restore_each_segment_once(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two, owned(one) as [first], owned(two) as [second]:
+            await one.park(first, [parcel(one.now_ms() - 1000 + n, b"%d" % n) for n in range(12)], [])
+            assert await self.compact(place, 1) == 12
+
+            async def all_of_them(store: Store, lane: Lane) -> int:
+                count = 0
+                while (found := await store.restore(lane, store.now_ms())) is not None:
+                    count += isinstance(found, Restored)
+                return count
+
+            assert sum(await asyncio.gather(all_of_them(one, first), all_of_them(two, second))) == 12
+            released = await release_all(first) + await release_all(second)
+            assert sorted(bodies(released), key=int) == [b"%d" % n for n in range(12)]
+
+    async def test_nothing_is_restored_into_a_lost_lane(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two:
+            [lane] = await one.own_lanes(1)
+            await one.park(lane, [parcel(one.now_ms() - 1)], [])
+            assert await self.compact(place, MANY) == 1
+            await lane.release()
+            async with owned(two) as [theirs]:
+                assert theirs.number == lane.number
+                with pytest.raises(LaneLost):
+                    await one.restore(lane, one.now_ms())
+                assert isinstance(await two.restore(theirs, two.now_ms()), Restored)
+                assert len(await release_all(theirs)) == 1

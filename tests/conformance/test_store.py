@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from delayer.services.ports import Store
-from delayer.store import schema, upgrades
+from delayer.store import schema, session, upgrades
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import StoreContract
+from tests.faults.place import compact_all
 
 
 class TestPostgresStore(StoreContract):
@@ -27,3 +28,10 @@ class TestPostgresStore(StoreContract):
             yield store
         finally:
             await store.close()
+
+    async def compact(self, place: str, messages: int) -> int:
+        connection = await session.connect(place, "test")
+        try:
+            return await compact_all(connection, messages)
+        finally:
+            await session.close(connection)

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.message import Outcome, Outgoing, Parcel
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Broken, Locked, Restored
 from delayer.services import lanes as lanes_module
 from delayer.services import restoring as service
 from delayer.services.counting import Counters
@@ -188,6 +188,19 @@ async def test_two_daemons_share(database: str) -> None:
     assert (rows, inside, counters["restored"]) == (4_000, 0, 4_000)
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(DISTINCT body) FROM message") == 4_000
+
+
+async def test_what_another_one_has_locked_is_left_to_it_and_not_forgotten(database: str) -> None:
+    now = await now_ms(database)
+    assert await packed(database, [parcel(now + HOUR_MS), parcel(now + 2 * HOUR_MS)], 1) == 2
+    async with opened(database) as store, owned(store) as [lane], sql(database) as another:
+        await another.execute("BEGIN")
+        await another.execute("SELECT FROM segment FOR UPDATE")
+        assert await store.restore(lane, now) is None
+        assert await store.restore(lane, now + DAY_MS) == Locked(now + HOUR_MS)
+        await another.execute("ROLLBACK")
+        found = [await store.restore(lane, now + DAY_MS) for _ in range(3)]
+    assert [type(one) for one in found] == [Restored, Restored, type(None)]
 
 
 async def test_a_broken_segment_is_said_once_and_stands_in_nobodys_way(database: str) -> None:

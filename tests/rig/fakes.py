@@ -14,7 +14,7 @@ from itertools import count
 
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Restoration
 from delayer.services.edits import ID
 from delayer.wire.properties import encode_headers, entry, long_string
 
@@ -246,7 +246,7 @@ class ScriptedStore:
         self.adoptable = list(adoptable)
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
-        self.segments: deque[Restored | Broken | Exception] = deque()
+        self.segments: deque[Restoration | Exception] = deque()
         self.horizons: list[int] = []
 
     def now_ms(self) -> int:
@@ -265,7 +265,7 @@ class ScriptedStore:
             await self.on_write(lane.number)
         self.held += [(lane.number, reason) for _, reason in parcels]
 
-    async def restore(self, lane: ScriptedLane, horizon_ms: int) -> Restored | Broken | None:
+    async def restore(self, lane: ScriptedLane, horizon_ms: int) -> Restoration:
         self.horizons.append(horizon_ms)
         if self.on_write is not None:
             await self.on_write(lane.number)

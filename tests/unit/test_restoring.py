@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import Broken, Locked, Restored
 from delayer.services import restoring as module
 from delayer.services.counting import Counters
 from delayer.services.lanes import Lanes
@@ -100,6 +100,14 @@ async def test_a_rest_in_proportion_after_each_and_none_when_it_is_urgent(monkey
         looks = [await it.restoring.look() for _ in range(4)]
         monkeypatch.undo()
         assert looks == [module.REST * 1.0, 0.0, 0.0, 0.0]
+
+
+async def test_what_others_are_restoring_is_looked_after() -> None:
+    """They may die at it, and a minute later would be late."""
+    async with scene(Locked(NOW + HOUR_MS)) as it:
+        with capture_logs() as logged:
+            assert await it.restoring.look() == module.LOOK_AGAIN < module.LOOK
+        assert logged == []
 
 
 async def test_said_and_counted() -> None:
