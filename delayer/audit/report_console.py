@@ -103,10 +103,11 @@ def _coming(report: Report, console: Console) -> None:
     if drawn:
         console.print(Text.assemble("  next 48 hours ", (drawn, "cyan")))
     console.print()
-    if report.calendar.peaks:
+    peaks = words.peaks(report)
+    if peaks:
         rate = f"to drain at {report.calendar.release_rate:,.0f}/s"
         table = _table("peak from", "within one", "messages", rate, right=(2, 3))
-        for peak in report.calendar.peaks[:PEAKS]:
+        for peak in peaks[:PEAKS]:
             slow = peak.drain_seconds > peak.width_ms / 1000
             drain = Text(words.duration(peak.drain_seconds), "yellow" if slow else "")
             table.add_row(words.instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)

@@ -93,6 +93,7 @@ def page(report: Report) -> str:
         asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
         # What would not be taken stands first, however little it is.
         destinations=sorted(at.destinations, key=lambda one: _badge(one).tone != "bad"),
+        peaks=words.peaks(report),
         badges=_badge,
         share=lambda messages: 100 * messages / max(most, 1),
         standouts=list(_standouts(report)),
@@ -174,8 +175,8 @@ def _tiles(report: Report) -> Iterator[Tile]:
     yield Tile("last due", *_instant_tile(totals.last_due_ms, now_ms))
     if totals.keyed:
         yield Tile("with a key", f"{totals.keyed:,}", "can be replaced or cancelled by it")
-    if report.calendar.peaks:
-        worst = max(report.calendar.peaks, key=lambda peak: peak.drain_seconds)
+    if peaks := words.peaks(report):
+        worst = max(peaks, key=lambda peak: peak.drain_seconds)
         more = f"{words.short(worst.messages)} within one {words.width(worst.width_ms)}"
         yield Tile("longest to drain", words.duration(worst.drain_seconds), f"{more}, {words.instant(worst.start_ms)}")
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from delayer.audit.findings import Finding, Report
+from delayer.audit.findings import Finding, Peak, Report
 from delayer.telemetry import readable
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 _SECOND_MS, _MINUTE_MS, _HOUR_MS, _DAY_MS = 1_000, 60_000, 3_600_000, 86_400_000
+_WORTH: Final = 0.05
 _WIDTHS: Final = {_SECOND_MS: "second", _MINUTE_MS: "minute", _HOUR_MS: "hour", _DAY_MS: "day"}
 
 
@@ -108,6 +109,12 @@ def name(raw: bytes | str, empty: str = "(empty)") -> str:
 def destination(exchange: bytes, key: bytes) -> str:
     """Where messages go, in words."""
     return f"{name(exchange)} · {name(key)}" if exchange else f"queue {name(key)}"
+
+
+def peaks(report: Report) -> list[Peak]:
+    """The peaks worth a line: a second with one message is none where another has thousands."""
+    longest = max((peak.drain_seconds for peak in report.calendar.peaks), default=0.0)
+    return [peak for peak in report.calendar.peaks if peak.drain_seconds >= _WORTH * longest and peak.messages > 1]
 
 
 def verdict(report: Report) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from delayer.audit import charts, report_console, report_html
-from delayer.audit.findings import Bar, Report
+from delayer.audit import charts, report_console, report_html, words
+from delayer.audit.findings import Bar, Peak, Report
 from tests.unit import audit_reports
 from tests.unit.audit_reports import HOUR, NOW_MS
 
@@ -154,6 +154,14 @@ def test_the_sparkline_shows_whatever_is_due() -> None:
     )
     assert drawn == "▁█" + " " * 45 + "▄"
     assert report_console.sparkline([hour(50, 1)], NOW_MS) == ""
+
+
+def test_a_second_with_one_message_is_no_peak_beside_thousands() -> None:
+    calendar = replace(FULL.calendar, peaks=(*FULL.calendar.peaks, Peak(NOW_MS, 1000, 77, 1, 0.002)))
+    report = replace(FULL, calendar=calendar)
+    assert [peak.messages for peak in words.peaks(report)] == [4_200_000, 310_000, 2_020_000]
+    alone = replace(FULL, calendar=replace(calendar, peaks=(Peak(NOW_MS, 1000, 1, 1, 0.001),)))
+    assert words.peaks(alone) == []
 
 
 def test_charts_keep_every_peak() -> None:
