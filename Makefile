@@ -10,7 +10,7 @@ PYTEST_SPREAD ?= -n 3 --dist loadfile
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: ## .venv with the delayer command in it, and nothing else
@@ -27,6 +27,14 @@ run: ready ## private servers and the daemon, up until Ctrl-C; prints how to sen
 .PHONY: test
 test: ready lint ## check, then every test, against real servers of their own (PYTEST_ARGS=… to choose)
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
+
+.PHONY: test-brokers
+test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4.0 and 4.3; as root (SUITES=…, PYTEST_ARGS=…)
+	@.ci/brokers $(PYTEST_SPREAD) $(PYTEST_ARGS)
+
+.PHONY: audit-deps
+audit-deps: ## pip-audit over every pinned version: known holes in what we depend on
+	@.ci/audit-deps
 
 .PHONY: check
 check: dev lint ## style, types and import rules; no server

@@ -60,12 +60,13 @@ class Admin:
     ) -> Self:
         """Connect to ``url``, TLS by its scheme and query as everywhere else. ``patience``: seconds, for each call.
 
-        ``management_url`` (``http://user:password@host:15672``) lets verify see bindings and policies. Raises
-        ValueError for a URL that is none, never showing it.
+        ``management_url`` (``http://user:password@host:15672``) lets verify see bindings and policies; with ``https:``
+        whom ``url`` trusts is trusted there. Raises ValueError for a URL that is none, never showing it.
         """
         management = None
         if management_url:
-            management = Management(management_url, Address.parse(url).vhost, timeout=patience)
+            address = Address.parse(url)
+            management = Management(management_url, address.vhost, timeout=patience, tls=address.tls)
         return cls(await Link.open(url, name=name, patience=patience), management)
 
     async def __aenter__(self) -> Self:

@@ -48,7 +48,7 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
     (
         asyncpg.InsufficientPrivilegeError,
         "make this role the owner of the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …; and of tables "
-        "that another role made there: REASSIGN OWNED BY … TO …",
+        "that another role made there: REASSIGN OWNED BY … TO …; or grant it what docs/security.md lists",
     ),
     (
         asyncpg.InvalidCatalogNameError,

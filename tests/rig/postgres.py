@@ -44,17 +44,20 @@ class Postgres:
 
     kill() and stop() keep the data and the port, and start() continues from there; pause() and resume() stop and
     continue every process of the server. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
-    `settings` are added to postgresql.conf. Everybody on this machine is trusted.
+    `settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for those who ask for TLS. Everybody
+    on this machine is trusted.
     """
 
-    def __init__(self, *, settings: Mapping[str, str | int] | None = None) -> None:
+    def __init__(
+        self, *, settings: Mapping[str, str | int] | None = None, tls: tuple[Path, Path] | None = None
+    ) -> None:
         self.port = ports.reserve()
         self.start_seconds = 0.0
         self._programs = _find_programs()
         self._user = _unprivileged_user() if os.geteuid() == 0 else None
-        self._settings = {**_SETTINGS, **(settings or {})}
         self._directory = make_directory()
         self._data = self._directory / "data"
+        self._settings = {**_SETTINGS, **(self._secured(*tls) if tls else {}), **(settings or {})}
         self._log = self._directory / "postgres.log"
         self._environment = clean_environment("PG", "LC_", "LANG") | {"HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
         self._server: Family | None = None
@@ -124,9 +127,14 @@ class Postgres:
 
     # ---- where it is
 
-    def url(self, database: str = "postgres", *, port: int | None = None) -> str:
+    def url(self, database: str = "postgres", *, port: int | None = None, user: str = SUPERUSER) -> str:
         """postgresql:// URL over TCP; `port` for a proxy before it."""
-        return f"postgresql://{SUPERUSER}@{ports.HOST}:{port or self.port}/{database}"
+        return f"postgresql://{user}@{ports.HOST}:{port or self.port}/{database}"
+
+    def tls_url(self, database: str, ca: Path, *, host: str = "localhost") -> str:
+        """The same with everything verified."""
+        verified = f"sslmode=verify-full&sslrootcert={ca}"
+        return f"postgresql://{SUPERUSER}@{host}:{self.port}/{database}?{verified}"
 
     def pids(self) -> list[int]:
         return self._server.pids() if self._server else []
@@ -159,6 +167,17 @@ class Postgres:
         return _run_apart(run())
 
     # ---- inside
+
+    def _secured(self, certificate: Path, key: Path) -> dict[str, str | int]:
+        """Settings for TLS. Postgres takes no key that others may read, so it gets copies of its own."""
+        for name, source in (("server.pem", certificate), ("server.key", key)):
+            target = self._directory / name
+            shutil.copyfile(source, target)
+            target.chmod(0o600)
+            if self._user:
+                shutil.chown(target, self._user)
+        at = self._directory
+        return {"ssl": "on", "ssl_cert_file": str(at / "server.pem"), "ssl_key_file": str(at / "server.key")}
 
     def _initialize(self) -> None:
         if self._user:

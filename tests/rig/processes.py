@@ -54,9 +54,9 @@ def _reaper() -> _Reaper:
     return _the_reaper
 
 
-def make_directory() -> Path:
+def make_directory(parent: Path | None = None) -> Path:
     """A temporary directory that other users may pass through (Postgres runs as one when we are root)."""
-    directory = Path(tempfile.mkdtemp(prefix="delayer-"))
+    directory = Path(tempfile.mkdtemp(prefix="delayer-", dir=parent))
     _reaper().tell("remove", directory)
     directory.chmod(0o711)
     return directory

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -23,6 +24,12 @@ from urllib.parse import quote
 
 from tests.rig import ports
 from tests.rig.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+
+ROOT_VARIABLE = "DELAYER_TEST_BROKER"
+"""The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
+
+# In a mount namespace of its own, so that nothing is left mounted when its processes have ended, however they did.
+_ENTER = 'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 
 # Debian's /usr/sbin/rabbitmq-server is a wrapper that insists on the user and the directories of the package.
 _HOMES = ("/usr/lib/rabbitmq/bin",)
@@ -46,6 +53,8 @@ class RabbitMQ:
     resume() stop and continue every process of the node. All methods block: from a coroutine, `await
     asyncio.to_thread(broker.start)`.
     `config` are further lines of rabbitmq.conf. Users: guest/guest, who may do everything everywhere.
+
+    DELAYER_TEST_BROKER=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
     """
 
     def __init__(self, *, tls: Certificates | None = None, config: Mapping[str, str | int] | None = None) -> None:
@@ -54,10 +63,11 @@ class RabbitMQ:
         self.tls_port = ports.reserve() if tls else None
         self.node = f"delayer-{os.getpid()}-{next(_numbers)}@localhost"
         self.start_seconds = 0.0
-        self._programs = _find_programs()
+        self._root = Path(root) if (root := os.environ.get(ROOT_VARIABLE)) else None
+        self._programs = _find_programs(self._root)
         self._dist_port = ports.reserve()
         self._epmd_port = ports.reserve()
-        self._directory = make_directory()
+        self._directory = make_directory(self._root and self._root / "tmp")
         self._epmd: Family | None = None
         self._node: Family | None = None
         self._write_files(tls, config or {})
@@ -69,7 +79,9 @@ class RabbitMQ:
         """Start it, or start it again on the same ports and data; returns when it answers an AMQP handshake."""
         began = time.monotonic()
         if self._epmd is None:
-            self._epmd = self._run("epmd.log", _find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST)
+            self._epmd = self._run(
+                "epmd.log", self._find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST
+            )
             self._epmd.wait_ready(lambda: _answers(self._epmd_port, b""), "epmd", timeout=10)
         self._node = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
         try:
@@ -179,7 +191,7 @@ class RabbitMQ:
     def ctl(self, *words: str) -> str:
         """rabbitmqctl; costs a second or two, so only for what the API cannot do (alarms, closing connections)."""
         done = subprocess.run(
-            [self._programs / "rabbitmqctl", "--quiet", *words],
+            self._entering(self._programs / "rabbitmqctl", "--quiet", *words),
             env=self._environment, cwd=self._directory, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         if done.returncode:
@@ -197,7 +209,27 @@ class RabbitMQ:
     # ---- inside
 
     def _run(self, log: str, *argv: str | Path) -> Family:
-        return Family(argv, env=self._environment, cwd=self._directory, log=self._directory / log)
+        return Family(self._entering(*argv), env=self._environment, cwd=self._directory, log=self._directory / log)
+
+    def _entering(self, *argv: str | Path) -> list[str]:
+        """The command, in the other root if there is one."""
+        enter = ["unshare", "--mount", "sh", "-c", _ENTER, str(self._root)] if self._root else []
+        return [*enter, *map(str, argv)]
+
+    def _inside(self, path: Path) -> Path:
+        """A path as the broker sees it. Files of others are copied to where it can."""
+        if self._root is None:
+            return path
+        if not path.is_relative_to(self._root):
+            copy = self._directory / f"{next(_numbers)}-{path.name}"
+            shutil.copyfile(path, copy)
+            path = copy
+        return Path("/") / path.relative_to(self._root)
+
+    def _find(self, program: str) -> str:
+        if self._root is not None:
+            return f"/usr/bin/{program}"
+        return _find(program)
 
     def _is_ready(self) -> bool:
         return _answers(self.port, b"AMQP\x00\x00\x09\x01") and _answers(self.management_port, b"")
@@ -220,9 +252,9 @@ class RabbitMQ:
         if tls:
             settings |= {
                 "listeners.ssl.1": f"{ports.HOST}:{self.tls_port}",
-                "ssl_options.cacertfile": str(tls.ca),
-                "ssl_options.certfile": str(tls.certificate),
-                "ssl_options.keyfile": str(tls.key),
+                "ssl_options.cacertfile": str(self._inside(tls.ca)),
+                "ssl_options.certfile": str(self._inside(tls.certificate)),
+                "ssl_options.keyfile": str(self._inside(tls.key)),
                 "ssl_options.verify": "verify_peer" if tls.verify_client else "verify_none",
                 "ssl_options.fail_if_no_peer_cert": "true" if tls.verify_client else "false",
             }
@@ -233,7 +265,7 @@ class RabbitMQ:
         (self._directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
 
     def _make_environment(self) -> dict[str, str]:
-        at = self._directory
+        at = self._inside(self._directory)
         # Two schedulers are plenty for tests, and on small machines idle ones must not spin.
         erl = "+S 2:2 +SDcpu 1 +SDio 4 +A 4 -kernel inet_dist_use_interface {127,0,0,1}"
         return clean_environment("RABBITMQ_", "ERL_", "NOTIFY_SOCKET", "LC_", "LANG") | {
@@ -265,7 +297,13 @@ def _answers(port: int, greeting: bytes) -> bool:
         return False
 
 
-def _find_programs() -> Path:
+def _find_programs(root: Path | None) -> Path:
+    """As the broker sees them: in ``root``, where there is one."""
+    if root is not None:
+        for home in _HOMES:
+            if (root / home.lstrip("/") / "rabbitmq-server").exists():
+                return Path(home)
+        raise StartFailed(f"there is no RabbitMQ in {root}; .ci/brokers unpacks one")
     on_path = shutil.which("rabbitmq-server")
     for home in [*_HOMES, *([str(Path(on_path).resolve().parent)] if on_path else [])]:
         if (Path(home) / "rabbitmq-server").exists():
@@ -278,3 +316,14 @@ def _find(program: str) -> str:
     if not found:
         raise StartFailed(f"{program} is not on PATH; it comes with Erlang, which .ci/setup servers installs")
     return found
+
+
+def main() -> int:
+    """Print the version of the broker that tests would use."""
+    with RabbitMQ() as broker:
+        print(broker.api("GET", "/api/overview")["rabbitmq_version"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The whole daemon over TLS on both sides; and passwords, which nobody who looks from outside can find."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, secret_store_url, upgrade
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.ledger import Ledger
+from tests.rig.servers import Certificates, Postgres, RabbitMQ
+from tests.rig.tls import BAD, RIGHT, Papers, TlsFront
+
+SECRETS = ("Sesame", "Broker/1", "Broker%2F1", "Store/2", "Store%2F2")
+"""Pieces of the passwords, in every spelling."""
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers.issue(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def secure(papers: Papers) -> Iterator[tuple[RabbitMQ, Postgres]]:
+    """Both servers with the right certificates; the broker wants to see the client's."""
+    pair = papers[RIGHT]
+    certificates = Certificates(papers.ca, pair.certificate, pair.key, verify_client=True)
+    with RabbitMQ(tls=certificates) as rabbitmq, Postgres(tls=pair) as postgres:
+        yield rabbitmq, postgres
+
+
+async def run(*arguments: str) -> tuple[int, str]:
+    """A command of the command line: its exit code, and everything it said."""
+    process = await asyncio.create_subprocess_exec(
+        str(EXECUTABLE), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+async def test_everything_over_tls(secure: tuple[RabbitMQ, Postgres], papers: Papers, tmp_path: Path) -> None:
+    """Upgrade, check, run, status; every connection of it is encrypted, and both certificates are verified."""
+    rabbitmq, postgres = secure
+    url = postgres.tls_url(postgres.add_database(), papers.ca)
+    await asyncio.to_thread(upgrade, url)
+    client = papers["client"]
+    broker = {"url": rabbitmq.tls_url(), "ca_file": str(papers.ca)}
+    broker |= {"cert_file": str(client.certificate), "key_file": str(client.key)}
+    config = tmp_path / "delayer.toml"
+    sections: dict[str, dict[str, Any]] = {"broker": broker, "store": {"url": url}}
+    lines = ['mode = "store"']
+    for section, table in sections.items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    config.write_text("\n".join(lines) + "\n")
+    async with Ledger.open(rabbitmq.url(), random.Random(2)) as ledger, DaemonProcess({}, config=config) as daemon:
+        await daemon.ready()
+        await ledger.publish(200, longest_ms=1_000)
+        await ledger.all_back()
+        ledger.verdict().assert_kept()
+        for verb in ("check", "status"):
+            code, said = await run("--config", str(config), verb)
+            assert code == 0, said
+        ours = "FROM pg_stat_activity JOIN pg_stat_ssl USING (pid) WHERE application_name LIKE 'delayer%'"
+        rows = await asyncio.to_thread(postgres.execute, f"SELECT {ours} AND ssl")
+        assert int(rows.split()[-1]) >= 3
+        assert await asyncio.to_thread(postgres.execute, f"SELECT {ours} AND NOT ssl") == "SELECT 0"
+        listed = await asyncio.to_thread(rabbitmq.ctl, "list_connections", "ssl", "client_properties")
+        assert [line for line in listed.splitlines() if line.startswith("true") and "delayer intake" in line], listed
+        assert not [line for line in listed.splitlines() if line.startswith("false") and "delayer " in line], listed
+        assert await daemon.stop() == 0
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_a_bad_certificate_is_told_and_waited_out(
+    rabbitmq: RabbitMQ, postgres: Postgres, template: str, papers: Papers, bad: str
+) -> None:
+    """Of broker and store at once: both are named with the reason, no word is said to either, and the daemon stops as
+    told."""
+    database = postgres.add_database(template=template)
+    async with (
+        TlsFront(rabbitmq.port, papers[bad]) as broker,
+        TlsFront(postgres.port, papers[bad], speaks="postgres") as store,
+    ):
+        environ = {
+            "BROKER__URL": f"amqps://u:{BROKER_SECRET.replace('/', '%2F')}@localhost:{broker.port}/",
+            "BROKER__CA_FILE": str(papers.ca),
+            "STORE__URL": secret_store_url(postgres, database)
+            .replace("127.0.0.1", "localhost")
+            .replace(str(postgres.port), str(store.port))
+            + f"?sslmode=verify-full&sslrootcert={papers.ca}",
+        }
+        async with DaemonProcess(environ) as daemon:
+            told = [await daemon.event(f"{server} unreachable") for server in ("broker", "store")]
+            assert all("CERTIFICATE_VERIFY_FAILED" in event["reason"] for event in told), told
+            assert await daemon.stop() == 0
+        assert broker.heard == store.heard == 0
+        assert_clean(daemon.tail(1000))
+    postgres.drop_database(database)
+
+
+def assert_clean(text: str) -> None:
+    found = [secret for secret in SECRETS if secret in text]
+    assert not found, f"{found} in {text}"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_passwords_are_nowhere(
+    place: Place, schema: str, postgres: Postgres, tmp_path: Path, workers: int
+) -> None:
+    """Not in the arguments of any process of ours, in what the servers are told of us, in status, check and the log;
+    nor when the servers refuse them."""
+    config = tmp_path / "delayer.toml"
+    store = secret_store_url(postgres, schema)
+    assert BROKER_SECRET.startswith("Sesame")
+    assert STORE_SECRET.startswith("Sesame")
+    place.write(config, "store", {"store": {"url": store}})
+    config.write_text(f"workers = {workers}\n" + config.read_text())
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        await daemon.event("workers ready" if workers > 1 else "ready")
+        inbox = await raw.inbox("inbox")
+        await raw.publish(delayed("one", 200), delayed("held", 0, through="in.missing"))
+        await inbox.got([b"one"])
+        await daemon.event("message held")
+        parent = psutil.Process(daemon.pid)
+        family = [parent, *parent.children(recursive=True)]
+        assert len(family) >= workers
+        for process in family:
+            assert_clean(" ".join(process.cmdline()) + process.name())
+        for verb in (["status"], ["status", "--json"], ["check"], ["topology", "verify"], ["db", "current"]):
+            _, said = await run("--config", str(config), *verb)
+            assert_clean(said)
+        assert_clean(json.dumps(place.rabbitmq.api("GET", "/api/connections")))
+        assert_clean(place.rabbitmq.log())
+        assert await daemon.stop() == 0
+    assert_clean(daemon.tail(10_000))
+    assert_clean(postgres.log())
+    place.rabbitmq.api("PUT", "/api/users/delayer", {"password": "changed", "tags": ""})
+    for verb in ("check", "status", "run"):
+        if verb == "run":
+            async with DaemonProcess({}, config=config) as daemon:
+                await daemon.event("broker unreachable")
+                assert await daemon.stop() == 0
+                said = daemon.tail(1000)
+        else:
+            code, said = await run("--config", str(config), verb)
+            assert code in (1, 3), said
+        assert "refused" in said.lower()
+        assert_clean(said)

@@ -1,0 +1,237 @@
+"""Messages that want to do harm, or only look like it, and where each of them has to end.
+
+delivered   at its destination, once, not early, with every header that is not delayer's business
+refused     in the refused queue, with this reason
+held        in the store, or among the strays, with this reason
+turned away by the broker itself: the publisher's channel or connection is closed, and delayer never sees it
+somewhere   any one of these: the bytes are broken, and which program notices first depends on the broker
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from tests.rig.raw import VOID, Header, Message, Props, Value, array, decimal, number, octets, table, text
+
+STORE, NATIVE = "store", "native"
+MODES = (STORE, NATIVE)
+IMPERSONATOR = "impersonator"
+"""The user who may say that a message is somebody else's."""
+
+
+class End(Enum):
+    DELIVERED = "delivered"
+    REFUSED = "refused"
+    HELD = "held"
+    TURNED_AWAY = "turned away"
+    SOMEWHERE = "somewhere"
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """``reason`` is a pattern. ``props`` None: only ``headers`` and persistence. ``body`` goes behind the name."""
+
+    end: End
+    reason: str = ""
+    headers: tuple[Header, ...] = ()
+    props: Props | bytes | None = None
+    through: str = "h.in"
+    key: bytes = b"inbox"
+    body: bytes = b""
+    modes: tuple[str, ...] = MODES
+    impersonated: bool = False
+    arrives_as: bytes | None = None
+    """The routing key at the destination, if it is another one."""
+
+    def message(self, body: bytes) -> Message:
+        props = self.props
+        if props is None:
+            props = Props(headers=self.headers, delivery_mode=2)
+        return Message(self.through, self.key, props, body + self.body)
+
+
+def delivered(*headers: Header, **more: object) -> Hostile:
+    return replace(Hostile(End.DELIVERED, headers=headers), **more)
+
+
+def refused(reason: str, *headers: Header, **more: object) -> Hostile:
+    return replace(Hostile(End.REFUSED, reason, headers), **more)
+
+
+def held(reason: str, through: str, delay: int = 0) -> Hostile:
+    return Hostile(End.HELD, reason, (x_delay(number("I", delay)),), through=through)
+
+
+def turned_away(*headers: Header, **more: object) -> Hostile:
+    return replace(Hostile(End.TURNED_AWAY, headers=headers), **more)
+
+
+def somewhere(*headers: Header) -> Hostile:
+    return Hostile(End.SOMEWHERE, headers=headers)
+
+
+def broken(table: bytes) -> Hostile:
+    """A header table of these bytes and no other property."""
+    return Hostile(End.SOMEWHERE, props=b"\x20\x00" + struct.pack(">I", len(table)) + table)
+
+
+def x_delay(value: Value) -> Header:
+    return (b"x-delay", value)
+
+
+def deliver_at(value: Value) -> Header:
+    return (b"x-deliver-at", value)
+
+
+def nested(levels: int) -> Value:
+    value = table()
+    for _ in range(levels):
+        value = table((b"t", value))
+    return value
+
+
+def cc(*keys: str) -> Header:
+    return (b"CC", array(*map(text, keys)))
+
+
+SECOND = x_delay(number("I", 1000))
+SIX_SECONDS = x_delay(number("I", 6000))
+FORGED_LINE = 'k\r\n{"timestamp": "2026-01-01T00:00:00Z", "level": "info", "event": "ready"}\n\x1b[31m\x1b]0;owned\x07'
+EVERY_TYPE: tuple[Header, ...] = (
+    (b"b", number("b", -1)), (b"B", number("B", 1)), (b"s", number("s", 5)), (b"u", number("u", 5)),
+    (b"I", number("I", 5)), (b"i", number("i", 5)), (b"l", number("l", 5)), (b"f", number("f", 0.5)),
+    (b"d", number("d", 0.1)), (b"T", number("T", 1 << 33)), (b"t", number("t", True)), (b"D", decimal(2, 1234)),
+    (b"S", text("text")), (b"x", octets(b"\0\xff")), (b"V", VOID), (b"A", array(number("I", 1), text("a"), VOID)),
+    (b"F", table((b"inner", number("I", 7)), (b"empty", table()))),
+)  # fmt: skip
+ENVELOPE: tuple[Header, ...] = (
+    (b"x-delayer-envelope", number("l", 1)),
+    (b"x-delayer-route", text("h.in")),
+    (b"x-delayer-exchange", text("h.in")),
+    (b"x-delayer-routing-key", text("inbox")),
+    (b"x-delayer-to", text("h.private")),
+    (b"x-delayer-to-key", text("stolen")),
+    (b"x-delayer-properties", octets(b"\0\0")),
+)
+"""What the daemon puts around messages in the cascade, with a destination that no configuration allows."""
+
+PUBLISHER: Mapping[str, Hostile] = {
+    "user id of somebody else, believed by the broker": delivered(
+        props=Props(headers=(SECOND,), user_id=b"somebody", delivery_mode=2), impersonated=True
+    ),
+    "user id of somebody else": turned_away(props=Props(headers=(SECOND,), user_id=b"somebody")),
+    "expiration that is no number": turned_away(props=Props(headers=(SECOND,), expiration=b"soon")),
+    "expiration below zero": turned_away(props=Props(headers=(SECOND,), expiration=b"-1")),
+    "expiration shorter than the delay": delivered(
+        props=Props(headers=(SIX_SECONDS,), expiration=b"5000", delivery_mode=2)
+    ),
+    "reply to a consumer that is not there": turned_away(props=Props(reply_to=b"amq.rabbitmq.reply-to")),
+    "CC that is no list": turned_away((b"CC", text("copies"))),
+    "CC that is a table": turned_away((b"CC", table((b"k", text("copies"))))),
+    "BCC that is a number": turned_away((b"BCC", number("I", 5))),
+    "CC of numbers": delivered(SECOND, (b"CC", array(number("I", 1), VOID))),
+    "CC of 10,000 keys": delivered(SECOND, cc(*["nobody"] * 10_000)),
+    "odd values in fixed places": delivered(
+        props=Props(headers=(SECOND,), delivery_mode=2, priority=255, timestamp=2**64 - 1, type=b"\0" * 255)
+    ),
+    "a delivery mode that is none": Hostile(End.SOMEWHERE, props=Props(headers=(SECOND,), delivery_mode=255)),
+    "transient": delivered(props=Props(headers=(SECOND,), delivery_mode=1)),
+}
+TABLES: Mapping[str, Hostile] = {
+    "every type of field": delivered(SECOND, *EVERY_TYPE),
+    "nested 100 deep": delivered(SECOND, (b"deep", nested(100))),
+    "a delay nested 100 deep": refused("malformed header table: .*64 levels", x_delay(nested(100))),
+    "names twice": delivered(SECOND, (b"a", text("1")), (b"a", number("I", 2)), x_delay(text("?"))),
+    "names and values that are not UTF-8": delivered(SECOND, (b"\xff\xfe", text(b"\xc3\x28"))),
+    "a name of no bytes": delivered(SECOND, (b"", text("?"))),
+    "a name of 255 bytes": delivered(SECOND, (b"n" * 255, VOID)),
+    "as long as a frame": refused("too long to carry", SECOND, (b"large", text("v" * 130_000))),
+    "nearly as long as a frame": delivered(SECOND, (b"large", text("v" * 128_000))),
+    "1 MB": turned_away(SECOND, (b"large", text("v" * 1_000_000))),
+    "a string cut short": broken(b"\x01aS\x00\x00\x00\x09abc"),
+    "an entry cut short": broken(b"\x03ab"),
+    "a type that is none": broken(b"\x03abc?"),
+    "a table cut short in a table": broken(b"\x01aF\x00\x00\x00\x09\x01bV"),
+}
+DELAYS: Mapping[str, Hostile] = {
+    "NaN": refused("x-delay: ", x_delay(text("NaN"))),
+    "infinity": refused("x-delay: ", x_delay(text("Infinity"))),
+    "minus infinity": refused("x-delay: ", x_delay(text("-inf"))),
+    # Erlang has no such numbers: every RabbitMQ so far ends the publisher's connection.
+    "NaN as a double": somewhere(x_delay(number("d", float("nan")))),
+    "infinity as a double": somewhere(x_delay(number("d", float("inf")))),
+    "minus infinity as a float": somewhere(x_delay(number("f", float("-inf")))),
+    "10^30 as text": refused("x-delay: ", x_delay(text("1" + "0" * 30))),
+    "10^30 as a double": refused("too long", x_delay(number("d", 1e30))),
+    "10,000 digits": refused("x-delay: |too long", x_delay(text("9" * 10_000))),
+    "below zero": delivered(x_delay(number("l", -(2**63)))),
+    "far below zero": delivered(x_delay(text("-" + "9" * 20))),
+    "empty": refused("x-delay: ", x_delay(text(""))),
+    "a table": refused("x-delay: ", x_delay(table((b"ms", number("I", 5))))),
+    "in year 0": delivered(deliver_at(text("0000-01-01T00:00:00Z"))),
+    "in year -1": refused("x-deliver-at: ", deliver_at(text("-0001-01-01T00:00:00Z"))),
+    "in year 0, as a number": delivered(deliver_at(number("l", -62_167_219_200_000))),
+    "in year 99999": refused("x-deliver-at: ", deliver_at(text("99999-01-01T00:00:00Z"))),
+    "in year 99999, as a number": refused("too long", deliver_at(number("l", 3_093_527_980_800_000))),
+    "at the last timestamp": refused("too long|x-deliver-at: ", deliver_at(number("T", 2**64 - 1))),
+}
+ADDRESSES: Mapping[str, Hostile] = {
+    "255 bytes": delivered(SECOND, key=b"k" * 255),
+    "255 bytes, for a queue that is not there": replace(held("312 NO_ROUTE", "h.queue"), key=b"k" * 255),
+    "256 bytes in the header": refused("at most 255 bytes", SECOND, (b"x-delay-routing-key", text("k" * 256))),
+    "28 digits before it": delivered(SECOND, key=b"1." * 28 + b"inbox", arrives_as=b"inbox"),
+    "56 digits before it": delivered(SECOND, key=b"1.0." * 28 + b"k", arrives_as=b"1.0." * 14 + b"k"),
+    "nothing but 28 digits": delivered(SECOND, key=b"0." * 28, arrives_as=b""),
+    "no bytes": delivered(SECOND, key=b""),
+    "a hash": delivered(SECOND, key=b"#"),
+    "stars and hashes": delivered(SECOND, key=b"*.#.*"),
+    "a line of the log": delivered(SECOND, key=FORGED_LINE.encode()),
+    "a line of the log, refused": refused("x-delay: ", x_delay(text(FORGED_LINE)), key=FORGED_LINE.encode()),
+    "a line of the log, held": replace(held("312 NO_ROUTE", "h.unbound"), key=FORGED_LINE.encode()),
+    "an exchange that is a line of the log": refused("forbidden", SECOND, (b"x-delay-exchange", text(FORGED_LINE))),
+    "an exchange that is not allowed": refused("forbidden", SECOND, (b"x-delay-exchange", text("h.private"))),
+    "an exchange of the cascade, under a pattern that allows all": refused(
+        "leads into delayer's own exchanges", (b"x-delay-exchange", text("delayer.delay-level-00")), through="h.any"
+    ),
+    "a level of the cascade": refused(
+        "leads into delayer's own queues", SECOND, through="h.queue", key=b"delayer.delay-level-00"
+    ),
+    "a copy into a level of the cascade": refused(
+        "leads into delayer's own queues", SECOND, cc("delayer.delay-level-00"), through="h.queue"
+    ),
+    "a copy into the intake queue": refused("leads back", SECOND, cc("delays"), through="h.queue"),
+    "the intake queue": refused("leads back", SECOND, (b"x-delay-routing-key", text("delays")), through="h.queue"),
+    "a forged envelope": refused("leads into delayer's own queues", *ENVELOPE, through="h.queue", key=b"delays.due"),
+    "a copy of a forged envelope": refused(
+        "leads into delayer's own queues", *ENVELOPE, cc("delays.due"), through="h.queue"
+    ),
+    "half an envelope, straight into the due queue": refused(
+        "not a message of the cascade", *ENVELOPE[:3], through="", key=b"delays.due", modes=(NATIVE,)
+    ),
+    "no body": delivered(SECOND, key=b"no body"),
+    "a body of 1 MB": delivered(SECOND, body=b"\xce" * 1_000_000),
+}
+DESTINATIONS: Mapping[str, Hostile] = {
+    f"{what}{when}": held(reason, through, delay)
+    for what, reason, through in (
+        ("not there", "404 NOT_FOUND", "h.missing"),
+        ("internal", "403 ACCESS_REFUSED", "h.internal"),
+        ("of another type", "312 NO_ROUTE", "h.headers"),
+        ("without bindings", "312 NO_ROUTE", "h.unbound"),
+        ("full", "nacked", "h.full"),
+        ("closed to us", "403 ACCESS_REFUSED", "h.closed"),
+    )
+    for when, delay in (("", 1000), (", at once", 0))
+}
+GROUPS = {"publisher": PUBLISHER, "table": TABLES, "delay": DELAYS, "address": ADDRESSES, "destination": DESTINATIONS}
+CASES: Mapping[str, Hostile] = {
+    f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()
+}
+EMPTY = "address: no body"
+
+
+def cases_of(mode: str) -> dict[str, Hostile]:
+    return {name: case for name, case in CASES.items() if mode in case.modes}

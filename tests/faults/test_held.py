@@ -1,0 +1,155 @@
+"""Held messages: tried again after growing pauses, seen all the time, kept through every restart, in nobody's way, and
+out by themselves once their destination is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections import defaultdict
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.faults.place import Place, eventually
+from tests.faults.scenes import add_template
+from tests.faults.villain import delay_header, held_rows
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import VOID, Message, Props, Raw
+from tests.rig.servers import Postgres, RabbitMQ
+
+FIRST_MS, LONGEST_MS = 300, 3_000
+PROGRAM = (
+    sys.executable,
+    "-c",
+    f"from delayer.store import retry; retry.FIRST_MS, retry.LONGEST_MS = {FIRST_MS}, {LONGEST_MS}\n"
+    "from delayer.cli import main; main()",
+)
+"""The daemon with pauses from 0.3 to 3 s instead of 10 s to an hour, so that some of them fit a test."""
+ROUTES = [
+    {"from": "delayer.in", "to": "delayer.out"},
+    {"from": "h.missing", "to": "h.missing.out"},
+    {"from": "h.unbound", "to": "h.unbound.out"},
+]
+DOOMED = (b"for an exchange that is missing", b"for one without bindings")
+
+
+def daemon_at(place: Place) -> DaemonProcess:
+    return DaemonProcess(place.environ | {"ROUTE": json.dumps(ROUTES)}, program=PROGRAM)
+
+
+def attempts(daemon: DaemonProcess) -> dict[str, list[tuple[int, float]]]:
+    """By route: which attempt failed, and when (seconds)."""
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for event in daemon.events:
+        if event["event"] == "message held" and "attempts" in event:
+            at = datetime.fromisoformat(event["timestamp"]).timestamp()
+            found[event["route"]].append((event["attempts"], at))
+    return found
+
+
+def tried(at_least: int) -> Any:
+    return lambda event: event.get("attempts", 0) >= at_least
+
+
+@pytest.mark.deadline(150)
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
+    """In native mode with a store beside it: without one, such messages stand among the strays until somebody looks."""
+    with RabbitMQ() as rabbitmq, Postgres() as postgres:
+        await asyncio.to_thread(add_template, postgres, "template")
+        place = Place(mode, rabbitmq.url(), postgres.url(postgres.add_database(template="template")))
+        await place.declare()
+        rabbitmq.api("PUT", "/api/exchanges/%2F/h.unbound.out", {"type": "topic", "durable": True})
+        async with place.ledger() as ledger, daemon_at(place) as daemon:
+            await daemon.ready()
+            async with await Raw.connect(place.broker) as raw:
+                props = Props(headers=(delay_header(700),), delivery_mode=2)
+                for through, body in zip(("h.missing", "h.unbound"), DOOMED, strict=True):
+                    await raw.publish(Message(through, b"k", props, body))
+            await daemon.event("message held", where=tried(4))
+            await ledger.publish(500, longest_ms=500)
+            await ledger.all_back()
+            for failed in attempts(daemon).values():
+                check_pauses(failed)
+            daemon.signal(signal.SIGKILL)
+            await daemon.wait()
+            assert await bodies_held(place) == set(DOOMED)
+
+            await daemon.start()
+            more = await daemon.event("message held", where=tried(1), after=len(daemon.events))
+            assert more["attempts"] >= 5, "it began to count anew"
+            for server in (postgres, rabbitmq):
+                await asyncio.to_thread(rabbitmq.settle)
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+                assert await bodies_held(place) == set(DOOMED)
+            await daemon.event("broker connected", after=len(daemon.events) - 1)
+            await mend(rabbitmq)
+            arrived = await out(place)
+            assert sorted(arrived) == sorted(DOOMED)
+            await eventually(lambda: bodies_held(place), lambda held: not held)
+            assert await daemon.stop() == 0, daemon.tail()
+        counters = await place.conserved()
+        assert counters["held"] == 0
+
+
+def check_pauses(failed: list[tuple[int, float]]) -> None:
+    """Each attempt is the next one, and comes after its pause, which is twice the one before, less up to a fifth."""
+    assert [number for number, _ in failed] == list(range(failed[0][0], failed[0][0] + len(failed)))
+    for (number, before), (_, after) in pairwise(failed):
+        pause = min(FIRST_MS * 2 ** (number - 1), LONGEST_MS) / 1000
+        assert pause * 0.8 - 0.05 <= after - before, f"attempt {number + 1} came after {after - before:.3f} s"
+        assert after - before <= pause + 2.0, f"attempt {number + 1} came after {after - before:.3f} s"
+
+
+async def bodies_held(place: Place) -> set[bytes]:
+    return {body for body, _ in await held_rows(place)}
+
+
+async def mend(rabbitmq: RabbitMQ) -> None:
+    """What stood in the way of both."""
+    rabbitmq.api("PUT", "/api/queues/%2F/late", {"durable": True})
+    rabbitmq.api("PUT", "/api/exchanges/%2F/h.missing.out", {"type": "topic", "durable": True})
+    for exchange in ("h.missing.out", "h.unbound.out"):
+        rabbitmq.api("POST", f"/api/bindings/%2F/e/{exchange}/q/late", {"routing_key": "#"})
+
+
+async def out(place: Place) -> list[bytes]:
+    async with await Raw.connect(place.broker) as raw:
+        inbox = await raw.inbox("late")
+        await inbox.got(DOOMED, timeout=80)
+        return [arrival.delivery.body for arrival in inbox.arrivals]
+
+
+@pytest.mark.deadline(90)
+async def test_a_full_refused_queue_stops_nobody(rabbitmq: RabbitMQ, store: str) -> None:
+    """Whoever limits that queue makes messages that have to be refused wait in the intake queue; the others go on, only
+    slower. Nothing is lost, and when there is room again they are refused as they should be."""
+    vhost = rabbitmq.add_vhost()
+    try:
+        place = await Place("store", rabbitmq.url(vhost), store).declare()
+        limit = {"pattern": r"^delays\.refused$", "apply-to": "queues", "priority": 1}
+        limit |= {"definition": {"max-length": 1, "overflow": "reject-publish"}}
+        rabbitmq.api("PUT", f"/api/policies/{vhost}/full", limit)
+        bad = [b"bad %d" % number for number in range(20)]
+        async with place.ledger() as ledger, place.daemon() as daemon, await Raw.connect(place.broker) as raw:
+            await daemon.ready()
+            props = Props(headers=((b"x-delay", VOID),), delivery_mode=2)
+            await raw.publish(Message("delayer.in", b"k", props, bad[0]))
+            await daemon.event("message refused")
+            # A quorum queue takes what comes at once, and looks at its limit then.
+            await raw.publish(*(Message("delayer.in", b"k", props, body) for body in bad[1:]))
+            await daemon.event("consuming interrupted")
+            await ledger.publish(200, longest_ms=100)
+            await ledger.all_back()
+            rabbitmq.api("DELETE", f"/api/policies/{vhost}/full")
+            refused = await raw.inbox("delays.refused")
+            await refused.got(bad)
+            assert await daemon.stop() == 0, daemon.tail()
+            assert not ledger.verdict().missing
+    finally:
+        rabbitmq.drop_vhost(vhost)
