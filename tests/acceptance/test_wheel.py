@@ -63,6 +63,9 @@ def test_what_a_service_needs_comes_with_the_wheel(installed: Path, tmp_path: Pa
     share = installed.parent.parent / "share"
     for ours, theirs in (
         ("systemd/delayer.service", "delayer/delayer.service"),
+        ("systemd/delayer-audit.service", "delayer/delayer-audit.service"),
+        ("systemd/delayer-audit.timer", "delayer/delayer-audit.timer"),
+        ("docs/backlog.md", "doc/delayer/docs/backlog.md"),
         ("README.md", "doc/delayer/README.md"),
     ):
         assert (share / theirs).read_bytes() == (ROOT / ours).read_bytes()
