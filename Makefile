@@ -17,7 +17,7 @@ venv: ## .venv with the delayer command in it, and nothing else
 	@.ci/setup venv
 
 .PHONY: demo
-demo: ready ## the main job, before your eyes: private servers, both modes, a summary; under a minute
+demo: ready ## the main job, before your eyes: private servers, both modes, an audit, a summary; under a minute
 	@$(PYTHON_OF_VENV) -m tests.rig.demo
 
 .PHONY: run
