@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.faults.place import Place, eventually
+from tests.faults.place import Place, eventually, stopped
 from tests.faults.scenes import DAEMON, POSTGRES, STORE_CUT, Scenes, check, work_off
 from tests.faults.tables import PACKED, RESTORE
 
@@ -80,3 +81,30 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
     verdict.assert_kept(repeats=True)
     assert counters["compacted"] == counters["restored"] == MESSAGES
     assert counters["parked"] == counters["released"]
+
+
+@pytest.mark.deadline(90)
+async def test_what_a_hung_daemon_was_restoring_is_restored_by_another(vhost: str, store: str) -> None:
+    """The store ends its transaction after some seconds; the other looks again soon, and not in a minute."""
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(SEED + 1) as ledger:
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(PACKED, delay_ms=3_000, absolute=True)
+            await eventually(place.rows, lambda rows: rows == PACKED)
+            assert await daemon.stop() == 0, daemon.tail()
+        assert await place.compact() == 1
+        async with AsyncExitStack() as stack:
+            hung = await stack.enter_async_context(place.daemon("restore.copied:1:stop"))
+            await stopped(hung)
+            other = await stack.enter_async_context(place.daemon())
+            restored = await other.event("segment restored")
+            assert restored["messages"] == PACKED
+            await ledger.all_back(timeout=20.0)
+            hung.signal(signal.SIGCONT)
+            await hung.event("restoring interrupted")
+            assert [await hung.stop(), await other.stop()] == [0, 0]
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept()
+    counters = await place.conserved()
+    assert counters["restored"] == PACKED
