@@ -187,10 +187,12 @@ class Daemon:
 
     def _current_policy(self) -> Policy:
         """In native mode a store that is out of reach is no store: a message with a key is refused, with that reason,
-        where waiting for the store would stop everybody."""
-        if self.settings.mode == "native" and self._policy.has_store and not self.shelf.usable:
-            return replace(self._policy, has_store=False)
-        return self._policy
+        where waiting for the store would stop everybody. In store mode a broker that takes no publishes is no reason to
+        take nothing in."""
+        policy = self._policy
+        if self.settings.mode == "native":
+            return replace(policy, has_store=False) if policy.has_store and not self.shelf.usable else policy
+        return policy if self._publisher.ready else replace(policy, publishing=False)
 
     def _names(self) -> Names:
         return Names(

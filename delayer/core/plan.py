@@ -79,6 +79,9 @@ class Policy:
 
     ``own_queues`` and ``own_exchanges`` are delayer's own: whoever could send a message there through us could stop a
     level of the cascade for everybody, or put an envelope with a destination of its own into the due queue.
+
+    ``publishing`` is False while the broker takes no publishes: in store mode everything is parked then, whenever it is
+    due, so that nobody waits behind what cannot go out.
     """
 
     mode: Mode
@@ -87,6 +90,7 @@ class Policy:
     max_delay_ms: int
     park_beyond_ms: int = 0
     has_store: bool = True
+    publishing: bool = True
     own_queues: frozenset[bytes] = frozenset()
     own_exchanges: frozenset[bytes] = frozenset()
 
@@ -181,6 +185,8 @@ def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
     if KEY in headers:
         # Also when it is due at once: only the store can take the waiting one out exactly.
         return Park(due_ms, target, _key(KEY, ask, policy))
+    if policy.mode is Mode.STORE and not policy.publishing:
+        return Park(due_ms, target)
     wait_ms = due_ms - from_ms
     if wait_ms <= 0:
         return AtOnce(due_ms, target)

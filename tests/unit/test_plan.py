@@ -303,6 +303,18 @@ def test_up_to_park_beyond_the_cascade_is_taken(delay_ms: int, plan: object) -> 
     assert decide(says(x_delay=delay_ms), MIXED, NOW) == plan
 
 
+@pytest.mark.parametrize("policy", [STORE, MIXED])
+@pytest.mark.parametrize("delay_ms", [-5, 0, 1, 20_000])
+def test_while_the_broker_takes_nothing_all_of_it_is_parked(policy: Policy, delay_ms: int) -> None:
+    assert decide(says(x_delay=delay_ms), replace(policy, publishing=False), NOW) == Park(in_ms(delay_ms), OUT)
+
+
+def test_while_the_broker_takes_nothing_the_cascade_is_all_that_native_mode_has() -> None:
+    blocked = replace(NATIVE, publishing=False)
+    assert decide(says(x_delay=0), blocked, NOW) == AtOnce(NOW, OUT)
+    assert decide(says(x_delay=1), blocked, NOW) == cascade(1, in_ms(1))
+
+
 def test_with_a_store_no_delay_is_too_long_for_the_cascade() -> None:
     policy = replace(STORE, park_beyond_ms=1 << 50)
     assert decide(says(x_delay=LONGEST * 1000), policy, NOW) == cascade(LONGEST, in_ms(LONGEST * 1000))
