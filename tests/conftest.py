@@ -33,6 +33,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneJvm(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: takes a minute or so; only where asked for, by -m (make test-faults)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long ones out, unless somebody chooses by marks."""
+    if not config.getoption("markexpr"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run `async def` tests in a loop of their own, each with a deadline: `@pytest.mark.deadline(seconds)` moves it.

@@ -15,6 +15,9 @@ FIRST_FEW: Final = 20
 _STORED: Final = (1 << 64) - 1
 """Beside the number of a row, where the id of any other message has the first half of a UUID."""
 
+_HEX: Final = 32
+"""Digits of a UUID; the number of a row has fewer."""
+
 
 class Arrival(NamedTuple):
     """One message at the destination. ``due_ms`` and ``id`` are what its x-delayer headers say."""
@@ -117,8 +120,6 @@ class Account:
         """Whose publish was in doubt, so that it was published again: their copies may be the ledger's own doing."""
         self.windows: list[Window] | None = None
         """When faults were, if whoever causes them says so: then nothing may come twice that met none of them."""
-        self.stored_ids: set[int] | None = None
-        """Row numbers of the store that arrived, where somebody wants to compare them with the store's counters."""
         self._form = array("B")
         self._due = array("q")
         self._delay = array("q")
@@ -168,8 +169,6 @@ class Account:
         ):
             self.early.add(f"message {number}: owed at {owed.due_ms}, header {arrival.due_ms}, at {arrival.at_ms}")
         high, low = _packed(arrival.id)
-        if self.stored_ids is not None and high == _STORED:
-            self.stored_ids.add(low)
         if self._at[number]:
             self._copies.setdefault(number, []).append(arrival)
             self._more += 1
@@ -193,6 +192,17 @@ class Account:
         id = _unpacked(self._ids[2 * number], self._ids[2 * number + 1])
         first = Arrival(self._at[number], id, self._said_due[number], bool(self._redelivered[number]))
         return [first, *self._copies.get(number, ())]
+
+    @property
+    def rows_back(self) -> int:
+        """Rows of the store of which at least one copy arrived: as many as it has counted as released, if every copy
+        of a row has that row's id."""
+        ids = self._ids
+        first = sum(ids[2 * number] == _STORED for number in range(self.sent))
+        return first + sum(
+            len({one.id for one in copies if len(one.id) < _HEX} - {self.arrivals_of(number)[0].id})
+            for number, copies in self._copies.items()
+        )
 
     def missing(self) -> list[int]:
         return [] if self._back == self.sent else [number for number, at in enumerate(self._at) if not at]
@@ -239,7 +249,7 @@ class Arrivals(Mapping[int, Sequence[Arrival]]):
 
 def _packed(id: bytes) -> tuple[int, int]:
     """An id as two integers: that of a row is its number in decimal, any other is 32 hexadecimal digits."""
-    return (int(id[:16], 16), int(id[16:], 16)) if len(id) == 32 else (_STORED, int(id))
+    return (int(id[:16], 16), int(id[16:], 16)) if len(id) == _HEX else (_STORED, int(id))
 
 
 def _unpacked(high: int, low: int) -> bytes:

@@ -40,6 +40,7 @@ class Proxy:
         self._target = (host, port)
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
+        self._cuts = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._to_server = _Way()
         self._to_client = _Way()
@@ -73,8 +74,14 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset every connection, on both sides, without a goodbye."""
+        self._cuts += 1  # for those that are being made
         for link in list(self._links):
             link.cut()
+
+    def lead_to(self, port: int) -> None:
+        """Forward new connections to another server; those that there are end."""
+        self._target = (self._target[0], port)
+        self.cut()
 
     def stall(self, *, to_server: bool = True, to_client: bool = True) -> None:
         """Fall silent in these directions; whoever connects is accepted and hears nothing."""
@@ -101,10 +108,15 @@ class Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         client = _End(reader, writer)
+        cuts = self._cuts
         try:
             server = _End(*await asyncio.open_connection(*self._target))
         except OSError:
             client.reset()
+            return
+        if cuts != self._cuts:
+            client.reset()
+            server.reset()
             return
         link = _Link(client, server, self._to_server, self._to_client)
         self._links.add(link)

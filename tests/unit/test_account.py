@@ -158,10 +158,11 @@ def test_copies_without_any_mark_are_counted() -> None:
 
 def test_ids_of_both_kinds_are_kept() -> None:
     account = Account()
-    account.stored_ids = set()
     for id in (b"17", UUID, b"18"):
         account.take(account.owe(Form.INT32, DUE_MS, DELAY_MS), arrival(id))
     account.take(0, arrival(b"19"))
     assert [[one.id for one in account.arrivals_of(n)] for n in range(3)] == [[b"17", b"19"], [UUID], [b"18"]]
-    assert account.stored_ids == {17, 18, 19}
-    assert (account.back, account.arrived, dict(Arrivals(account)).keys()) == (3, 4, {0, 1, 2})
+    account.take(0, arrival(b"19"))
+    account.take(1, arrival(UUID))
+    assert account.rows_back == 3
+    assert (account.back, account.arrived, dict(Arrivals(account)).keys()) == (3, 6, {0, 1, 2})

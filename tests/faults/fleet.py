@@ -1,0 +1,257 @@
+"""Two daemons, and everything around them that can break: servers of their own, a proxy before every connection, a
+clock for each, and a file that says the mode. What breaks it is in faults.py."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+import asyncpg
+
+from tests.faults.place import Place, eventually
+from tests.rig.daemon import DaemonProcess
+from tests.rig.ledger import Ledger
+from tests.rig.odd import Clock, program
+from tests.rig.proxy import Proxy
+from tests.rig.servers import Postgres, RabbitMQ
+
+DAEMONS = 2
+LANES = 2
+USER, PASSWORD = "delayer", "secret"
+EVENTS_KEPT = 20_000
+BEGINNING = 200
+"""Events of the log's beginning that are always kept, and tell whether it is ready."""
+STARTUP = 120.0
+"""Seconds within which a daemon is ready, on a machine where everybody starts at once."""
+
+
+class Kept:
+    """One of the daemons: started again by whoever ends it, with the proxies and the clock of its own."""
+
+    def __init__(self, number: int, fleet: Fleet) -> None:
+        self.number = number
+        self.broker = Proxy(fleet.rabbitmq.port)
+        self.store = Proxy(fleet.postgres.port)
+        self.clock = Clock(fleet.directory / f"clock-{number}")
+        self.log = (fleet.directory / f"daemon-{number}.log").open("a", buffering=1)
+        self.process = DaemonProcess({})
+        self._fleet = fleet
+        self._meant = 0
+        self._left: DaemonProcess | None = None
+
+    async def start(self, fault: str = "") -> None:
+        """A new process in place of the one before; does not wait for anything else."""
+        fleet = self._fleet
+        if self.process.running:
+            await self.kill()
+        environ = {name: value for name, value in fleet.place.environ.items() if name != "MODE"} | {
+            "BROKER__URL": fleet.rabbitmq.url(fleet.vhost, port=self.broker.port, user=f"{USER}:{PASSWORD}"),
+            "STORE__URL": fleet.postgres.url(fleet.database, port=self.store.port),
+        }
+        if fault:
+            environ["FAULT"] = fault
+        odd = program(clock=self.clock.path, bug=fleet.bug)
+        process = DaemonProcess(environ, config=fleet.config, program=odd)
+        process.told = self._told
+        await process.start()
+        self.process = process
+
+    def _told(self, event: dict[str, Any] | str) -> None:
+        self.log.write(f"{event}\n")
+        if len(self.process.events) > 2 * EVENTS_KEPT:
+            del self.process.events[BEGINNING:EVENTS_KEPT]
+
+    @property
+    def up(self) -> bool:
+        """It is ready, so that it knows what to do when it gets a signal."""
+        return self.process.running and any(one.get("event") == "ready" for one in self.process.events[:BEGINNING])
+
+    async def ready(self) -> None:
+        await self.process.event("ready", timeout=STARTUP)
+
+    async def kill(self) -> None:
+        if self.process.running:
+            self.process.signal(signal.SIGKILL)
+        await self.process.wait()
+
+    @asynccontextmanager
+    async def meant(self) -> AsyncIterator[None]:
+        """Whoever ends the process in here does so on purpose; if it is left so, it stays so."""
+        self._meant += 1
+        try:
+            yield
+        finally:
+            self._meant -= 1
+            self._left = None if self.process.running else self.process
+
+    async def mind(self) -> None:
+        """Start it again whenever it ends by itself, and say so: no fault of somebody else is a reason to end."""
+        while True:
+            process = self.process
+            code = await process.wait(timeout=float("inf"))
+            if process is not self.process:
+                continue
+            if not self._meant and process is not self._left and not self._fleet.over:
+                self._fleet.surprises.append(
+                    f"daemon {self.number} ended with {code}; its log ends:\n{process.tail(5)}"
+                )
+                await self.start()
+            else:
+                await asyncio.sleep(0.1)  # perhaps whoever ended it starts another one
+
+
+class Fleet:
+    """Made by :meth:`open`. ``surprises`` are what should not have happened, beside what the ledger says."""
+
+    def __init__(self, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, *, bug: str = "") -> None:
+        self.rabbitmq = rabbitmq
+        self.postgres = postgres
+        self.directory = directory
+        self.bug = bug
+        self.vhost = rabbitmq.add_vhost()
+        rabbitmq.add_user(USER, PASSWORD, vhost=self.vhost, configure=".*", write=".*", read=".*")
+        self.database = postgres.add_database()
+        self.config = directory / "delayer.toml"
+        self.mode = ""
+        # To the place, native mode with a store is everything there is: the cascade and the rows.
+        self.place = Place("native", rabbitmq.url(self.vhost), postgres.url(self.database), lanes=LANES)
+        self.surprises: list[str] = []
+        self.over = False
+        """From now on who ends is not started again."""
+        self.daemons = [Kept(number, self) for number in range(1, DAEMONS + 1)]
+        self.ledger: Ledger
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, *, mode: str, seed: int, bug: str = ""
+    ) -> AsyncIterator[Self]:
+        """With both daemons ready, and a ledger that consumes."""
+        from delayer.store import upgrades  # alembic is slow to import
+
+        fleet = cls(rabbitmq, postgres, directory, bug=bug)
+        await asyncio.to_thread(lambda: asyncio.run(upgrades.upgrade(postgres.url(fleet.database))))
+        fleet.write_mode(mode)
+        await fleet.place.declare()
+        async with AsyncExitStack() as stack:
+            fleet.ledger = await stack.enter_async_context(fleet.place.ledger(seed))
+            for daemon in fleet.daemons:
+                stack.enter_context(daemon.log)
+                await stack.enter_async_context(daemon.broker)
+                await stack.enter_async_context(daemon.store)
+                await daemon.start()
+                stack.push_async_callback(daemon.kill)
+            await asyncio.gather(*(daemon.ready() for daemon in fleet.daemons))
+            minders = [asyncio.create_task(daemon.mind()) for daemon in fleet.daemons]
+            try:
+                yield fleet
+            finally:
+                fleet.over = True
+                for daemon in fleet.daemons:
+                    await daemon.kill()
+                for minder in minders:
+                    minder.cancel()
+                await asyncio.wait(minders)
+
+    # ---- the mode
+
+    def write_mode(self, mode: str) -> None:
+        """For every daemon that starts or reloads from now on."""
+        self.mode = mode
+        self.config.write_text(f'mode = "{mode}"\n')
+
+    def switch(self, mode: str) -> None:
+        """SIGHUP to all; one that is hanging or dying reads it later, or its successor does."""
+        self.write_mode(mode)
+        for daemon in self.daemons:
+            if daemon.up:  # before that a SIGHUP would end it; it reads the file when it gets there
+                daemon.process.reload()
+
+    # ---- what faults need
+
+    @asynccontextmanager
+    async def holding(self, things: Iterable[str]) -> AsyncIterator[None]:
+        """Nobody else breaks these things meanwhile: "broker", "store", "daemon 1", …"""
+        async with AsyncExitStack() as stack:
+            for thing in sorted(set(things)):
+                await stack.enter_async_context(self._locks[thing])
+            yield
+
+    async def sql(self, statement: str) -> Any:
+        """One value of the store, or None."""
+        connection = await self.connect()
+        try:
+            return await connection.fetchval(statement)
+        finally:
+            await connection.close()
+
+    async def connect(self) -> asyncpg.Connection:
+        """A session of somebody else."""
+        return await asyncpg.connect(self.postgres.url(self.database), timeout=10)
+
+    async def api(self, method: str, path: str, body: object = None) -> Any:
+        return await asyncio.to_thread(self.rabbitmq.api, method, path, body)
+
+    @property
+    def quoted_vhost(self) -> str:
+        return quote(self.vhost, safe="")
+
+    async def permit(self, pattern: str = ".*") -> None:
+        """What the daemons may configure, write and read."""
+        permissions = {"configure": pattern, "write": pattern, "read": pattern}
+        await self.api("PUT", f"/api/permissions/{self.quoted_vhost}/{USER}", permissions)
+
+    async def close_connections(self) -> None:
+        """Let the broker close every connection of the daemons that it has told the management of."""
+        for connection in await self.api("GET", f"/api/vhosts/{self.quoted_vhost}/connections"):
+            if connection.get("user") == USER:
+                try:
+                    await self.api("DELETE", f"/api/connections/{quote(connection['name'], safe='')}")
+                except RuntimeError:
+                    continue  # it is gone by now
+
+    async def settled(self) -> None:
+        """Wait until all daemons consume, with lanes of their own to park into."""
+        wanted = DAEMONS * LANES
+        owned = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'delayer lane%'"
+        await eventually(lambda: self.sql(owned), lambda found: found >= wanted, timeout=STARTUP)
+        await eventually(self._consumers, lambda found: found >= DAEMONS, timeout=STARTUP)
+
+    async def _consumers(self) -> int:
+        """Of the intake queue."""
+        import aio_pika
+
+        async with await aio_pika.connect(self.place.broker) as connection:
+            queue = await (await connection.channel()).declare_queue("delays", passive=True)
+            return queue.declaration_result.consumer_count or 0
+
+    # ---- the end
+
+    async def finish(self) -> None:
+        """Let the daemons work until nothing is left that could still come, then stop them as a person would."""
+        while True:
+            await eventually(self.place.standing, lambda standing: not set(standing) - {self.strays}, timeout=120)
+            for daemon in self.daemons:
+                async with daemon.meant():
+                    await daemon.ready()
+                    if (code := await daemon.process.stop()) != 0:
+                        self.surprises.append(f"daemon {daemon.number} stopped with {code}: {daemon.process.tail(5)}")
+            await self.ledger.drained()
+            if not set(await self.place.standing()) - {self.strays}:
+                return
+            # Given back at the stop: it had been read and not begun.
+            for daemon in self.daemons:
+                async with daemon.meant():
+                    await daemon.start()
+
+    @property
+    def strays(self) -> str:
+        """The queue for what the broker would not route."""
+        return "delayer.delay-strays"

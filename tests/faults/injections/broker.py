@@ -1,0 +1,130 @@
+"""Faults of the broker."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from contextlib import suppress
+
+import aio_pika
+
+from delayer.core.errors import BrokerLost
+from delayer.wire.connection import Connection
+from tests.faults.fault import Fault
+from tests.faults.fleet import USER, Fleet
+from tests.faults.place import eventually
+from tests.rig.proxy import Proxy
+
+LOSSES = 50
+
+
+async def killed(fleet: Fleet, fault: Fault) -> None:
+    """SIGKILL to all of it, ``seconds`` without it, and started again."""
+    with suppress(RuntimeError):
+        await asyncio.to_thread(fleet.rabbitmq.settle)
+    await asyncio.to_thread(fleet.rabbitmq.kill)
+    await asyncio.sleep(fault.seconds)
+    await asyncio.to_thread(fleet.rabbitmq.start)
+
+
+async def stopped(fleet: Fleet, fault: Fault) -> None:
+    """Connections stay open, and nothing answers, for ``seconds``."""
+    await asyncio.to_thread(fleet.rabbitmq.pause)
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        await asyncio.to_thread(fleet.rabbitmq.resume)
+
+
+async def memory_alarm(fleet: Fleet, fault: Fault) -> None:
+    """Whoever publishes is blocked for ``seconds``."""
+    await _ctl(fleet, "set_vm_memory_high_watermark", "0.0000001")
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        await _ctl(fleet, "set_vm_memory_high_watermark", "0.4")
+
+
+async def disk_alarm(fleet: Fleet, fault: Fault) -> None:
+    """The same, by the other alarm."""
+    await _ctl(fleet, "set_disk_free_limit", "1000000GB")
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        await _ctl(fleet, "set_disk_free_limit", "10MB")
+
+
+async def _ctl(fleet: Fleet, *words: str) -> None:
+    """Again if it fails: a node that is busy with other faults may not answer in time."""
+    for last in (False, False, True):
+        try:
+            await asyncio.to_thread(fleet.rabbitmq.ctl, *words)
+        except (RuntimeError, subprocess.TimeoutExpired):
+            if last:
+                raise
+        else:
+            return
+
+
+async def connections_closed(fleet: Fleet, fault: Fault) -> None:
+    """By an operator, all of the daemons'."""
+    await fleet.close_connections()
+
+
+async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
+    """The daemons' user may do nothing for ``seconds``; its connections are closed so that it is asked again."""
+    await fleet.permit("^$")
+    try:
+        await fleet.close_connections()
+        await asyncio.sleep(fault.seconds)
+    finally:
+        await fleet.permit()
+
+
+async def destination_deleted(fleet: Fleet, fault: Fault) -> None:
+    """Publishing to it makes the broker close the channel; ``seconds`` later it is there again."""
+    await fleet.settled()
+    async with await aio_pika.connect(fleet.place.broker) as connection:
+        await (await connection.channel()).exchange_delete("delayer.out")
+    await asyncio.sleep(fault.seconds)
+    await fleet.ledger.declare()
+
+
+async def queue_deleted(fleet: Fleet, fault: Fault) -> None:
+    """The queue under the consumers, when nothing is in it: what is deleted with it is nobody's to keep."""
+    async with fleet.ledger.silent():
+        await eventually(fleet.place.standing, lambda standing: not set(standing) - {fleet.strays}, timeout=90)
+        await fleet.settled()
+        async with await aio_pika.connect(fleet.place.broker) as connection:
+            await (await connection.channel()).queue_delete("delays")
+        await eventually(lambda: _exists(fleet, "delays"), bool, timeout=60)
+    await fleet.settled()
+
+
+async def _exists(fleet: Fleet, queue: str) -> bool:
+    queues = await fleet.api("GET", f"/api/queues/{fleet.quoted_vhost}?disable_stats=true&enable_queue_totals=true")
+    return any(one["name"] == queue for one in queues)
+
+
+async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
+    """Fifty connections are lost in a row, each with the messages of the queue ``detail`` that it was just given:
+    delivery limits."""
+    async with Proxy(fleet.rabbitmq.port) as proxy:
+        url = fleet.rabbitmq.url(fleet.vhost, port=proxy.port)
+        for _ in range(LOSSES):
+            with suppress(BrokerLost, TimeoutError):
+                await _take_and_lose(url, proxy, fault.detail, fault.seconds / LOSSES)
+
+
+async def _take_and_lose(url: str, proxy: Proxy, queue: str, patience: float) -> None:
+    connection = await Connection.open(url, name=f"{USER} lost")
+    try:
+        given = asyncio.Event()
+        channel = await connection.channel()
+        await channel.qos(200)
+        await channel.consume(queue, lambda _: given.set(), given.set)
+        async with asyncio.timeout(patience):
+            await given.wait()
+    finally:
+        proxy.cut()
+        await connection.close()

@@ -1,0 +1,125 @@
+"""Faults of one of the daemons. ``fault.target`` is which."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import suppress
+
+from tests.faults.fault import Fault
+from tests.faults.fleet import Fleet, Kept
+from tests.faults.place import stopped
+from tests.rig.memory import out_of_memory
+
+POINT_SECONDS = 8.0
+"""How long a daemon has to come to its fault point, under load; one that does not is killed where it is."""
+STOP_SECONDS = 10.0
+"""What is promised for a stop."""
+
+
+def of(fleet: Fleet, fault: Fault) -> Kept:
+    return fleet.daemons[fault.target]
+
+
+async def killed(fleet: Fleet, fault: Fault) -> None:
+    """SIGKILL, and ``seconds`` without it."""
+    daemon = of(fleet, fault)
+    async with daemon.meant():
+        await daemon.kill()
+        await asyncio.sleep(fault.seconds)
+        await daemon.start()
+    await daemon.ready()
+
+
+async def without_memory(fleet: Fleet, fault: Fault) -> None:
+    """The kernel kills it for want of memory."""
+    daemon = of(fleet, fault)
+    async with daemon.meant():
+        await asyncio.to_thread(out_of_memory, daemon.process.pid)
+        await daemon.process.wait(timeout=60)
+        await asyncio.sleep(fault.seconds)
+        await daemon.start()
+    await daemon.ready()
+
+
+async def told_to_stop(fleet: Fleet, fault: Fault) -> None:
+    """SIGTERM in the middle of its work: it stops in time, and with exit code 0."""
+    daemon = of(fleet, fault)
+    await daemon.ready()
+    async with daemon.meant():
+        began = asyncio.get_running_loop().time()
+        code = await daemon.process.stop()
+        took = asyncio.get_running_loop().time() - began
+        if code != 0 or took > STOP_SECONDS:
+            fleet.surprises.append(f"daemon {daemon.number} stopped with {code} after {took:.1f} s")
+        await asyncio.sleep(fault.seconds)
+        await daemon.start()
+    await daemon.ready()
+
+
+async def hanging(fleet: Fleet, fault: Fault) -> None:
+    """SIGSTOP for ``seconds``: another one adopts its lanes while it still believes to own them."""
+    daemon = of(fleet, fault)
+    daemon.process.signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        daemon.process.signal(signal.SIGCONT)
+
+
+async def dying_at(fleet: Fleet, fault: Fault) -> None:
+    """A daemon that kills itself at the point ``detail``, a row of the crash tables."""
+    daemon = of(fleet, fault)
+    async with daemon.meant():
+        await daemon.kill()
+        await daemon.start(fault.detail)
+        with suppress(TimeoutError):
+            await daemon.process.wait(timeout=POINT_SECONDS)
+        await daemon.kill()
+        await asyncio.sleep(fault.seconds)
+        await daemon.start()
+    await daemon.ready()
+
+
+async def losing_at(fleet: Fleet, fault: Fault) -> None:
+    """A daemon that stops at the point ``detail``, while something else of it dies: see LOSSES."""
+    daemon = of(fleet, fault)
+    point, _, loss = fault.detail.partition(" ")
+    async with daemon.meant():
+        await daemon.kill()
+        await daemon.start(f"{point}:stop")
+        try:
+            await stopped(daemon.process, timeout=POINT_SECONDS)
+        except TimeoutError:
+            await daemon.kill()  # it did not come by there
+            await daemon.start()
+        else:
+            await _lose(fleet, daemon, loss)
+            await asyncio.sleep(fault.seconds)
+            daemon.process.signal(signal.SIGCONT)
+    await daemon.ready()
+
+
+LOSSES = ("broker-cut", "store-cut", "broker", "store")
+
+
+async def _lose(fleet: Fleet, daemon: Kept, loss: str) -> None:
+    if loss.endswith("-cut"):
+        (daemon.broker if loss == "broker-cut" else daemon.store).cut()
+        return
+    server = fleet.rabbitmq if loss == "broker" else fleet.postgres
+    if loss == "broker":
+        await asyncio.to_thread(fleet.rabbitmq.settle)
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+
+
+async def clock_stepped(fleet: Fleet, fault: Fault) -> None:
+    """Its host's clock is ``detail`` milliseconds ahead of everybody's for ``seconds``; the store's is right."""
+    daemon = of(fleet, fault)
+    await daemon.process.event("store connected", timeout=60)
+    daemon.clock.set(int(fault.detail))
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        daemon.clock.set(0)

@@ -1,0 +1,146 @@
+"""Faults of Postgres."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import asyncpg
+import psutil
+
+from tests.faults.fault import Fault
+from tests.faults.fleet import Fleet
+from tests.rig.servers import Postgres
+
+OURS = "datname = current_database() AND application_name LIKE 'delayer%'"
+LOCKS = "datname = current_database() AND application_name LIKE 'delayer lane%'"
+
+
+async def killed(fleet: Fleet, fault: Fault) -> None:
+    """Every process of it at once, ``seconds`` without it, and started again: crash recovery."""
+    await asyncio.to_thread(fleet.postgres.kill)
+    await asyncio.sleep(fault.seconds)
+    await asyncio.to_thread(fleet.postgres.start)
+
+
+async def stopped(fleet: Fleet, fault: Fault) -> None:
+    """Connections stay open, and nothing answers, for ``seconds``."""
+    await asyncio.to_thread(fleet.postgres.pause)
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        await asyncio.to_thread(fleet.postgres.resume)
+
+
+async def connections_ended(fleet: Fleet, fault: Fault) -> None:
+    """All connections of the daemons one by one, spread over ``seconds``."""
+    await _end(fleet, OURS, fault.seconds)
+
+
+async def locks_ended(fleet: Fleet, fault: Fault) -> None:
+    """Those that hold the lanes' locks, one by one."""
+    await _end(fleet, LOCKS, fault.seconds)
+
+
+async def _end(fleet: Fleet, which: str, seconds: float) -> None:
+    connection = await fleet.connect()
+    try:
+        pids = [row[0] for row in await connection.fetch(f"SELECT pid FROM pg_stat_activity WHERE {which}")]
+        for pid in pids:
+            await connection.execute("SELECT pg_terminate_backend($1)", pid)
+            await asyncio.sleep(seconds / len(pids))
+    finally:
+        await connection.close()
+
+
+async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
+    """What a statement timeout does, to whatever runs, ten times a second for ``seconds``."""
+    connection = await fleet.connect()
+    try:
+        for _ in range(max(1, round(fault.seconds * 10))):
+            await connection.execute(
+                f"SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE {OURS} AND state <> 'idle'"
+            )
+            await asyncio.sleep(0.1)
+    finally:
+        await connection.close()
+
+
+async def disk_full(fleet: Fleet, fault: Fault) -> None:
+    """No table can grow beyond ``detail`` bytes for ``seconds``. It must be more than a file of the WAL has."""
+    limit_files(fleet.postgres, int(fault.detail))
+    try:
+        await asyncio.sleep(fault.seconds)
+    finally:
+        limit_files(fleet.postgres, None)
+
+
+def limit_files(postgres: Postgres, limit: int | None) -> None:
+    """Let no file of the server's sessions, present and future, be written beyond so many bytes. None: no limit. Raises
+    CalledProcessError if that cannot be done.
+
+    Those that write for everybody are left alone: what they write is in the memory of the server already.
+    """
+    pids = []
+    for pid in postgres.pids():
+        with suppress(psutil.NoSuchProcess):
+            if not set(" ".join(psutil.Process(pid).cmdline()).split()) & {"checkpointer", "writer", "walwriter"}:
+                pids.append(str(pid))
+    soft = "unlimited" if limit is None else str(limit)
+    script = f'for pid; do prlimit --fsize={soft}: --pid "$pid" || ! kill -0 "$pid" || exit 1; done'
+    # As the server's own user: not every root may do this to others.
+    owner = psutil.Process(int(pids[0])).username()
+    other = {"user": owner, "group": pwd.getpwnam(owner).pw_gid, "extra_groups": ()} if os.geteuid() == 0 else {}
+    subprocess.run(["/bin/sh", "-c", script, "sh", *pids], check=True, capture_output=True, **other)
+
+
+async def read_only(fleet: Fleet, fault: Fault) -> None:
+    """Everybody's transactions are read-only unless they say otherwise, for ``seconds``."""
+    await fleet.sql("ALTER SYSTEM SET default_transaction_read_only = on")
+    await fleet.sql("SELECT pg_reload_conf()")
+    try:
+        await _end(fleet, OURS, 0.0)
+        await asyncio.sleep(fault.seconds)
+    finally:
+        connection = await fleet.connect()
+        try:
+            await connection.execute("SET default_transaction_read_only = off")
+            await connection.execute("ALTER SYSTEM RESET default_transaction_read_only")
+            await connection.execute("SELECT pg_reload_conf()")
+        finally:
+            await connection.close()
+
+
+async def long_transaction(fleet: Fleet, fault: Fault) -> None:
+    """Somebody else's snapshot is open for ``seconds``: nothing that is deleted meanwhile can be cleaned up."""
+    async with _transaction(fleet) as say:
+        await say("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        await say("SELECT count(*) FROM message")
+        await asyncio.sleep(fault.seconds)
+
+
+async def partition_locked(fleet: Fleet, fault: Fault) -> None:
+    """A passed partition, about to be dropped, is being read by somebody else for ``seconds``."""
+    async with _transaction(fleet) as say:
+        day = await fleet.sql("SELECT to_char(now() - interval '4 days', 'YYYYMMDD')")
+        with suppress(asyncpg.DuplicateTableError):
+            await fleet.sql(
+                f"CREATE TABLE message_p{day} PARTITION OF message FOR VALUES FROM"
+                f" (date '{day}'::timestamptz) TO ((date '{day}' + 1)::timestamptz)"
+            )
+        await say(f"LOCK TABLE message_p{day} IN ACCESS SHARE MODE")
+        await asyncio.sleep(fault.seconds)
+
+
+@asynccontextmanager
+async def _transaction(fleet: Fleet) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+    connection = await fleet.connect()
+    try:
+        await connection.execute("BEGIN")
+        yield connection.execute
+    finally:
+        connection.terminate()

@@ -1,0 +1,154 @@
+"""Every kind of fault there is, and a random but repeatable schedule of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final, NamedTuple
+
+from delayer.faultpoint import POINTS
+from tests.faults.fault import Fault
+from tests.faults.fleet import DAEMONS, Fleet
+from tests.faults.injections import broker, daemons, network, store
+
+Injection = Callable[[Fleet, Fault], Awaitable[None]]
+TEN_MINUTES: Final = 600.0
+HOUR_MS: Final = 3_600_000
+MINUTE: Final = (60.0, 60.0)
+EVERYTHING: Final = ("broker", "store", *(f"daemon {number}" for number in range(DAEMONS)))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``breaks`` is what it needs for itself meanwhile: "daemon" stands for the one that is its target. ``seconds``:
+    how long it lasts, from and to. ``often``: in ten minutes. ``details``: one of these."""
+
+    inject: Injection
+    breaks: Sequence[str]
+    seconds: tuple[float, float]
+    often: float
+    details: Sequence[str] = ("",)
+
+    @property
+    def heading(self) -> str:
+        """Whose fault it is, for the table."""
+        return self.inject.__module__.rpartition(".")[2]
+
+
+LINKS: Final = ("broker", "store")
+_POINTS: Final = tuple(
+    f"{point}:{nth}"
+    for point in sorted(POINTS)
+    if point.startswith(("intake.", "publish.", "park.", "release."))
+    for nth in (1, 2, 7, 25)
+)
+"""Rows of the crash tables, and which time a daemon has to come by there: the first may be before there is any load."""
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "daemon killed": Kind(daemons.killed, ["daemon"], (0.0, 2.0), 16),
+    "daemon told to stop": Kind(daemons.told_to_stop, ["daemon"], (0.0, 1.0), 8),
+    "daemon hangs": Kind(daemons.hanging, ["daemon"], (3.0, 10.0), 4),
+    "daemon hangs for a minute": Kind(daemons.hanging, ["daemon"], MINUTE, 1),
+    "daemon without memory": Kind(daemons.without_memory, ["daemon"], (0.0, 1.0), 3),
+    "daemon dies at": Kind(daemons.dying_at, ["daemon"], (0.0, 1.0), 18, _POINTS),
+    "daemon loses at": Kind(
+        daemons.losing_at,
+        ["daemon"],
+        (0.0, 1.0),
+        12,
+        [f"{point} {loss}" for point in _POINTS for loss in ("broker-cut", "store-cut")],
+    ),
+    "broker dies while daemon is at": Kind(
+        daemons.losing_at,
+        ["daemon", "broker"],
+        (0.0, 1.0),
+        1,
+        [f"{point} broker" for point in _POINTS],
+    ),
+    "store dies while daemon is at": Kind(
+        daemons.losing_at,
+        ["daemon", "store"],
+        (0.0, 1.0),
+        3,
+        [f"{point} store" for point in _POINTS],
+    ),
+    "clock stepped": Kind(daemons.clock_stepped, ["daemon", "store"], (2.0, 6.0), 5, [str(HOUR_MS), str(-HOUR_MS)]),
+    "broker killed": Kind(broker.killed, ["broker"], (0.0, 1.0), 2),
+    "broker stopped": Kind(broker.stopped, ["broker"], (2.0, 8.0), 2),
+    "broker stopped for a minute": Kind(broker.stopped, ["broker"], MINUTE, 1),
+    "memory alarm": Kind(broker.memory_alarm, ["broker"], (2.0, 6.0), 2),
+    "disk alarm": Kind(broker.disk_alarm, ["broker"], (2.0, 6.0), 2),
+    "connections closed": Kind(broker.connections_closed, ["broker"], (0.0, 0.0), 6),
+    "permissions taken away": Kind(broker.permissions_taken, ["broker"], (2.0, 5.0), 2),
+    "destination deleted": Kind(broker.destination_deleted, EVERYTHING, (0.5, 2.0), 2),
+    "intake queue deleted": Kind(broker.queue_deleted, EVERYTHING, (0.0, 0.0), 1),
+    "50 connections lost": Kind(broker.lost_again_and_again, ["broker"], (5.0, 10.0), 2, ["delays", "delays.due"]),
+    "store killed": Kind(store.killed, ["store"], (0.0, 1.0), 5),
+    "store stopped": Kind(store.stopped, ["store"], (2.0, 8.0), 3),
+    "store stopped for a minute": Kind(store.stopped, ["store"], MINUTE, 1),
+    "connections ended one by one": Kind(store.connections_ended, ["store"], (1.0, 4.0), 6),
+    "lane locks ended": Kind(store.locks_ended, ["store"], (0.0, 2.0), 6),
+    "statements cancelled": Kind(store.statements_cancelled, ["store"], (1.0, 4.0), 5),
+    # A file of the WAL has 16 MB.
+    "disk full": Kind(store.disk_full, ["store"], (3.0, 8.0), 3, [str(17 << 20)]),
+    "read-only by default": Kind(store.read_only, ["store"], (2.0, 5.0), 2),
+    "long transaction": Kind(store.long_transaction, ["store"], (10.0, 20.0), 2),
+    "passed partition locked": Kind(store.partition_locked, ["store"], (10.0, 20.0), 2),
+    "network cut": Kind(network.cut, [], (0.0, 0.0), 16, LINKS),
+    "network refuses": Kind(network.refused, [], (1.0, 4.0), 6, LINKS),
+    "network half-open": Kind(network.half_open, [], (2.0, 9.0), 6, LINKS),
+    "network unheard": Kind(network.unheard, [], (1.0, 4.0), 6, LINKS),
+    "network delays": Kind(network.delayed, [], (3.0, 8.0), 4, LINKS),
+    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 4, LINKS),
+}
+
+
+def things(fault: Fault) -> Iterator[str]:
+    """What the fault needs for itself."""
+    kind = KINDS[fault.kind]
+    for thing in kind.breaks:
+        yield f"daemon {fault.target}" if thing == "daemon" else thing
+    if not kind.breaks:
+        yield f"link {fault.target} {fault.detail}"
+
+
+async def inject(fleet: Fleet, fault: Fault) -> None:
+    """Break it and heal it. Returns when it is over; others that need the same things wait."""
+    async with fleet.holding(things(fault)):
+        await KINDS[fault.kind].inject(fleet, fault)
+
+
+class Planned(NamedTuple):
+    """A fault, and when: seconds from the beginning."""
+
+    at: float
+    fault: Fault
+
+
+def schedule(seed: int, seconds: float, calm: float) -> list[Planned]:
+    """Faults between ``calm`` seconds after the beginning and as many before the end, of every kind in its proportion.
+    In a run of ten minutes or more every kind comes at least once."""
+    chance = random.Random(seed)
+    share = seconds / TEN_MINUTES
+    kinds = [
+        name
+        for name, kind in KINDS.items()
+        for _ in range(_rounded(kind.often * share, chance))
+        if kind.seconds[0] < (seconds - 2 * calm) / 3  # a minute's stop is for runs of several
+    ]
+    chance.shuffle(kinds)
+    step = (seconds - 2 * calm) / max(1, len(kinds))
+    turns = count(chance.randrange(DAEMONS))
+    planned = []
+    for position, name in enumerate(kinds):
+        kind = KINDS[name]
+        fault = Fault(name, next(turns) % DAEMONS, chance.uniform(*kind.seconds), chance.choice(kind.details))
+        planned.append(Planned(calm + (position + chance.random()) * step, fault))
+    return planned
+
+
+def _rounded(number: float, chance: random.Random) -> int:
+    """Up or down by chance, so that the sum comes out right."""
+    return int(number) + (chance.random() < number % 1)

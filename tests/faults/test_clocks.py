@@ -1,0 +1,120 @@
+"""Clocks that are wrong, and clocks that are set: the store's rules where there is one; where there is none, whichever
+of two is later. Never early by the one that rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from tests.faults.place import Place, eventually
+from tests.rig.daemon import DaemonProcess
+from tests.rig.odd import Clock, program
+from tests.rig.servers import Postgres
+
+SEED = 8_000
+HOUR_MS = 3_600_000
+BACK_MS = 2_000
+
+# In a schema that is searched before pg_catalog: to everybody who asks in this database, this is the server's clock.
+_SKEW = """
+CREATE TABLE skew (ms bigint);
+INSERT INTO skew VALUES (0);
+CREATE FUNCTION clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE
+    AS 'SELECT pg_catalog.clock_timestamp() + ms * interval ''1 ms'' FROM public.skew';
+CREATE FUNCTION statement_timestamp() RETURNS timestamptz LANGUAGE sql STABLE
+    AS 'SELECT pg_catalog.statement_timestamp() + ms * interval ''1 ms'' FROM public.skew';
+CREATE FUNCTION now() RETURNS timestamptz LANGUAGE sql STABLE
+    AS 'SELECT pg_catalog.now() + ms * interval ''1 ms'' FROM public.skew';
+"""
+
+
+@asynccontextmanager
+async def odd_daemon(place: Place, clock: Clock) -> AsyncIterator[DaemonProcess]:
+    """A daemon whose host's clock can be set."""
+    async with DaemonProcess(place.environ, program=program(clock=clock.path)) as daemon:
+        place.daemons.append(daemon)
+        yield await daemon.ready()
+
+
+@pytest.mark.parametrize("ahead_ms", [HOUR_MS, -HOUR_MS])
+async def test_with_a_store_the_hosts_clock_does_not_matter(
+    ahead_ms: int, vhost: str, store: str, tmp_path: Path
+) -> None:
+    """Wrong from the start, or set while messages wait: they come when they are due, relative ones too."""
+    clock = Clock(tmp_path / "clock")
+    clock.set(ahead_ms)
+    place = await Place("store", vhost, store).declare()
+    async with place.ledger(SEED) as ledger, odd_daemon(place, clock) as daemon:
+        await ledger.publish(500, longest_ms=1_500)
+        clock.set(0)
+        await ledger.publish(500, longest_ms=1_500)
+        await ledger.until(lambda: ledger.total() > 250)
+        clock.set(ahead_ms)
+        await ledger.publish(500, longest_ms=1_500)
+        await ledger.all_back(timeout=20)
+        assert await daemon.stop() == 0
+        verdict = await place.settle_accounts(ledger)
+        late_ms = [one[0].at_ms - one[0].due_ms for one in ledger.arrivals.values()]
+    verdict.assert_kept()
+    assert max(late_ms) < 5_000
+
+
+async def test_without_a_store_a_clock_that_is_set_makes_nobody_early(vhost: str, tmp_path: Path) -> None:
+    """The cascade measures durations. Set forward while they wait, they come in time; set back, the daemon believes
+    that they are an hour early, and sends them round again: late, as by its clock, and never lost."""
+    clock = Clock(tmp_path / "clock")
+    place = await Place("native", vhost).declare()
+    async with place.ledger(SEED + 1) as ledger, odd_daemon(place, clock) as daemon:
+        await ledger.publish(300, delay_ms=2_000)
+        await place.ready(0)
+        clock.set(HOUR_MS)
+        await ledger.all_back(timeout=20)
+        ledger.verdict().assert_kept()
+        clock.set(0)
+        await ledger.publish(300, delay_ms=2_000)
+        await place.ready(0)
+        clock.set(-HOUR_MS)
+        await eventually(place.standing, lambda standing: "delayer.delay-level-11" in standing, timeout=20)
+        await eventually(place.standing, lambda standing: sum(standing.values()) == 300, timeout=20)
+        assert ledger.total() == 300
+        assert await daemon.stop() == 0
+
+
+async def test_a_store_whose_clock_goes_back_at_a_failover(postgres: Postgres, vhost: str, store: str) -> None:
+    """All sessions end, and those that follow find a clock that is two seconds behind the one before: what was due
+    in one is not yet due in the other, and comes when it is."""
+    connection = await asyncpg.connect(store)
+    await connection.execute(_SKEW)
+    name = store.rpartition("/")[2]
+    await connection.execute(f'ALTER DATABASE "{name}" SET search_path = public, pg_catalog')
+    place = await Place("store", vhost, store).declare()
+    try:
+        async with place.ledger(SEED + 2) as ledger, place.daemon() as daemon:
+            await daemon.ready()
+            await ledger.publish(1_000, longest_ms=6_000, absolute=True)
+            await ledger.until(lambda: ledger.total() > 300)
+            await connection.execute("UPDATE public.skew SET ms = $1", -BACK_MS)
+            set_ms = time.time() * 1000
+            await connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'delayer%'"
+                " AND datname = current_database()"
+            )
+            await ledger.publish(300, longest_ms=1_000, absolute=False)
+            await ledger.all_back(timeout=30)
+            assert await daemon.stop() == 0
+            verdict = await place.settle_accounts(ledger)
+            arrivals = [one[0] for one in ledger.arrivals.values()]
+    finally:
+        await connection.close()
+    assert not verdict.missing
+    assert not verdict.changed
+    # A release that had begun before the clock was set may end after it.
+    after = [one for one in arrivals if one.at_ms > set_ms + 1_000]
+    assert len(after) > 500
+    early = [one for one in after if one.at_ms - BACK_MS < one.due_ms]
+    assert not early, f"{len(early)} of {len(after)} early by the store's clock, such as {early[0]}"

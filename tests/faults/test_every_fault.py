@@ -1,0 +1,156 @@
+"""Each kind of fault once, small, while messages pass two daemons: nothing lost, early or changed, and only what was
+under way comes twice. `make soak` mixes them, for minutes or hours.
+
+One fleet for all of them, with servers of its own: they are killed and stopped here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from tests.faults.fault import Fault
+from tests.faults.fleet import Fleet
+from tests.faults.kinds import HOUR_MS, KINDS, inject
+from tests.rig.account import Window
+from tests.rig.servers import Postgres, RabbitMQ
+
+SEED = 5_000
+MESSAGES = 300
+LONGEST_MS = 1_200
+STORE, NATIVE = "store", "native"
+
+SHORT = [
+    (STORE, Fault("daemon without memory", 0, 0.0)),
+    (NATIVE, Fault("daemon without memory", 1, 0.0)),
+    (STORE, Fault("clock stepped", 0, 1.5, str(HOUR_MS))),
+    (STORE, Fault("clock stepped", 1, 1.5, str(-HOUR_MS))),
+    (STORE, Fault("memory alarm", 0, 1.0)),
+    (NATIVE, Fault("disk alarm", 0, 1.0)),
+    (STORE, Fault("broker stopped", 0, 2.0)),
+    (NATIVE, Fault("connections closed")),
+    (STORE, Fault("permissions taken away", 0, 1.0)),
+    (STORE, Fault("50 connections lost", 0, 5.0, "delays")),
+    (STORE, Fault("store killed", 0, 0.5)),
+    (STORE, Fault("store stopped", 0, 2.0)),
+    (STORE, Fault("connections ended one by one", 0, 1.0)),
+    (STORE, Fault("statements cancelled", 0, 1.0)),
+    (STORE, Fault("read-only by default", 0, 1.0)),
+    (STORE, Fault("long transaction", 0, 2.0)),
+    (STORE, Fault("passed partition locked", 0, 2.0)),
+    (STORE, Fault("network cut", 0, 0.0, "store")),
+    (NATIVE, Fault("network cut", 1, 0.0, "broker")),
+    (STORE, Fault("network refuses", 0, 1.0, "store")),
+    (STORE, Fault("network refuses", 1, 1.0, "broker")),
+    (NATIVE, Fault("network half-open", 0, 2.0, "broker")),
+    (STORE, Fault("network half-open", 1, 2.0, "store")),
+    (STORE, Fault("network unheard", 0, 1.0, "store")),
+    (NATIVE, Fault("network unheard", 1, 1.0, "broker")),
+    (STORE, Fault("network delays", 0, 1.0, "store")),
+    (STORE, Fault("network throttled", 1, 1.0, "broker")),
+]
+LONG = [
+    (STORE, Fault("daemon hangs for a minute", 0, 60.0)),
+    (NATIVE, Fault("daemon hangs for a minute", 1, 60.0)),
+    (STORE, Fault("broker stopped for a minute", 0, 60.0)),
+    (NATIVE, Fault("broker stopped for a minute", 0, 60.0)),
+    (STORE, Fault("store stopped for a minute", 0, 60.0)),
+    (STORE, Fault("broker killed", 0, 1.0)),
+    (NATIVE, Fault("broker killed", 0, 1.0)),
+    (STORE, Fault("destination deleted", 0, 1.0)),
+    (STORE, Fault("intake queue deleted")),
+    (STORE, Fault("lane locks ended", 0, 1.0)),
+    (NATIVE, Fault("memory alarm", 0, 5.0)),
+    (NATIVE, Fault("permissions taken away", 0, 3.0)),
+    (NATIVE, Fault("50 connections lost", 0, 5.0, "delays.due")),
+]
+
+
+@dataclass
+class Play:
+    """The fleet, and the loop that it lives in."""
+
+    fleet: Fleet
+    runner: asyncio.Runner
+
+    def __call__(self, mode: str, fault: Fault) -> None:
+        self.runner.run(self._play(mode, fault))
+
+    async def _play(self, mode: str, fault: Fault) -> None:
+        fleet, ledger = self.fleet, self.fleet.ledger
+        if mode != fleet.mode:
+            fleet.switch(mode)
+        await ledger.publish(MESSAGES, longest_ms=LONGEST_MS)
+        begin_ms = time.time() * 1000
+        async with asyncio.timeout(fault.seconds + 90):
+            publishing = asyncio.create_task(ledger.publish(MESSAGES, longest_ms=LONGEST_MS))
+            await inject(fleet, fault)
+            await publishing
+        await ledger.publish(MESSAGES, longest_ms=LONGEST_MS)
+        await ledger.all_back(timeout=60)
+        assert ledger.account.windows is not None
+        ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
+        surprises, fleet.surprises = fleet.surprises, []
+        assert not surprises
+        ledger.verdict().assert_kept(repeats=True)
+
+    async def end(self) -> None:
+        """The account of everything that passed, with nobody running any more."""
+        fleet = self.fleet
+        await fleet.finish()
+        verdict = fleet.ledger.verdict(await fleet.place.standing())
+        counters = await fleet.place.conserved()
+        print(verdict, counters)
+        verdict.assert_kept(repeats=True)
+        assert not fleet.surprises
+        assert counters["parked"] == counters["released"] == fleet.ledger.account.rows_back, "a row had two names"
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    directory: Path = tmp_path_factory.mktemp("fleet")
+    with RabbitMQ() as rabbitmq, Postgres() as postgres, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        stack = AsyncExitStack()
+        fleet = runner.run(stack.enter_async_context(Fleet.open(rabbitmq, postgres, directory, mode=STORE, seed=SEED)))
+        fleet.ledger.account.windows = []
+        try:
+            yield (one := Play(fleet, runner))
+            runner.run(one.end())
+        finally:
+            runner.run(stack.aclose())
+
+
+def name_of(value: object) -> str:
+    return f"{value.kind} {value.detail}".strip().replace(" ", "-") if isinstance(value, Fault) else str(value)
+
+
+@pytest.mark.parametrize(("mode", "fault"), SHORT, ids=name_of)
+def test_nothing_is_lost(play: Play, mode: str, fault: Fault) -> None:
+    play(mode, fault)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mode", "fault"), LONG, ids=name_of)
+def test_nothing_is_lost_by_what_takes_long(play: Play, mode: str, fault: Fault) -> None:
+    play(mode, fault)
+
+
+def test_every_kind_has_its_test() -> None:
+    """Those at the points of the crash tables and under load have tests of their own, in test_crash_* and so on."""
+    elsewhere = {
+        "daemon killed",
+        "daemon told to stop",
+        "daemon hangs",
+        "daemon dies at",
+        "daemon loses at",
+        "disk full",
+    }
+    elsewhere |= {"broker dies while daemon is at", "store dies while daemon is at"}
+    assert {fault.kind for _, fault in SHORT + LONG} | elsewhere == KINDS.keys()

@@ -1,0 +1,157 @@
+"""More than the store can take, a broker that takes nothing, a store that is dead: what can go on goes on, what cannot
+waits where it is safe, and afterwards everything is as before, by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from urllib.parse import unquote
+
+import psutil
+import pytest
+
+from tests.faults.place import Place, eventually
+from tests.rig.daemon import DaemonProcess
+from tests.rig.ledger import Ledger
+from tests.rig.proxy import Proxy
+from tests.rig.servers import Postgres, RabbitMQ
+
+SEED = 7_000
+GROWN_MB = 120
+"""How much larger a daemon may be under any load: its prefetch, a few batches, and what the interpreter does not give
+back."""
+GIVEN_BACK_SECONDS = 45.0
+"""Far less than the 30 minutes after which RabbitMQ takes a consumer for dead, and closes its channel."""
+
+
+def via(server: RabbitMQ | Postgres, url: str, proxy: Proxy) -> str:
+    """The same place, through a proxy."""
+    name = unquote(url.rpartition("/")[2])
+    return server.url(name, port=proxy.port)
+
+
+def megabytes(daemon: DaemonProcess) -> float:
+    return float(psutil.Process(daemon.pid).memory_info().rss / 1e6)
+
+
+@pytest.mark.deadline(120)
+async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, store: str) -> None:
+    """Also when half of what comes in is due at once: it waits in the store as well, and stops nobody."""
+    async with AsyncExitStack() as stack:
+        rabbitmq = RabbitMQ()
+        stack.callback(rabbitmq.close)
+        await asyncio.to_thread(rabbitmq.start)
+        place = await Place("store", rabbitmq.url(rabbitmq.add_vhost()), store).declare()
+        ledger = await stack.enter_async_context(place.ledger(SEED))
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        await ledger.publish(100, longest_ms=500)
+        await ledger.all_back()
+        await daemon.stop()
+        for delay_ms in (0, 5_000) * 5:
+            await ledger.publish(500, delay_ms=delay_ms)
+        await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.0000001")
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        await eventually(place.rows, lambda rows: rows == 5_000, timeout=30)
+        assert ledger.total() == 100, "released while the broker takes nothing"
+        await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.4")
+        await ledger.all_back()
+        assert await daemon.stop() == 0
+        verdict = await place.settle_accounts(ledger)
+    verdict.assert_kept(repeats=True)
+
+
+async def overloaded(
+    seconds: float, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str, stack: AsyncExitStack
+) -> tuple[Place, Ledger]:
+    """The store takes a tenth of what comes in, for so long; then it is as fast as ever."""
+    proxy = await stack.enter_async_context(Proxy(postgres.port))
+    place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
+    ledger = await stack.enter_async_context(place.ledger(SEED + 1))
+    daemon = await stack.enter_async_context(place.daemon())
+    await daemon.ready()
+    began = time.monotonic()
+    await ledger.publish(10_000, delay_ms=500)
+    await ledger.all_back()
+    usual = 10_000 / (time.monotonic() - began)
+    before = megabytes(daemon)
+    proxy.slow(bytes_per_second=100_000)
+    until = time.monotonic() + seconds
+    largest, deepest = before, 0
+    while time.monotonic() < until:
+        await ledger.publish(5_000, delay_ms=500)
+        largest, deepest = max(largest, megabytes(daemon)), max(deepest, await place.depth("delays"))
+    waiting = ledger.account.sent - ledger.account.back
+    share = waiting / ledger.account.sent
+    proxy.resume()
+    began = time.monotonic()
+    await ledger.all_back(timeout=120)
+    recovered = waiting / (time.monotonic() - began)
+    print(
+        f"{ledger.account.sent} sent, {waiting} waiting ({share:.0%}), {deepest} in the queue; daemon {before:.0f} "
+        f"→ {largest:.0f} MB, afterwards {megabytes(daemon):.0f} MB; {usual:.0f}/s before, {recovered:.0f}/s afterwards"
+    )
+    assert waiting > 10_000 < deepest, "it was no overload"
+    assert largest - before < GROWN_MB
+    assert recovered > usual / 4, "it does not come back to what it could do"
+    assert await daemon.stop() == 0
+    return place, ledger
+
+
+@pytest.mark.deadline(120)
+async def test_ten_times_more_than_the_store_can_take(
+    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        place, ledger = await overloaded(6.0, rabbitmq, postgres, vhost, store, stack)
+        (await place.settle_accounts(ledger)).assert_kept(repeats=True)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(400)
+async def test_ten_times_more_for_a_minute(rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str) -> None:
+    async with AsyncExitStack() as stack:
+        place, ledger = await overloaded(60.0, rabbitmq, postgres, vhost, store, stack)
+        (await place.settle_accounts(ledger)).assert_kept(repeats=True)
+
+
+async def dead_store(
+    kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str, *, within: float
+) -> None:
+    """Everything that was read is back in the queue, and nothing is read again, until the store is there again."""
+    async with Proxy(postgres.port) as proxy, AsyncExitStack() as stack:
+        place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
+        ledger = await stack.enter_async_context(place.ledger(SEED + 2))
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        await ledger.publish(100, longest_ms=500)
+        await ledger.all_back()
+        if kill == "refuses":
+            await proxy.refuse()
+        else:
+            proxy.stall()
+        await ledger.publish(8_000, delay_ms=1_000)
+        began = time.monotonic()
+        await eventually(lambda: place.depth("delays"), lambda depth: depth == 8_000, timeout=within)
+        print(f"the store {kill}: all given back after {time.monotonic() - began:.1f} s")
+        proxy.resume()
+        await proxy.accept()
+        await ledger.all_back()
+        assert await daemon.stop() == 0
+        (await place.settle_accounts(ledger)).assert_kept(repeats=True)
+
+
+async def test_a_dead_store_gives_deliveries_back(
+    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
+) -> None:
+    await dead_store("refuses", rabbitmq, postgres, vhost, store, within=10.0)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(120)
+async def test_a_silent_store_gives_deliveries_back(
+    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
+) -> None:
+    await dead_store("hangs", rabbitmq, postgres, vhost, store, within=GIVEN_BACK_SECONDS)

@@ -1,0 +1,143 @@
+"""`delayer` with something odd about it: a host clock that can be set, or a bug, to see whether the harnesses notice.
+
+    python -m tests.rig.odd [--clock FILE] [--bug NAME] -- ARGUMENTS OF delayer
+
+The clock is the host's plus what stands in FILE, see :class:`Clock`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import random
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_OFFSET = struct.Struct("<q")
+
+
+class Clock:
+    """A file with the milliseconds by which a process is ahead of its host; seen at once by whoever has it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_bytes(_OFFSET.pack(0))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _OFFSET.size)
+
+    @property
+    def ahead_ms(self) -> int:
+        return int(_OFFSET.unpack(self._memory)[0])
+
+    def set(self, ahead_ms: int) -> None:
+        self._memory[:] = _OFFSET.pack(ahead_ms)
+
+    def rule(self) -> None:
+        """Let this process's clock be this one."""
+        nanoseconds, seconds = time.time_ns, time.time
+        time.time_ns = lambda: nanoseconds() + self.ahead_ms * 1_000_000
+        time.time = lambda: seconds() + self.ahead_ms / 1000
+
+
+# ---- bugs: each breaks one promise
+
+
+def acknowledge_first() -> None:
+    """A crash loses what was read (G1)."""
+    from delayer.services.carry import IntakeCarrier
+    from delayer.services.settle import Settler
+
+    carry = IntakeCarrier.__call__
+
+    async def broken(self: IntakeCarrier, batch: Sequence[Any], settler: Settler) -> None:
+        settler.accept([delivery.tag for delivery in batch])
+        await carry(self, batch, _Deaf())  # type: ignore[arg-type]
+
+    IntakeCarrier.__call__ = broken  # type: ignore[method-assign]
+
+
+class _Deaf:
+    def accept(self, tags: object) -> None:
+        """Was accepted before."""
+
+
+def early() -> None:
+    """Rows are released 200 ms before they are due (G2)."""
+    from delayer.store import statements
+
+    judge = "statement_timestamp()"
+    statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
+
+
+def twice() -> None:
+    """Now and then a whole batch goes out again, without any fault (G3)."""
+    from delayer.broker.publisher import RelayPublisher
+
+    publish = RelayPublisher.publish
+
+    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+        outcomes = await publish(self, batch)
+        return await publish(self, batch) if random.random() < 0.2 else outcomes
+
+    RelayPublisher.publish = broken  # type: ignore[method-assign]
+
+
+def new_id() -> None:
+    """What is released again after a crash has another x-delayer-id (G3)."""
+    from delayer.core.message import Due
+    from delayer.services import release
+
+    prepared = release.prepared
+
+    def broken(row: Due, max_properties: int) -> Any:
+        return prepared(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
+
+    release.prepared = broken
+
+
+def narrow() -> None:
+    """A signed integer leaves as an unsigned one (G4)."""
+    from delayer.services import edits
+
+    released = edits.released
+
+    def broken(*arguments: Any) -> bytes:
+        return released(*arguments).replace(b"\x03i32I", b"\x03i32i")
+
+    edits.released = broken
+
+
+BUGS: Final[Mapping[str, Callable[[], None]]] = {
+    bug.__name__.replace("_", " "): bug for bug in (acknowledge_first, early, twice, new_id, narrow)
+}
+
+
+def program(*, clock: Path | None = None, bug: str = "") -> tuple[str, ...]:
+    """What to start instead of ``delayer``."""
+    arguments = [*(("--clock", str(clock)) if clock else ()), *(("--bug", bug) if bug else ())]
+    return (sys.executable, "-m", "tests.rig.odd", *arguments, "--")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clock", type=Path)
+    parser.add_argument("--bug", choices=BUGS)
+    at = sys.argv.index("--")
+    odd = parser.parse_args(sys.argv[1:at])
+    if odd.clock:
+        Clock(odd.clock).rule()
+    if odd.bug:
+        BUGS[odd.bug]()
+    from delayer import cli
+
+    sys.argv[1:] = sys.argv[at + 1 :]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
