@@ -19,10 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from delayer.store.arrays import DigitsMissing, content_of, integers, values_of, whole, with_digits, without_digits
+
 FORMAT: Final = 1
 """1: CRC-32 of all that follows it and CRC-32 of the Parquet file's metadata and its length (big endian, 4 bytes each),
 then a Parquet file: the columns of :data:`SCHEMA`, sorted by (due_at, id), in one row group, compressed by zstd, with
 checksums of its pages. The checks come before the decoding: a decoder never sees bytes that are not what was written.
+
+In the file's column ``body`` every decimal digit is ``0``. What they were stands in one more column, ``digits``, in its
+first row: of all bodies, one after the other, two a byte (4 bits each, the last byte filled with a 0). Messages of one
+kind differ in their numbers, dates and identifiers: without them they are so much alike that it takes a third less.
 """
 
 NUMBERS: Final = ("id", "due_at", "parked_at", "checksum", "format")
@@ -41,10 +47,14 @@ SCHEMA: Final = pa.schema(
     ]
 )
 
-LEVEL: Final = 6
-"""zstd's. 10,000 orders in JSON (660 bytes each, with a UUID in the body and one in the properties), all columns: bytes
-a message, and CPU to write one: level 1 114 in 1.7 us, 3 117 in 2.4, 5 112 in 5.0, 6 108 in 5.9, 7 106 in 7.1, 9 105 in
-9.8, 12 103 in 22, 15 102 in 69, 19 95 in 419. Reading takes 0.9 us at any level."""
+_FILE_SCHEMA: Final = SCHEMA.append(pa.field("digits", pa.binary()))
+
+LEVEL: Final = 7
+"""zstd's. 10,000 of bench/orders.py (bodies of 594 bytes, properties of 131, a UUID in each), all columns: bytes a
+message, and CPU to pack one: level 1 118.8 in 4.8 us, 3 118.5 in 5.4, 5 114.4 in 7.9, 6 111.6 in 8.5, 7 109.3 in 9.1,
+9 108.7 in 11.9, 12 105.3 in 19.7. Unpacking takes 4.7 us at any level. With the digits left in the bodies it was 129.3
+at level 1, 126.5 at 6, 121.3 at 9 and 117.1 at 12, by twice the CPU at 6; brotli 124.3 and 118.1 at 5 and 9, by more.
+"""
 ENCODINGS: Final = {
     "id": "DELTA_BINARY_PACKED",
     "due_at": "DELTA_BINARY_PACKED",
@@ -54,9 +64,11 @@ ENCODINGS: Final = {
     "properties": "DELTA_BYTE_ARRAY",
     "body": "DELTA_LENGTH_BYTE_ARRAY",
 }
-"""What is the same in most messages goes by dictionary: 0.01 bytes a message each. Measured, in bytes a message:
-properties 17.3, with DELTA_LENGTH_BYTE_ARRAY 18.9; bodies 71.2 and 71.4, but reading takes a third longer, and 73.1 as
-PLAIN; ids 3.0, due instants 2.8, instants of parking 4.5 (sorted by id instead: 1.4, 4.6 and 0.4), checksums 4.1."""
+"""What is the same in most messages goes by dictionary: 0.01 bytes a message each. Measured, in bytes a message, before
+digits were taken out of bodies: properties 17.3, with DELTA_LENGTH_BYTE_ARRAY 18.9; bodies 71.4, with DELTA_BYTE_ARRAY
+71.2 but a third longer to read, as PLAIN 73.1; ids 3.0, due instants 2.8, instants of parking 4.5 (sorted by id: 1.4,
+4.6 and 0.4, and 1 byte less in all); checksums 4.1. Pages of 1 MB take 0.4 % more than one a column, of 128 KB 2 %.
+"""
 _ORDER: Final = [("due_at", "ascending"), ("id", "ascending")]
 _CHECKS = Struct(">II")
 _TAIL: Final = 8  # of a Parquet file: the length of its metadata (little endian, 4 bytes), then its name
@@ -99,7 +111,7 @@ def pack(table: Any) -> Packed:
     if table.schema != SCHEMA or not len(table) or any(column.null_count for column in table.columns):
         raise ValueError(f"expected rows of {', '.join(COLUMNS)} without nulls, found {len(table)} of {table.schema}")
     table = ordered(table)
-    due, ids = _integers(table["due_at"]), table["id"]
+    due, ids = integers(table["due_at"]), table["id"]
     sizes = [pc.sum(pc.binary_length(table[name])).as_py() for name in ("properties", "body")]
     return Packed(
         packed=_framed(_parquet(table)),
@@ -116,6 +128,11 @@ def pack(table: Any) -> Packed:
 def unpack(packed: bytes, format: int, messages: int, digest: bytes) -> Any:
     """The table that was packed, sorted by (due_at, id), once count and digest fit. Raises SegmentBroken."""
     table = _read(_unframed(packed, format))
+    try:
+        body = with_digits(whole(table["body"]), b"".join(table["digits"].to_pylist()))
+    except DigitsMissing as error:
+        raise SegmentBroken(str(error)) from error
+    table = table.set_column(SCHEMA.get_field_index("body"), SCHEMA.field("body"), body).select(SCHEMA.names)
     if len(table) != messages:
         raise SegmentBroken(f"expected {messages} messages, found {len(table)}")
     found = digest_of(table)
@@ -133,11 +150,11 @@ def digest_of(table: Any) -> bytes:
     """
     sha = hashlib.sha256(len(table).to_bytes(8, "little"))
     for name in NUMBERS:
-        sha.update(_values(_integers(_whole(table[name]))))
+        sha.update(values_of(integers(whole(table[name]))))
     for name in BYTES:
-        column = _whole(table[name])
-        sha.update(_values(pc.cast(pc.binary_length(column), pa.int64())))
-        sha.update(_content(column))
+        column = whole(table[name])
+        sha.update(values_of(pc.cast(pc.binary_length(column), pa.int64())))
+        sha.update(content_of(column))
     return sha.digest()
 
 
@@ -182,6 +199,9 @@ def ids_of(head: bytes, tail: bytes, size: int, format: int) -> list[int] | None
 
 
 def _parquet(table: Any) -> bytes:
+    body, digits = without_digits(whole(table["body"]))
+    table = table.set_column(SCHEMA.get_field_index("body"), SCHEMA.field("body"), body)
+    table = table.append_column("digits", pa.array([digits] + [b""] * (len(table) - 1), pa.binary()))
     sink = pa.BufferOutputStream()
     pq.write_table(
         table,
@@ -191,7 +211,7 @@ def _parquet(table: Any) -> bytes:
         compression_level=LEVEL,
         use_dictionary=[name for name in BYTES if name not in ENCODINGS],
         column_encoding=ENCODINGS,
-        data_page_size=1 << 30,  # one page a column: pages of 1 MB take 0.4 % more, of 128 KB 2 %
+        data_page_size=1 << 30,
         write_statistics=False,
         write_page_checksum=True,
         store_schema=False,
@@ -243,7 +263,7 @@ def _read(parquet: Any, columns: list[str] | None = None) -> Any:
         table = _file(parquet).read(columns, use_threads=False).combine_chunks()
     except DECODING_ERRORS as error:
         raise _undecoded(error) from error
-    expected = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
+    expected = _FILE_SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
     if table.schema.remove_metadata() != expected or any(column.null_count for column in table.columns):
         raise SegmentBroken(f"expected the columns {', '.join(expected.names)}, found {', '.join(table.column_names)}")
     return table
@@ -251,31 +271,3 @@ def _read(parquet: Any, columns: list[str] | None = None) -> Any:
 
 def _undecoded(error: BaseException) -> SegmentBroken:
     return SegmentBroken(f"it does not decode: {type(error).__name__}: {str(error).splitlines()[0]}")
-
-
-# ---- arrays and their bytes
-
-
-def _whole(column: Any) -> Any:
-    """A column of a table as one array."""
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-
-
-def _integers(array: Any) -> Any:
-    return pc.cast(array, pa.int64())
-
-
-def _values(array: Any) -> memoryview:
-    """The bytes of an int64 array, 8 a value, as they lie in memory (little endian)."""
-    return memoryview(array.buffers()[1])[array.offset * 8 : (array.offset + len(array)) * 8]
-
-
-def _content(array: Any) -> memoryview:
-    """The bytes of a binary array, one after another."""
-    if not len(array):
-        return memoryview(b"")
-    _, offsets, data = array.buffers()
-    bounds = memoryview(offsets).cast("i")
-    if data is None:  # nothing but empty strings
-        return memoryview(b"")
-    return memoryview(data)[bounds[array.offset] : bounds[array.offset + len(array)]]
