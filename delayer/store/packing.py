@@ -253,6 +253,8 @@ def _ids(parquet: Any) -> list[int]:
 def _file(parquet: Any) -> Any:
     try:
         return pq.ParquetFile(pa.BufferReader(parquet), page_checksum_verification=True)
+    except pa.ArrowMemoryError:
+        raise  # says nothing about the segment
     except DECODING_ERRORS as error:
         raise _undecoded(error) from error
 
@@ -261,6 +263,8 @@ def _read(parquet: Any, columns: list[str] | None = None) -> Any:
     """Decode a Parquet file. Raises SegmentBroken, also for what is well-formed but not ours."""
     try:
         table = _file(parquet).read(columns, use_threads=False).combine_chunks()
+    except pa.ArrowMemoryError:
+        raise  # says nothing about the segment
     except DECODING_ERRORS as error:
         raise _undecoded(error) from error
     expected = _FILE_SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])

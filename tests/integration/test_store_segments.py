@@ -323,6 +323,24 @@ async def test_a_row_that_does_not_fit_its_bytes_is_broken(database: str, change
         assert await waiting(admin) == {}
 
 
+async def test_messages_that_are_there_already_are_not_written_twice(database: str) -> None:
+    """By a dump that was put back in part, for one. The segment is broken, and in nobody's way."""
+    async with store(database) as admin:
+        await put(admin, rows(10, START_MS) + rows(10, START_MS + DAY_MS, first_id=11))
+        first, second = await compact(admin, rows=10)
+        await put(admin, [rows(10, START_MS, lane=INTO.number)[4]])
+        back = await restore_all(admin)
+        assert [(one.segment, type(one)) for one in back] == [(first.segment, Broken), (second.segment, Restored)]
+        [left] = await segments.listed(admin)
+        assert left.broken is not None
+        assert "cannot be written: UniqueViolationError" in left.broken
+        assert len(await waiting(admin)) == 11
+        assert (await segments.count(admin)).broken_messages == 10
+        # Into another lane nothing is in its way; that a message is twice then is for the audit to say.
+        assert isinstance(await segments.restore(admin, Fence(1, 0), first.segment), Restored)
+        await conserved(admin)
+
+
 async def test_a_lane_that_changed_its_owner_gets_nothing(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(10, START_MS))

@@ -216,6 +216,15 @@ def test_a_format_of_the_future_is_not_guessed_at() -> None:
         packing.ids_of(packed.packed[:100], packed.packed[-100:], len(packed.packed), 2)
 
 
+def test_a_lack_of_memory_says_nothing_about_the_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object, **__: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 1 failed")
+
+    monkeypatch.setattr(pq, "ParquetFile", lacks)
+    with pytest.raises(MemoryError):
+        read_back(small())
+
+
 def test_another_file_than_ours() -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table([row(1)]).drop_columns(["body"]), sink)
