@@ -175,8 +175,8 @@ def _tiles(report: Report) -> Iterator[Tile]:
     yield Tile("last due", *_instant_tile(totals.last_due_ms, now_ms))
     if totals.keyed:
         yield Tile("with a key", f"{totals.keyed:,}", "can be replaced or cancelled by it")
-    if peaks := words.peaks(report):
-        worst = max(peaks, key=lambda peak: peak.drain_seconds)
+    worst = max(words.peaks(report), key=lambda peak: peak.drain_seconds, default=None)
+    if worst is not None and worst.drain_seconds >= 1:
         more = f"{words.short(worst.messages)} within one {words.width(worst.width_ms)}"
         yield Tile("longest to drain", words.duration(worst.drain_seconds), f"{more}, {words.instant(worst.start_ms)}")
 
