@@ -3,6 +3,9 @@
 PYTHON_OF_VENV := .venv/bin/python
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_MINUTES ?= 10
+SOAK_SEED ?=
+SOAK_ARGS ?=
 # Most tests wait for a due time or a server: three workers on two cores take half the time, each with servers of its own.
 PYTEST_SPREAD ?= -n 3 --dist loadfile
 
@@ -27,6 +30,14 @@ run: ready ## private servers and the daemon, up until Ctrl-C; prints how to sen
 .PHONY: test
 test: ready lint ## check, then every test, against real servers of their own (PYTEST_ARGS=… to choose)
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
+
+.PHONY: test-faults
+test-faults: ready ## every fault, overload and clock, those that take a minute too; a quarter of an hour
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'long or not long' tests/faults $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: ready ## two daemons in both modes while everything breaks, and an account of every message (SOAK_MINUTES=10)
+	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
 .PHONY: test-brokers
 test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4.0 and 4.3; as root (SUITES=…, PYTEST_ARGS=…)

@@ -1,0 +1,94 @@
+"""What a soak says while it runs, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tests.faults.kinds import KINDS
+from tests.soak.run import Result, Soak
+
+EVERY = 5.0
+
+
+async def tell(soak: Soak, console: Console) -> None:
+    """A line now and then, until cancelled."""
+    before = 0
+    while True:
+        await asyncio.sleep(EVERY)
+        if soak.fleet is None:
+            continue
+        account = soak.fleet.ledger.account
+        back, broken = account.back, f"early {len(account.early)}, changed {len(account.changed)}"
+        now = ", ".join(fault.kind for fault in soak.now) or "-"
+        console.print(
+            f"{soak.elapsed:6.0f} s  {soak.phase if soak.phase != 'running' else soak.fleet.mode:<7} "
+            f"{back:>9,} back, {account.sent - back:>6,} under way, {(back - before) / EVERY:>6,.0f}/s, "
+            f"{account.arrived - back:>6,} again, {broken}, faults {sum(soak.faults.values())}/{len(soak.plan)}: {now}",
+            markup=False,
+            soft_wrap=True,
+        )
+        before = back
+
+
+def show(result: Result, console: Console) -> None:
+    """The tables."""
+    faults = Table(box=SIMPLE_HEAD, pad_edge=False, title="faults", title_justify="left")
+    for heading, justify in (("whose", "left"), ("kind", "left"), ("times", "right")):
+        faults.add_column(heading, justify=justify)
+    for kind in KINDS:
+        if result.faults.get(kind):
+            faults.add_row(KINDS[kind].heading, kind, f"{result.faults[kind]}")
+    faults.add_section()
+    faults.add_row("", "all", f"{sum(result.faults.values())}")
+    figures = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="messages", title_justify="left")
+    figures.add_column()
+    figures.add_column(justify="right")
+    for name, value in summary(result).items():
+        if not isinstance(value, dict | list):
+            figures.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int | float) else str(value))
+    console.print(faults)
+    console.print(figures)
+    for kind, findings in (("early", result.verdict.early), ("changed", result.verdict.changed)):
+        for text in findings.first[:5]:
+            console.print(f"{kind}: {text[:1000]}", markup=False, style="red")
+    if result.lost:
+        console.print(f"lost: {result.verdict.missing[:50]}", style="red")
+    if result.verdict.unexcused:
+        console.print(f"twice without a fault: {result.verdict.unexcused[:50]}", style="red")
+    for name, depth in result.verdict.standing.items():
+        console.print(f"left standing: {depth} in {name}", markup=False, style="red")
+    for surprise in result.surprises:
+        console.print(surprise, markup=False, style="red")
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """For --json, in the order of the table."""
+    verdict = result.verdict
+    return {
+        "seed": result.options.seed,
+        "seconds": round(result.seconds, 1),
+        "messages": verdict.sent,
+        "published_in_mode": dict(result.modes),
+        "faults": dict(result.faults),
+        "faults_injected": sum(result.faults.values()),
+        "lost": result.lost,
+        "early": len(verdict.early),
+        "changed": len(verdict.changed),
+        "unmarked": result.unmarked,
+        "repeated": len(verdict.repeats),
+        "repeated_at_release": verdict.repeated_at_release,
+        "repeated_after_a_publish_in_doubt": len(verdict.published_twice & verdict.repeats.keys()),
+        "repeated_and_never_named": verdict.nameless,
+        "set_aside": result.aside,
+        "standing": dict(verdict.standing),
+        "rows_released": result.rows[0],
+        "rows_seen": result.rows[1],
+        "largest_daemon_mb": round(result.largest_mb, 1),
+        "surprises": result.surprises,
+        "kept": result.kept,
+    }

@@ -1,0 +1,269 @@
+"""One soak: servers, two daemons, a ledger that never stops, and a schedule of faults."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import asyncpg
+import psutil
+from aiormq.exceptions import AMQPError
+
+from delayer.core.errors import BrokerLost
+from tests.faults.fault import Fault
+from tests.faults.fleet import Fleet
+from tests.faults.kinds import KINDS, Planned, schedule, things
+from tests.rig.account import Verdict, Window
+from tests.rig.letters import NUMBER
+from tests.rig.raw import Raw
+from tests.rig.servers import Postgres, RabbitMQ, StartFailed
+
+MODES: Final[Mapping[str, float]] = {"store": 40.0, "native": 20.0}
+"""How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
+the messages go through the store either way."""
+WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 4_000}
+"""How many may be under way before no more are published."""
+PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
+LONGEST_MS: Final = 5_000
+CALM: Final = 15.0
+"""Seconds without a fault, at the beginning and at the end: nothing may come twice then."""
+PATIENCE: Final = 300.0
+"""Seconds for the last ones to come, after the last fault: whoever was held may have to wait for a few tries."""
+HEALING: Final = 300.0
+"""Seconds that a fault may take longer than it lasts."""
+FAILURES: Final = (
+    StartFailed, RuntimeError, AssertionError, OSError, BrokerLost, subprocess.SubprocessError,
+    asyncpg.PostgresError, asyncpg.InterfaceError, AMQPError,
+)  # fmt: skip
+"""How causing a fault may fail. TimeoutError is an OSError."""
+
+
+@dataclass(frozen=True)
+class Options:
+    seconds: float
+    seed: int
+    directory: Path
+    bug: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a soak found. ``aside``: in the strays queue, visible and not delivered. ``rows``: what the store counts as
+    released, and of how many of its rows a copy arrived; these differ if something came twice under two names."""
+
+    options: Options
+    seconds: float
+    verdict: Verdict
+    faults: Mapping[str, int]
+    aside: int
+    rows: tuple[int, int]
+    largest_mb: float
+    modes: Mapping[str, int]
+    surprises: list[str] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        return len(self.verdict.missing)
+
+    @property
+    def unmarked(self) -> int:
+        """Copies that met no fault, and copies of one row under different ids."""
+        return len(self.verdict.unexcused) + abs(self.rows[0] - self.rows[1])
+
+    @property
+    def kept(self) -> bool:
+        """Every promise, and nothing else that should not have happened."""
+        verdict = self.verdict
+        broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked
+        return not (broken or any(verdict.standing.values()) or self.surprises)
+
+
+class Soak:
+    """``faults`` are those that are over, ``now`` those at work."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.calm = min(CALM, options.seconds / 8)
+        self.plan = schedule(options.seed, options.seconds, self.calm)
+        self.faults: Counter[str] = Counter()
+        self.now: list[Fault] = []
+        self.phase = "starting"
+        self.largest = 0
+        self.modes: Counter[str] = Counter()
+        self.fleet: Fleet | None = None
+        self._over = asyncio.Event()
+        self._no_more_faults = False
+        self._began = time.monotonic()
+        self._log = (options.directory / "faults.log").open("a", buffering=1)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    async def run(self) -> Result:
+        """From the first server's start to the last one's end. Raises StartFailed if that does not go well."""
+        async with self._servers() as (rabbitmq, postgres):
+            where = self.options.directory
+            try:
+                opened = Fleet.open(
+                    rabbitmq, postgres, where, mode="store", seed=self.options.seed, bug=self.options.bug
+                )
+                async with opened as self.fleet:
+                    return await self._attack(self.fleet)
+            finally:
+                (where / "broker.log").write_text(rabbitmq.log())
+                (where / "postgres.log").write_text(postgres.log())
+                self._log.close()
+
+    @asynccontextmanager
+    async def _servers(self) -> AsyncIterator[tuple[RabbitMQ, Postgres]]:
+        rabbitmq, postgres = RabbitMQ(), Postgres(settings={"max_wal_size": "2GB", "shared_buffers": "256MB"})
+        try:
+            await asyncio.gather(asyncio.to_thread(rabbitmq.start), asyncio.to_thread(postgres.start))
+            yield rabbitmq, postgres
+        finally:
+            await asyncio.to_thread(rabbitmq.close)
+            await asyncio.to_thread(postgres.close)
+
+    async def _attack(self, fleet: Fleet) -> Result:
+        account = fleet.ledger.account
+        account.windows = []
+        self._began = time.monotonic()
+        self.phase = "running"
+        side = [asyncio.create_task(work) for work in (self._alternate(fleet), self._measure(fleet))]
+        publishing = asyncio.create_task(self._publish(fleet))
+        try:
+            await self._break_things(fleet)
+            self._over.set()
+            self.phase = "waiting for the last ones"
+            await publishing
+            with suppress(AssertionError):  # the account says what is missing
+                await fleet.ledger.all_back(timeout=PATIENCE)
+        finally:
+            for task in (*side, publishing):
+                task.cancel()
+            await asyncio.wait([*side, publishing])
+        return await self._settle(fleet)
+
+    # ---- the traffic
+
+    async def _publish(self, fleet: Fleet) -> None:
+        ledger, account = fleet.ledger, fleet.ledger.account
+        while not self._over.is_set():
+            mode = fleet.mode
+            if account.sent - account.back >= WAITING[mode]:
+                with suppress(AssertionError):
+                    await ledger.until(lambda mode=mode: account.sent - account.back < WAITING[mode], timeout=1.0)
+                continue
+            await ledger.publish(PORTION[mode], longest_ms=LONGEST_MS)
+            self.modes[mode] += PORTION[mode]
+
+    async def _alternate(self, fleet: Fleet) -> None:
+        while True:
+            for mode, seconds in MODES.items():
+                fleet.switch(mode)
+                await asyncio.sleep(seconds)
+
+    async def _measure(self, fleet: Fleet) -> None:
+        """The largest that a daemon ever is, in bytes of memory."""
+        while True:
+            for daemon in fleet.daemons:
+                with suppress(psutil.Error, AssertionError):
+                    self.largest = max(self.largest, psutil.Process(daemon.process.pid).memory_info().rss)
+            await asyncio.sleep(1.0)
+
+    # ---- the faults
+
+    async def _break_things(self, fleet: Fleet) -> None:
+        """The whole schedule. What is not begun when the time is over is left out."""
+        at_work: set[asyncio.Task[None]] = set()
+        for planned in self.plan:
+            await self._until(planned.at)
+            at_work.add(asyncio.create_task(self._inject(fleet, planned)))
+        await self._until(self.options.seconds - self.calm)
+        self._no_more_faults = True
+        if at_work:
+            self.phase = "healing"
+            await asyncio.wait(at_work)
+        self.phase = "calm"
+        await asyncio.sleep(self.calm)
+
+    async def _until(self, at: float) -> None:
+        if (seconds := at - self.elapsed) > 0:
+            await asyncio.sleep(seconds)
+
+    async def _inject(self, fleet: Fleet, planned: Planned) -> None:
+        fault = planned.fault
+        async with fleet.holding(things(fault)):
+            if self._no_more_faults:
+                return
+            begin_ms = time.time() * 1000
+            self.now.append(fault)
+            self._note(f"begin {fault}")
+            try:
+                async with asyncio.timeout(fault.seconds + HEALING):
+                    await KINDS[fault.kind].inject(fleet, fault)
+            except FAILURES as error:
+                fleet.surprises.append(f"{fault}: {type(error).__name__}: {error}")
+            finally:
+                self.now.remove(fault)
+                self.faults[fault.kind] += 1
+                self._note(f"over  {fault}")
+                assert fleet.ledger.account.windows is not None
+                fleet.ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
+
+    def _note(self, text: str) -> None:
+        self._log.write(f"{self.elapsed:8.2f} {text}\n")
+
+    # ---- the account
+
+    async def _settle(self, fleet: Fleet) -> Result:
+        self.phase = "settling the account"
+        surprises = fleet.surprises
+        await self._or_say(surprises, fleet.finish())
+        for daemon in fleet.daemons:
+            async with daemon.meant():
+                await daemon.kill()
+        released = 0
+        try:
+            released = (await fleet.place.conserved())["released"]
+        except AssertionError as error:
+            surprises.append(f"the counters are not what the rows say: {error}")
+        aside = await numbers_in(fleet, fleet.strays)
+        standing = {name: depth for name, depth in (await fleet.place.standing()).items() if name != fleet.strays}
+        account = fleet.ledger.account
+        verdict = account.verdict(standing)
+        missing = [number for number in verdict.missing if number not in aside]
+        return Result(
+            self.options,
+            self.elapsed,
+            replace(verdict, missing=missing),
+            self.faults,
+            len(aside),
+            (released, account.rows_back),
+            self.largest / 1e6,
+            self.modes,
+            surprises,
+        )
+
+    async def _or_say(self, surprises: list[str], work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (AssertionError, TimeoutError, BrokerLost) as error:
+            surprises.append(f"the end: {type(error).__name__}: {error}")
+
+
+async def numbers_in(fleet: Fleet, queue: str) -> set[int]:
+    """Which of the ledger's messages stand in a queue of ours."""
+    depth = (await fleet.ledger.depths(queue))[queue]
+    async with await Raw.connect(fleet.place.broker) as raw:
+        inbox = await raw.inbox(queue)
+        await inbox.until(lambda: len(inbox.arrivals) >= depth)
+        return {NUMBER.unpack_from(one.delivery.body)[0] for one in inbox.arrivals}
