@@ -25,7 +25,7 @@ from urllib.parse import quote
 from tests.rig import ports
 from tests.rig.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
 
-ROOT_VARIABLE = "DELAYER_TEST_BROKER"
+ROOT_VARIABLE = "TEST_BROKER_ROOT"
 """The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
 
 # In a mount namespace of its own, so that nothing is left mounted when its processes have ended, however they did.
@@ -54,7 +54,7 @@ class RabbitMQ:
     asyncio.to_thread(broker.start)`.
     `config` are further lines of rabbitmq.conf. Users: guest/guest, who may do everything everywhere.
 
-    DELAYER_TEST_BROKER=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
+    TEST_BROKER_ROOT=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
     """
 
     def __init__(self, *, tls: Certificates | None = None, config: Mapping[str, str | int] | None = None) -> None:
