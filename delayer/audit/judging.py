@@ -1,8 +1,8 @@
-"""The rules over Spark's frames. Rows are counted where they lie, tallies meet in one shuffle and are cut to what fits
-on a page there; the driver sees some thousand tallies, however many messages there are.
+"""The rules over Spark's frames. Rows are counted where they lie, tallies meet in one place and are cut to what fits on
+a page there; the driver sees some thousand tallies, however many messages there are.
 
 Every function that decides something is one of :mod:`delayer.audit.rules`; here is only the way of rows to them, as
-Arrow batches (``mapInArrow``).
+Arrow batches (``mapInArrow``). What needs no decision, counting by columns, is SQL (delayer/audit/columns.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 
+from delayer.audit import columns
 from delayer.audit.findings import Report
 from delayer.audit.frames import SEGMENT, Frames
 from delayer.audit.rules import calendar, judge, keys, repeats
@@ -43,10 +44,6 @@ _PARTIAL: Final = pa.schema(
         ("last_due_ms", pa.int64()),
         ("examples", pa.list_(pa.int64())),
     ]
-)
-_PARTIAL_DDL: Final = (
-    "kind string, spread bigint, number bigint, first binary, second binary,"
-    " messages bigint, size bigint, first_due_ms bigint, last_due_ms bigint, examples array<bigint>"
 )
 Batches = Iterator[pa.RecordBatch]
 T = TypeVar("T")
@@ -80,18 +77,18 @@ def _intervals(frames: Frames) -> dict[str, tuple[int, int]]:
 
 def _collected(frames: Frames, context: Context) -> list[Any]:
     """The tallies that are left when everything is counted and cut."""
-    partials = _messages(frames).mapInArrow(_counting(context), _PARTIAL_DDL)
-    if context.whole:
-        partials = partials.unionByName(_identified(frames))
+    messages = _messages(frames)
+    looked_at = messages.mapInArrow(_counting(context), columns.PARTIAL_DDL)
     summary = (
-        partials.repartition("kind", "spread", "first", "second")
+        looked_at.unionByName(columns.counted(messages, whole=context.whole))
+        .repartition("kind", "spread", "first", "second")
         .sortWithinPartitions("kind", "number", "first", "second")
-        .mapInArrow(_summarizing(context.now_ms), _PARTIAL_DDL)
+        .mapInArrow(_summarizing(context.now_ms), columns.PARTIAL_DDL)
     )
-    found = summary.unionByName(_segments(frames).mapInArrow(_counting_segments(context), _PARTIAL_DDL))
+    found = summary.unionByName(_segments(frames).mapInArrow(_counting_segments(context), columns.PARTIAL_DDL))
     if context.whole:
         claims = _claims(frames).repartition("key").sortWithinPartitions("key", "source", "id")
-        found = found.unionByName(claims.mapInArrow(_judging_keys, _PARTIAL_DDL))
+        found = found.unionByName(claims.mapInArrow(_judging_keys, columns.PARTIAL_DDL))
     return found.collect()
 
 
@@ -122,21 +119,6 @@ def _with_every_column(frame: DataFrame, where: str) -> DataFrame:
 
 def _nothing(type_: str) -> Column:
     return sql.lit(None).cast(type_)
-
-
-def _identified(frames: Frames) -> DataFrame:
-    """What counting.identified makes of every message, without Python: it is a choice of columns, and of two columns
-    that need no reading of the others."""
-
-    def of(frame: DataFrame) -> DataFrame:
-        number, size = sql.col("id"), sql.col("body_bytes") + sql.length("properties")
-        nothing, due = sql.lit(b""), sql.col("due_ms")
-        columns = (sql.lit(repeats.ID), number, number, nothing, nothing, sql.lit(1).cast("bigint"), size, due, due)
-        none = sql.array().cast("array<bigint>")
-        named = zip(_PARTIAL.names, (*columns, none), strict=True)
-        return frame.select(*(column.alias(name) for name, column in named))
-
-    return of(frames.messages).unionByName(of(frames.held))
 
 
 def _segments(frames: Frames) -> DataFrame:
@@ -196,9 +178,9 @@ def _without_singles(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.filter(pc.invert(pa.concat_arrays([end, single, end])))
 
 
-def _as_before(*columns: pa.Array) -> pa.Array:
+def _as_before(*sides: pa.Array) -> pa.Array:
     """For each row but the first: are these columns the same as in the row before?"""
-    equal = [pc.equal(column[1:], column[:-1]) for column in columns]
+    equal = [pc.equal(column[1:], column[:-1]) for column in sides]
     return functools.reduce(pc.and_, equal)
 
 
@@ -226,6 +208,6 @@ def _from_rows(rows: list[Any]) -> Iterator[Partial]:
 def _batches(partials: Iterator[Partial]) -> Batches:
     while portion := list(islice(partials, BATCH)):
         rows = [(key.kind, spread(key), *key[1:], *tally) for key, tally in portion]
-        columns = zip(*rows, strict=True)
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, _PARTIAL, strict=True)]
+        transposed = zip(*rows, strict=True)
+        arrays = [pa.array(values, field.type) for values, field in zip(transposed, _PARTIAL, strict=True)]
         yield pa.RecordBatch.from_arrays(arrays, schema=_PARTIAL)

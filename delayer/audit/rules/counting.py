@@ -1,16 +1,16 @@
 """Under which keys each message and each segment is counted: all that the rules want of the rows, in one pass. Pure.
 
 kinds of keys       number        first             second
+  id                the id
   lane              lane          where it stands
-  fault             lane          where it stands   what is wrong (integrity)
-  overdue           lane          where it stands   how late
-  overdue route     lane          the route
   keyed
   second            of its due
   route                           the route
   target                          exchange          routing key
+  fault             lane          where it stands   what is wrong (integrity)
   repeat                          fingerprint
-  id                the id
+  overdue           lane          where it stands   how late
+  overdue route     lane          the route
   oldest, farthest, largest       id, everything else about it
   segments          lane
   segment fault     lane          what is wrong
@@ -31,30 +31,27 @@ BOUND: Final = 50_000
 
 
 def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:
-    """The tallies of ``messages``, some keys more than once. Holds ``bound`` keys, and a few more, at most."""
+    """What it takes a look at each message to know. Some keys come more than once; holds ``bound`` of them, and a few
+    more, at most."""
     tallies = Tallies(bound)
     standouts = Standouts()
     for message in messages:
-        where = _WHERE[message.where]
-        due_ms = message.due_ms
-        size = message.body_bytes + len(message.properties)
-        tallies.add(("lane", message.lane, where, b""), size, due_ms)
+        due_ms, size = message.due_ms, message.body_bytes + len(message.properties)
         properties = integrity.parsed(message)
         for fault in integrity.faults(message, properties, context):
-            key = ("fault", message.lane, where, fault.encode())
+            key = ("fault", message.lane, _WHERE[message.where], fault.encode())
             tallies.add(key, size, due_ms)
             tallies.name(key, message.id)
         if context.whole:
             fingerprint = repeats.fingerprint(message, properties)
             if fingerprint is not None:
                 yield Key(repeats.MESSAGE, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
-        if message.key is not None:
-            tallies.add(_KEYED, size, due_ms)
-        if message.retry_ms is not None:
-            _count_late(message, message.retry_ms, size, tallies, context)
-        if where != _HELD:
-            _count_waiting(message, size, tallies, context)
+        if message.where != HELD:
             standouts.add(message, size)
+            if due_ms < context.now_ms:
+                _count_late(message, due_ms, size, tallies, context)
+        elif message.retry_ms is not None:
+            _count_late(message, message.retry_ms, size, tallies, context)
         if tallies.full:
             yield from tallies.drain()
     yield from tallies.drain()
@@ -62,18 +59,6 @@ def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -
 
 
 _WHERE: Final = {where: where.encode() for where in (WAITING, HELD, PACKED)}
-_HELD: Final = _WHERE[HELD]
-_KEYED: Final = ("keyed", 0, b"", b"")
-
-
-def _count_waiting(message: Message, size: int, tallies: Tallies, context: Context) -> None:
-    """What is asked of messages that have their due time before them, as it should be."""
-    due_ms = message.due_ms
-    tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
-    tallies.add(("route", 0, message.route, b""), size, due_ms)
-    tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
-    if due_ms < context.now_ms:
-        _count_late(message, due_ms, size, tallies, context)
 
 
 def _count_late(message: Message, expected_ms: int, size: int, tallies: Tallies, context: Context) -> None:
@@ -84,11 +69,26 @@ def _count_late(message: Message, expected_ms: int, size: int, tallies: Tallies,
             tallies.add(("overdue route", message.lane, message.route, b""), size, message.due_ms)
 
 
-def identified(messages: Iterable[Message]) -> Iterator[Partial]:
-    """Each message under its id. Apart from the others, because Spark does this one without Python."""
+def counted_by_columns(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:
+    """What can be counted without looking any closer: every key is made of a few columns.
+
+    On a cluster this needs no Python a message: delayer/audit/columns.py is the same as SQL, and a test compares.
+    """
+    tallies = Tallies(bound)
     for message in messages:
-        size = message.body_bytes + len(message.properties)
-        yield Key(repeats.ID, message.id), Tally(1, size, message.due_ms, message.due_ms)
+        due_ms, size = message.due_ms, message.body_bytes + len(message.properties)
+        if context.whole:
+            yield Key(repeats.ID, message.id), Tally(1, size, due_ms, due_ms)
+        tallies.add(("lane", message.lane, _WHERE[message.where], b""), size, due_ms)
+        if message.key is not None:
+            tallies.add(("keyed", 0, b"", b""), size, due_ms)
+        if message.where != HELD:
+            tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
+            tallies.add(("route", 0, message.route, b""), size, due_ms)
+            tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
+        if tallies.full:
+            yield from tallies.drain()
+    yield from tallies.drain()
 
 
 def counted_segments(found: Iterable[Segment], context: Context) -> Iterator[Partial]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Report, RuleRun, Severity, Totals
 from delayer.audit.rules import calendar, conservation, keys, overdue, repeats, segments
-from delayer.audit.rules.counting import counted, counted_segments, identified
+from delayer.audit.rules.counting import counted, counted_by_columns, counted_segments
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import Claim
 from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Lane, Message, Segment
@@ -41,7 +41,7 @@ def evidence_of(
 ) -> Evidence:
     """Everything counted, from rows in any order."""
     kept = list(messages)
-    partials = sorted([*counted(kept, context), *(identified(kept) if context.whole else ())])
+    partials = sorted([*counted(kept, context), *counted_by_columns(kept, context)])
     summary = [*summarized(partials, context.now_ms), *counted_segments(found, context), *keys.judged(sorted(claims))]
     return Evidence(merged(summary))
 
