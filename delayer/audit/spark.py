@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -104,6 +104,14 @@ def session(
         with _orderly():
             yield spark
     finally:
+        _stop(spark)
+
+
+def _stop(spark: SparkSession) -> None:
+    from py4j.protocol import Py4JError  # noqa: PLC0415
+
+    # systemd ends the JVM in the same moment as us; then there is nothing left to stop.
+    with suppress(Py4JError, OSError):
         spark.stop()
 
 

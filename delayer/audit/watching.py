@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from delayer.audit.errors import JobFailed
@@ -19,6 +19,7 @@ Say = Callable[[str, int, int], None]
 """Told what is being done, how many of its tasks are done, and how many there are so far."""
 
 LOOK_SECONDS: Final = 0.25
+CANCEL_SECONDS: Final = 5.0
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
 _PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
 
@@ -32,6 +33,7 @@ class Watching:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Raises what :func:`translated` does."""
         self._context.setJobGroup(name, name, interruptOnCancel=True)
         over = threading.Event()
         looking = threading.Thread(target=self._look, args=(name, over), name="delayer progress", daemon=True)
@@ -41,15 +43,28 @@ class Watching:
             with translated(name):
                 yield
         except BaseException:
-            self._context.cancelJobGroup(name)  # an interruption: its tasks hold connections
+            # An interruption: its tasks hold connections. In a thread with a connection to the JVM of its own, for on
+            # ours the answer to what was interrupted comes first, when all is done.
+            cancelling = threading.Thread(target=self._cancel, args=(name,), daemon=True)
+            cancelling.start()
+            cancelling.join(CANCEL_SECONDS)
             raise
         finally:
             over.set()
             looking.join()
 
+    def _cancel(self, name: str) -> None:
+        from py4j.protocol import Py4JError  # noqa: PLC0415
+
+        with suppress(Py4JError, OSError):  # the JVM may have gone first
+            self._context.cancelJobGroup(name)
+
     def _look(self, name: str, over: threading.Event) -> None:
-        while not over.wait(LOOK_SECONDS):
-            self._say(name, *self._tasks(name))
+        from py4j.protocol import Py4JError  # noqa: PLC0415
+
+        with suppress(Py4JError, OSError):  # the JVM is gone, which whoever waits for the tasks hears as well
+            while not over.wait(LOOK_SECONDS):
+                self._say(name, *self._tasks(name))
 
     def _tasks(self, name: str) -> tuple[int, int]:
         """Tasks done, and all of them, over the stages that have begun."""
@@ -64,7 +79,7 @@ class Watching:
 def translated(doing: str) -> Iterator[None]:
     """Spark's errors as StoreLost where a task lost the store, as JobFailed else. Their text alone: a stack of two
     languages explains nothing to an operator, and only the text can be searched for passwords."""
-    from py4j.protocol import Py4JError  # noqa: PLC0415 - a session exists, so the extra is there
+    from py4j.protocol import Py4JError  # noqa: PLC0415
     from pyspark.errors import PySparkException  # noqa: PLC0415
 
     try:
