@@ -9,7 +9,9 @@ A message goes alone, waiting for its own confirm on a channel beside the shared
   settled or the exchange behind it is known.
 
 Going alone costs a round trip, or three for a message that is refused; so the batches are small meanwhile: whatever is
-learnt of a batch that is not through at its deadline is lost, and repeated.
+learnt of a batch that is not through at its deadline is lost, and repeated. For the same reason every batch is smaller
+after one that was overdue: a broker that takes a hundred messages a second would else be given the same thousand again
+and again, and pass on a part of them each time.
 """
 
 from __future__ import annotations
@@ -37,12 +39,13 @@ class Caution:
         self._delicate: dict[bytes, float] = {}  # until when; the next one to end stands first
         self._careful = 0
         self._few = FEW
+        self._most = BATCH
 
     @property
     def batch_limit(self) -> int:
         """How many messages one batch should have now."""
         self._forgive()
-        return self._few if self._careful or self._delicate else BATCH
+        return min(self._most, self._few if self._careful or self._delicate else BATCH)
 
     def delicate(self, exchange: bytes) -> bool:
         """Whether the broker objected lately to one message for this exchange."""
@@ -80,11 +83,16 @@ class Caution:
             self._few = min(self._few, max(1, learnt // 2))
             self._careful = max(self._careful, messages)
 
+    def overdue(self, messages: int) -> None:
+        """A batch of so many was not through in time, and is in doubt."""
+        self._most = max(1, min(self._most, messages) // 4)
+
     def settled(self, messages: int, *, quickly: bool) -> None:
         """The outcomes of a batch are all known."""
         self._careful = max(0, self._careful - messages)
         if quickly:
             self._few = min(FEW, 2 * self._few)
+            self._most = min(BATCH, 2 * self._most)
 
     def _forgive(self) -> None:
         now = self._clock()

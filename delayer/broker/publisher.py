@@ -92,7 +92,11 @@ class RelayPublisher:
         try:
             async with asyncio.timeout_at(deadline + MARGIN):
                 outcomes = await self._publish(batch, deadline)
+        except ConfirmTimeout:
+            self._caution.overdue(len(batch))
+            raise
         except TimeoutError as late:
+            self._caution.overdue(len(batch))
             raise BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s") from late
         self._caution.settled(len(batch), quickly=_left(deadline) > self._timeout * 3 / 4)
         return outcomes

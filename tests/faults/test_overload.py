@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from urllib.parse import unquote
 
+import aio_pika
 import psutil
 import pytest
 
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.core.message import CONFIRMED, Outgoing
+from delayer.wire.address import Address
 from tests.faults.place import Place, eventually
 from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Ledger
@@ -61,6 +67,31 @@ async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, 
         assert await daemon.stop() == 0
         verdict = await place.settle_accounts(ledger)
     verdict.assert_kept(repeats=True)
+
+
+async def test_a_slow_broker_gets_less_at_a_time(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """A batch that the line cannot take within a publish's deadline goes out in smaller ones, and not again and again
+    as it is."""
+    body, count, timeout = bytes(2_000), 200, 1.0
+    async with Proxy(rabbitmq.port) as proxy, await aio_pika.connect(vhost) as connection:
+        await (await connection.channel()).declare_queue("slow", durable=True)
+        relay = Relay(Address.parse(via(rabbitmq, vhost, proxy)), "relay test", heartbeat=20)
+        relay.start()
+        publisher = RelayPublisher(relay, confirm_timeout=timeout)
+        try:
+            assert await publisher.publish([Outgoing(b"", b"slow", b"\0\0", body, b"first")]) == [CONFIRMED]
+            proxy.slow(bytes_per_second=100_000)
+            left = [Outgoing(b"", b"slow", b"\0\0", body, b"%d" % number) for number in range(count)]
+            tries = 0
+            while left:
+                tries += 1
+                batch = left[: publisher.batch_limit]
+                with suppress(BrokerLost):
+                    assert await publisher.publish(batch) == [CONFIRMED] * len(batch)
+                    left = left[len(batch) :]
+        finally:
+            await relay.close()
+    print(f"{tries} tries; {count * len(body) / 100_000 / timeout:.0f} times what one deadline is enough for")
 
 
 async def overloaded(

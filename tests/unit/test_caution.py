@@ -92,3 +92,27 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in (b"a", b"b", b"c"):
         it.objected(one)
     assert [it.delicate(one) for one in (b"a", b"b", b"c")] == [False, True, True]
+
+
+def test_a_batch_that_is_overdue_is_quartered_and_grows_again() -> None:
+    """A full batch, and one that was not full; down to single messages, which go on for ever."""
+    it = known(b"a")
+    it.overdue(1_000)
+    assert (it.alone(b"a"), it.batch_limit) == (False, 250)
+    it.settled(250, quickly=False)
+    assert it.batch_limit == 250
+    for limit in (62, 15, 3, 1, 1):
+        it.overdue(it.batch_limit)
+        assert it.batch_limit == limit
+    for _ in range(20):
+        it.settled(it.batch_limit, quickly=True)
+    assert it.batch_limit == BATCH
+
+
+def test_the_smaller_of_both_limits_counts() -> None:
+    it = known()
+    it.in_doubt(1_000)
+    it.overdue(40)
+    assert it.batch_limit == 10
+    it.settled(10, quickly=True)
+    assert it.batch_limit == 20
