@@ -3,6 +3,7 @@
 Tables stand on the page between a mark and `<!-- end -->`, and are written anew:
 
     <!-- figures: park release -->    sections of `make bench`
+    <!-- later: churn -->             sections of `make bench BENCH_ARGS="--only … --output bench/results/later.json"`
     <!-- where: turn database -->     sections of `python -m bench.where`
     <!-- plans -->                    `python -m bench.plans --json`
     <!-- sizing -->                   what follows from the first of them (bench/sizing.py)
@@ -28,25 +29,31 @@ DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
 PAGE = DOCS / "performance.md"
 TAKEN = {
     "latest.json": "performance.json",
+    "later.json": "performance-later.json",
     "where.json": "performance-where.json",
     "plans.json": "performance-plans.json",
 }
 """Results, and the names that they have beside the page."""
-_MARK = re.compile(r"(<!-- (figures|where|plans|sizing)(?:: ([a-z ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARK = re.compile(r"(<!-- (figures|later|where|plans|sizing)(?:: ([a-z ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 class Runs(NamedTuple):
-    """What the page is made of: results of the benchmark, of bench.where, and the JSON of bench.plans."""
+    """What the page is made of: results of the benchmark, of bench.where, and the JSON of bench.plans.
+
+    ``later`` is another run of the benchmark, for sections that are repeated or take too long for one sitting.
+    """
 
     full: Result
+    later: Result
     where: Result
     plans: dict[str, Any]
 
     @classmethod
     def load(cls, directory: Path = DOCS) -> Runs:
-        full, where, plans = (directory / name for name in TAKEN.values())
-        runs = cls(Result.load(full), Result.load(where), json.loads(plans.read_text()))
-        targets.compare(runs.full)
+        full, later, where, plans = (directory / name for name in TAKEN.values())
+        runs = cls(Result.load(full), Result.load(later), Result.load(where), json.loads(plans.read_text()))
+        for run in (runs.full, runs.later):
+            targets.compare(run)
         return runs
 
 
@@ -59,6 +66,8 @@ def filled(page: str, runs: Runs) -> str:
         match kind:
             case "figures":
                 lines = [line for name in names.split() for line in table(runs.full, name)]
+            case "later":
+                lines = [line for name in names.split() for line in table(runs.later, name)]
             case "where":
                 lines = [line for name in names.split() for line in table(runs.where, name)]
             case "plans":

@@ -31,7 +31,8 @@ def some_run() -> Result:
 def some_runs() -> page.Runs:
     plan = {"name": "claim", "rows": 1000, "ms": 2.5, "planning_ms": 0.2, "buffers": 3000, "touched": 1}
     plans = {"rows": 10_000_000, "lanes": 4, "held": 20_000, "statements": [plan]}
-    return page.Runs(some_run(), Result({}, [Figure("turn", "claim, p50", 0.7, "ms", {"rate": 5000})]), plans)
+    later = Result({}, [Figure("churn", "claims", 5, "ms")])
+    return page.Runs(some_run(), later, Result({}, [Figure("turn", "claim, p50", 0.7, "ms", {"rate": 5000})]), plans)
 
 
 def test_the_page_shows_the_runs_beside_it() -> None:
@@ -43,10 +44,12 @@ def test_the_page_shows_the_runs_beside_it() -> None:
 
 
 def test_every_kind_of_table() -> None:
-    marks = "<!-- where: turn -->\n<!-- end -->\n<!-- plans -->\n<!-- end -->\n<!-- sizing -->\n<!-- end -->\n"
+    kinds = ("later: churn", "where: turn", "plans", "sizing")
+    marks = "".join(f"<!-- {kind} -->\n<!-- end -->\n" for kind in kinds)
     filled = page.filled(marks, some_runs())
     assert "| *5,000/s* |" in filled
     assert "| claim, p50 | 0.70 ms |" in filled
+    assert "| claims | 5.00 ms |" in filled
     assert "| claim | 1,000 | 2.50 | 0.20 | 3,000 | 1 |" in filled
     assert "| 100,000 | 5 processes" in filled
 
