@@ -88,6 +88,8 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
 # What these report below a warning is about themselves, and at debug level it is whole frames: bodies, and the login.
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
+# They log, with tracebacks, what they also raise or what the next caller meets: we say so in better words, and once.
+_TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 
 Event = MutableMapping[str, Any]
 
@@ -193,8 +195,8 @@ def configure(
     root.setLevel(threshold)
     for library in _LIBRARIES:
         logging.getLogger(library).setLevel(max(threshold, logging.WARNING))
-    # It logs what it also raises, and who called it says so in better words.
-    logging.getLogger("aiormq.connection").setLevel(logging.CRITICAL)
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
     structlog.configure(
         processors=[

@@ -30,7 +30,7 @@ def stream() -> Iterator[io.StringIO]:
     yield io.StringIO()
     root.handlers[:] = handlers
     root.setLevel(level)
-    for library in (*telemetry._LIBRARIES, "aiormq.connection"):
+    for library in (*telemetry._LIBRARIES, *telemetry._TALKATIVE):
         logging.getLogger(library).setLevel(logging.NOTSET)
     logging.captureWarnings(False)
     structlog.reset_defaults()
@@ -89,6 +89,7 @@ def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO)
     configure("json", "debug", stream)
     logging.getLogger("aio_pika.robust").info("chatter")
     logging.getLogger("aiormq.connection").debug("Sending a frame with the login in it")
+    logging.getLogger("asyncpg.pool").warning("Failed to restore the pool connection floor", exc_info=True)
     logging.getLogger("alembic.runtime.migration").warning("to %s", "amqp://u:hunter2@h")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
