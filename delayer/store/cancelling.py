@@ -11,13 +11,13 @@ rows, held rows, segments by id, rows of message_key, the counters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
 import asyncpg
 
-from delayer.store import segments, session, statements
+from delayer.store import acts, segments, session, statements
 from delayer.store.keys import forget, lock_keys
 
 LOOKS: Final = 10
@@ -48,21 +48,26 @@ class InSegments(NamedTuple):
 NO_SEGMENTS: Final = (0, 0)
 Changes = Counter[tuple[int, str]]
 
-# Due instants travel as milliseconds, and a row that somebody wrote by hand may lie between two of them.
-_PLACE = "WHERE lane = $1 AND due_at >= $2 AND due_at < $3 AND id = $4"
-_KEY = f"SELECT key FROM message {_PLACE}"
-_DELETE_WAITING = f"DELETE FROM message {_PLACE} RETURNING id, lane, key"
+_LANES = "SELECT array(SELECT number FROM lane)"
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
     " RETURNING id, lane, key"
 )
 
 
-async def cancel(connection: asyncpg.Connection, ids: Collection[int]) -> dict[int, Found]:
+Dues = Mapping[int, int]
+"""When messages are due (epoch ms), by id, of those of which that is known: they are found by it, or not at all."""
+NO_DUES: Final[Dues] = {}
+
+
+async def cancel(
+    connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None
+) -> dict[int, Found]:
     """Cancel messages by id, in one transaction; where each was met.
 
     Finding a row by its id alone reads the index of every partition, and the ids of every segment whose range it is in:
-    ask for many at once. A message that is being released is waited for, and then found NOWHERE, or waiting again.
+    ask for many at once, or say in ``dues`` when they are due. A message that is being released is waited for, and then
+    found NOWHERE, or waiting again. ``act``: what they are added to in the audit trail (acts.py).
     Raises the driver's errors; then nothing is cancelled.
     """
     found = dict.fromkeys(ids, Found.NOWHERE)
@@ -70,45 +75,84 @@ async def cancel(connection: asyncpg.Connection, ids: Collection[int]) -> dict[i
         changes: Changes = Counter()
         for _ in range(LOOKS):
             missing = [number for number, where in found.items() if where in (Found.NOWHERE, Found.UNREADABLE)]
-            if not missing or await _look(connection, missing, found, changes):
+            if not missing or await _look(connection, missing, dues, found, changes):
                 break
-        if changed := sorted((lane, kind, n) for (lane, kind), n in changes.items() if n):
-            await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
+        if act is not None:
+            await acts.add(connection, act, sum(changes[one] for one in changes if one[1] == "cancelled"))
+        await count(connection, changes)
     return found
 
 
+async def count(connection: asyncpg.Connection, changes: Changes) -> None:
+    """Add to the counters: the last statement before the commit."""
+    if changed := sorted((lane, kind, n) for (lane, kind), n in changes.items() if n):
+        await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
+
+
 async def _look(
-    connection: asyncpg.Connection, missing: Sequence[int], found: dict[int, Found], changes: Changes
+    connection: asyncpg.Connection, missing: Sequence[int], dues: Dues, found: dict[int, Found], changes: Changes
 ) -> bool:
     """Cancel what is found of ``missing``. Whether the rest is nowhere: nothing moved while we looked."""
-    before = await _segments(connection)
-    quiet = await _cancel_rows(connection, missing, found, changes)
+    before = await segments_seen(connection)
+    quiet = await _cancel_rows(connection, missing, dues, found, changes)
     left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD)]
     if left and before != NO_SEGMENTS:
-        quiet &= await _cancel_in_segments(connection, left, found, changes)
-    return quiet and await _segments(connection) == before
+        quiet &= await _cancel_in_segments(connection, left, dues, found, changes)
+    return quiet and await segments_seen(connection) == before
 
 
-async def _segments(connection: asyncpg.Connection) -> tuple[int, int]:
+async def segments_seen(connection: asyncpg.Connection) -> tuple[int, int]:
     """Changes whenever a segment comes or goes: ids are never used again."""
     rows = await connection.fetchrow("SELECT coalesce(max(id), 0), count(*) FROM segment")
     return rows[0], rows[1]
 
 
+class Places(NamedTuple):
+    """Where rows wait, as the statements take it: in the order that a release locks them in. Due instants travel as
+    milliseconds, and a row that somebody wrote by hand may lie between two of them; ``bounds`` of all of them."""
+
+    lanes: list[int]
+    dues: list[int]
+    ids: list[int]
+    bounds: tuple[int, int]
+
+
+async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places | None:
+    """Where the rows among ``ids`` wait; None where none does. Raises the driver's errors."""
+    known = [number for number in ids if number in dues]
+    unknown = [number for number in ids if number not in dues]
+    found = await connection.fetch(statements.FIND_ROWS, unknown, timeout=None) if unknown else []
+    if known:
+        at = [dues[number] for number in known]
+        lanes = await connection.fetchval(_LANES)
+        found += await connection.fetch(statements.FIND_ROWS_AT, known, at, min(at), max(at) + 1, lanes)
+    if not found:
+        return None
+    of_lanes, due_ms, numbers = map(list, zip(*sorted(map(tuple, found)), strict=True))
+    return Places(of_lanes, due_ms, numbers, (min(due_ms), max(due_ms) + 1))
+
+
+async def lock_keys_of(connection: asyncpg.Connection, places: Places, more: Sequence[bytes] = ()) -> None:
+    """Take turns with everybody else about the keys of these rows, and ``more``. Raises the driver's errors."""
+    rows = await connection.fetch(statements.KEYS_OF_ROWS, *places[:3], *places.bounds)
+    if keys := [*more, *(key for (key,) in rows)]:
+        await lock_keys(connection, keys)
+
+
 async def _cancel_rows(
-    connection: asyncpg.Connection, ids: Sequence[int], found: dict[int, Found], changes: Changes
+    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, found: dict[int, Found], changes: Changes
 ) -> bool:
     """Waiting and held rows. Whether none slipped away between the looking and the locking."""
-    places = await connection.fetch(statements.FIND_ROWS, ids, timeout=None)
+    places = await find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
-    for place in places:
-        keys += [key for (key,) in await connection.fetch(_KEY, *place) if key is not None]
-    if keys:
-        await lock_keys(connection, keys)
     gone = []
-    for place in places:
-        gone += [(row, Found.WAITING) for row in await connection.fetch(_DELETE_WAITING, *place)]
+    if places is not None:
+        await lock_keys_of(connection, places, keys)
+        rows = await connection.fetch(statements.DELETE_ROWS, *places[:3], *places.bounds, timeout=None)
+        gone += [(row, Found.WAITING) for row in rows]
+    elif keys:
+        await lock_keys(connection, keys)
     gone += [(row, Found.HELD) for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held])]
     for (number, lane, _), where in gone:
         found[number] = where
@@ -116,14 +160,14 @@ async def _cancel_rows(
         changes[lane, "held"] -= where is Found.HELD
     if keyed := [(key, number) for (number, _, key), _ in gone if key is not None]:
         await forget(connection, keyed)
-    return len(gone) == len(places) + len(held)
+    return len(gone) == (0 if places is None else len(places.ids)) + len(held)
 
 
 async def _cancel_in_segments(
-    connection: asyncpg.Connection, ids: Sequence[int], found: dict[int, Found], changes: Changes
+    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, found: dict[int, Found], changes: Changes
 ) -> bool:
     """Messages in segments. Whether every segment that was found to hold one was still there when it was locked."""
-    holding, unreadable = await find(connection, ids)
+    holding, unreadable = await find(connection, ids, dues)
     for number in ids:
         doubtful = any(first <= number <= last for first, last in unreadable.values())
         found[number] = Found.UNREADABLE if doubtful else Found.NOWHERE
@@ -143,19 +187,24 @@ async def _cancel_in_segments(
     return len(locked) == len(holding)
 
 
-async def find(connection: asyncpg.Connection, ids: Collection[int]) -> InSegments:
+async def find(connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES) -> InSegments:
     """Which segments hold which of the messages ``ids``, those included that were cancelled there.
 
-    Reads some 70 KB of every segment whose range of ids one of them is in. Raises the driver's errors.
+    Reads some 70 KB of every segment whose range of ids one of them is in; where ``dues`` has all of them, only of
+    those that reach over such an instant. Raises the driver's errors.
     """
     wanted, last = set(ids), 0
+    at = [dues[number] for number in wanted if number in dues]
+    known = bool(at) and len(at) == len(wanted)
+    first_ms, last_ms = (min(at), max(at) + 1) if known else (session.BEGINNING_MS, segments.FOREVER_MS)
     found = InSegments({}, {})
     while wanted:
         from delayer.store import packing  # noqa: PLC0415 - pyarrow, once there may be something to read
 
         rows = await connection.fetch(
-            statements.CANDIDATES, list(wanted), packing.HEAD, packing.TAIL, last, AT_ONCE, timeout=None
-        )
+            statements.CANDIDATES, list(wanted), packing.HEAD, packing.TAIL, last, AT_ONCE, first_ms, last_ms,
+            timeout=None,
+        )  # fmt: skip
         for row in rows:
             try:
                 ids_there = packing.ids_of(row["head"], row["tail"], row["size"], row["format"])

@@ -8,7 +8,8 @@ The *watermark* is a due instant before which this lane has no rows. Claims star
 they deleted: dead index entries at the head are what makes other Postgres queues slow. It only moves at three places:
 
     settle     to the last row of a full batch, or to the store's now (by its lower bound) after a short one
-    note       back to the row that was parked before it; what is noted during a claim is kept until its end
+    note       back to the row that was parked, or moved there by hand (telling.py), before it; what is noted during a
+               claim is kept until its end
     look back  once a minute the lane is read from its beginning, for rows that were put there without a note; on
                another connection, since that one does read the dead entries, at some 4 us each
 
@@ -29,12 +30,13 @@ import structlog
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Due
 from delayer.faultpoint import reach
-from delayer.store import claiming, session, settling, statements
+from delayer.store import claiming, session, settling, statements, telling
 from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.link import Link
 from delayer.store.outlook import IDLE_MS, SOON_MS, Look, Start
+from delayer.store.telling import Told
 
 log = structlog.get_logger()
 
@@ -192,6 +194,13 @@ class PostgresLane:
         if retry_ms < self._retry:
             self._retry = retry_ms
             self._woken.set()
+
+    def hear(self, told: Told) -> None:
+        """Somebody else put something into the lane, by hand."""
+        if told.kind == telling.WAITING:
+            self.note_parked(told.at_ms)
+        else:
+            self.note_held(told.at_ms)
 
     async def wait(self, seconds: float) -> None:
         """See the port. Also returns when the lane is lost, and when the store's clock was set: sleep hints of the

@@ -9,7 +9,7 @@ from typing import Final
 
 import asyncpg
 
-from delayer.store import handover, outlook, session, statements
+from delayer.store import handover, outlook, session, statements, telling
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lane import PostgresLane
@@ -114,11 +114,14 @@ class LaneTaker:
 
     async def _take(self, number: int, spare: bool) -> PostgresLane | None:
         connection = await session.connect(self._url, f"delayer lane {number}", self._timeouts)
+        mailbox = telling.Mailbox()
         try:
             with translated(f"take lane {number}"):
                 if not await connection.fetchval(_LOCK, number):
                     await session.close(connection)
                     return None
+                # Before anything is read: what others put into the lane from here on is either told, or seen.
+                await mailbox.listen(connection, number)
                 if spare:
                     await handover.say_spare(connection, number)
                 # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
@@ -128,7 +131,9 @@ class LaneTaker:
         except BaseException:
             connection.terminate()
             raise
-        return PostgresLane(number, Start(epoch, watermark, retry_ms), connection, self._clock, self._look)
+        lane = PostgresLane(number, Start(epoch, watermark, retry_ms), connection, self._clock, self._look)
+        mailbox.open(lane.hear)
+        return lane
 
     async def _look(self, number: int, horizon_ms: int) -> Outlook:
         async with session.borrowed(self._pool) as connection:

@@ -226,6 +226,20 @@ async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
         return None if row is None else unpacked(row, await _cancelled(connection, segment))
 
 
+async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
+    """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked. Decoding is done
+    in a thread. Raises SegmentBroken, and the driver's errors."""
+    return await asyncio.to_thread(unpacked, segment, await _cancelled(connection, segment["id"]))
+
+
+async def write_rows(connection: asyncpg.Connection, table: Any, lane: int) -> None:
+    """Rows of ``message`` from a table of packing.SCHEMA, in the open transaction. Raises the driver's errors."""
+    from delayer.store.copying import COLUMNS, copy_stream  # noqa: PLC0415 - pyarrow
+
+    source = _spaced(copy_stream(table, lane, PORTION_BYTES), 0.0)
+    await connection.copy_to_table("message", source=source, columns=COLUMNS, format="binary")
+
+
 async def _cancelled(connection: asyncpg.Connection, segment: int) -> list[int]:
     rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment)
     return [number for (number,) in rows]

@@ -10,6 +10,7 @@ counter      what happened to how many messages, a row for each lane and kind
 segment      a run of far-future messages of one lane, compacted and compressed (packing.py); ``messages`` were packed,
              ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
 segment_cancelled  which messages of a segment were cancelled: they do not come back
+act          what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ COUNT_OPTIONS = {
 metadata = MetaData()
 message_id = Sequence("message_id", data_type=BigInteger(), metadata=metadata)
 segment_id = Sequence("segment_id", data_type=BigInteger(), metadata=metadata)
+act_id = Sequence("act_id", data_type=BigInteger(), metadata=metadata)
 
 Instant = DateTime(timezone=True)
 
@@ -155,6 +157,18 @@ segment_cancelled = Table(
     _column("segment", BigInteger),
     _column("id", BigInteger),
     PrimaryKeyConstraint("segment", "id", name="segment_cancelled_pkey"),
+)
+
+act = Table(
+    "act",
+    metadata,
+    _column("id", BigInteger, server_default=act_id.next_value()),
+    _column("at", Instant, server_default=func.now()),
+    _column("who", Text),
+    _column("verb", Text),
+    _column("messages", BigInteger),
+    _column("asked", Text),
+    PrimaryKeyConstraint("id", name="act_pkey"),
 )
 
 # Bodies are stored as they are. Postgres's default, pglz, costs the parking path more than the disk it spares: 4 KB of

@@ -150,7 +150,7 @@ async def test_cancel_against_a_compaction_in_flight(database: str) -> None:
         compacts = asyncio.create_task(compact(one))
         await blocked(admin, "%INSERT INTO counter%")
         cancels = asyncio.create_task(cancel(two, [4]))
-        await blocked(admin, "DELETE FROM message WHERE lane%")
+        await blocked(admin, "%DELETE FROM message AS m%USING unnest%")
         await holder.execute("COMMIT")
         assert [made.messages for made in await compacts] == [10]
         assert await cancels == {4: Found.SEGMENT}
@@ -166,7 +166,7 @@ async def test_cancel_against_a_release_in_flight(database: str) -> None:
             claimed = await lane.claim(MANY, ROOM)
             async with sql(database) as other:
                 cancels = asyncio.create_task(cancel(other, [one]))
-                await blocked(admin, "DELETE FROM message WHERE lane%")
+                await blocked(admin, "%DELETE FROM message AS m%USING unnest%")
                 await (lane.settle(claimed, []) if settled else lane.give_up())
                 assert await cancels == {one: expected}
         await release_all(lane)

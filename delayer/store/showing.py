@@ -1,0 +1,128 @@
+"""One message, wherever it is: everything that the store knows of it."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import asyncpg
+
+from delayer.core.filters import Token
+from delayer.store import cancelling, envelope, segments
+from delayer.store.cancelling import Found
+from delayer.store.listing import Entry, Place
+
+_COLUMNS: Final = (
+    "lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, checksum, format, route, exchange,"
+    " routing_key, to_exchange, to_key, properties, body, key"
+)
+_ROW: Final = f"SELECT {_COLUMNS} FROM message WHERE lane = $1 AND due_at >= $2 AND due_at < $3 AND id = $4"
+_HELD: Final = f"SELECT {_COLUMNS}, reason, attempts, held_at, retry_at FROM held WHERE id = $1"
+_NAMES: Final = (
+    "id", "due_at", "parked_at", "checksum", "format", "route", "exchange", "routing_key", "to_exchange", "to_key",
+    "properties", "body",
+)  # fmt: skip
+
+
+class Hold(NamedTuple):
+    """Why a message is held, and when it is tried again (epoch ms)."""
+
+    reason: str
+    attempts: int
+    held_ms: int
+    retry_ms: int
+
+
+class Whole(NamedTuple):
+    """A message with its body. ``sound``: its format and checksum fit; else it will be held, not sent."""
+
+    where: Found
+    entry: Entry
+    body: bytes
+    sound: bool
+    hold: Hold | None
+    owner: str
+    """Who has the lane, or had it last."""
+    owned: bool
+
+
+async def show(connection: asyncpg.Connection, token: Token) -> Whole | Found:
+    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE where a segment that may hold it does not read
+    back. Raises the driver's errors."""
+    dues = {} if token.due_ms is None else {token.id: token.due_ms}
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        held = await connection.fetchrow(_HELD, token.id)
+        if held is not None:
+            return await _whole(connection, Found.HELD, held, Hold(*held[14:18]))
+        places = await cancelling.find_rows(connection, [token.id], dues)
+        if places is not None:
+            lane, due_ms = places.lanes[0], places.dues[0]
+            row = await connection.fetchrow(_ROW, lane, due_ms, due_ms + 1, token.id)
+            return await _whole(connection, Found.WAITING, row, None)
+        holding, unreadable = await cancelling.find(connection, [token.id], dues)
+        for segment in holding:
+            found = await _in_segment(connection, segment, token.id)
+            if found is not None:
+                return found
+        return (
+            Found.UNREADABLE if unreadable or (holding and not await _cancelled(connection, holding)) else Found.NOWHERE
+        )
+
+
+async def _cancelled(connection: asyncpg.Connection, holding: dict[int, list[int]]) -> bool:
+    """Whether what these segments held of it was cancelled: then it is nowhere."""
+    for segment, ids in holding.items():
+        if await connection.fetchval(
+            "SELECT true FROM segment_cancelled WHERE segment = $1 AND id = ANY($2)", segment, ids
+        ):
+            return True
+    return False
+
+
+async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> Whole | None:
+    import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is a segment to read
+
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415
+
+    try:
+        table = await segments.read(connection, segment)
+    except SegmentBroken:
+        return None
+    if table is None:
+        return None
+    table = table.filter(pc.equal(table["id"], number))
+    if not len(table):
+        return None
+    lane = await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
+    values = {
+        name: (table[name].cast("int64") if name in ("due_at", "parked_at") else table[name])[0].as_py()
+        for name in _NAMES
+    }
+    row = {**values, "lane": lane, "due_us": values["due_at"], "parked_at": values["parked_at"] // 1000, "key": None}
+    return await _whole(connection, Found.SEGMENT, row, None, segment)
+
+
+async def _whole(
+    connection: asyncpg.Connection, where: Found, row: asyncpg.Record, hold: Hold | None, segment: int | None = None
+) -> Whole:
+    owner = await connection.fetchrow(
+        "SELECT owner, EXISTS (SELECT FROM pg_locks AS k WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2"
+        " AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        " AND k.classid = 'lane'::regclass AND k.objid = number::int::oid) FROM lane WHERE number = $1",
+        row["lane"],
+    )
+    body, properties = row["body"], row["properties"]
+    entry = Entry(
+        Place(row["due_us"], row["id"], row["lane"], segment),
+        row["parked_at"],
+        row["route"],
+        row["exchange"],
+        row["routing_key"],
+        row["to_exchange"],
+        row["to_key"],
+        row["key"],
+        len(body),
+        properties,
+    )
+    fits = row["checksum"] == envelope.checksum(row["exchange"], row["routing_key"], properties, body)
+    name, owned = (owner[0], owner[1]) if owner is not None else ("", False)
+    return Whole(where, entry, body, row["format"] == envelope.FORMAT and fits, hold, name, owned)

@@ -1,0 +1,7 @@
+-- Delete the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids), in their order, which
+-- is that of a release; $4 and $5 are bounds of all of $2, which prune partitions while planning.
+DELETE FROM message AS m
+USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
+  AND m.due_at >= $4 AND m.due_at < $5
+RETURNING m.id, m.lane, m.key

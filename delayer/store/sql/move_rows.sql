@@ -1,0 +1,18 @@
+-- Give the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids) another due instant: $4,
+-- or if that is null, $5 milliseconds more. $6 and $7 are bounds of all of $2, which prune partitions while planning.
+--
+-- Deleted and written again, not updated: a row that an update takes to another partition makes everybody who waits for
+-- it fail, a release as well as a cancel; one that is deleted is just gone. Id and instant of parking stay.
+WITH moved AS (
+    DELETE FROM message AS m
+    USING unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+    WHERE m.lane = w.lane AND m.due_at >= w.due AND m.due_at < w.due + interval '1 millisecond' AND m.id = w.id
+      AND m.due_at >= $6 AND m.due_at < $7
+    RETURNING m.*
+)
+INSERT INTO message (id, due_at, parked_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
+                     properties, body, key)
+SELECT id, coalesce($4::timestamptz, due_at + $5::bigint * interval '1 millisecond'), parked_at, checksum, lane, format,
+       route, exchange, routing_key, to_exchange, to_key, properties, body, key
+FROM moved
+RETURNING id, lane, due_at, key

@@ -1,0 +1,241 @@
+"""Listing and showing what waits, whatever it waits as; and doing something to all of a filter."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import asyncpg
+import pytest
+
+from delayer.core.filters import Filter, Token
+from delayer.services import reading
+from delayer.store import acting, acts, heldback, listing, segments, showing
+from delayer.store.cancelling import Found
+from delayer.store.listing import BEGINNING
+from delayer.store.partitions import DAY_MS
+from delayer.store.rescheduling import When
+from tests.conformance.store_contract import owned, parcel
+from tests.integration.test_store_cancelling import NO_ONE
+from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_segments import START_MS, store
+from tests.rig.raw import Props, text
+from tests.rig.rows import Row, compact, conserved, everything, put, row, rows, waiting
+
+FAR_MS = START_MS + 900 * DAY_MS
+"""Beyond every partition: in the default one."""
+
+
+def mixed(count: int = 300) -> list[Row]:
+    """Rows of three lanes, at odd microseconds, many at one instant, some far away, of two routes."""
+    chance = random.Random(3)
+    made = []
+    for number in range(1, count + 1):
+        due_ms = chance.choice([START_MS, START_MS + chance.randrange(12 * DAY_MS), FAR_MS + number % 7])
+        one = row(number, due_ms, lane=1 + number % 3)
+        headers = ((b"customer", text(str(number % 10))),)
+        one = one._replace(due_us=one.due_us + chance.choice([0, 1, 999]), properties=Props(headers=headers).encode())
+        made.append(one._replace(route=b"a" if number % 4 else b"b", to_key=b"k%d" % (number % 5)))
+    return made
+
+
+def order(some: list[Row]) -> list[int]:
+    return [one.id for one in sorted(some, key=lambda one: (one.due_us, one.id))]
+
+
+async def paged(admin: asyncpg.Connection, wanted: Filter, limit: int, **more: Any) -> list[int]:
+    """The ids of all pages, one after the other."""
+    ids: list[int] = []
+    after: tuple[int, int] | None = BEGINNING
+    test = reading.header_test(wanted)
+    pages = 0
+    while after is not None:
+        found = await listing.find(admin, wanted, test, limit, after, **more)
+        entries = await listing.entries(admin, found)
+        assert [entry.place for entry in entries] == list(found.places)
+        assert len(entries) == limit or found.bounded or found.after is None
+        assert found.after is None or found.after > after
+        ids += [entry.place.id for entry in entries]
+        after = found.after
+        pages += 1
+        assert pages < 2000
+    return ids
+
+
+FILTERS = {
+    "all": Filter(),
+    "from": Filter(due_from_ms=START_MS + DAY_MS),
+    "before": Filter(due_before_ms=START_MS + 6 * DAY_MS),
+    "one instant": Filter(due_from_ms=START_MS, due_before_ms=START_MS + 1),
+    "route": Filter(route=b"b"),
+    "destination": Filter(exchange=b"delayer.out", routing_key=b"k3"),
+    "header": Filter(headers=((b"customer", "7"),)),
+    "much": Filter(route=b"a", due_from_ms=START_MS + 1, headers=((b"customer", "3"),)),
+    "none": Filter(route=b"nobody's"),
+}
+
+
+def expected(some: list[Row], wanted: Filter) -> list[int]:
+    test = reading.header_test(wanted)
+    return order(
+        [
+            one
+            for one in some
+            if wanted.in_range(one.due_us // 1000)
+            and (wanted.route is None or wanted.route == one.route)
+            and (wanted.routing_key is None or wanted.routing_key == one.to_key)
+            and (test is None or test(one.properties))
+        ]
+    )
+
+
+@pytest.mark.parametrize("packed", ["rows", "half", "segments"])
+async def test_every_page_of_every_filter(database: str, packed: str) -> None:
+    some = mixed(200 if packed == "rows" else 60)
+    async with store(database, 8) as admin:
+        await put(admin, some)
+        if packed != "rows":
+            await compact(admin, START_MS + 4 * DAY_MS if packed == "half" else 0, rows=10)
+            assert (await segments.count(admin)).segments > 5
+        for name, wanted in FILTERS.items():
+            meant = expected(some, wanted)
+            # With segments each page unpacks some of them.
+            for limit, more in ((7, {}), (1000, {}), (5, {"scan": 30})) if packed == "rows" else ((20, {"scan": 30}),):
+                assert await paged(admin, wanted, limit, **more) == meant, (name, limit)
+            counted = await acting.count(admin, wanted, reading.header_test(wanted))
+            assert counted == (len(meant), 0), name
+
+
+async def test_an_empty_store_and_one_that_lost_its_lanes(database: str) -> None:
+    async with store(database) as admin:
+        assert await paged(admin, Filter(), 10) == []
+        await put(admin, [row(1, START_MS, lane=7)])
+        assert await paged(admin, Filter(), 10) == [1]
+
+
+async def test_by_key(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, [row(1, START_MS, key=b"one"), row(2, START_MS, key=b"two"), row(3, START_MS)])
+        assert await paged(admin, Filter(key=b"two"), 10) == [2]
+        assert await paged(admin, Filter(key=b"three"), 10) == []
+        assert await paged(admin, Filter(key=b"two", route=b"nobody's"), 10) == []
+        assert await acting.count(admin, Filter(key=b"one"), None) == (1, 0)
+
+
+async def test_a_broken_segment_is_told(database: str) -> None:
+    async with store(database) as admin:
+        await put(admin, rows(20, START_MS))
+        await compact(admin)
+        await admin.execute("UPDATE segment SET packed = set_byte(packed, 99, get_byte(packed, 99) # 255)")
+        found = await listing.find(admin, Filter(), None, 10)
+        assert (list(found.places), len(found.broken), found.after) == ([], 1, None)
+        assert (await acting.count(admin, Filter(route=b"delayer.in"), None)).broken == 1
+        assert await showing.show(admin, Token(5)) is Found.UNREADABLE
+
+
+async def test_show_a_message_wherever_it_is(database: str) -> None:
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        now = place.now_ms()
+        await place.park(lane, [parcel(now + DAY_MS, b"a"), parcel(now + 2 * DAY_MS, b"b", key=b"k")], [])
+        await place.hold(lane, [(parcel(now, b"c"), "why")])
+        ids = {one.body: one.id for one in (await waiting(admin)).values()}
+        ids |= dict(await admin.fetch("SELECT body, id FROM held"))
+        await compact(admin)  # the one with a key stays
+        dues = {b"a": now + DAY_MS, b"b": now + 2 * DAY_MS, b"c": now}
+        wheres = {b"a": Found.SEGMENT, b"b": Found.WAITING, b"c": Found.HELD}
+        for body, where in wheres.items():
+            for token in (Token(ids[body]), Token(ids[body], dues[body])):
+                found = await showing.show(admin, token)
+                assert not isinstance(found, Found)
+                assert (found.where, found.body, found.sound, found.owned) == (where, body, True, True)
+                assert found.entry.place.due_us == dues[body] * 1000
+                assert (found.hold is not None) == (where is Found.HELD)
+        assert await showing.show(admin, Token(ids[b"b"], now)) is Found.NOWHERE
+        assert await showing.show(admin, Token(999)) is Found.NOWHERE
+        do = acting.canceller()
+        act = await acts.begin(admin, "me", "cancel", {})
+        assert await acting.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: Found.SEGMENT}
+        assert await showing.show(admin, Token(ids[b"a"])) is Found.NOWHERE
+        assert await acting.named(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: Found.NOWHERE}
+        await admin.execute("UPDATE message SET checksum = checksum + 1")
+        damaged = await showing.show(admin, Token(ids[b"b"]))
+        assert not isinstance(damaged, Found)
+        assert not damaged.sound
+
+
+@pytest.mark.parametrize("name", ["all", "route", "header"])
+async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acting, "PORTION", 25)
+    some, wanted = mixed(60), FILTERS[name]
+    meant = set(expected(some, wanted))
+    async with store(database, 8) as admin:
+        await put(admin, some)
+        await compact(admin, START_MS + 4 * DAY_MS, rows=20)
+        act = await acts.begin(admin, "me", "cancel", wanted.as_dict())
+        said: list[int] = []
+        test = reading.header_test(wanted)
+        done = await acting.every(admin, acting.canceller(), wanted, test, act=act, say=said.append)
+        assert done.total() == len(meant)
+        assert not meant or said[-1] == len(meant)
+        assert (await everything(admin)).keys() == {one.id for one in some} - meant
+        assert (await conserved(admin))["cancelled"] == len(meant)
+        [told] = await acts.listed(admin, 10)
+        assert (told.id, told.who, told.verb, told.messages) == (act, "me", "cancel", len(meant))
+
+
+@pytest.mark.parametrize("when", [When(at_ms=START_MS + 3 * DAY_MS), When(by_ms=DAY_MS + 5)])
+async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, although what is moved to a later instant is met again."""
+    monkeypatch.setattr(acting, "PORTION", 25)
+    some, wanted = mixed(60), Filter(route=b"a")
+    meant = set(expected(some, wanted))
+    async with store(database, 8) as admin:
+        await put(admin, some)
+        before = await everything(admin)
+        await compact(admin, START_MS + 4 * DAY_MS, rows=20)
+        act = await acts.begin(admin, "me", "reschedule", {})
+        done = await acting.every(admin, acting.rescheduler(when), wanted, None, act=act, say=lambda _: None)
+        assert done.total() == len(meant)
+        assert set(done) <= {Found.WAITING, Found.SEGMENT}
+        assert done[Found.SEGMENT] > 0
+        after = await everything(admin)
+        for number, one in before.items():
+            due_us = when.at_ms * 1000 if when.at_ms is not None else one.due_us + when.by_ms * 1000
+            assert after[number] == (one._replace(due_us=due_us) if number in meant else one)
+        await conserved(admin)
+        [told] = await acts.listed(admin, 10)
+        assert told.messages == len(meant)
+
+
+async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        now = place.now_ms()
+        await place.hold(lane, [(parcel(now, b"%d" % n, key=b"k%d" % n), f"why {n}") for n in range(5)])
+        page = await heldback.listed(admin, Filter(), None, 2)
+        assert [one.hold.reason for one in page.messages] == ["why 0", "why 1"]
+        rest = await heldback.listed(admin, Filter(), None, 9, page.after or 0)
+        assert [one.hold.reason for one in rest.messages] == ["why 2", "why 3", "why 4"]
+        assert rest.after is None
+        assert [len((await heldback.listed(admin, Filter(key=key), None, 9)).messages) for key in (b"k3", b"x")] == [
+            1,
+            0,
+        ]
+        act = await acts.begin(admin, "me", "held drop", {})
+        assert await heldback.drop(admin, rest.messages, act) == 3
+        assert await heldback.drop(admin, rest.messages, act) == 0
+        assert await conserved(admin) == NO_ONE | {"parked": 5, "cancelled": 3, "held": 2}
+        assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
+        assert await heldback.retry(admin, [one.entry.place.id for one in page.messages], act) == 2
+        assert [told.messages for told in await acts.listed(admin, 10)] == [5]
+
+
+async def test_the_audit_trail_by_pages(database: str) -> None:
+    async with store(database) as admin:
+        for number in range(5):
+            await acts.begin(admin, "a\0b", f"verb {number}", {"ids": ["x" * 3000]})
+        latest = await acts.listed(admin, 2)
+        assert [one.verb for one in latest] == ["verb 4", "verb 3"]
+        assert [one.verb for one in await acts.listed(admin, 9, latest[-1].id)] == ["verb 2", "verb 1", "verb 0"]
+        assert Counter(one.who for one in latest) == {"a\N{REPLACEMENT CHARACTER}b": 2}
+        assert max(len(one.asked) for one in latest) < 2_100
