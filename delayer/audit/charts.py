@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ _COLOURS: Final = {
     "#0a0a01": "--ink", "#0a0a02": "--faint", "#0a0a03": "--grid", "#0a0a04": "--bar", "#0a0a05": "--bad",
 }  # fmt: skip
 _INK, _FAINT, _GRID, _BAR, _BAD = _COLOURS
-_STYLE: Final = {
+_STYLE: Final[Any] = {
     "svg.fonttype": "none", "font.family": "sans-serif", "text.color": _INK, "axes.labelcolor": _FAINT,
     "axes.edgecolor": _FAINT, "xtick.color": _FAINT, "ytick.color": _FAINT, "xtick.labelcolor": _INK,
     "ytick.labelcolor": _INK, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
