@@ -8,11 +8,15 @@ from typing import Any
 import click
 
 from delayer import __version__, telemetry
+from delayer.commands.acting import cancel, reschedule
 from delayer.commands.audit import audit
 from delayer.commands.check import check
 from delayer.commands.common import EXPECTED_ERRORS, Request, failure
 from delayer.commands.compact import compact
 from delayer.commands.db import db
+from delayer.commands.held import held
+from delayer.commands.looking import acts, list_, show
+from delayer.commands.refused import refused
 from delayer.commands.restore import restore
 from delayer.commands.run import run
 from delayer.commands.send import send
@@ -108,7 +112,10 @@ def cli(
     context.obj = Request(config, flags)
 
 
-for verb in (run, check, topology, db, send, status, audit, compact, restore):
+for verb in (
+    run, check, topology, db, send, status, list_, show, cancel, reschedule, held, refused, acts, audit, compact,
+    restore,
+):  # fmt: skip
     cli.add_command(verb)
 
 

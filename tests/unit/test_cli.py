@@ -28,7 +28,10 @@ from delayer.settings import ConfigError, Problem, Route, Settings, loading
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
-VERBS = ["run", "check", "topology", "db", "send", "status", "audit", "compact", "restore"]
+VERBS = [
+    "run", "check", "topology", "db", "send", "status", "list", "show", "cancel", "reschedule", "held", "refused",
+    "acts", "audit", "compact", "restore",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

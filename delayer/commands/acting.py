@@ -1,0 +1,240 @@
+"""delayer cancel, reschedule: counted first, asked for, done in portions, and written down."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from delayer.commands.common import DONE, FOUND, Misused, note, print_json, request_of
+from delayer.commands.db import store_url
+from delayer.commands.filters import filter_of, filter_options, instant, iso, tokens
+from delayer.commands.looking import as_json, say_native
+from delayer.core.filters import Filter, Token
+from delayer.services import reading
+from delayer.settings import duration_ms
+from delayer.store import acting, acts
+from delayer.store.acting import Counted, Do
+from delayer.store.cancelling import Found
+from delayer.store.rescheduling import When
+
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Say how many it would be, and change nothing.")
+all_option = click.option("--all", "everything", is_flag=True, help="All of them, without any filter.")
+
+
+def whoami() -> str:
+    """Who acts, for the audit trail: the user behind sudo, on this host."""
+    try:
+        user = os.environ.get("SUDO_USER") or getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in containers
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def agreed(question: str, *, yes: bool) -> bool:
+    """Whether to go on: ``--yes``, or a person at a terminal who says so. Raises Misused where nobody can be asked."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise Misused("nobody can be asked here: say --yes, or --dry-run to see the number only")
+    return click.confirm(question, default=False, err=True)
+
+
+@click.command(short_help="Cancel messages: they are not delivered.")
+@tokens
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@as_json
+@click.pass_context
+def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool, **given: Any) -> None:
+    """Cancel messages by their ids, or all that a filter means (--key, --route, --due-before, …; --all for all).
+
+    What is said to be cancelled is not delivered. A message that is being delivered at this moment is waited for; one
+    that is delivered already is told. By a filter: waiting messages and those in segments; a held one by its id, or by
+    `delayer held drop`. Every act is written down (`delayer acts`).
+    Exit code 1 if an id was nowhere.
+
+    \b
+    Examples:
+      delayer cancel 48213@1795291200000
+      delayer cancel --key order-4711
+      delayer cancel --route mail.in --due-after 7d --dry-run
+    """
+    _act(context, "cancel", acting.canceller(), tokens, {}, as_json=as_json, **given)
+
+
+def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, or the same with a - before it, found {text!r}") from None
+
+
+@click.command(short_help="Give messages another due instant.")
+@tokens
+@click.option("--at", "at_ms", callback=instant, metavar="INSTANT", help="Due then: RFC 3339, or how long from now.")
+@click.option("--by", "by_ms", callback=_by, metavar="DURATION", help="That much later, or with a - earlier.")
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@as_json
+@click.pass_context
+def reschedule(
+    context: click.Context,
+    /,
+    *,
+    tokens: Sequence[Token],
+    at_ms: int | None,
+    by_ms: int | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by so much.
+
+    Their ids stay; what `delayer list` prints behind the @ is the new instant. A held message is tried again then. One
+    that is due at once is delivered at once. Every act is written down (`delayer acts`).
+    Exit code 1 if an id was nowhere.
+
+    \b
+    Examples:
+      delayer reschedule 48213@1795291200000 --at 2031-01-31T08:00:00Z
+      delayer reschedule --route mail.in --due-before 1h --by 30m
+      delayer reschedule --key order-4711 --at 0s
+    """
+    if (at_ms is None) == (by_ms is None):
+        raise click.UsageError("say the new instant: either --at or --by")
+    new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
+    do = acting.rescheduler(When(at_ms, by_ms or 0))
+    _act(context, "reschedule", do, tokens, new, as_json=as_json, **given)
+
+
+def _act(
+    context: click.Context,
+    verb: str,
+    do: Do,
+    tokens: Sequence[Token],
+    new: Mapping[str, Any],
+    *,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    wanted = filter_of(given)
+    if tokens and (everything or not wanted.everything):
+        raise click.UsageError("give either ids or a filter")
+    if not tokens and wanted.everything and not everything:
+        raise click.UsageError("say which messages: ids, a filter, or --all")
+    settings = request_of(context).settings()
+    url = store_url(settings)
+    say_native(settings)
+    if tokens:
+        code = _named(url, verb, do, tokens, new, dry_run=dry_run, as_json=as_json)
+    else:
+        code = _filtered(url, verb, do, wanted, new, dry_run=dry_run, yes=yes, as_json=as_json)
+    context.exit(code)
+
+
+def _named(
+    url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
+) -> int:
+    if dry_run:
+        note(f"{len(tokens)} ids; whether they are there is seen by `delayer show`.")
+        return DONE
+
+    async def work() -> dict[int, Found]:
+        async with acting.acting(url, verb) as connection:
+            asked = {"ids": [str(token) for token in tokens], **new}
+            act = await acts.begin(connection, whoami(), verb, asked)
+            return await acting.named(connection, do, tokens, act)
+
+    found = asyncio.run(work())
+    if as_json:
+        print_json({str(token): found[token.id].value for token in tokens})
+    else:
+        _say_named(verb, tokens, found)
+    return FOUND if any(where in (Found.NOWHERE, Found.UNREADABLE) for where in found.values()) else DONE
+
+
+def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found]) -> None:
+    done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+    click.echo(f"{PAST[verb]}: {done} of {len(found)}.")
+    for token in tokens:
+        if found[token.id] is Found.NOWHERE:
+            moved = ", or rescheduled: try the id without @…" if token.due_ms is not None else ""
+            note(f"{token} is not in the store: delivered or cancelled already{moved}.")
+        elif found[token.id] is Found.UNREADABLE:
+            note(f"{token} may stand in a segment that does not read back: see docs/backlog.md.")
+
+
+PAST = {"cancel": "Cancelled", "reschedule": "Rescheduled"}
+
+
+def _filtered(
+    url: str,
+    verb: str,
+    do: Do,
+    wanted: Filter,
+    new: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    test = reading.header_test(wanted)
+
+    async def counted() -> Counted:
+        async with acting.acting(url, f"count for {verb}") as connection:
+            return await acting.count(connection, wanted, test)
+
+    meant = asyncio.run(counted())
+    if meant.broken:
+        note(f"{meant.broken} segments do not read back and may hold more: they are left alone, see docs/backlog.md.")
+    about = f"{meant.messages:,} messages"
+    target = f" to {iso(new['at_ms'])}" if new.get("at_ms") is not None else ""
+    if dry_run or not meant.messages:
+        if as_json:
+            print_json({"meant": meant.messages, "done": 0, "broken_segments": meant.broken})
+        else:
+            click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "Nothing that waits is meant.")
+        return DONE
+    note(f"{about} are meant.")
+    if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
+        note("Nothing was done.")
+        return DONE
+
+    async def work() -> Counter[Found]:
+        async with acting.acting(url, verb) as connection:
+            act = await acts.begin(connection, whoami(), verb, {**wanted.as_dict(), **new})
+            said = Progress()
+            return await acting.every(connection, do, wanted, test, act=act, say=said)
+
+    done = asyncio.run(work())
+    late = done[Found.NOWHERE]
+    if as_json:
+        print_json({"meant": meant.messages, "done": done.total() - late, "too_late": late})
+    else:
+        click.echo(f"{PAST[verb]}: {done.total() - late:,}{f'; {late:,} were delivered meanwhile' if late else ''}.")
+    return DONE
+
+
+class Progress:
+    """How far it is, on one line of a terminal."""
+
+    def __call__(self, done: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r{done:,} …", err=True, nl=False)

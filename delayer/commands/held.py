@@ -1,0 +1,160 @@
+"""delayer held: messages that their destination would not take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import click
+
+from delayer.commands.acting import agreed, all_option, dry_run_option, whoami, yes_option
+from delayer.commands.common import DONE, note, print_json, print_table, request_of
+from delayer.commands.db import store_url
+from delayer.commands.filters import address, filter_of, filter_options, iso, json_of, limit_option, tokens
+from delayer.commands.looking import as_json
+from delayer.core.filters import Filter, Token
+from delayer.services import reading
+from delayer.store import acting, acts, heldback, listing
+from delayer.store.heldback import HeldEntry
+
+
+@click.group(short_help="List, retry or drop what destinations would not take.")
+def held() -> None:
+    """List, retry or drop held messages: their destination would not take them. Each is tried again by itself, with
+    growing pauses; `delayer show ID` has the details of one."""
+
+
+@held.command("list")
+@filter_options
+@limit_option
+@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Begin behind this id.")
+@as_json
+@click.pass_context
+def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
+    """List held messages in the order of their arrival, with the reason, and when each is tried again."""
+    wanted = filter_of(given)
+    page = asyncio.run(_page(store_url(request_of(context).settings()), wanted, limit, after))
+    if as_json:
+        rows = [{**json_of(one.entry), "held": one.hold._asdict()} for one in page.messages]
+        print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
+        return
+    if not page.messages:
+        click.echo("Nothing is held." if not page.bounded else "Nothing so far.")
+    else:
+        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, page.messages), right=(3,))
+    if page.after is not None:
+        note(f"There may be more: the same with --after {page.after}.")
+
+
+def _row(one: HeldEntry) -> tuple[object, ...]:
+    entry, hold = one
+    return (
+        str(entry.place.token),
+        iso(entry.place.due_us // 1000),
+        address(entry.to_exchange, entry.to_key),
+        hold.attempts,
+        iso(hold.retry_ms),
+        hold.reason,
+    )
+
+
+async def _page(url: str, wanted: Filter, limit: int, after: int) -> heldback.Page:
+    async with listing.looking(url, "list what is held") as connection:
+        return await heldback.listed(connection, wanted, reading.header_test(wanted), limit, after)
+
+
+@held.command()
+@tokens
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
+    """Try held messages again now: those of these ids, or all that a filter means.
+
+    What its destination still does not take stays held, with its next pause.
+
+    \b
+    Examples:
+      delayer held retry 48213
+      delayer held retry --to orders.out
+      delayer held retry --all --yes
+    """
+    _act(context, "retry", tokens, **given)
+
+
+@held.command()
+@tokens
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
+    """Drop held messages for good: those of these ids, or all that a filter means. They count as cancelled."""
+    _act(context, "drop", tokens, **given)
+
+
+PAST = {"retry": "To be tried again now", "drop": "Dropped"}
+
+
+def _act(
+    context: click.Context,
+    verb: str,
+    tokens: Sequence[Token],
+    *,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    **given: Any,
+) -> None:
+    wanted = filter_of(given)
+    if tokens and (everything or not wanted.everything):
+        raise click.UsageError("give either ids or a filter")
+    if not tokens and wanted.everything and not everything:
+        raise click.UsageError("say which messages: ids, a filter, or --all")
+    url = store_url(request_of(context).settings())
+    ids = {token.id for token in tokens}
+    meant = asyncio.run(_meant(url, wanted, ids))
+    missing = ids - {one.entry.place.id for one in meant}
+    for number in sorted(missing):
+        note(f"{number} is not held.")
+    if dry_run or not meant:
+        click.echo(f"{len(meant):,} held messages would be meant." if dry_run else "Nothing that is held is meant.")
+        context.exit(DONE)
+    if not tokens and not agreed(f"{verb.capitalize()} {len(meant):,} held messages?", yes=yes):
+        note("Nothing was done.")
+        context.exit(DONE)
+    asked = {"ids": sorted(ids)} if ids else wanted.as_dict()
+    done = asyncio.run(_do(url, verb, meant, asked))
+    click.echo(f"{PAST[verb]}: {done:,}.")
+
+
+async def _meant(url: str, wanted: Filter, ids: set[int]) -> list[HeldEntry]:
+    """All held messages that are meant, without their bodies: some hundred bytes each."""
+    async with listing.looking(url, "look at what is held") as connection:
+        if ids:
+            return await heldback.named(connection, ids)
+        found: list[HeldEntry] = []
+        after: int | None = 0
+        while after is not None:
+            page = await heldback.listed(connection, wanted, reading.header_test(wanted), heldback.AT_ONCE, after)
+            found += page.messages
+            after = page.after
+        return found
+
+
+async def _do(url: str, verb: str, meant: Sequence[HeldEntry], asked: dict[str, Any]) -> int:
+    done = 0
+    async with acting.acting(url, f"held {verb}") as connection:
+        act = await acts.begin(connection, whoami(), f"held {verb}", asked)
+        for start in range(0, len(meant), acting.PORTION):
+            some = meant[start : start + acting.PORTION]
+            work: Callable[[], Any] = partial(heldback.drop, connection, some, act)
+            if verb == "retry":
+                work = partial(heldback.retry, connection, [one.entry.place.id for one in some], act)
+            done += await acting.patiently(work)
+    return done

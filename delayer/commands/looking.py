@@ -1,0 +1,249 @@
+"""delayer list, show, acts: which messages wait, one of them, and what people did to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import click
+
+from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of
+from delayer.commands.db import store_url
+from delayer.commands.filters import (
+    address,
+    filter_of,
+    filter_options,
+    iso,
+    json_of,
+    limit_option,
+    row_of,
+)
+from delayer.commands.status import when
+from delayer.core.filters import Filter, Token, read_token
+from delayer.services import reading
+from delayer.settings import Settings
+from delayer.store import acts as trail
+from delayer.store import listing, showing
+from delayer.store.cancelling import Found
+from delayer.store.listing import BEGINNING, Entry
+from delayer.store.showing import Whole
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def say_native(settings: Settings) -> None:
+    """What the store's verbs cannot see."""
+    if settings.mode == "native":
+        note("What waits in the cascade can be counted (`delayer topology show`), but not listed, moved or cancelled.")
+
+
+@click.command("list", short_help="List what waits, soonest first, page by page.")
+@filter_options
+@limit_option
+@click.option("--after", metavar="ID", help="Begin behind this message: the last one of the page before.")
+@as_json
+@click.pass_context
+def list_(context: click.Context, /, *, limit: int, after: str | None, as_json: bool, **given: Any) -> None:
+    """List the messages that wait in the store, the soonest due first: rows, and what was compacted into segments.
+
+    By due time, key or nothing at all, a page takes milliseconds however many wait. What no index knows (--route, --to,
+    --to-key, --header) is found by reading on: a page then ends after 20,000 rows that are something else, says so, and
+    the next one goes on there. Held messages: `delayer held list`.
+
+    \b
+    Examples:
+      delayer list
+      delayer list --route orders.in --due-before 2h
+      delayer list --header customer=4711 --json
+      delayer list --after 48213@1795291200000
+    """
+    settings = request_of(context).settings()
+    wanted = filter_of(given)
+    found, entries = asyncio.run(_page(store_url(settings), wanted, limit, _behind(after)))
+    token = None if found.after is None else _token_of(found.after)
+    if as_json:
+        print_json(
+            {
+                "messages": [json_of(entry) for entry in entries],
+                "after": token,
+                "bounded": found.bounded,
+                "broken_segments": list(found.broken),
+            }
+        )
+        return
+    columns = ["id", "due", "route", "to", "bytes", "key", "in"]
+    if entries:
+        print_table(columns, [row_of(entry) for entry in entries], right=(4,))
+    else:
+        click.echo("Nothing that waits is meant." if not found.bounded else "Nothing so far.")
+    say_native(settings)
+    if found.broken:
+        note(f"{len(found.broken)} broken segments may hold more; see docs/backlog.md.")
+    if found.bounded:
+        note(f"Reading ended at its limit; there may be more. Next: the same with --after {token}.")
+    elif token is not None:
+        note(f"More: the same with --after {token}.")
+
+
+def _behind(after: str | None) -> tuple[int, int]:
+    """A place (microseconds, id). An id with its instant to the millisecond may name one that is a little later."""
+    if after is None:
+        return BEGINNING
+    try:
+        due, dot, number = after.partition(".")
+        if dot:
+            return int(due), int(number)
+        token = read_token(after)
+    except ValueError as error:
+        raise Misused(f"--after: expected {error}, found {after!r}") from None
+    if token.due_ms is None:
+        raise Misused("--after: expected an id with its due instant, such as 48213@1795291200000")
+    return token.due_ms * 1000, token.id
+
+
+def _token_of(after: tuple[int, int]) -> str:
+    """Where the next page begins. Between two milliseconds, and behind what was read in vain, no id stands for it."""
+    due_us, number = after
+    if due_us % 1000 or number == listing.LAST_ID:
+        return f"{due_us}.{number}"
+    return str(Token(number, due_us // 1000))
+
+
+async def _page(url: str, wanted: Filter, limit: int, after: tuple[int, int]) -> tuple[listing.Found, list[Entry]]:
+    async with listing.looking(url, "list") as connection:
+        found = await listing.find(connection, wanted, reading.header_test(wanted), limit, after)
+        return found, await listing.entries(connection, found)
+
+
+@click.command(short_help="Show one message: where it is, and what will happen.")
+@click.argument("token", metavar="ID")
+@click.option("--body", "whole_body", is_flag=True, help="Write the body to stdout as it is, and nothing else.")
+@as_json
+@click.pass_context
+def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool) -> None:
+    """Show a message: properties, headers with their types, the beginning of its body, where it is, what will happen.
+
+    ID as `delayer list` prints it, such as 48213@1795291200000. The part before the @ will do, and is found wherever
+    the message is by now; but then the index of every partition is read (a second with ten million waiting).
+    Exit code 1 if it is nowhere: delivered, cancelled, or never there.
+
+    \b
+    Examples:
+      delayer show 48213@1795291200000
+      delayer show 48213 --body > order.json
+    """
+    try:
+        asked = read_token(token)
+    except ValueError as error:
+        raise Misused(f"expected {error}, found {token!r}") from None
+    settings = request_of(context).settings()
+    found = asyncio.run(_show(store_url(settings), asked))
+    if isinstance(found, Found):
+        elsewhere = " at that instant. Next: the id alone, without @…, finds it if it was moved" if asked.due_ms else ""
+        text = "may stand in a segment that does not read back: see docs/backlog.md"
+        note(f"{asked} {text}." if found is Found.UNREADABLE else f"{asked} is not in the store{elsewhere}.")
+        say_native(settings)
+        context.exit(FOUND)
+    if whole_body:
+        click.echo(found.body, nl=False)
+    elif as_json:
+        print_json(_json_of(found))
+    else:
+        _print(found)
+
+
+async def _show(url: str, token: Token) -> Whole | Found:
+    async with listing.looking(url, "show") as connection:
+        return await showing.show(connection, token)
+
+
+def fate(found: Whole) -> str:
+    """What will happen to it, in a sentence."""
+    entry = found.entry
+    to = f"published to {address(entry.to_exchange, entry.to_key)}"
+    if not found.sound:
+        return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
+    if found.hold is not None:
+        return f"it is {to} again at {iso(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}"
+    who = f"by {found.owner}" if found.owned else "by the daemon that adopts its lane"
+    if found.where is Found.SEGMENT:
+        who = "after a daemon has restored its segment"
+    return f"it is {to} at {iso(entry.place.due_us // 1000)}, {who}"
+
+
+def _json_of(found: Whole) -> dict[str, Any]:
+    hold = found.hold
+    return {
+        **json_of(found.entry),
+        "where": found.where.value,
+        "sound": found.sound,
+        "owner": found.owner,
+        "owner_alive": found.owned,
+        "held": None if hold is None else hold._asdict(),
+        "fate": fate(found),
+        "body": reading.preview(found.body),
+        "body_is_text": found.body[: reading.PREVIEW].hex(" ") != reading.preview(found.body),
+    }
+
+
+def _print(found: Whole) -> None:
+    entry, hold = found.entry, found.hold
+    said = reading.read(entry.properties)
+    due_ms = entry.place.due_us // 1000
+    where = found.where.value + ("" if entry.place.segment is None else f" {entry.place.segment}")
+    rows: list[tuple[object, ...]] = [
+        ("id", entry.place.token),
+        ("where", f"{where}, lane {entry.place.lane} ({found.owner}{', running' if found.owned else ', free'})"),
+        ("due", f"{iso(due_ms)}, {when(due_ms, time.time_ns() // 1_000_000).partition(' (')[2].rstrip(')')}"),
+        ("will happen", fate(found)),
+        ("parked", iso(entry.parked_ms)),
+        ("came in at", address(entry.exchange, entry.routing_key)),
+        ("route", reading.text(entry.route) or '"" (straight to the queue)'),
+    ]
+    if hold is not None:
+        rows.append(("held", f"since {iso(hold.held_ms)}, {hold.attempts} attempts: {hold.reason}"))
+    if entry.key is not None:
+        rows.append(("key", reading.text(entry.key)))
+    if said.broken:
+        rows.append(("not readable", said.broken))
+    rows += [(name, value) for name, value in said.properties.items()]
+    print_table(["", ""], rows)
+    if said.headers:
+        click.echo()
+        print_table(["header", "type", "value"], said.headers)
+    more = f", the first {reading.PREVIEW}" if entry.size > reading.PREVIEW else ""
+    click.echo(f"\nbody: {entry.size} bytes{more}")
+    # What a message says must not be able to steer a terminal.
+    click.echo("\n".join(map(_harmless, reading.preview(found.body).splitlines())))
+
+
+def _harmless(line: str) -> str:
+    return "".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line)
+
+
+@click.command(short_help="Show what people did to messages: who, when, what, how many.")
+@limit_option
+@click.option("--before", type=click.IntRange(1), metavar="NUMBER", help="Those before this one.")
+@as_json
+@click.pass_context
+def acts(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:
+    """Show the audit trail, the latest first: every cancel, reschedule, retry and drop by hand.
+
+    An act that was interrupted stands there with the number that it reached.
+    """
+    url = store_url(request_of(context).settings())
+    found = asyncio.run(_acts(url, limit, before))
+    if as_json:
+        print_json([one._asdict() for one in found])
+        return
+    rows = [(one.id, iso(one.at_ms), one.who, one.verb, one.messages, one.asked) for one in found]
+    if rows:
+        print_table(["", "when", "who", "what", "messages", "asked for"], rows, right=(0, 4))
+    else:
+        click.echo("Nobody did anything by hand.")
+
+
+async def _acts(url: str, limit: int, before: int | None) -> list[trail.Act]:
+    async with listing.looking(url, "acts") as connection:
+        return list(await trail.listed(connection, limit, before))

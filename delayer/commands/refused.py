@@ -1,0 +1,289 @@
+"""delayer refused: messages that could not be delayed, in their queue on the broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import click
+
+from delayer.broker.admin import Admin
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.commands.acting import agreed, all_option, dry_run_option, whoami, yes_option
+from delayer.commands.common import DONE, FOUND, Off, note, print_json, print_table, quoted, request_of
+from delayer.commands.filters import address
+from delayer.commands.looking import as_json
+from delayer.core.message import Confirmed, Delivery, Outgoing, Returned
+from delayer.services import reading
+from delayer.services.refusals import Refusal, again, told
+from delayer.settings import Settings
+from delayer.store import acting, acts
+from delayer.wire.address import Address
+
+AT_ONCE: Final = 100
+"""Messages that are published together; each is acknowledged when it is confirmed."""
+KEPT: Final = 10_000
+"""Messages that are not meant and stand before others, at most: the broker has them on its list until we go."""
+GATHER_SECONDS: Final = 0.02
+PATIENCE: Final = 3
+"""Empty answers, a second each, after which the rest of the queue is in somebody else's hands."""
+HEARTBEAT: Final = 20.0
+
+
+class Wanted(NamedTuple):
+    """Which refused messages are meant; empty: any."""
+
+    ids: frozenset[str]
+    reason: str
+    exchange: str | None
+
+    def means(self, refusal: Refusal) -> bool:
+        named = not self.ids or refusal.id in self.ids or refusal.message_id in self.ids
+        from_there = self.exchange is None or refusal.exchange == self.exchange.encode("utf-8", "surrogateescape")
+        return named and from_there and self.reason in refusal.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
+        said |= {"reason": self.reason} if self.reason else {}
+        return said | ({"exchange": self.exchange} if self.exchange is not None else {})
+
+
+class Done(NamedTuple):
+    """What became of those that were meant. ``left``: why the others stay, each with its id."""
+
+    messages: int
+    left: Sequence[tuple[str, str]]
+
+
+def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a Wanted."""
+    command = click.option("--from", "exchange", metavar="EXCHANGE", help="The exchange that they came through.")(
+        command
+    )
+    command = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")(command)
+    return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
+
+
+@click.group(short_help="List, retry or drop what could not be delayed.")
+def refused() -> None:
+    """List, retry or drop refused messages: what could not be delayed, in the queue refused.queue.
+
+    An ID is the x-delayer-id that `refused list` prints, or the message's own message_id.
+    """
+
+
+@refused.command("list")
+@wanted_options
+@click.option("--limit", type=click.IntRange(1, KEPT), default=50, show_default=True, help="Messages to look at.")
+@as_json
+@click.pass_context
+def list_(
+    context: click.Context, /, *, ids: Sequence[str], reason: str, exchange: str | None, limit: int, as_json: bool
+) -> None:
+    """List refused messages from the head of their queue, with the reason. They stay where they are."""
+    settings = request_of(context).settings()
+    wanted = Wanted(frozenset(ids), reason, exchange)
+    found, depth = asyncio.run(_look(settings, wanted, limit))
+    if as_json:
+        print_json({"depth": depth, "messages": [_json_of(*one) for one in found]})
+        return
+    if found:
+        print_table(["id", "came in at", "bytes", "message_id", "reason"], [_row(*one) for one in found], right=(2,))
+    else:
+        click.echo("Nothing is refused." if not depth else "Nothing that was looked at is meant.")
+    if depth > limit:
+        note(f"{depth:,} stand in {quoted(settings.refused.queue)}; the first {limit:,} were looked at (--limit).")
+
+
+def _row(delivery: Delivery, refusal: Refusal) -> tuple[object, ...]:
+    where = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
+    return refusal.id, where, len(delivery.body), refusal.message_id, refusal.reason
+
+
+def _json_of(delivery: Delivery, refusal: Refusal) -> dict[str, Any]:
+    said = reading.read(delivery.properties)
+    return {
+        "id": refusal.id,
+        "reason": refusal.reason,
+        "exchange": None if refusal.exchange is None else reading.text(refusal.exchange),
+        "routing_key": None if refusal.routing_key is None else reading.text(refusal.routing_key),
+        "message_id": refusal.message_id or None,
+        "properties": said.properties,
+        "headers": [one._asdict() for one in said.headers],
+        "body_bytes": len(delivery.body),
+        "body": reading.preview(delivery.body),
+    }
+
+
+@refused.command()
+@wanted_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def retry(context: click.Context, /, **given: Any) -> None:
+    """Publish refused messages once more to where they came in, without the headers that the refusal added.
+
+    Mend the cause first: what still cannot be delayed is refused again. A relative delay counts from now. Each is
+    acknowledged in the refused queue only when the broker has confirmed it elsewhere.
+    """
+    _act(context, "retry", _published, **given)
+
+
+@refused.command()
+@wanted_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def drop(context: click.Context, /, **given: Any) -> None:
+    """Drop refused messages for good."""
+    _act(context, "drop", _taken, **given)
+
+
+Do = Callable[[RelayPublisher, Sequence[Delivery]], Awaitable[list[str]]]
+"""What to do with each of a portion: "" where it may be acknowledged, else why it stays."""
+PAST = {"retry": "Published again", "drop": "Dropped"}
+
+
+async def _taken(_publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+    return [""] * len(some)
+
+
+async def _published(publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+    prepared = [again(delivery) for delivery in some]
+    outgoing = [one for one in prepared if isinstance(one, Outgoing)]
+    outcomes = iter(await publisher.publish(outgoing))
+    return [one if isinstance(one, str) else _why(next(outcomes)) for one in prepared]
+
+
+def _why(outcome: object) -> str:
+    match outcome:
+        case Confirmed():
+            return ""
+        case Returned(code=code, text=text):
+            return f"the broker returned it: {code} {text}"
+        case _:
+            return "a queue refused it"
+
+
+def _act(
+    context: click.Context,
+    verb: str,
+    do: Do,
+    *,
+    ids: Sequence[str],
+    reason: str,
+    exchange: str | None,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    wanted = Wanted(frozenset(ids), reason, exchange)
+    if everything == (wanted != Wanted(frozenset(), "", None)):
+        raise click.UsageError("say which messages: ids, --reason, --from, or --all alone")
+    settings = request_of(context).settings()
+    found, depth = asyncio.run(_look(settings, wanted, KEPT))
+    about = f"{len(found):,} of {depth:,} refused messages"
+    if dry_run or not found:
+        click.echo(f"{about} are meant.")
+        context.exit(DONE)
+    if not ids and not agreed(f"{verb.capitalize()} {about}?", yes=yes):
+        note("Nothing was done.")
+        context.exit(DONE)
+    done = asyncio.run(_do(settings, verb, do, wanted, depth))
+    click.echo(f"{PAST[verb]}: {done.messages:,}.")
+    for name, why in done.left:
+        note(f"{name or 'one without an id'} stays refused: {why}.")
+    if done.left:
+        context.exit(FOUND)
+
+
+@asynccontextmanager
+async def _consuming(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
+    """A subscription of the refused queue, a publisher beside it, and how many messages were ready."""
+    queue = settings.refused.queue
+    async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
+        depth = (await admin.depths([queue]))[queue]
+    if depth is None:
+        raise Off(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
+    # Two connections: a consumer that is paused must not keep the confirms waiting.
+    relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=HEARTBEAT) for n in (1, 2)]
+    for relay in relays:
+        relay.start()
+    publisher = RelayPublisher(relays[1])
+    try:
+        subscription = await RelayConsumer(relays[0]).subscribe(queue, KEPT)
+        try:
+            yield subscription, publisher, depth
+        finally:
+            await subscription.close()  # what was not acknowledged is back in the queue, where it was
+    finally:
+        await publisher.close()
+        for relay in relays:
+            await relay.close()
+
+
+async def _portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
+    """The next ``count`` messages: not those that come while we work, among them what is refused again."""
+    empty = 0
+    while count > 0 and empty < PATIENCE:
+        some = await subscription.next_batch(min(count, AT_ONCE), GATHER_SECONDS)
+        empty = 0 if some else empty + 1
+        count -= len(some)
+        if some:
+            yield some
+
+
+async def _look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[tuple[Delivery, Refusal]], int]:
+    found = []
+    async with _consuming(settings) as (subscription, _, depth):
+        async for some in _portions(subscription, min(depth, limit)):
+            found += [(one, refusal) for one in some if wanted.means(refusal := told(one))]
+    return found, depth
+
+
+async def _do(settings: Settings, verb: str, do: Do, wanted: Wanted, depth: int) -> Done:
+    done = 0
+    left: list[tuple[str, str]] = []
+    async with _trail(settings, f"refused {verb}", wanted) as add, _consuming(settings) as (queue, publisher, ready):
+        kept = 0
+        async for some in _portions(queue, min(depth, ready)):
+            meant = [one for one in some if wanted.means(told(one))]
+            whys = await do(publisher, meant) if meant else []
+            taken = [one for one, why in zip(meant, whys, strict=True) if not why]
+            # Written down before it is gone from the queue; an acknowledgement that is lost repeats a message.
+            await add(len(taken))
+            for one in taken:
+                queue.ack(one.tag, multiple=False)
+            left += [(told(one).id, why) for one, why in zip(meant, whys, strict=True) if why]
+            done += len(taken)
+            kept += len(some) - len(taken)
+            if kept >= KEPT:
+                note(f"{KEPT:,} messages that stay stand before the rest, which was not looked at.")
+                break
+    return Done(done, left)
+
+
+@asynccontextmanager
+async def _trail(settings: Settings, verb: str, wanted: Wanted) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """The audit trail: in the store, where there is one."""
+    if settings.store_url is None:
+
+        async def nothing(_messages: int) -> None:
+            return
+
+        note("No store is configured: this is not written down.")
+        yield nothing
+        return
+    async with acting.acting(settings.store_url, verb) as connection:
+        act = await acts.begin(connection, whoami(), verb, wanted.as_dict())
+
+        async def add(messages: int) -> None:
+            await acts.add(connection, act, messages)
+
+        yield add

@@ -1,0 +1,230 @@
+"""Looking at messages and acting on them, by the command line, on a real store and a real broker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from delayer.core.message import Parcel
+from delayer.store.partitions import DAY_MS
+from tests.conformance.store_contract import owned, parcel
+from tests.integration.test_cli import Run, delayer, take
+from tests.integration.test_store_lane import opened, sql
+from tests.rig.raw import Message, Props, Raw, number, text
+from tests.rig.rows import compact, conserved, waiting
+
+__all__ = ["delayer"]
+
+HEADERS = Props(headers=((b"x-delay", number("l", 5)), (b"customer", text("7"))), delivery_mode=2, message_id=b"m-1")
+
+
+def order(due_ms: int, body: bytes, **more: object) -> Parcel:
+    return parcel(due_ms, body, properties=HEADERS.encode(), **more)
+
+
+async def filled(database: str) -> tuple[int, dict[bytes, str]]:
+    """Five messages: one soon, one with a key, one in a segment, one far away, one held. Now, and their names."""
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        now = place.now_ms()
+        await place.park(lane, [parcel(now + 20 * DAY_MS, b"packed")], [])
+        assert len(await compact(admin)) == 1
+        parcels = [order(now + DAY_MS, b"soon"), parcel(now + 2 * DAY_MS, b"keyed", key=b"order-1")]
+        await place.park(lane, [*parcels, parcel(now + 500 * DAY_MS, b"far")], [])
+        await place.hold(lane, [(parcel(now, b"held"), "nobody is bound")])
+        names = {one.body: f"{one.id}@{one.due_us // 1000}" for one in (await waiting(admin)).values()}
+        names |= {body: f"{id_}@{now}" for body, id_ in await admin.fetch("SELECT body, id FROM held")}
+        names[b"packed"] = f"1@{now + 20 * DAY_MS}"
+        return now, names
+
+
+def ids(run: Run, *arguments: str) -> list[str]:
+    return [one["id"] for one in json.loads(run(*arguments, "--json").stdout)["messages"]]
+
+
+async def test_list(delayer: Run, database: str) -> None:
+    delayer("db", "upgrade")
+    assert "Nothing that waits is meant." in delayer("list").stdout
+    _, of = await filled(database)
+    whole = [of[b"soon"], of[b"keyed"], of[b"packed"], of[b"far"]]
+    assert ids(delayer, "list") == whole
+    assert ids(delayer, "list", "--header", "customer=7") == [of[b"soon"]]
+    assert ids(delayer, "list", "--key", "order-1") == [of[b"keyed"]]
+    assert ids(delayer, "list", "--due-before", "36h") == [of[b"soon"]]
+    tomorrow = (datetime.now(UTC) + timedelta(hours=36)).isoformat()
+    assert ids(delayer, "list", "--due-after", tomorrow, "--limit", "2") == whole[1:3]
+    assert ids(delayer, "list", "--route", "nobody's") == []
+    seen, after = [], None
+    while after is not None or not seen:
+        page = json.loads(delayer("list", "--limit", "1", "--json", *(["--after", after] if after else [])).stdout)
+        seen += [one["id"] for one in page["messages"]]
+        after = page["after"]
+    assert seen == whole
+    table = delayer("list").stdout.splitlines()
+    assert [line.split()[0] for line in table[1:]] == whole
+    assert "segment 1" in table[3]
+
+
+async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
+    delayer("db", "upgrade")
+    _, of = await filled(database)
+    shown = delayer("show", of[b"soon"]).stdout
+    for piece in ("waiting", "customer", "string", "x-delay", "int64", "m-1", "body: 4 bytes", "soon", "published to"):
+        assert piece in shown
+    for body, where in ((b"keyed", "waiting"), (b"packed", "segment"), (b"held", "held"), (b"far", "waiting")):
+        for name in (of[body], of[body].partition("@")[0]):
+            found = json.loads(delayer("show", name, "--json").stdout)
+            assert (found["where"], found["body"], found["id"]) == (where, body.decode(), of[body])
+    assert delayer("show", of[b"far"], "--body").stdout_bytes == b"far"
+    assert "nobody is bound" in delayer("show", of[b"held"]).stdout
+    assert "is not in the store" in delayer("show", "999", expect=1).stderr
+    assert "the id alone" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
+    delayer("show", "nonsense", expect=2)
+
+
+async def test_cancel(delayer: Run, database: str) -> None:
+    delayer("db", "upgrade")
+    _, of = await filled(database)
+    for wrong in ([], ["1", "--all"], ["1", "--key", "k"], ["x"]):
+        delayer("cancel", *wrong, expect=2)
+    assert "nobody can be asked" in delayer("cancel", "--all", expect=2).stderr
+    assert "1 messages would be cancelled" in delayer("cancel", "--key", "order-1", "--dry-run").stdout
+    assert "Cancelled: 1." in delayer("cancel", "--key", "order-1", "--yes").stdout
+    assert "Cancelled: 2 of 2." in delayer("cancel", of[b"packed"], of[b"held"]).stdout
+    late = delayer("cancel", of[b"packed"], of[b"soon"], expect=1)
+    assert "Cancelled: 1 of 2." in late.stdout
+    assert f"{of[b'packed']} is not in the store" in late.stderr
+    found = json.loads(delayer("cancel", "--all", "--yes", "--json").stdout)
+    assert found == {"meant": 1, "done": 1, "too_late": 0}
+    assert ids(delayer, "list") == []
+    async with sql(database) as admin:
+        assert (await conserved(admin))["cancelled"] == 5
+    told = json.loads(delayer("acts", "--json").stdout)
+    assert [one["messages"] for one in told] == [1, 1, 2, 1]
+    assert {one["verb"] for one in told} == {"cancel"}
+    assert json.loads(told[-1]["asked"]) == {"key": "order-1"}
+    assert "@" in told[0]["who"]
+    assert "order-1" in delayer("acts").stdout
+
+
+async def test_reschedule(delayer: Run, database: str) -> None:
+    delayer("db", "upgrade")
+    now, of = await filled(database)
+    delayer("reschedule", of[b"soon"], expect=2)
+    delayer("reschedule", of[b"soon"], "--at", "1h", "--by", "1h", expect=2)
+    at = datetime.fromtimestamp(now // 1000, UTC) + timedelta(days=3)
+    at_ms = int(at.timestamp()) * 1000
+    assert "Rescheduled: 2 of 2." in delayer("reschedule", of[b"soon"], of[b"packed"], "--at", at.isoformat()).stdout
+    assert "1 messages would be" in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--dry-run").stdout
+    assert "Rescheduled: 1." in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--yes").stdout
+    moved = {one.partition("@")[0]: int(one.partition("@")[2]) for one in ids(delayer, "list")}
+    assert moved == {
+        of[b"soon"].partition("@")[0]: at_ms,
+        "1": at_ms,
+        of[b"keyed"].partition("@")[0]: now + DAY_MS,
+        of[b"far"].partition("@")[0]: now + 500 * DAY_MS,
+    }
+    assert "try the id without" in delayer("reschedule", of[b"soon"], "--by", "1h", expect=1).stderr
+    async with sql(database) as admin:
+        await conserved(admin)
+
+
+async def test_held(delayer: Run, database: str) -> None:
+    delayer("db", "upgrade")
+    assert "Nothing is held." in delayer("held", "list").stdout
+    _, of = await filled(database)
+    assert "nobody is bound" in delayer("held", "list").stdout
+    assert ids(delayer, "held", "list") == [of[b"held"]]
+    assert ids(delayer, "held", "list", "--route", "nobody's") == []
+    assert "To be tried again now: 1." in delayer("held", "retry", "--all", "--yes").stdout
+    async with sql(database) as admin:
+        assert await admin.fetchval("SELECT retry_at < now() + interval '1 second' FROM held")
+    assert "1 held messages would be meant" in delayer("held", "drop", "--all", "--dry-run").stdout
+    missing = delayer("held", "drop", of[b"held"], "999")
+    assert "Dropped: 1." in missing.stdout
+    assert "999 is not held." in missing.stderr
+    assert ids(delayer, "held", "list") == []
+    told = json.loads(delayer("acts", "--json").stdout)
+    assert [(one["verb"], one["messages"]) for one in told] == [("held drop", 1), ("held retry", 1)]
+    async with sql(database) as admin:
+        assert (await conserved(admin))["cancelled"] == 1
+
+
+@pytest.fixture
+def applied(delayer: Run) -> Iterator[Run]:
+    delayer("topology", "apply")
+    delayer("db", "upgrade")
+    yield delayer
+
+
+def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too long") -> list[Message]:
+    """As the daemon puts them there."""
+    return [
+        Message(
+            "delays.refused",
+            b"orders.eu",
+            Props(
+                headers=(
+                    (b"who", text("me")),
+                    (b"x-delayer-id", text(f"{exchange}-{n}")),
+                    (b"x-delayer-refused", text(reason)),
+                    (b"x-delayer-exchange", text(exchange)),
+                    (b"x-delayer-routing-key", text("orders.eu")),
+                    (b"x-delayer-expiration", text("600000")),
+                ),
+                delivery_mode=2,
+            ),
+            b"%s %d" % (exchange.encode(), n),
+        )
+        for n in range(count)
+    ]
+
+
+async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
+    assert "Nothing is refused." in applied("refused", "list").stdout
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
+    assert len(ids(applied, "refused", "list", "--limit", "500")) == 253
+    assert ids(applied, "refused", "list", "--reason", "wro", "--limit", "500") == [
+        "missing-0",
+        "missing-1",
+        "missing-2",
+    ]
+    assert "the first 50 were looked at" in applied("refused", "list").stderr
+    assert (
+        "250 of 253 refused messages are meant" in applied("refused", "retry", "--reason", "long", "--dry-run").stdout
+    )
+    assert "Published again: 1." in applied("refused", "retry", "delayer.in-7").stdout
+    failed = applied("refused", "retry", "--all", "--yes", expect=1)
+    assert "Published again: 249." in failed.stdout
+    assert failed.stderr.count("stays refused: the broker returned it: 404") == 3
+    back = await take(vhost, "delays")
+    assert sorted(one.body for one in back) == sorted(b"delayer.in %d" % n for n in range(250))
+    for one in back:
+        assert (one.exchange, one.routing_key, one.expiration) == ("delayer.in", "orders.eu", 600.0)
+        assert {name for name in one.headers if name != "x-delivery-count"} == {"who", "x-delayer-id"}
+    assert len(ids(applied, "refused", "list")) == 3
+    told = json.loads(applied("acts", "--json").stdout)
+    assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
+
+
+async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*refused_ones(5), *refused_ones(3, "other"))
+    applied("refused", "drop", expect=2)
+    applied("refused", "drop", "--all", "--from", "other", expect=2)
+    assert "Dropped: 3." in applied("refused", "drop", "--from", "other", "--yes").stdout
+    assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
+    assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
+    assert await take(vhost, "delays.refused") == []
+    assert await take(vhost, "delays") == []
+
+
+def test_native_mode_says_what_it_cannot(delayer: Run) -> None:
+    nothing = delayer("--mode", "native", "list", DELAYER_STORE__URL=None, expect=2)
+    assert "no store is configured" in nothing.stderr
+    delayer("db", "upgrade")
+    assert "cascade" in delayer("--mode", "native", "list").stderr
