@@ -148,6 +148,9 @@ async def _round(spark: SparkSession, url: str, part: Sequence[Listed], now_ms: 
         except asyncio.CancelledError:
             tasks.cancel(spark, NAME)
             raise
+        finally:
+            # Where its next owner begins to look; also after an error, as some of them may be back.
+            lane.note_parked(min(one.first_due_ms for one in part))
 
 
 async def _make_days(url: str, part: Sequence[Listed], today: int) -> None:

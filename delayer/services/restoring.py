@@ -32,6 +32,8 @@ REST: Final = 3.0
 URGENT_MS: Final = 300_000
 """What is due within this time is restored without rests."""
 
+_MEMORY: Final = "not enough memory to unpack a segment"
+
 
 class Restoring:
     """The part of a daemon's life that brings segments back."""
@@ -55,7 +57,7 @@ class Restoring:
         raise_first(take_failures({work}), unless=LOSSES)
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        retry, sparing = Retry(stopping, _unwatched), Sparing()
+        retry, sparing, running = Retry(stopping, _unwatched), Sparing(), asyncio.get_running_loop()
         while not stopping.is_set():
             await self._lanes.ready.wait()
             seconds: float | None = None
@@ -63,8 +65,12 @@ class Restoring:
                 seconds = await self.look()
             except StoreLost as lost:
                 advice = {"next_step": lost.advice} if lost.advice else {}
-                if sparing.worth(str(lost), asyncio.get_running_loop().time()):
+                if sparing.worth(str(lost), running.time()):
                     log.warning("restoring interrupted", reason=str(lost), **advice)
+            except MemoryError:
+                # It is rolled back. What is released meanwhile must not end with it.
+                if sparing.worth(_MEMORY, running.time()):
+                    log.warning("restoring interrupted", reason=_MEMORY)
             if seconds is None:
                 await retry.pause()
                 continue

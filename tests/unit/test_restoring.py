@@ -172,6 +172,15 @@ async def test_a_lane_lost_under_it_costs_one_try() -> None:
         assert it.counters.as_dict()["restored"] == 10
 
 
+async def test_a_lack_of_memory_ends_nobody() -> None:
+    async with scene(MemoryError(), far(1)) as it:
+        with capture_logs() as logged:
+            async with running(it):
+                await until(lambda: it.counters.as_dict()["restored"] == 10)
+    said = [line["reason"] for line in logged if line["event"] == "restoring interrupted"]
+    assert said == ["not enough memory to unpack a segment"]
+
+
 async def test_without_a_lane_it_waits() -> None:
     store = ScriptedStore()
     store.segments.append(far(1))
