@@ -215,7 +215,7 @@ def test_carried_byte_for_byte(played: World, case: str) -> None:
         pytest.skip("cannot be the name of a queue, or the broker itself writes it anew")
     one = (CASES | ONLY_OUTSIDE)[case]
     arrival = played.inbox.only(body_of(case))
-    props, expected = arrival.props, edited(one.sent)
+    props, expected = arrival.props, edited(one.sent.sorted_if(played.rabbitmq.sorts_headers))
     if b"x-death" in dict(props.headers or ()):
         assert went_through_broker(played, one.sent)
         # Dead-lettering sorts the table by name, and leaves every entry as it was.

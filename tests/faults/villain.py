@@ -170,8 +170,8 @@ class Villain:
         return [body for body in self.sent if len(ends.get(body, ())) < (self.empty if body == b"" else 1)]
 
 
-def verify(name: str, case: Hostile, found: Sequence[Found], copies: int = 1) -> None:
-    """That it ended once, where it should, with what it should have."""
+def verify(name: str, case: Hostile, found: Sequence[Found], copies: int = 1, *, sorts: bool = False) -> None:
+    """That it ended once, where it should, with what it should have. ``sorts``: see RabbitMQ.sorts_headers."""
     assert len(found) == copies, f"{name}: {found}"
     for end, reason, arrival in found:
         if case.end is End.SOMEWHERE:
@@ -180,12 +180,13 @@ def verify(name: str, case: Hostile, found: Sequence[Found], copies: int = 1) ->
         assert re.search(case.reason, reason), f"{name}: {reason}"
         if end is End.DELIVERED:
             assert arrival is not None
-            check_delivered(name, case, arrival)
+            check_delivered(name, case, arrival, sorts=sorts)
 
 
-def check_delivered(name: str, case: Hostile, arrival: Arrival) -> None:
+def check_delivered(name: str, case: Hostile, arrival: Arrival, *, sorts: bool) -> None:
     sent = case.message(b"").props
     assert isinstance(sent, Props)
+    sent = sent.sorted_if(sorts)
     assert arrival.at_ms >= arrival.due_ms, f"{name}: early"
     assert arrival.delivery.routing_key == (case.key if case.arrives_as is None else case.arrives_as), name
     found = arrival.props

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -154,6 +155,17 @@ class RabbitMQ:
     def log(self) -> str:
         """What the node has logged so far."""
         return (self._directory / "log" / "node.log").read_text(errors="replace")
+
+    @cached_property
+    def version(self) -> tuple[int, ...]:
+        """(3, 10, 8), say."""
+        text = self.api("GET", "/api/overview")["rabbitmq_version"]
+        return tuple(int(part) for part in text.split(".")[:3])
+
+    @property
+    def sorts_headers(self) -> bool:
+        """Whether it hands header tables over sorted by name, each name once, as it does from 4.0 on."""
+        return self.version >= (4,)
 
     # ---- what is in it
 

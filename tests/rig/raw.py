@@ -159,6 +159,15 @@ class Props:
         kept = [header for header in self.headers if header[0] not in names and not header[0].startswith(prefixes)]
         return replace(self, headers=tuple(kept))
 
+    def sorted_if(self, sorts: bool) -> Self:
+        """As a broker that ``sorts`` hands them over: by name, the first of each; tables in tables stay."""
+        if not sorts or self.headers is None:
+            return self
+        first: dict[bytes, Value] = {}
+        for name, value in self.headers:
+            first.setdefault(name, value)
+        return replace(self, headers=tuple(sorted(first.items(), key=lambda header: header[0])))
+
     def adding(self, *headers: Header) -> Self:
         return replace(self, headers=(*(self.headers or ()), *headers))
 
