@@ -33,6 +33,7 @@ from bench import (
     ceilings,
     churn,
     compaction,
+    looking,
     native,
     park,
     peers,
@@ -56,7 +57,7 @@ PARTIAL = RESULTS / "partial.json"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
     "peers": peers, "processes": processes, "adoption": adoption, "bodies": bodies, "start": start,
-    "compaction": compaction, "churn": churn,
+    "compaction": compaction, "looking": looking, "churn": churn,
 }  # fmt: skip
 DISTURBED = 0.15
 """Cores that other programs may take before it is said."""
@@ -64,7 +65,7 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-TAKES_MINUTES = {"adoption", "churn", "compaction"}
+TAKES_MINUTES = {"adoption", "churn", "compaction", "looking"}
 """Say nothing in seconds: a quick run has them only if they are asked for."""
 
 

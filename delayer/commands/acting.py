@@ -228,7 +228,8 @@ def _filtered(
     if as_json:
         print_json({"meant": meant.messages, "done": done.total() - late, "too_late": late})
     else:
-        click.echo(f"{PAST[verb]}: {done.total() - late:,}{f'; {late:,} were delivered meanwhile' if late else ''}.")
+        others = f"; {late:,} were delivered or moved meanwhile" if late else ""
+        click.echo(f"{PAST[verb]}: {done.total() - late:,}{others}.")
     return DONE
 
 

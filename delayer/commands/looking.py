@@ -48,7 +48,7 @@ def list_(context: click.Context, /, *, limit: int, after: str | None, as_json: 
     """List the messages that wait in the store, the soonest due first: rows, and what was compacted into segments.
 
     By due time, key or nothing at all, a page takes milliseconds however many wait. What no index knows (--route, --to,
-    --to-key, --header) is found by reading on: a page then ends after 20,000 rows that are something else, says so, and
+    --to-key, --header) is found by reading on: a page then ends after 10,000 rows that are something else, says so, and
     the next one goes on there. Held messages: `delayer held list`.
 
     \b
@@ -125,7 +125,7 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
     """Show a message: properties, headers with their types, the beginning of its body, where it is, what will happen.
 
     ID as `delayer list` prints it, such as 48213@1795291200000. The part before the @ will do, and is found wherever
-    the message is by now; but then the index of every partition is read (a second with ten million waiting).
+    the message is by now; but then the index of every partition is read (seconds, with ten million waiting).
     Exit code 1 if it is nowhere: delivered, cancelled, or never there.
 
     \b

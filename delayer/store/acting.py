@@ -86,7 +86,8 @@ async def every(
     Raises the driver's errors.
     """
     done: Counter[Found] = Counter()
-    seen: set[int] = set()  # what was moved to a later instant is met again
+    # What was moved to a later instant is met again. What was cancelled is not: ten million need not be remembered.
+    seen: set[int] = set()
     after: tuple[int, int] | None = BEGINNING
     while after is not None:
         found = await listing.find(connection, wanted, test, PORTION, after, scan=SCAN)
@@ -94,7 +95,8 @@ async def every(
         if dues:
             done.update((await patiently(partial(do, connection, list(dues), dues, act))).values())
             say(done.total() - done[Found.NOWHERE] - done[Found.UNREADABLE])
-        seen |= dues.keys()
+        if do is not cancelling.cancel:
+            seen |= dues.keys()
         after = found.after
     return done
 

@@ -18,7 +18,7 @@ from delayer.store import schema, segments, session
 from delayer.store.errors import translated
 from delayer.store.partitions import DAY_MS
 
-SCAN: Final = 20_000
+SCAN: Final = 10_000
 """Rows that one page reads at most, of all lanes together, to find those that are meant."""
 SEGMENTS: Final = 4
 """Segments that one page unpacks at most: some 50 ms each."""
@@ -180,6 +180,8 @@ class _Rows:
         self._test = test
         self._limit = limit
         self._left = scan
+        self._each = limit + 1
+        """Rows of each lane that are read at once: few first, as the first may be those that are meant."""
 
     async def read(self, after: tuple[int, int]) -> tuple[int, int] | None:
         """Read behind ``after``. The last place up to which everything that is meant was found; None for the end."""
@@ -212,7 +214,8 @@ class _Rows:
         """Read the rows due from ``low_ms`` to before ``high_ms``. The place up to which every lane was read; None when
         that is all of the window."""
         narrow = self._wanted.narrow
-        each = max(self._left // len(lanes), 1) if narrow else self._limit + 1
+        each = max(min(self._left // len(lanes), self._each), 1) if narrow else self._limit + 1
+        self._each *= 4
         meant, given = conditions(self._wanted, first=7)
         columns = ", route, to_exchange, to_key" if given else ""
         properties = "NULL::bytea" if self._test is None else f"CASE WHEN {meant} THEN properties END"

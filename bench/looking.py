@@ -1,0 +1,101 @@
+"""How long it takes to look at a store with a full backlog, and to act on one message of it: from the opening of a
+connection to the answer, and as an operator waits for it, by the command line.
+
+Bare ids are measured beside tokens (ID@DUE): the first read the index of every partition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from bench.figures import median
+from bench.run import Bench
+from bench.servers import IN, Place
+from delayer.core.filters import Filter, Token
+from delayer.services import reading
+from delayer.store import acting, acts, listing, showing
+from delayer.store.listing import BEGINNING
+from delayer.store.partitions import DAY_MS
+from delayer.store.rescheduling import When
+from delayer.store.status import overview
+from tests.rig.daemon import EXECUTABLE
+
+TURNS = 15
+PAGE = 50
+LATE_DAYS = 30
+"""How far into the backlog the later pages are."""
+
+
+async def looked(url: str, wanted: Filter, after: tuple[int, int] = BEGINNING) -> list[listing.Entry]:
+    """A page, as `delayer list` reads it."""
+    async with listing.looking(url, "bench") as connection:
+        found = await listing.find(connection, wanted, reading.header_test(wanted), PAGE, after)
+        return await listing.entries(connection, found)
+
+
+async def acted(url: str, do: acting.Do, token: Token) -> None:
+    """One message, as `delayer cancel` and `reschedule` do it."""
+    async with acting.acting(url, "bench") as connection:
+        act = await acts.begin(connection, "bench", "bench", {})
+        await acting.named(connection, do, [token], act)
+
+
+async def shown(url: str, token: Token) -> None:
+    async with listing.looking(url, "bench") as connection:
+        await showing.show(connection, token)
+
+
+async def timed(work: Callable[[], Awaitable[Any]]) -> float:
+    began = time.monotonic()
+    await work()
+    return (time.monotonic() - began) * 1000
+
+
+async def run(bench: Bench) -> None:
+    rows = bench.options.backlog
+    place = await bench.place(rows)
+    url = place.store_url
+    late_us = (int(time.time() * 1000) + LATE_DAYS * DAY_MS) * 1000
+    late = await looked(url, Filter(), (late_us, 0))
+    names = [entry.place.token for entry in late]
+    random.Random(1).shuffle(names)
+    late_ms = late_us // 1000
+    questions: dict[str, Callable[[int], Awaitable[Any]]] = {
+        "status": lambda _: overview(url),
+        "list, first page": lambda _: looked(url, Filter()),
+        "list, a later page": lambda _: looked(url, Filter(), (late_us, 0)),
+        "list by due instant": lambda _: looked(url, Filter(due_from_ms=late_ms, due_before_ms=late_ms + 60_000)),
+        "list by route": lambda _: looked(url, Filter(route=IN.encode())),
+        "list by a route of nobody (bounded)": lambda _: looked(url, Filter(route=b"nobody")),
+        "list by a header of nobody (bounded)": lambda _: looked(url, Filter(headers=((b"x-delay", "no"),))),
+        "show": lambda turn: shown(url, names[turn]),
+        "reschedule": lambda turn: acted(url, acting.rescheduler(When(by_ms=1)), names[turn]),
+        "cancel": lambda turn: acted(url, acting.canceller(), names[TURNS + turn]),
+        "cancel what is gone": lambda turn: acted(url, acting.canceller(), names[TURNS + turn]),
+    }
+    for name, ask in questions.items():
+        bench.say(name)
+        times = [await timed(lambda turn=turn, ask=ask: ask(turn)) for turn in range(TURNS)]  # type: ignore[misc]
+        bench.add(name, median(times), "ms", backlog=rows)
+        bench.add(f"{name}, slowest", max(times), "ms", backlog=rows)
+    bench.say("show, by the id alone")
+    bare = [await timed(lambda turn=turn: shown(url, Token(names[-turn].id))) for turn in range(1, 4)]  # type: ignore[misc]
+    bench.add("show, by the id alone", median(bare), "ms", backlog=rows)
+    for verb in (["status"], ["list"], ["show", str(names[-1])], ["cancel", str(names[-1])]):
+        bench.say(f"delayer {verb[0]}")
+        bench.add(f"`delayer {verb[0]}`", median([await command(place, *verb) for _ in range(3)]), "ms", backlog=rows)
+
+
+async def command(place: Place, *verb: str) -> float:
+    """Milliseconds of a whole process, the interpreter's start included."""
+    line = [EXECUTABLE, "--store-url", place.store_url, "--broker-url", place.broker_url, *verb]
+
+    async def work() -> None:
+        await asyncio.to_thread(subprocess.run, line, capture_output=True, check=False)
+
+    return await timed(work)
