@@ -27,7 +27,7 @@ USER, PASSWORD = "delayer", "secret"
 EVENTS_KEPT = 20_000
 BEGINNING = 200
 """Events of the log's beginning that are always kept, and tell whether it is ready."""
-STARTUP = 120.0
+STARTUP = 240.0
 """Seconds within which a daemon is ready, on a machine where everybody starts at once."""
 
 

@@ -28,15 +28,20 @@ from tests.rig.servers import Postgres, RabbitMQ, StartFailed
 MODES: Final[Mapping[str, float]] = {"store": 40.0, "native": 20.0}
 """How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
 the messages go through the store either way."""
-WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 4_000}
-"""How many may be under way before no more are published."""
+WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
+"""How many may be under way before no more are published. The second is more, so that there is room for some of them
+when the first have not come back."""
 PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
+PACE: Final[Mapping[str, float]] = {"store": 0.0, "native": 0.2}
+"""Seconds between two portions."""
 LONGEST_MS: Final = 5_000
 CALM: Final = 15.0
 """Seconds without a fault, at the beginning and at the end: nothing may come twice then."""
 PATIENCE: Final = 300.0
 """Seconds for the last ones to come, after the last fault: whoever was held may have to wait for a few tries."""
-HEALING: Final = 300.0
+CLIPPED: Final = 1_000
+"""Characters of a surprise; the logs have the rest."""
+HEALING: Final = 400.0
 """Seconds that a fault may take longer than it lasts."""
 FAILURES: Final = (
     StartFailed, RuntimeError, AssertionError, OSError, BrokerLost, subprocess.SubprocessError,
@@ -164,6 +169,7 @@ class Soak:
                 continue
             await ledger.publish(PORTION[mode], longest_ms=LONGEST_MS)
             self.modes[mode] += PORTION[mode]
+            await asyncio.sleep(PACE[mode])
 
     async def _alternate(self, fleet: Fleet) -> None:
         while True:
@@ -211,7 +217,7 @@ class Soak:
                 async with asyncio.timeout(fault.seconds + HEALING):
                     await KINDS[fault.kind].inject(fleet, fault)
             except FAILURES as error:
-                fleet.surprises.append(f"{fault}: {type(error).__name__}: {error}")
+                fleet.surprises.append(f"{fault}: {type(error).__name__}: {str(error)[:CLIPPED]}")
             finally:
                 self.now.remove(fault)
                 self.faults[fault.kind] += 1
