@@ -28,6 +28,9 @@ _MORE: Final = {
     "idle_in_transaction_session_timeout": "0",
     "lock_timeout": "30s",
 }
+NO_TIMEOUT: Final = (
+    "SELECT set_config(name, '0', {}) FROM pg_settings WHERE name = 'transaction_timeout'"  # since Postgres 17
+)
 _LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, segment_cancelled IN ACCESS SHARE MODE"
 _EXPORT: Final = """
 SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
@@ -110,6 +113,7 @@ async def _open(url: SecretUrl) -> asyncpg.Connection:
 async def _take(connection: asyncpg.Connection) -> asyncpg.Record:
     with translated("take a snapshot"):
         await schema.check(connection)
+        await connection.execute(NO_TIMEOUT.format("false"))
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
         return await connection.fetchrow(_EXPORT)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from delayer.audit import libpq, relations, splits
+from delayer.audit import libpq, relations, snapshot, splits
 from delayer.audit.relations import KINDS, Kind, Origin
 from delayer.audit.splits import Piece, Relation, Split
 from delayer.core.errors import StoreLost
@@ -67,6 +67,7 @@ _SESSION: Final = (
     "SET LOCAL jit = off",
     "SET LOCAL timezone = 'UTC'",
     "SET LOCAL max_parallel_workers_per_gather = 0",
+    snapshot.NO_TIMEOUT.format("true"),
 )
 
 
@@ -191,8 +192,8 @@ class StoreReader(DataSourceReader):
 
 
 @contextmanager
-def connected(url: SecretUrl, snapshot: str) -> Iterator[Connection]:
-    """A connection in a transaction that only reads, on the snapshot if there is one. Raises StoreLost."""
+def connected(url: SecretUrl, on: str) -> Iterator[Connection]:
+    """A connection in a transaction that only reads, on that snapshot if there is one. Raises StoreLost."""
     from adbc_driver_postgresql import dbapi  # noqa: PLC0415  (the driver's process need not load it to plan)
 
     with _translated("connect"):
@@ -200,8 +201,8 @@ def connected(url: SecretUrl, snapshot: str) -> Iterator[Connection]:
     with closing(connection):
         with _translated("take the snapshot"), connection.cursor() as cursor:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            if snapshot:
-                cursor.execute(f"SET TRANSACTION SNAPSHOT '{_quoted(snapshot)}'")
+            if on:
+                cursor.execute(f"SET TRANSACTION SNAPSHOT '{_quoted(on)}'")
             for statement in _SESSION:
                 cursor.execute(statement)
         yield connection

@@ -1,0 +1,323 @@
+"""`delayer audit` from end to end: its output and exit codes, what it leaves behind, and what nobody may read there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from click.testing import CliRunner
+from pyspark.sql import SparkSession
+
+from delayer.audit import job, judging, source
+from delayer.audit import spark as sessions
+from delayer.audit.findings import Report
+from delayer.audit.watching import Watching
+from delayer.cli import cli
+from delayer.commands import submit
+from delayer.settings.secret import SecretUrl
+from tests.audit.test_reading import execute, fetch, fill, load, pack, take
+from tests.faults.place import eventually
+from tests.rig.daemon import EXECUTABLE
+from tests.rig.postgres import Postgres
+
+PASSWORD = "hunter2-in-the-url"
+NOBODY = "amqp://guest:guest@127.0.0.1:1/"
+
+
+def options(url: str, **more: Any) -> job.Options:
+    return replace(job.Options(store=SecretUrl(url)), **more)
+
+
+def audit(spark: SparkSession, url: str, **more: Any) -> job.Audited:
+    return job.run(spark, options(url, **more), lambda _what, _done, _of: None)
+
+
+def violated(report: Report) -> dict[str, int]:
+    return {rule.rule: rule.violations for rule in report.rules if rule.violations}
+
+
+@pytest.fixture
+def filled(database: str) -> str:
+    fill(database)
+    return database
+
+
+# ---- the job
+
+
+def test_a_sound_store_has_no_violations(spark: SparkSession, filled: str, tmp_path: Path) -> None:
+    pack(filled)
+    work = tmp_path / "work"
+    audited = audit(spark, filled, work=str(work))
+    report = audited.report
+    assert violated(report) == {}
+    assert report.totals.waiting + report.totals.packed == 3000
+    assert report.totals.held == 2
+    assert report.totals.expected == report.totals.waiting
+    assert sum(share.messages for share in report.calendar.destinations) == 3000
+    assert any("as it was told" in remark for remark in audited.remarks)
+    assert list(work.iterdir()) == []
+
+
+def test_a_row_that_vanished_is_a_violation(spark: SparkSession, filled: str) -> None:
+    execute(filled, "DELETE FROM message WHERE id = 17")
+    assert "conservation" in violated(audit(spark, filled).report)
+
+
+def test_growth_since_the_last_audit(spark: SparkSession, filled: str, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    assert audit(spark, filled, state=state).report.growth is None
+    fill(filled, 40)
+    growth = audit(spark, filled, state=state).report.growth
+    assert growth is not None
+    assert (growth.waiting, growth.held, growth.parked) == (38, 2, 42)  # two of the 40 took the place of others
+    kept = state.read_text()
+    audit(spark, filled, state=state, sample=0.5)
+    assert state.read_text() == kept  # a sample is nothing to compare with
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_findings_of_every_audit_are_added(spark: SparkSession, filled: str, tmp_path: Path) -> None:
+    out = (tmp_path / "findings").as_uri()
+    execute(filled, "DELETE FROM message WHERE id = 17")
+    for _ in range(2):
+        audit(spark, filled, out=out)
+    rows = [row for row in spark.read.parquet(out).collect() if row.rule == "conservation"]
+    assert len({row.audited_ms for row in rows}) == 2
+    assert {row.severity for row in rows} == {"violation"}
+    assert all(isinstance(json.loads(row.details), dict) for row in rows)
+
+
+def test_a_broker_out_of_reach_is_a_remark(spark: SparkSession, filled: str) -> None:
+    audited = audit(spark, filled, broker=job.Broker(SecretUrl(NOBODY), None))
+    assert audited.remarks
+    assert violated(audited.report) == {}
+    assert {share.verdict for share in audited.report.calendar.destinations} <= {"not asked", "not known"}
+
+
+def test_progress_counts_the_tasks(spark: SparkSession, filled: str) -> None:
+    told: list[tuple[str, int, int]] = []
+    job.run(spark, options(filled), lambda *words: told.append(words))
+    names = [name for name, _, _ in told]
+    assert "reading messages" in names
+    assert "judging" in names
+    assert any(of > 0 for _, _, of in told)
+    assert all(0 <= done <= of for _, done, of in told)
+
+
+# ---- a replica
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The URLs of a store and of a copy of it that only reads, as a hot standby does."""
+    with Postgres() as primary, Postgres() as standby:
+        name = primary.add_database()
+        fill(primary.url(name), 500)
+        primary.stop()
+        standby.stop()
+        become_standby(standby, primary)
+        primary.start()
+        standby.start()
+        yield primary.url(name), standby.url(name)
+
+
+def become_standby(standby: Postgres, of: Postgres) -> None:
+    kept = (standby._data / "postgresql.conf").read_text()
+    shutil.rmtree(standby._data)
+    shutil.copytree(of._data, standby._data)
+    (standby._data / "postgresql.conf").write_text(kept)
+    (standby._data / "standby.signal").touch()
+    owner = standby._user
+    for path in (standby._data, *standby._data.rglob("*")):
+        if owner:
+            shutil.chown(path, owner)
+    standby._data.chmod(0o700)
+
+
+def test_a_replica_is_read_and_lanes_are_not_judged_by_locks_that_it_cannot_see(
+    spark: SparkSession, replica: tuple[str, str]
+) -> None:
+    _, standby = replica
+    assert fetch(standby, "SELECT pg_is_in_recovery()") == [(True,)]
+    report = audit(spark, standby).report
+    assert report.totals.waiting == 500
+    assert {lane.alive for lane in report.lanes} == {None}
+    assert violated(report) == {}
+
+
+# ---- what nobody may read
+
+
+def secret(url: str) -> str:
+    return url.replace("@", f":{PASSWORD}@")
+
+
+def test_the_password_is_nowhere(
+    spark: SparkSession, filled: str, work: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = secret(filled)
+    pack(filled)
+    frames = take(spark, url, work)
+    report = judging.run(frames)
+    job._write_findings(spark, report, (Path(work) / "findings").as_uri())
+    frame = load(spark, url, "message", columns="id").where("id > 5")
+    frame.collect()
+    frame.explain("extended")
+    frame.explain("formatted")
+    frame.explain("codegen")
+    told = capfd.readouterr()
+    plan = str(frame._jdf.queryExecution().toString())
+    assert "delayer" in plan
+    conf = spark.sparkContext.getConf()
+    places = [work, conf.get("spark.local.dir"), urlsplit(conf.get("spark.eventLog.dir")).path]
+    files = [path for place in places for path in Path(str(place)).rglob("*") if path.is_file()]
+    assert len(files) > 10
+    seen = [told.out, told.err, plan, str(conf.getAll()), report.to_json(), *pages(spark)]
+    assert not [text for text in seen if PASSWORD in text]
+    assert not [path for path in files if PASSWORD.encode() in path.read_bytes()]
+    # The search does find things.
+    assert any("reading messages" in text for text in seen)
+    assert any(b"reading messages" in path.read_bytes() for path in files)
+
+
+def pages(spark: SparkSession) -> Iterator[str]:
+    """What Spark shows to whoever opens its pages."""
+    context = spark.sparkContext
+    base = context.uiWebUrl
+    assert base is not None
+    api = f"/api/v1/applications/{context.applicationId}"
+    executions = json.loads(opened(f"{base}{api}/sql?details=true&planDescription=true&length=1000"))
+    yield json.dumps(executions)
+    for path in ("/jobs/", "/stages/", "/storage/", "/environment/", "/executors/", "/SQL/", f"{api}/environment"):
+        yield opened(base + path)
+    for execution in executions[-20:]:
+        yield opened(f"{base}/SQL/execution/?id={execution['id']}")
+
+
+def opened(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_errors_do_not_quote_the_url(spark: SparkSession, filled: str, work: str) -> None:
+    missing = secret(filled).replace(urlsplit(filled).path, "/no_such_database")
+    spark.dataSource.register(source.bound(SecretUrl(missing)))
+    read = spark.read.format("delayer").option("relation", "held")
+    with pytest.raises(Exception, match="no_such_database") as raised, Watching(spark, lambda *_: None)("reading"):
+        read.load().collect()
+    chain = [raised.value, raised.value.__cause__, raised.value.__context__]
+    assert PASSWORD not in "".join(f"{one!r} {getattr(one, '_desc', '')}" for one in chain)
+    assert PASSWORD not in repr(source.bound(SecretUrl(missing)).__dict__)
+    assert PASSWORD not in repr(source._Asked.of({}, SecretUrl(missing)))
+
+
+# ---- the command
+
+
+def delayer(*arguments: str, program: list[str] | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    ours = {
+        name: value for name, value in os.environ.items() if not name.startswith(("DELAYER_", "PYSPARK_", "SPARK_"))
+    }
+    return subprocess.run(
+        [*(program or [str(EXECUTABLE)]), *arguments],
+        env=ours | environ, capture_output=True, text=True, check=False, timeout=500,
+    )  # fmt: skip
+
+
+def test_the_command(filled: str, tmp_path: Path) -> None:
+    file, page, state, work = (tmp_path / name for name in ("url", "backlog.html", "state.json", "work"))
+    file.write_text(secret(filled))
+    common = ["--url-file", str(file), "--no-broker", "--work", str(work), "--conf", "spark.driver.memory=768m"]
+    done = delayer("audit", *common, "--html", str(page), "--state", str(state), "--conf", "spark.log.level=INFO")
+    assert done.returncode == 0, done.stderr
+    assert "3,000 wait" in done.stdout
+    assert PASSWORD not in done.stdout + done.stderr
+    assert "<html" in page.read_text()
+    assert json.loads(state.read_text())["totals"]["waiting"] == 3000
+    assert list(work.iterdir()) == []
+
+
+def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Path) -> None:
+    execute(filled, "DELETE FROM message WHERE id = 17")
+    starter = Path(sys.executable).parent / "spark-submit"
+    program = [str(starter), "--master", "local[2]", "--driver-memory", "768m", submit.__file__]
+    environ = {"PYSPARK_PYTHON": sys.executable, "DELAYER_STORE__URL": secret(filled)}
+    work = tmp_path / "work"
+    done = delayer("audit", "--json", "--no-broker", "--work", str(work), program=program, **environ)
+    assert done.returncode == 1, done.stderr
+    report = Report.from_json(done.stdout)
+    assert "conservation" in violated(report)
+    assert PASSWORD not in done.stdout + done.stderr
+    assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--url", "postgresql://u:hunter2@127.0.0.1:1/d"], 3, "the store is out of reach"),
+        (["--url", "postgresql://u:hunter2@h:port/d"], 2, "cannot be read"),
+        (["--url", "postgresql://h/d", "--url-file", "/x"], 2, "expected one of them"),
+        (["--url-file", "/nowhere/url"], 2, "No such file"),
+        (["--html", "/nowhere/page.html"], 2, "there is no directory"),
+        (["--state", "/nowhere/state.json"], 2, "there is no directory"),
+        (["--master", "spark://nowhere:7077"], 2, "--work is needed"),
+        (["--sample", "0"], 2, "--sample"),
+        (["--conf", "nonsense"], 2, "expected KEY=VALUE"),
+    ],
+    ids=lambda value: "" if isinstance(value, int | str) else value[0],
+)
+def test_what_does_not_fit_is_said_before_spark_is_started(
+    arguments: list[str], code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "session", lambda *_, **__: pytest.fail("Spark was started"))
+    result = CliRunner().invoke(cli, ["audit", *arguments], prog_name="delayer")
+    assert (result.exit_code, told in result.output) == (code, True), result.output
+    assert "hunter2" not in result.output
+
+
+def test_no_java_is_exit_3_and_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.delenv("PYSPARK_GATEWAY_PORT", raising=False)
+    result = CliRunner().invoke(cli, ["audit"], prog_name="delayer")
+    assert result.exit_code == 3, result.output
+    assert "default-jre-headless" in result.output
+
+
+@pytest.mark.parametrize("end", [os.kill, os.killpg], ids=["alone", "with the JVM"])
+def test_a_termination_leaves_nothing(filled: str, tmp_path: Path, end: Callable[[int, int], None]) -> None:
+    """systemd's stop in the middle of the work, which goes to the JVM and the workers too; and kill."""
+    work = tmp_path / "work"
+    work.mkdir()
+
+    async def extracts() -> list[Path]:
+        return [one for one in work.iterdir() if one.name.startswith("delayer-audit-")]
+
+    async def scene() -> int | None:
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "audit", "--url", filled, "--no-broker", "--work", str(work),
+            "--conf", "spark.driver.memory=768m",
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        await eventually(extracts, bool, timeout=240.0)
+        end(process.pid, signal.SIGTERM)
+        _, told = await process.communicate()
+        assert await extracts() == []
+        assert b"Traceback" not in told, told.decode()
+        return process.returncode
+
+    assert asyncio.run(scene()) == 143
