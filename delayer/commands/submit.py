@@ -2,6 +2,8 @@
 
     spark-submit --master yarn $(python -c 'import delayer.commands.submit as s; print(s.__file__)') audit --work hdfs://…
 
+spark-submit hands on stdout and stderr as one: with --json the report of an audit is the last line.
+
 The Python of driver and executors (``PYSPARK_PYTHON``) needs delayer[spark] installed; docs/backlog.md says how.
 """
 
