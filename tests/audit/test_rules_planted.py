@@ -25,7 +25,7 @@ from tests.integration.test_store_lane import opened, sql
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.deadline(300)
+pytestmark = pytest.mark.deadline(600)
 
 WEEK_MS = 7 * DAY_MS
 SEGMENT_ROWS = 40
