@@ -6,7 +6,7 @@ Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import asyncpg
@@ -21,7 +21,11 @@ from delayer.store.errors import describe
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
 PORTION_BYTES = 1 << 20
-_LOCK = "SELECT * FROM segment WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
+# Without its bytes: a damaged page under them must not hide whose they are.
+_LOCK = (
+    "SELECT id, first_due, messages, cancelled, format, digest FROM segment"
+    " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
+)
 _LOCK_SOONEST = _LOCK.format("broken_at IS NULL AND first_due <= $1")
 _LOCK_ONE = _LOCK.format("id = $1")
 
@@ -164,7 +168,8 @@ async def _restore_at_once(
         live = segment["messages"] - segment["cancelled"]
         cancelled = await _cancelled(connection, segment["id"])
         try:
-            portions = await asyncio.to_thread(_portions, segment, cancelled, into.number, portion_bytes)
+            whole = dict(segment) | {"packed": await _bytes_of(connection, segment["id"])}
+            portions = await asyncio.to_thread(_portions, whole, cancelled, into.number, portion_bytes)
         except SegmentBroken as error:
             await mark_broken(connection, segment["id"], error.reason)
             return Broken(segment["id"], live, segment["first_due"], error.reason)
@@ -189,7 +194,19 @@ async def _restore_at_once(
     return Restored(segment["id"], live, segment["first_due"])
 
 
-def _portions(segment: asyncpg.Record, cancelled: Sequence[int], lane: int, portion_bytes: int) -> list[bytes]:
+async def _bytes_of(connection: asyncpg.Connection, segment: int) -> bytes:
+    """The packed bytes. Raises SegmentBroken where the store itself cannot read them, and the driver's errors."""
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
+
+    try:
+        async with session.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+            packed: bytes = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
+    except asyncpg.InternalServerError as error:  # XX000 and its kinds, data_corrupted and index_corrupted
+        raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
+    return packed
+
+
+def _portions(segment: Mapping[str, Any], cancelled: Sequence[int], lane: int, portion_bytes: int) -> list[bytes]:
     from delayer.store.copying import copy_stream  # noqa: PLC0415 - pyarrow
 
     return list(copy_stream(unpacked(segment, cancelled), lane, portion_bytes))
@@ -201,7 +218,7 @@ async def _spaced(portions: Iterable[bytes], pause: float) -> AsyncIterator[byte
         await asyncio.sleep(pause)
 
 
-def unpacked(segment: asyncpg.Record, cancelled: Sequence[int]) -> Any:
+def unpacked(segment: Mapping[str, Any], cancelled: Sequence[int]) -> Any:
     """The live messages of a row of ``segment``, as a table of packing.SCHEMA sorted by (due_at, id).
 
     Raises SegmentBroken, also when those that were cancelled are not the ones that its row counts.

@@ -127,6 +127,11 @@ class Postgres:
 
     # ---- where it is
 
+    @property
+    def data(self) -> Path:
+        """The directory of its files, for who damages them while it is stopped."""
+        return self._data
+
     def url(self, database: str = "postgres", *, port: int | None = None, user: str = SUPERUSER) -> str:
         """postgresql:// URL over TCP; `port` for a proxy before it."""
         return f"postgresql://{user}@{ports.HOST}:{port or self.port}/{database}"
