@@ -25,7 +25,27 @@ from tests.rig.demo_view import View
 from tests.rig.servers import StartFailed
 from tests.rig.stack import Stack, running_stack
 
-DELAYS = (0, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12)
+DELAYS = {
+    "store": (0, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12),
+    "native": (
+        0,
+        0.5,
+        1,
+        1.5,
+        2,
+        2.5,
+        3,
+        3.5,
+        4,
+        4.5,
+        5,
+        5.5,
+        6,
+        6.5,
+        7,
+        8,
+    ),  # the last of the first ones end with them
+}
 SLACK = 15.0
 """Seconds to wait for stragglers after the last one is due."""
 
@@ -53,7 +73,7 @@ async def send(channel: AbstractChannel, ledger: Ledger, mode: str) -> None:
     orders = await channel.get_exchange("orders.in", ensure=False)
     mail = await channel.get_exchange("mail.in", ensure=False)
     straight = channel.default_exchange
-    for turn, seconds in enumerate(DELAYS):
+    for turn, seconds in enumerate(DELAYS[mode]):
         number = len(ledger.expected)
         due = datetime.now(UTC) + timedelta(seconds=seconds)
         exchange, key, route, queue = (
@@ -88,7 +108,7 @@ async def watch(stack: Stack, ledger: Ledger, view: View) -> Report:
         await demo_audit.park_far_ahead(stack, channel)
         view.phase("store mode: delays wait in Postgres")
         await send(channel, ledger, "store")
-        await ledger.until(lambda: ledger.count() >= len(DELAYS) // 2)
+        await ledger.until(lambda: ledger.count() >= len(DELAYS["store"]) // 2)
 
         view.phase("switching to native mode, while half of them still wait")
         stack.configure("native")
@@ -97,7 +117,7 @@ async def watch(stack: Stack, ledger: Ledger, view: View) -> Report:
 
         view.phase("native mode: new delays wait in the broker's cascade; Postgres gives back what it holds")
         await send(channel, ledger, "native")
-        longest = max(DELAYS) + SLACK
+        longest = max(*DELAYS["store"], *DELAYS["native"]) + SLACK
         await ledger.until(lambda: ledger.count() >= len(ledger.expected), timeout=longest)
         view.phase("auditing what is left parked: a Spark job beside the daemon")
         report = await demo_audit.audit(stack.config)
@@ -115,7 +135,9 @@ async def main() -> int:
     ledger = Ledger()
     async with running_stack("store") as stack:
         far = f"and {demo_audit.LEFT} that are due in weeks and months"
-        console.print(f"up after {time.monotonic() - started:.1f} s; sending {2 * len(DELAYS)} messages, {far}\n")
+        console.print(
+            f"up after {time.monotonic() - started:.1f} s; sending {sum(map(len, DELAYS.values()))} messages, {far}\n"
+        )
         with View(console, ledger) as view:
             report = await watch(stack, ledger, view)
     seconds = time.monotonic() - started

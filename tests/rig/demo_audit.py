@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -46,11 +47,16 @@ async def park_far_ahead(stack: Stack, channel: AbstractChannel) -> None:
             pass  # the command itself takes its time
 
 
+SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""For a JVM that ends before its better compiler would have paid: 22 s instead of 26 for three hundred messages."""
+
+
 async def audit(config: Path) -> Report:
     """`delayer audit --json`. Raises RuntimeError if it does not end with 0 or 1, with what it said."""
     process = await asyncio.create_subprocess_exec(
         str(daemon.EXECUTABLE), "--config", str(config), "audit", "--json",
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "JDK_JAVA_OPTIONS": SHORT_LIVED},
     )  # fmt: skip
     told, said = await process.communicate()
     if process.returncode not in (0, 1):
