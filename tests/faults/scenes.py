@@ -117,7 +117,8 @@ class Play:
         """Have the messages parked and compacted, with nobody at work, where the row wants it so."""
         if not self.row.prepared:
             return
-        async with self.place.daemon() as daemon:
+        # One lane, so that the messages make one segment, in however many batches they are parked.
+        async with self.place.daemon(STORE__LANES="1") as daemon:
             await daemon.ready()
             await self._publish(ledger)
             await eventually(self.place.rows, lambda rows: rows == self.row.messages)

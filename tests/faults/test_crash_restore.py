@@ -88,7 +88,7 @@ async def test_what_a_hung_daemon_was_restoring_is_restored_by_another(vhost: st
     """The store ends its transaction after some seconds; the other looks again soon, and not in a minute."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED + 1) as ledger:
-        async with place.daemon() as daemon:
+        async with place.daemon(STORE__LANES="1") as daemon:  # one lane, one segment
             await daemon.ready()
             await ledger.publish(PACKED, delay_ms=3_000, absolute=True)
             await eventually(place.rows, lambda rows: rows == PACKED)
