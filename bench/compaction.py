@@ -46,7 +46,8 @@ class Done:
 
 async def command(place: Place, *arguments: str) -> Done:
     began = time.monotonic()
-    told = json.loads(await place.delayer(*arguments, "--json"))
+    said = await place.delayer(*arguments, "--json")
+    told = json.loads(said[said.index("{") :])  # behind what the JVM has to say on stderr
     return Done(told, time.monotonic() - began)
 
 
