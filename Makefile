@@ -44,7 +44,7 @@ test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4
 	@.ci/brokers $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: audit-deps
-audit-deps: ## pip-audit over every pinned version: known holes in what we depend on
+audit-deps: ## pip-audit over every pinned version: known holes in what we depend on (exit 3: could not be asked)
 	@.ci/audit-deps
 
 .PHONY: check
