@@ -115,7 +115,7 @@ def full_read(session: SparkSession, url: str) -> int:
     lengths = [
         sql.sum(sql.length(name)) for name in ("body", "properties", "to_key", "route", "exchange", "routing_key")
     ]
-    return int(frame.agg(sql.count(sql.lit(1)), sql.sum("due_ms"), *lengths).collect()[0][0])
+    return int(frame.agg(sql.count(sql.lit(1)), sql.max("due_ms"), *lengths).collect()[0][0])
 
 
 def take(session: SparkSession, url: str) -> int:
