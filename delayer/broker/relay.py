@@ -31,6 +31,7 @@ class Relay:
         self._connection: Connection | None = None
         self._connected = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        self.connects = 0
 
     @property
     def current(self) -> Connection | None:
@@ -86,6 +87,7 @@ class Relay:
                 failures += 1
                 continue
             log.info("broker connected", connection=self._name, broker=str(self._address))
+            self.connects += 1
             sparing.over()
             began = time.monotonic()
             self._connection = connection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -51,6 +52,7 @@ class IntakeCarrier:
     async def __call__(self, batch: Sequence[Delivery], settler: Settler) -> None:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
         policy, names = self._policy(), self._names()
+        self._counters.batch("intake", len(batch))
         now_ms, sure_ms = self._now_ms(), self._sure_ms()
         plans = [sort(delivery, policy, now_ms, names.max_properties, sure_ms) for delivery in batch]
         if not any(has_key(one.plan) for one in plans):
@@ -91,6 +93,10 @@ class IntakeCarrier:
     async def _park(self, work: Work, settler: Settler, before: Before) -> None:
         await wait(before)
         for step in work.steps:
+            began = time.perf_counter()
             await self._parking.park(step.parcels, step.cancels)
+            self._counters.took("park", time.perf_counter() - began)
+            self._counters.batch("park", len(step.parcels) + len(step.cancels))
             self._counters.add("parked", len(step.parcels))
+            self._counters.add_routes("parked", [parcel.route for parcel in step.parcels])
             settler.accept(delivery.tag for delivery in step.deliveries)

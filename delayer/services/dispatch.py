@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 import structlog
@@ -10,7 +12,7 @@ import structlog
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Delivery, Nacked, Outcome, Outgoing, Parcel, Returned
 from delayer.faultpoint import reach
-from delayer.services.counting import Counters
+from delayer.services.counting import Counters, host_ms
 from delayer.services.ports import Holder, Publisher
 from delayer.services.settle import Settler
 
@@ -37,7 +39,11 @@ class Publication(NamedTuple):
 class Dispatch:
     """Publishes, holds, accepts."""
 
-    def __init__(self, publisher: Publisher, holder: Holder, counters: Counters) -> None:
+    def __init__(
+        self, publisher: Publisher, holder: Holder, counters: Counters, *, now_ms: Callable[[], int] = host_ms
+    ) -> None:
+        """``now_ms``: the clock that lateness is measured by."""
+        self._now_ms = now_ms
         self._publisher = publisher
         self._holder = holder
         self._counters = counters
@@ -59,36 +65,57 @@ class Dispatch:
 
     async def _settle(self, publications: Sequence[Publication], settler: Settler) -> list[str]:
         """Returns by whom what was not taken that had to be."""
+        began = perf_counter()
         outcomes = await self._publisher.publish([publication.outgoing for publication in publications])
         reach("intake.confirmed")
-        through: list[int] = []
+        self._counters.took("publish", perf_counter() - began)
+        self._counters.batch("publish", len(publications))
+        through: list[Publication] = []
         astray: list[tuple[Publication, Parcel, str]] = []
         stuck: list[str] = []
         for publication, outcome in zip(publications, outcomes, strict=True):
             if isinstance(outcome, Confirmed):
-                through.append(publication.delivery.tag)
-                self._count(publication)
-            elif publication.parcel is not None:
+                through.append(publication)
+                continue
+            self._counters.objected(outcome, _route(publication))
+            if publication.parcel is not None:
                 astray.append((publication, publication.parcel, why(outcome)))
             else:
                 stuck.append(f"exchange {publication.outgoing.exchange.decode('utf-8', 'replace')!r}: {why(outcome)}")
-        settler.accept(through)
+        settler.accept(publication.delivery.tag for publication in through)
+        self._count(through)
         if astray:
             await self._holder.hold([(parcel, reason) for _, parcel, reason in astray])
             settler.accept(publication.delivery.tag for publication, _, _ in astray)
         return stuck
 
-    def _count(self, publication: Publication) -> None:
-        if publication.refusal:
-            self._counters.add("refused", 1)
-            log.warning(
-                "message refused",
-                reason=publication.refusal,
-                exchange=publication.delivery.exchange,
-                routing_key=publication.delivery.routing_key,
+    def _count(self, through: Sequence[Publication]) -> None:
+        for publication in through:
+            if publication.refusal:
+                log.warning(
+                    "message refused",
+                    reason=publication.refusal,
+                    exchange=publication.delivery.exchange,
+                    routing_key=publication.delivery.routing_key,
+                )
+        kinds = [_kind(publication) for publication in through]
+        for kind, count in Counter(kinds).items():
+            self._counters.add(kind, count)
+            self._counters.add_routes(
+                kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
             )
-        else:
-            self._counters.add("released" if publication.parcel is not None else "cascaded", 1)
+        out = [(one.parcel.due_ms, one.parcel.route) for one in through if one.parcel is not None and not one.refusal]
+        self._counters.delivered(out, self._now_ms())
+
+
+def _kind(publication: Publication) -> str:
+    if publication.refusal:
+        return "refused"
+    return "cascaded" if publication.parcel is None else "released"
+
+
+def _route(publication: Publication) -> bytes:
+    return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
 
 
 def why(outcome: Outcome) -> str:

@@ -18,6 +18,7 @@ log = structlog.get_logger(__name__)
 def report(items: Sequence[tuple[Parcel, str]], counters: Counters) -> None:
     """Count and log messages that are held now."""
     counters.add("held", len(items))
+    counters.add_routes("held", [parcel.route for parcel, _ in items])
     for parcel, reason in items:
         log.warning(
             "message held",

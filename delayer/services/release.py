@@ -15,7 +15,7 @@ from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.faultpoint import reach
 from delayer.services import edits
-from delayer.services.counting import Counters
+from delayer.services.counting import Counters, host_ms
 from delayer.services.dispatch import why
 from delayer.services.ports import Lane, Publisher, Pulse
 from delayer.services.retry import Retry
@@ -52,7 +52,10 @@ class Release:
         portion: Portion,
         pulse: Pulse,
         counters: Counters,
+        now_ms: Callable[[], int] = host_ms,
     ) -> None:
+        """``now_ms``: the clock that lateness is measured by."""
+        self._now_ms = now_ms
         self._lane = lane
         self._publisher = publisher
         self._portion = portion
@@ -106,7 +109,9 @@ class Release:
         Raises BrokerLost (the rows are back), LaneLost, StoreLost.
         """
         limit = min(self._portion.messages, self._publisher.batch_limit)
+        began = time.perf_counter()
         rows = await self._lane.claim(limit, self._portion.body_bytes)
+        claimed = time.perf_counter()
         if not rows:
             await self._lane.settle([], [])
             return await self._lane.sleep_hint()
@@ -116,8 +121,16 @@ class Release:
             # Whatever it was, cancellation included: nothing of this portion is known to be out, so the rows go back.
             await self._lane.give_up()
             raise
+        out_ms, sent = self._now_ms(), time.perf_counter()
         await self._lane.settle(released, held)
         self._counters.add("released", len(released))
+        self._counters.batch("claim", len(rows))
+        self._counters.took("claim", claimed - began)
+        self._counters.took("publish", sent - claimed)
+        self._counters.took("settle", time.perf_counter() - sent)
+        self._counters.add_routes("released", [row.parcel.route for row in released])
+        # Not those that were held: their destination was late, not we.
+        self._counters.delivered([(row.due_ms, row.parcel.route) for row in released if not row.attempts], out_ms)
         self._report(held)
         return 0.0 if self._lane.more else COMPANY
 
@@ -150,6 +163,7 @@ class Release:
             if isinstance(outcome, Confirmed):
                 released.append(row)
             else:
+                self._counters.objected(outcome, row.parcel.route)
                 held.append((row, why(outcome)))
         return released, held
 
@@ -157,6 +171,7 @@ class Release:
         for row, reason in held:
             if row.attempts == 0:
                 self._counters.add("held", 1)
+                self._counters.add_routes("held", [row.parcel.route])
             log.warning(
                 "message held",
                 id=row.id,

@@ -1,0 +1,86 @@
+"""Histograms and counts by route: tables, and the law that the quick way and the slow way agree."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from delayer.core.message import CONFIRMED, NACKED, Returned
+from delayer.core.tally import LATENESS, Tally
+from delayer.services.counting import KINDS, MOST_ROUTES, OTHERS, Counters
+
+
+@pytest.mark.parametrize(
+    ("value", "below"),
+    [(0.0, [1, 1, 1]), (1.0, [1, 1, 1]), (1.1, [0, 1, 1]), (2.0, [0, 1, 1]), (5.0, [0, 0, 1]), (6.0, [0, 0, 0])],
+)
+def test_a_value_counts_at_every_bound_that_it_does_not_exceed(value: float, below: list[int]) -> None:
+    tally = Tally((1.0, 2.0, 5.0))
+    tally.add(value)
+    assert (tally.below, tally.count, tally.total) == (below, 1, value)
+
+
+def test_a_batch_of_latenesses_is_what_its_messages_are_one_by_one() -> None:
+    chance = random.Random(7)
+    for _ in range(50):
+        now_ms = 1_800_000_000_000
+        dues_ms = sorted(now_ms - int(chance.expovariate(0.0005)) for _ in range(chance.randrange(200)))
+        together, alone = Tally(LATENESS), Tally(LATENESS)
+        together.add_lateness(dues_ms, now_ms)
+        for due_ms in dues_ms:
+            alone.add((now_ms - due_ms) / 1000)
+        assert (together.below, together.count) == (alone.below, alone.count)
+        assert together.total == pytest.approx(alone.total)
+
+
+def test_what_is_not_due_yet_is_in_time() -> None:
+    tally = Tally(LATENESS)
+    tally.add_lateness([1_000, 1_001], 990)
+    assert (tally.below[0], tally.count, tally.total) == (2, 2, 0.0)
+
+
+def test_routes_are_counted_apart() -> None:
+    counters = Counters()
+    counters.add_routes("parked", [b"a", b"b", b"a"])
+    counters.add_routes("parked", [b"a"])
+    assert counters.routes["parked"] == {b"a": 3, b"b": 1}
+
+
+def test_names_that_somebody_invents_fill_no_memory() -> None:
+    counters = Counters()
+    counters.add_routes("refused", [b"%d" % number for number in range(MOST_ROUTES + 50)])
+    counters.delivered([(0, b"one more")], 10)
+    assert len(counters.routes["refused"]) == MOST_ROUTES + 1
+    assert counters.routes["refused"][OTHERS] == 50
+    assert list(counters.lateness) == [OTHERS]
+
+
+def test_lateness_is_counted_for_each_route_whatever_the_order() -> None:
+    counters = Counters()
+    counters.delivered([(900, b"a"), (100, b"b"), (500, b"a")], 1_000)
+    assert counters.lateness[b"a"].count == 2
+    assert counters.lateness[b"a"].total == pytest.approx(0.6)
+    assert counters.lateness[b"b"].total == pytest.approx(0.9)
+
+
+def test_objections_are_counted_by_what_they_are() -> None:
+    counters = Counters()
+    for outcome in (CONFIRMED, NACKED, Returned(312, "NO_ROUTE"), Returned(404, "x")):
+        counters.objected(outcome, b"a")
+    assert counters.routes["nacked"][b"a"] == 1
+    assert counters.routes["returned"][b"a"] == 2
+
+
+def test_figures_hold_everything_as_json_can_say_it() -> None:
+    counters = Counters()
+    counters.add("parked", 2)
+    counters.add_routes("parked", [b"caf\xc3\xa9", b"\xff"])
+    figures = counters.figures()
+    assert set(figures["counts"]) == set(KINDS)
+    assert figures["routes"]["parked"] == {"café": 1, "\\xff": 1}
+
+
+def test_a_name_that_is_not_counted_is_a_mistake() -> None:
+    with pytest.raises(KeyError, match="expected one of parked"):
+        Counters().add("parkt", 1)
