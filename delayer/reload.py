@@ -101,5 +101,6 @@ def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
             "log": new.log,
             "intake": old.intake.model_copy(update={"max_delay_ms": new.intake.max_delay_ms}),
             "store": store,
+            "http": old.http.model_copy(update={"token": new.http.token}),
         }
     )

@@ -80,11 +80,13 @@ class Merged:
         self._origins[section, name] = origin
 
     def _lay(self, under: dict[str, Any], values: Mapping[str, Any], origin: Origin, at: Key) -> None:
-        for one, other in (("url", "url_file"), ("url_file", "url")):
+        for one, other in (
+            ("url", "url_file"), ("url_file", "url"), ("token", "token_file"), ("token_file", "token"),
+        ):  # fmt: skip
             if one in values and other in values:
-                if one == "url_file":
+                if one.endswith("_file"):
                     dotted = ".".join((*at, one))
-                    self.problems.append(Problem(origin((*at, one)), dotted, "either url or url_file", "both"))
+                    self.problems.append(Problem(origin((*at, one)), dotted, f"either {other} or {one}", "both"))
             elif one in values:
                 under.pop(other, None)  # of a lower layer: a URL on the command line beats a file in the file
         for name, value in values.items():

@@ -17,7 +17,9 @@ from delayer.settings.values import duration_ms, duration_text
 from delayer.wire.address import Address
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
-_FILES = ("url_file", "ca_file", "cert_file", "key_file")
+_FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
+_CONTENTS = {"url_file": "url", "token_file": "token"}
+"""What stands in the file, for those of which the content is a value of its own."""
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
 _CREDENTIALS_HINT = (
     "LoadCredential= in the unit sets it for the daemon; in a shell: "
@@ -86,8 +88,9 @@ def _broker_address(merged: Merged, settings: Settings) -> list[Problem]:
 
 
 def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:
-    """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys, check that each can be read, and read the URLs."""
-    for section in ("broker", "store"):
+    """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys, check that each can be read, and read the URLs and
+    the token."""
+    for section in ("broker", "store", "http"):
         table = merged.values.get(section)
         if not isinstance(table, dict):
             continue
@@ -106,8 +109,8 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:
                 reason = error.strerror if isinstance(error, OSError) else "not text"
                 _note(merged, key, "a file that can be read", show(table[name]), str(reason))
                 continue
-            if name == "url_file" and "url" not in table:
-                merged.put(section, "url", content.strip(), table[name])
+            if name in _CONTENTS and _CONTENTS[name] not in table:
+                merged.put(section, _CONTENTS[name], content.strip(), table[name])
 
 
 def _note(merged: Merged, key: Key, expected: str, found: str, hint: str = "") -> None:
@@ -125,6 +128,8 @@ def _problem(merged: Merged, error: Mapping[str, Any]) -> Problem:
         hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(siblings)}"
         return layers.unknown_key(source, dotted, str(loc[-1]), siblings, hint)
     found = show(_at(merged.values, loc), is_url=str(loc[-1]).endswith("url"))
+    if loc[-1] == "token":
+        found = "something else (not shown)"
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Expected):
         return Problem(source, dotted, str(cause), found)

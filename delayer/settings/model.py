@@ -26,7 +26,9 @@ DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 DELAY_FORMS = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay", "timestamp")
 
 # What a running daemon takes over at SIGHUP; everything else needs a restart. A section stands for all of its keys.
-LIVE_KEYS = frozenset({"mode", "route", "intake.max_delay", "store.park_beyond", "store.restore_ahead", "log"})
+LIVE_KEYS = frozenset(
+    {"mode", "route", "intake.max_delay", "store.park_beyond", "store.restore_ahead", "log", "http.token"}
+)
 
 
 class Table(BaseModel):
@@ -134,7 +136,11 @@ class Refused(Table):
 
 
 class Http(Table):
+    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there."""
+
     listen: values.Listen = "127.0.0.1:9419"
+    token: values.Token = None
+    token_file: values.Path | None = None
 
 
 class Log(Table):

@@ -1,4 +1,4 @@
-"""URLs with passwords in them: shown masked, revealed only to those who connect."""
+"""URLs with passwords in them, and tokens: shown masked, revealed only to those who connect, or compare."""
 
 from __future__ import annotations
 
@@ -42,3 +42,27 @@ class SecretUrl:
 
     def __hash__(self) -> int:
         return hash(self._url)
+
+
+class Secret:
+    """A text that never prints. :meth:`reveal` gives it."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    def __str__(self) -> str:
+        return "***"
+
+    def __repr__(self) -> str:
+        return "Secret('***')"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from delayer.settings.errors import Expected
-from delayer.settings.secret import SecretUrl
+from delayer.settings.secret import Secret, SecretUrl
 
 SHORT_STRING_BYTES = 255  # an AMQP name or routing key
 LONGEST_DELAY_MS = 36_500 * 86_400_000
@@ -127,6 +127,20 @@ def listen_address(value: object) -> str:
     return value
 
 
+SHORTEST_TOKEN = 16
+
+
+def _token(value: object) -> Secret | None:
+    if isinstance(value, Secret):
+        return value
+    if value in ("", None):
+        return None
+    fits = isinstance(value, str) and len(value) >= SHORTEST_TOKEN and value.isascii() and value.isprintable()
+    if not isinstance(value, str) or not fits or " " in value:
+        raise Expected(f'a token of at least {SHORTEST_TOKEN} printable ASCII characters without blanks, or ""')
+    return Secret(value)
+
+
 def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
     if isinstance(value, SecretUrl):
         return value
@@ -174,5 +188,6 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
 Path = Annotated[str, BeforeValidator(_text)]
 Listen = Annotated[str, BeforeValidator(listen_address)]
 BrokerUrl = Annotated[SecretUrl, BeforeValidator(_broker_url)]
+Token = Annotated[Secret | None, BeforeValidator(_token)]
 StoreUrl = Annotated[SecretUrl, BeforeValidator(_store_url)]
 ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(_management_url)]

@@ -46,7 +46,9 @@ class DaemonProcess:
         self._program = program or (str(EXECUTABLE),)
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
-        self._environ = ours | {"DELAYER_LOG__FORMAT": "json"} | {f"DELAYER_{k}": v for k, v in environ.items()}
+        # Nothing is served unless somebody asks for it: daemons of several tests run beside each other.
+        fixed = {"DELAYER_LOG__FORMAT": "json", "DELAYER_HTTP__LISTEN": ""}
+        self._environ = ours | fixed | {f"DELAYER_{k}": v for k, v in environ.items()}
         self.events: list[dict[str, Any]] = []
         self.stray_lines: list[str] = []
         # Whoever wants to hear each line as it comes.

@@ -131,7 +131,7 @@ def test_the_later_layer_wins(chosen: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [key for key in known_keys() if len(key) == 2 or key in TOP_LEVEL])
 def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_path: Path) -> None:
-    some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://h"))
+    some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://localhost"))
     texts = {
         ("mode",): "native",
         ("workers",): "9",
@@ -148,6 +148,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "lanes"): "9",
         ("store", "restore_ahead"): "9d",
         ("http", "listen"): "[::1]:80",
+        ("http", "token"): "open-sesame-open",
         ("log", "format"): "console",
         ("log", "level"): "debug",
     }
@@ -366,3 +367,11 @@ def test_errors_do_not_come_one_at_a_time() -> None:
     with pytest.raises(ConfigError) as caught:
         load(Path("/nowhere/at/all.toml"), {"DELAYER_MODE": "x"}, {"log.level": "y", "nope": "z"})
     assert len(caught.value.problems) == 4
+
+
+def test_a_token_is_read_from_its_file_and_shown_nowhere(tmp_path: Path) -> None:
+    file = write(tmp_path / "token", "open-sesame-open-sesame\n")
+    settings = load(None, {}, {"http.token_file": str(file)})
+    assert settings.http.token is not None
+    assert settings.http.token.reveal() == "open-sesame-open-sesame"
+    assert "sesame" not in f"{settings!r} {settings.http.token} {settings.model_dump()}"

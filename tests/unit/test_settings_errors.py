@@ -377,6 +377,7 @@ SECRETS = [
     {"broker": '{"password": "hunter2"}'},
     {"broker.password": "hunter2"},
     {"http.listen": "http://u:hunter2@h"},
+    {"http.token": "hunter2"},
     {"log.level": "postgresql://u:hunter2@h/d"},
 ]
 
@@ -386,7 +387,7 @@ def test_no_error_shows_a_secret(flags: dict[str, str], tmp_path: Path) -> None:
     everything = [*problems(None, {}, flags)]
     file = tmp_path / "secret"
     for key, value in flags.items():
-        if key in ("broker.url", "store.url"):
+        if key in ("broker.url", "store.url", "http.token"):
             file.write_text(value)
             everything += problems(None, {}, {f"{key}_file": str(file)})
     text = "\n".join(str(one) + repr(one) for one in everything)
