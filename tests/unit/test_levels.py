@@ -1,0 +1,163 @@
+"""When a message is due that was met half-way through a cascade: rows, and the law that it is never early."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core import levels
+from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
+from delayer.core.levels import X_DEATH, delay_in_key, due_at_level, longest_wait_seconds
+from delayer.core.nservicebus import DELAY_IN_SECONDS, RETRIES_TIMESTAMP, TIME_SENT, wire_instant
+from delayer.core.values import Timestamp
+
+NOW = 1_800_000_000_000
+NSB = Cascade("nservicebus-v2")
+HOUR = 3600
+
+
+def test_the_examples_in_the_module_are_true() -> None:
+    assert doctest.testmod(levels).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "seconds"),
+    [
+        (routing_key(0, b"a"), 0),
+        (routing_key(MAX_SECONDS, b"Sales.Orders"), MAX_SECONDS),
+        (routing_key(5, routing_key(7, b"a")), 5),
+        (routing_key(5, b""), 5),
+        (b"0.1." * 13 + b"a", None),
+        (b"2." * 28 + b"a", None),
+        (b"", None),
+        (b"\xff", None),
+    ],
+)
+def test_the_delay_in_a_key(key: bytes, seconds: int | None) -> None:
+    assert delay_in_key(key) == seconds
+
+
+@pytest.mark.parametrize(
+    ("level", "key", "seconds"),
+    [
+        (11, routing_key(HOUR, b"a"), HOUR),
+        (10, routing_key(HOUR, b"a"), HOUR - 2048),
+        (4, routing_key(HOUR, b"a"), 16),
+        (0, routing_key(1, b"a"), 1),
+        (27, routing_key(MAX_SECONDS, b"a"), MAX_SECONDS),
+        (6, b"no bits at all", 64),  # put straight into the queue: its TTL holds for it too
+        (6, routing_key(1, b"a"), 65),
+    ],
+)
+def test_the_longest_wait(level: int, key: bytes, seconds: int) -> None:
+    assert longest_wait_seconds(level, key) == seconds
+
+
+def death(queue: str, at: int, *, count: int = 1, reason: str = "expired") -> list[dict[str, object]]:
+    return [{"queue": queue, "reason": reason, "count": count, "time": Timestamp(at), "routing-keys": ["x"]}]
+
+
+def sent(seconds: int, at_ms: int) -> dict[bytes, object]:
+    return {DELAY_IN_SECONDS: seconds, TIME_SENT: wire_instant(at_ms)}
+
+
+LATEST = NOW + (HOUR - 2048) * 1000  # of an hour, met at level 10
+SOONEST = LATEST - 1024_000
+SECOND = NOW // 1000
+
+
+@pytest.mark.parametrize(
+    ("headers", "due_ms"),
+    [
+        ({}, LATEST),
+        (sent(HOUR, NOW - 2_100_000), NOW + 1_500_000),
+        (sent(HOUR, NOW + 9_000_000), LATEST),  # a sender whose clock is ahead
+        (sent(HOUR, NOW - 9_000_000), SOONEST),  # and one whose clock is behind
+        # A delayed retry counts from its failure.
+        (sent(HOUR, 0) | {RETRIES_TIMESTAMP: wire_instant(NOW - 2_100_000)}, NOW + 1_500_000),
+        # What cannot be read says nothing.
+        ({DELAY_IN_SECONDS: HOUR, TIME_SENT: "yesterday"}, LATEST),
+        ({DELAY_IN_SECONDS: "x", TIME_SENT: wire_instant(NOW)}, LATEST),
+        ({TIME_SENT: wire_instant(NOW - 2_100_000)}, LATEST),
+        # The broker's note of the level before.
+        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
+        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND)}, LATEST),
+        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 9_999)}, SOONEST),
+        # Notes of another trip, another queue, another reason: none of this level.
+        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, count=2)}, LATEST),
+        ({X_DEATH: death("nsb.v2.delay-level-12", SECOND - 100)}, LATEST),
+        ({X_DEATH: death("Sales.Orders", SECOND - 100)}, LATEST),
+        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, reason="maxlen")}, LATEST),
+        ({X_DEATH: [{"queue": "nsb.v2.delay-level-11", "reason": "expired", "count": 1, "time": SECOND}]}, LATEST),
+        ({X_DEATH: []}, LATEST),
+        ({X_DEATH: [5]}, LATEST),
+        ({X_DEATH: "x"}, LATEST),
+        # Both: the later one.
+        (sent(HOUR, NOW - 2_100_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, NOW + 1_500_000),
+        (sent(HOUR, NOW - 2_200_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
+    ],
+)
+def test_a_message_met_at_level_10(headers: dict[bytes, object], due_ms: int) -> None:
+    assert due_at_level(NSB, 10, routing_key(HOUR, b"Sales"), headers, NOW) == due_ms
+
+
+def test_at_its_first_level_a_note_of_the_broker_is_of_another_trip() -> None:
+    noted = {X_DEATH: death("nsb.v2.delay-level-12", SECOND - 100)}
+    assert due_at_level(NSB, 11, routing_key(HOUR, b"a"), noted, NOW) == NOW + HOUR * 1000
+
+
+@pytest.mark.parametrize(
+    ("eta", "due_ms"),
+    [
+        ("2027-01-15T09:00:00.400000+00:00", NOW + 3_600_400),  # Celery cut 0.4 s off
+        ("2027-01-15T09:30:00", NOW + 3_601_000),
+        ("2027-01-15T08:40:00", NOW + 2_400_000),
+        ("2027-01-15T08:00:00", NOW + 3_600_000 - 2_048_000),
+        (None, NOW + 3_600_000),
+        ("soon", NOW + 3_600_000),
+    ],
+)
+def test_a_task_of_celery(eta: object, due_ms: int) -> None:
+    assert due_at_level(Cascade("celery"), 11, routing_key(HOUR, b"celery"), {b"eta": eta}, NOW) == due_ms
+
+
+def test_a_message_of_our_own_cascade_knows_its_due_instant() -> None:
+    said = {b"x-delayer-due": NOW + 3_000_000}
+    assert due_at_level(Cascade(), 11, routing_key(HOUR, b"q"), said, NOW) == NOW + 3_000_000
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    delay=st.integers(1, MAX_SECONDS),
+    pick=st.integers(0, LEVELS),
+    waited=st.floats(0, 1),
+    sent_ms=st.integers(1_500_000_000_000, 1_900_000_000_000),
+    lag_ms=st.lists(st.integers(0, 400), min_size=LEVELS, max_size=LEVELS),
+    noted=st.booleans(),
+    says=st.booleans(),
+)
+def test_never_early_and_never_later_than_it_must(
+    kind: Kind, delay: int, pick: int, waited: float, sent_ms: int, lag_ms: list[int], noted: bool, says: bool
+) -> None:
+    """A message goes down its levels, late by a little at each, and is met somewhere in one of them."""
+    cascade = Cascade(kind)
+    path = [level for level in reversed(range(LEVELS)) if delay >> level & 1]
+    met = pick % len(path)
+    came_ms, died = sent_ms, []
+    for level in path[:met]:
+        came_ms += (1000 << level) + lag_ms[level]
+        died = [*death(cascade.level(level), came_ms // 1000), *died]
+    now_ms = came_ms + int(waited * (1000 << path[met]))
+    headers: dict[bytes, object] = {X_DEATH: died} if noted and died else {}
+    if says and kind.startswith("nservicebus"):
+        headers |= sent(delay, sent_ms)
+    due_ms = due_at_level(cascade, path[met], routing_key(delay, b"a"), headers, now_ms)
+    late_ms = due_ms - (sent_ms + delay * 1000)
+    assert late_ms >= 0
+    if X_DEATH in headers or DELAY_IN_SECONDS in headers:
+        assert late_ms <= 1000 + sum(lag_ms)
+    else:
+        assert late_ms <= (1000 << path[met]) + sum(lag_ms)

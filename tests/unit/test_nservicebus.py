@@ -1,0 +1,166 @@
+"""What NServiceBus headers say about time: a row for every shape, and the shapes that are none."""
+
+from __future__ import annotations
+
+import doctest
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core import nservicebus
+from delayer.core.delay import UnreadableDelay
+from delayer.core.nservicebus import (
+    CLEAR_TIMEOUTS,
+    DELAY_IN_SECONDS,
+    DELIVER_AT,
+    EXPIRE,
+    REPLY_TO,
+    RETRIES_TIMESTAMP,
+    ROUTE_EXPIRED_TO,
+    SAGA_ID,
+    TIME_SENT,
+    Timeout,
+    cleared_saga,
+    delay_seconds,
+    delayed_until_ms,
+    read_wire_instant_ms,
+    saga_of,
+    timeout,
+    wire_instant,
+)
+
+SENT = "2026-04-29 22:11:26:330982 Z"
+SENT_MS = 1_777_500_686_331
+SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
+
+
+def test_the_examples_in_the_module_are_true() -> None:
+    assert doctest.testmod(nservicebus).failed == 0
+
+
+def test_an_instant_is_rounded_up_to_the_millisecond() -> None:
+    assert read_wire_instant_ms(SENT) == SENT_MS
+    assert datetime.fromtimestamp(SENT_MS / 1000, UTC).isoformat() == "2026-04-29T22:11:26.331000+00:00"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "", "2026-04-29 22:11:26", "2026-04-29 22:11:26.330982 Z", "2026-04-29 22:11:26:330982", SENT + " ",
+        "2026-04-29T22:11:26:330982 Z", "2026-02-30 22:11:26:330982 Z", "2026-04-29 24:11:26:330982 Z", b"x", 7, None,
+        "٢٠٢٦-04-29 22:11:26:330982 Z", "2026-04-29 22:11:26:33098 Z",
+    ],
+)  # fmt: skip
+def test_what_is_no_instant_is_refused_and_says_what_was_expected(value: object) -> None:
+    with pytest.raises(UnreadableDelay, match=r"expected an instant like .*, found"):
+        read_wire_instant_ms(value)
+
+
+@given(st.integers(0, 253_402_300_799_999))
+def test_an_instant_comes_back_from_its_text(epoch_ms: int) -> None:
+    text = wire_instant(epoch_ms)
+    assert len(text) == 28
+    assert read_wire_instant_ms(text) == epoch_ms
+
+
+@pytest.mark.parametrize(
+    ("headers", "due_ms"),
+    [
+        ({}, None),
+        ({TIME_SENT: SENT}, None),
+        ({DELIVER_AT: SENT}, None),  # of a message that was delayed once, and is not any more
+        ({DELAY_IN_SECONDS: 60}, None),  # since when, nobody says
+        ({DELAY_IN_SECONDS: 60, TIME_SENT: SENT}, SENT_MS + 60_000),
+        ({DELAY_IN_SECONDS: "60", TIME_SENT: SENT}, SENT_MS + 60_000),
+        ({DELAY_IN_SECONDS: 0, TIME_SENT: SENT}, SENT_MS),
+        ({DELAY_IN_SECONDS: -123, TIME_SENT: SENT}, SENT_MS - 123_000),
+        ({DELAY_IN_SECONDS: 268_435_455, TIME_SENT: SENT}, SENT_MS + 268_435_455_000),
+        # A delayed retry: everything but the time of the failure is of the first sending.
+        (
+            {DELAY_IN_SECONDS: 10, TIME_SENT: SENT, RETRIES_TIMESTAMP: "2026-04-30 22:11:26:330000 Z"},
+            SENT_MS - 1 + 86_400_000 + 10_000,
+        ),
+        (
+            {
+                DELAY_IN_SECONDS: 10,
+                TIME_SENT: SENT,
+                DELIVER_AT: "2026-04-29 22:12:00:000000 Z",
+                RETRIES_TIMESTAMP: "2026-04-30 22:11:26:330000 Z",
+            },
+            SENT_MS - 1 + 86_400_000 + 10_000,
+        ),
+        # An outbox kept the message for ten minutes, and what was left of its delay was less by then.
+        (
+            {DELAY_IN_SECONDS: 3000, TIME_SENT: SENT, DELIVER_AT: "2026-04-29 23:11:26:330982 Z"},
+            SENT_MS + 3_600_000,
+        ),
+    ],
+)
+def test_when_a_delayed_message_is_due(headers: dict[bytes, object], due_ms: int | None) -> None:
+    assert delayed_until_ms(headers) == due_ms
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({DELAY_IN_SECONDS: "soon", TIME_SENT: SENT}, "expected seconds"),
+        ({DELAY_IN_SECONDS: None, TIME_SENT: SENT}, "expected seconds"),
+        ({DELAY_IN_SECONDS: 5, TIME_SENT: "yesterday"}, "NServiceBus.TimeSent"),
+        ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, RETRIES_TIMESTAMP: 5}, "NServiceBus.Retries.Timestamp"),
+        ({DELAY_IN_SECONDS: 5, TIME_SENT: SENT, DELIVER_AT: b"\xff"}, "NServiceBus.DeliverAt"),
+    ],
+)
+def test_an_unreadable_header_is_named(headers: dict[bytes, object], named: str) -> None:
+    with pytest.raises(UnreadableDelay, match=named):
+        delayed_until_ms(headers)
+
+
+def test_how_long_a_message_is_delayed() -> None:
+    assert delay_seconds({}) is None
+    assert delay_seconds({DELAY_IN_SECONDS: 2147483647}) == 2147483647
+
+
+@pytest.mark.parametrize(
+    ("headers", "asked"),
+    [
+        ({}, None),
+        ({ROUTE_EXPIRED_TO: "Sales"}, None),
+        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales.Orders"}, Timeout(SENT_MS, b"Sales.Orders")),
+        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "Sales", REPLY_TO: "Other"}, Timeout(SENT_MS, b"Sales")),
+        ({EXPIRE: SENT, ROUTE_EXPIRED_TO: "", REPLY_TO: "Other"}, Timeout(SENT_MS, b"Other")),
+        ({EXPIRE: SENT, REPLY_TO: "Other@MACHINE"}, Timeout(SENT_MS, b"Other@MACHINE")),
+        ({EXPIRE: SENT, REPLY_TO: b"\xff"}, Timeout(SENT_MS, b"\xff")),
+    ],
+)
+def test_what_a_timeout_manager_is_asked_for(headers: dict[bytes, object], asked: Timeout | None) -> None:
+    assert timeout(headers) == asked
+
+
+@pytest.mark.parametrize("headers", [{EXPIRE: SENT}, {EXPIRE: SENT, REPLY_TO: 5}, {EXPIRE: "x", REPLY_TO: "Sales"}])
+def test_a_timeout_without_an_instant_or_an_address_is_unreadable(headers: dict[bytes, object]) -> None:
+    with pytest.raises(UnreadableDelay):
+        timeout(headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "saga"),
+    [
+        ({}, None),
+        ({SAGA_ID: SAGA}, None),
+        ({CLEAR_TIMEOUTS: "False", SAGA_ID: SAGA}, None),
+        ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, SAGA.encode()),
+        ({CLEAR_TIMEOUTS: "true", SAGA_ID: SAGA.upper()}, SAGA.encode()),
+        ({CLEAR_TIMEOUTS: True, SAGA_ID: SAGA}, SAGA.encode()),
+    ],
+)
+def test_whose_timeouts_are_to_go(headers: dict[bytes, object], saga: bytes | None) -> None:
+    assert cleared_saga(headers) == saga
+
+
+@pytest.mark.parametrize("saga", [None, "", "00000000-0000-0000-0000-000000000000", 5])
+def test_to_clear_the_timeouts_of_no_saga_is_unreadable(saga: object) -> None:
+    assert saga_of({SAGA_ID: saga}) is None
+    with pytest.raises(UnreadableDelay, match="expected a saga"):
+        cleared_saga({CLEAR_TIMEOUTS: "True", SAGA_ID: saga})
