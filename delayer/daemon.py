@@ -17,14 +17,14 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
-from delayer.core.plan import Policy
+from delayer.core.plan import Finish, Policy
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
 from delayer.services.carry import IntakeCarrier
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.due import DueCarrier
-from delayer.services.holding import Holding, StraysHolder
+from delayer.services.holding import Holding, Notes, StraysHolder
 from delayer.services.lanes import Lanes
 from delayer.services.lifecycle import Life
 from delayer.services.ports import Lane, Store
@@ -33,7 +33,9 @@ from delayer.services.restoring import Restoring
 from delayer.services.session import Carry, Intake, Session
 from delayer.services.shelf import Shelf
 from delayer.services.sorting import Names
+from delayer.services.strays import Reader, Strays
 from delayer.settings import Settings
+from delayer.store import retry
 from delayer.store.postgres import PostgresStore
 from delayer.wire.address import Address
 from delayer.wiring import cascade_of, policy_of, topology_of, uses_cascade
@@ -66,13 +68,14 @@ class Daemon:
         address = Address.parse(settings.broker_url)
         heartbeat = settings.broker.heartbeat_ms / 1000
         self._relays = {
-            use: Relay(address, f"delayer {use}", heartbeat=heartbeat) for use in ("intake", "due", "publish")
+            use: Relay(address, f"delayer {use}", heartbeat=heartbeat) for use in ("intake", "due", "strays", "publish")
         }
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self._relays["publish"])
         self._bindings = DeliveryBindings(self._connect_admin, self._cascade)
         strays = (self._cascade.strays or settings.refused.queue).encode()
-        astray = StraysHolder(self._publisher, strays, new_id, self.counters)
+        self._notes = Notes(self._sure_ms, retry.pause_ms)
+        astray = StraysHolder(self._publisher, strays, new_id, self.counters, self._notes)
         holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
         self._dispatch = Dispatch(self._publisher, holding, self.counters)
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
@@ -133,6 +136,8 @@ class Daemon:
                 carrier = DueCarrier(now_ms=self._sure_ms, names=self._names, dispatch=self._dispatch, new_id=new_id)
                 self._due = self._session("due", wanted.native.due_queue, carrier)
                 self.life.add("due", self._due.run)
+                if self._cascade.strays is not None:
+                    self.life.add("strays", self._strays(self._cascade.strays).run)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
         finally:
@@ -161,9 +166,30 @@ class Daemon:
         stop.cancel()
 
     def _session(self, use: str, queue: str, carry: Carry) -> Session:
-        intake = Intake(queue, self.settings.intake.prefetch)
+        intake = Intake(
+            queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
+        )
         prepare = self._prepare if use == "intake" else self.declare
         return Session(intake, RelayConsumer(self._relays[use]), carry, prepare=prepare, pulse=self._pulse)
+
+    def _strays(self, queue: str) -> Strays:
+        reader = Reader(self._cascade.delivery.encode(), self._addressed, lambda: self._publisher.max_properties)
+        return Strays(
+            queue,
+            RelayConsumer(self._relays["strays"]),
+            RelayPublisher(self._relays["publish"]),
+            reader,
+            notes=self._notes,
+            counters=self.counters,
+            pulse=self._pulse,
+        )
+
+    def _addressed(self, queue: bytes) -> bool:
+        """Whether a message may ask to be brought to ``queue`` by the broker: nothing else at the end of the cascade is
+        there because of us."""
+        policy = self._policy
+        finishes = any(route.finish is Finish.BROKER for route in policy.routes.values())
+        return finishes and queue not in policy.own_queues
 
     def _intake_carrier(self) -> IntakeCarrier:
         return IntakeCarrier(

@@ -55,6 +55,8 @@ EVENTS: Final[Mapping[str, str]] = {
     "consumer not ended in order": "a session's end got no answer; its last messages may be repeated",
     "consuming": "a queue is consumed",
     "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
+    "deliveries given back": "what was read could not be carried out in time; the rest is in the queue, and read again",
+    "strays not tried": "a loss ended a look at the strays; they are in their queue, and tried again; said sparingly",
     # the store
     "store connected": "connected, and the schema is the right one",
     "store unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
@@ -75,7 +77,7 @@ EVENTS: Final[Mapping[str, str]] = {
     # messages that need somebody's attention
     "segment broken": "a segment does not read back: its bytes are kept, its messages wait for a person; said once",
     "message refused": "set aside in the refused queue, with the reason",
-    "message held": "its destination would not take it; it is tried again, and can be seen in the store",
+    "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",
     "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",
     "queue missing": "the address at the end of the cascade is no queue; the daemon will finish its messages itself",
 }

@@ -92,6 +92,11 @@ class RelaySubscription:
         self._raise_if_lost()
         return self._take(limit)
 
+    @property
+    def behind(self) -> bool:
+        """See ports.Subscription."""
+        return bool(self._buffer) or self._paused
+
     def ack(self, tag: int, *, multiple: bool) -> None:
         """See ports.Subscription."""
         if not self._channel.closed.done():

@@ -63,6 +63,8 @@ _ROUTES: Final = frozenset({b"CC", b"BCC"})
 ROOM: Final = 2048
 """Bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
+HELD_REASON: Final = 440
+"""The same for a stray, whose note takes room as well."""
 ID_BYTES: Final = 32
 """The longest id that we give: a UUID in hexadecimal."""
 
@@ -162,6 +164,8 @@ _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
 _HELD: Final = b"x-delayer-held"
+_ATTEMPTS: Final = b"x-delayer-attempts"
+_RETRY: Final = b"x-delayer-retry"
 
 # The rule for changing this: messages of an older format may be in the cascade for 8.5 years. A new format gets a new
 # number here, opened() goes on reading every older one, and tests/unit keeps bytes of each.
@@ -179,7 +183,15 @@ class Envelope(NamedTuple):
     parcel: Parcel
 
 
-def enveloped(parcel: Parcel, id: bytes, held: str = "") -> bytes:
+class Held(NamedTuple):
+    """Why a message was not taken, how often it was tried, and when it is tried again (epoch milliseconds)."""
+
+    reason: str
+    attempts: int
+    retry_ms: int
+
+
+def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
     """Properties of a carrier: the message's own, verbatim, in one header, and what was decided in others.
 
     Nothing of the message can act or be re-encoded on the way; its body rides as it is.
@@ -195,8 +207,9 @@ def enveloped(parcel: Parcel, id: bytes, held: str = "") -> bytes:
         + entry(_TO_KEY, long_string(parcel.target.routing_key))
         + entry(_PROPERTIES, byte_array(parcel.properties))
     )
-    if held:
-        headers += entry(_HELD, long_string(_reason(held)))
+    if held is not None:
+        headers += entry(_HELD, long_string(_reason(held.reason, HELD_REASON)))
+        headers += entry(_ATTEMPTS, int64(held.attempts)) + entry(_RETRY, int64(held.retry_ms))
     return encode_headers(headers, delivery_mode=2)
 
 
@@ -232,6 +245,16 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
         body,
     )
     return Envelope(content(ID, ID_BYTES), parcel)
+
+
+def tried(properties: Properties) -> tuple[int, int]:
+    """What a stray says of itself: how often it was tried, and when it is tried again (epoch milliseconds). Zero where
+    it says nothing, or nothing that can be: then it is tried at once. Raises MalformedTable."""
+    attempts, retry_ms = (
+        0 if (found := properties.get(name)) is None else int.from_bytes(found.content[:8], "big", signed=True)
+        for name in (_ATTEMPTS, _RETRY)
+    )
+    return (attempts, retry_ms) if attempts > 0 and 0 <= retry_ms <= LATEST_MS else (0, 0)
 
 
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
@@ -272,6 +295,6 @@ def _with_gains(properties: Properties, gained: bytes) -> bytes:
     )
 
 
-def _reason(text: str) -> bytes:
+def _reason(text: str, most: int = REASON) -> bytes:
     # Cut between characters: client libraries fail on strings that are not UTF-8.
-    return text.encode("utf-8", "replace")[:REASON].decode("utf-8", "ignore").encode()
+    return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore").encode()

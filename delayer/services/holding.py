@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -29,17 +30,33 @@ def report(items: Sequence[tuple[Parcel, str]], counters: Counters) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What is noted on a stray. ``pause_ms``: the pause after so many attempts, spread by a number of its own."""
+
+    now_ms: Callable[[], int]
+    pause_ms: Callable[[int, int], int]
+
+    def note(self, id: bytes, reason: str, attempts: int) -> edits.Held:
+        """It was tried ``attempts`` times, the last time now."""
+        return edits.Held(reason, attempts, self.now_ms() + self.pause_ms(attempts, int.from_bytes(id[-8:], "big")))
+
+
 class StraysHolder:
     """Holds in a queue of the broker: the strays queue of our own cascade, the refused queue beside a shared one.
 
-    The message goes there in its envelope, so nothing of it acts or expires while it waits for somebody to look.
+    The message goes there in its envelope, so nothing of it acts or expires while it waits to be tried again
+    (delayer/services/strays.py), or in the refused queue for somebody to look.
     """
 
-    def __init__(self, publisher: Publisher, exchange: bytes, new_id: Callable[[], bytes], counters: Counters) -> None:
+    def __init__(
+        self, publisher: Publisher, exchange: bytes, new_id: Callable[[], bytes], counters: Counters, notes: Notes
+    ) -> None:
         self._publisher = publisher
         self._exchange = exchange
         self._new_id = new_id
         self._counters = counters
+        self._notes = notes
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         begin = 0
@@ -52,7 +69,7 @@ class StraysHolder:
         batch = []
         for parcel, reason in items:
             token = self._new_id()
-            properties = edits.enveloped(parcel, token, reason)
+            properties = edits.enveloped(parcel, token, self._notes.note(token, reason, 1))
             batch.append(Outgoing(self._exchange, parcel.target.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
             if not isinstance(outcome, Confirmed):

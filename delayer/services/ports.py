@@ -49,6 +49,10 @@ class Subscription(Protocol):
         Raises BrokerLost when connection, channel or consumer is gone; everything unsettled returns to the queue.
         """
 
+    @property
+    def behind(self) -> bool:
+        """Whether more has been delivered than :meth:`next_batch` has handed out."""
+
     def ack(self, tag: int, *, multiple: bool) -> None:
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 

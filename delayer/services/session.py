@@ -30,14 +30,37 @@ class Intake:
 
     ``gather`` is how long the first delivery of a batch may wait for company, in seconds: with a commit for every
     few messages the time of daemon, broker and database goes into the commits. ``in_flight`` batches overlap each
-    other's waiting.
+    other's waiting. After ``give_back_after`` seconds in which less was carried out than was read ahead, the rest goes
+    back to the queue: see :class:`Patience`.
     """
 
     queue: str
     prefetch: int
+    give_back_after: float = 480.0
     batch: int = 2000
     gather: float = 0.005
     in_flight: int = 3
+
+
+class Patience:
+    """How long deliveries wait here at most. Pure; the caller passes time, in seconds.
+
+    RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. What has been read
+    ahead is at most ``prefetch`` messages; so if so many are handed on in less than ``seconds``, or nothing waits, none
+    is older than twice that when its turn comes.
+    """
+
+    def __init__(self, prefetch: int, seconds: float, now: float) -> None:
+        self._prefetch = prefetch
+        self._seconds = seconds
+        self._tag = 0
+        self._since = now
+
+    def over(self, last_tag: int, *, behind: bool, now: float) -> bool:
+        """Note that everything up to ``last_tag`` was handed on. Whether what waits is to be given back."""
+        if not behind or last_tag - self._tag >= self._prefetch:
+            self._tag, self._since = last_tag, now
+        return now - self._since > self._seconds
 
 
 class Session:
@@ -90,11 +113,17 @@ class Session:
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
         settler = Settler(subscription, self._beat)
         running: set[asyncio.Task[None]] = set()
+        now = asyncio.get_running_loop().time
+        patience, last_tag = Patience(self._intake.prefetch, self._intake.give_back_after, now()), 0
         try:
             while not stopping.is_set():
                 self._beat()
+                if patience.over(last_tag, behind=subscription.behind, now=now()):
+                    log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)
+                    break
                 batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
                 if batch:
+                    last_tag = batch[-1].tag
                     reach("intake.read")
                     settler.read(batch)
                     running.add(asyncio.create_task(self._carry(batch, settler), name=f"carry {len(batch)}"))

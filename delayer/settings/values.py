@@ -167,6 +167,16 @@ def _broker_url(value: object) -> SecretUrl:
     return url
 
 
+SHORTEST_GIVE_BACK_MS = 1000
+
+
+def _give_back_ms(value: object) -> int:
+    milliseconds = duration_ms(value)
+    if milliseconds < SHORTEST_GIVE_BACK_MS:
+        raise Expected('a duration of at least "1s"')
+    return milliseconds
+
+
 def _store_url(value: object) -> SecretUrl:
     return _url(value, ("postgresql", "postgres"), "postgresql://user:password@host:5432/database")
 
@@ -178,6 +188,7 @@ def _management_url(value: object) -> SecretUrl | None:
 
 
 DurationMs = Annotated[int, BeforeValidator(duration_ms)]
+GiveBackMs = Annotated[int, BeforeValidator(_give_back_ms)]
 HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
 RestoreAheadMs = Annotated[int, BeforeValidator(_restore_ahead_ms)]
 Exchange = Annotated[str, BeforeValidator(_exchange)]

@@ -68,6 +68,7 @@ class Acks:
 
     def __init__(self) -> None:
         self.acked: list[tuple[int, bool]] = []
+        self.behind = False
 
     def ack(self, tag: int, *, multiple: bool) -> None:
         self.acked.append((tag, multiple))

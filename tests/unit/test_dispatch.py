@@ -9,13 +9,14 @@ from delayer.core.message import CONFIRMED, NACKED, Confirmed, Outcome, Parcel, 
 from delayer.services import edits
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch, NotTaken, Publication, why
-from delayer.services.holding import Holding, StraysHolder
+from delayer.services.holding import Holding, Notes, StraysHolder
 from delayer.services.settle import Settler
 from delayer.wire.properties import Properties
 from tests.rig.fakes import NOW, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids, outgoing
 
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
 NO_ROUTE = Returned(312, "NO_ROUTE")
+NOTES = Notes(lambda: NOW, lambda attempts, _: 10_000 * attempts)
 
 
 class Scene:
@@ -125,7 +126,8 @@ def test_why() -> None:
 
 async def test_strays_are_held_in_their_envelope() -> None:
     publisher, counters = ScriptedPublisher(), Counters()
-    await StraysHolder(publisher, b"delayer.delay-strays", ids(), counters).hold([(PARCEL, "why"), (PARCEL, "so")])
+    holder = StraysHolder(publisher, b"delayer.delay-strays", ids(), counters, NOTES)
+    await holder.hold([(PARCEL, "why"), (PARCEL, "so")])
     assert [(one.exchange, one.token, one.body) for one in publisher.published] == [
         (b"delayer.delay-strays", b"id-0", b"body"),
         (b"delayer.delay-strays", b"id-1", b"body"),
@@ -135,20 +137,21 @@ async def test_strays_are_held_in_their_envelope() -> None:
     reason = found.get(b"x-delayer-held")
     assert reason is not None
     assert reason.value == "why"
+    assert edits.tried(found) == (1, NOW + 10_000)
     assert counters.as_dict()["held"] == 2
 
 
 async def test_strays_are_held_as_many_at_a_time_as_the_publisher_wants() -> None:
     publisher, counters = ScriptedPublisher(), Counters()
     publisher.batch_limit = 2
-    await StraysHolder(publisher, b"strays", ids(), counters).hold([(PARCEL, "why")] * 5)
+    await StraysHolder(publisher, b"strays", ids(), counters, NOTES).hold([(PARCEL, "why")] * 5)
     assert publisher.batches == 3
     assert len(publisher.published) == counters.as_dict()["held"] == 5
 
 
 async def test_strays_that_are_not_taken() -> None:
     counters = Counters()
-    holder = StraysHolder(ScriptedPublisher({b"k": NACKED}), b"strays", ids(), counters)
+    holder = StraysHolder(ScriptedPublisher({b"k": NACKED}), b"strays", ids(), counters, NOTES)
     with pytest.raises(NotTaken, match="exchange strays did not take a message to hold"):
         await holder.hold([(PARCEL, "why")])
     assert counters.as_dict()["held"] == 0

@@ -241,10 +241,14 @@ parcels = st.builds(
 )
 
 
-@given(parcels, st.binary(max_size=ID_BYTES), st.text(max_size=600))
-def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: str) -> None:
+held = st.none() | st.builds(edits.Held, st.text(max_size=600), st.integers(1, 1 << 40), st.integers(0, LATEST_MS))
+
+
+@given(parcels, st.binary(max_size=ID_BYTES), held)
+def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: edits.Held | None) -> None:
     raw = edits.enveloped(parcel, id, held)
     assert opened(raw, parcel.body) == (id, parcel)
+    assert edits.tried(Properties.parse(raw)) == ((0, 0) if held is None else held[1:])
     assert Properties.parse(raw).delivery_mode == 2
     assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # nothing that acts on the way
 
@@ -304,7 +308,8 @@ def test_the_room_that_edits_need() -> None:
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    assert len(edits.enveloped(parcel, b"i" * ID_BYTES, "ü" * 600)) <= len(raw) + ROOM
+    note = edits.Held("ü" * 600, 1, DUE_MS)
+    assert len(edits.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
     assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
     every = delivered(raw)._replace(exchange=longest, routing_key=longest)

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
-from delayer.services.session import Intake, Session
+from delayer.services.session import Intake, Patience, Session
 from delayer.services.settle import Settler
 from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
 
@@ -46,6 +46,17 @@ class Carrier:
 
     def hold_back(self, *tags: int) -> None:
         self.gates |= {tag: asyncio.Event() for tag in tags}
+
+
+def test_patience_ends_where_less_is_carried_out_than_was_read_ahead() -> None:
+    patience = Patience(prefetch=10, seconds=60.0, now=0.0)
+    assert not patience.over(0, behind=True, now=60.0)
+    assert patience.over(9, behind=True, now=61.0), "fewer than were read ahead, in more than a minute"
+    assert not patience.over(10, behind=True, now=61.0), "a whole prefetch: none of those is left"
+    assert not patience.over(19, behind=True, now=121.0)
+    assert not patience.over(19, behind=False, now=500.0), "nothing waits"
+    assert not patience.over(19, behind=True, now=560.0)
+    assert patience.over(19, behind=True, now=561.0)
 
 
 class Scene:
@@ -232,3 +243,17 @@ async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
     it.stopping.set()
     await task
     assert quick == [0, 1, 2, 3, 0]
+
+
+async def test_what_takes_too_long_goes_back_to_the_queue() -> None:
+    """In order: what is being carried is settled, what was read ahead is not begun, and it begins again."""
+    first, second = ScriptedSubscription([batch(n) for n in range(1, 90)]), ScriptedSubscription([batch(1)])
+    it = Scene(first, second)
+    first.behind = True
+    it.session._intake = Intake("delays", 100, give_back_after=0.0)
+    running = it.start()
+    await until(lambda: second.acked == [(1, True)])
+    assert first.events[-2:] == ["stopped", "closed"]
+    assert len(first.acked) == len(it.carrier.begun) - 1 < 89
+    it.stopping.set()
+    await running

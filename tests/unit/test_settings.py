@@ -34,6 +34,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert settings.broker_url == "amqp://guest:guest@localhost:5672/?heartbeat=20"
     assert settings.intake.queue == "delays"
     assert settings.intake.prefetch == 5000
+    assert settings.intake.give_back_after_ms == 480_000
     assert settings.intake.max_delay_ms == 3650 * DAY_MS
     (route,) = settings.routes
     assert (route.from_, route.to, route.routing_key, route.finish) == ("delayer.in", "delayer.out", "", "daemon")
@@ -149,6 +150,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("store", "restore_ahead"): "9d",
         ("http", "listen"): "[::1]:80",
         ("http", "token"): "open-sesame-open",
+        ("intake", "give_back_after"): "9m",
         ("log", "format"): "console",
         ("log", "level"): "debug",
     }

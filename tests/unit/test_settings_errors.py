@@ -132,6 +132,7 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         f'[intake]\nqueue = "{"é" * 128}"',
         [("intake.queue", "the name of a queue of at most 255 bytes", json.dumps("é" * 128)[:79] + "…", "")],
     ),
+    ('[intake]\ngive_back_after = "999ms"', [("intake.give_back_after", 'a duration of at least "1s"', '"999ms"', "")]),
     ("[intake]\nprefetch = 0", [("intake.prefetch", "a whole number of at least 1", "0", "")]),
     ("[intake]\nprefetch = 65536", [("intake.prefetch", "a whole number of at most 65535", "65536", "")]),
     ("[intake]\nprefetch = true", [("intake.prefetch", "a whole number", "true", "")]),

@@ -1,0 +1,189 @@
+"""Strays: which are tried and when, what becomes of them, and what is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from delayer.core.cascade import routing_key
+from delayer.core.errors import BrokerLost
+from delayer.core.message import NACKED, Delivery, Outcome, Outgoing, Parcel, Returned, Target
+from delayer.services import edits
+from delayer.services.counting import Counters
+from delayer.services.holding import Notes
+from delayer.services.strays import LONGEST_REST, SHARE, Reader, Strays
+from delayer.store.retry import pause_ms
+from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
+from tests.rig.fakes import NOW, Pulse, ScriptedConsumer, ScriptedPublisher, ScriptedSubscription, delivery, until
+
+QUEUE = "delayer.delay-strays"
+DELIVERY = b"delayer.delay-delivery"
+INNER = encode_headers(entry(b"mine", long_string(b"kept")))
+NO_ROUTE = Returned(312, "NO_ROUTE")
+
+
+class ByExchange(ScriptedPublisher):
+    """Answers by exchange: the strays' own takes everything unless told."""
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+        renamed = [one._replace(routing_key=one.exchange + b"/" + one.routing_key) for one in batch]
+        outcomes = await super().publish(renamed)
+        self.published[len(self.published) - len(batch) :] = batch
+        return outcomes
+
+
+def stray(tag: int, key: bytes = b"k", *, attempts: int = 1, retry_ms: int = NOW, id: bytes = b"id") -> Delivery:
+    parcel = Parcel(NOW - 5, b"orders.in", b"orders.in", b"k", Target(b"out", key), INNER, b"body")
+    held = edits.Held("why", attempts, retry_ms) if attempts else None
+    properties = edits.enveloped(parcel, id + b"%d" % tag, held)
+    return delivery(tag, exchange=QUEUE.encode(), body=b"body")._replace(properties=properties)
+
+
+def unbound(tag: int, queue: bytes = b"sales", due_ms: int = NOW - 5, exchange: bytes = DELIVERY) -> Delivery:
+    """As the broker's alternate exchange brings it."""
+    headers = (entry(edits.ID, long_string(b"of-the-broker")), entry(edits.DUE, int64(due_ms)))
+    return delivery(tag, *headers, exchange=exchange, key=routing_key(5, queue))
+
+
+class Scene:
+    def __init__(
+        self, *script: Sequence[Delivery] | Exception, answers: dict[bytes, Outcome | BaseException] | None = None
+    ) -> None:
+        self.subscription = ScriptedSubscription(script)
+        self.publisher = ByExchange(answers)
+        self.counters = Counters()
+        self.pulse = Pulse()
+        self.stopping = asyncio.Event()
+        reader = Reader(DELIVERY, lambda queue: queue != b"delays", lambda: 10_000)
+        self.strays = Strays(
+            QUEUE,
+            ScriptedConsumer(self.subscription),
+            self.publisher,
+            reader,
+            notes=Notes(lambda: NOW, pause_ms),
+            counters=self.counters,
+            pulse=self.pulse,
+        )
+
+    async def look(self) -> None:
+        """One look, to its end."""
+        await self.strays._look(self.stopping)
+
+    @property
+    def acked(self) -> list[int]:
+        return [tag for tag, multiple in self.subscription.acked if not multiple]
+
+    def sent(self, exchange: bytes) -> list[Outgoing]:
+        return [one for one in self.publisher.published if one.exchange == exchange]
+
+
+async def test_what_is_due_goes_to_its_destination_under_its_own_id() -> None:
+    it = Scene([stray(1), stray(2)])
+    await it.look()
+    first, second = it.sent(b"out")
+    assert first.properties == edits.released(Properties.parse(INNER), b"id1", NOW - 5)
+    assert (first.body, first.token, second.token) == (b"body", b"id1", b"id2")
+    assert it.acked == [1, 2]
+    assert it.subscription.events[-2:] == ["stopped", "closed"]
+    assert it.counters.as_dict()["released"] == 2
+
+
+async def test_what_is_not_due_for_another_try_is_given_back() -> None:
+    it = Scene([stray(1, retry_ms=NOW + 3_000), stray(2), stray(3, retry_ms=NOW + 2_000)])
+    await it.look()
+    assert it.acked == [2]
+    assert it.strays._rest(0.0) == 2.0
+    assert it.strays._rest(1.0) == SHARE, "a look that takes long is followed by a long rest"
+
+
+async def test_what_is_not_taken_goes_to_the_end_with_a_longer_pause() -> None:
+    it = Scene([stray(1, b"gone", attempts=3), stray(2)], answers={b"out/gone": NO_ROUTE})
+    await it.look()
+    assert it.acked == [2, 1]
+    [again] = it.sent(QUEUE.encode())
+    properties = Properties.parse(again.properties)
+    attempts, retry_ms = edits.tried(properties)
+    assert attempts == 4
+    assert NOW + 64_000 <= retry_ms <= NOW + 80_000
+    envelope = edits.opened(properties, again.body, 10_000)
+    assert (envelope.id, envelope.parcel.properties, again.token) == (b"id1", INNER, b"id1")
+    assert it.strays._rest(0.0) == LONGEST_REST
+
+
+async def test_it_is_acknowledged_after_it_is_held_again() -> None:
+    it = Scene([stray(1, b"gone")], answers={b"out/gone": NO_ROUTE, QUEUE.encode() + b"/gone": NACKED})
+    with pytest.raises(BrokerLost, match="1 of 1 strays were not taken"):
+        await it.look()
+    assert it.acked == []
+    assert it.subscription.events == ["closed"]
+
+
+async def test_one_in_doubt_leaves_all_of_its_portion() -> None:
+    it = Scene([stray(1), stray(2, b"lost"), stray(3)], answers={b"out/lost": BrokerLost("in doubt")})
+    it.publisher.batch_limit = 1
+    with pytest.raises(BrokerLost, match="in doubt"):
+        await it.look()
+    assert it.acked == [1]
+
+
+async def test_what_the_broker_could_not_finish_is_brought_to_its_queue() -> None:
+    it = Scene([unbound(1), unbound(2, due_ms=NOW + 9_000), unbound(3, b"delays"), unbound(4, exchange=b"other")])
+    await it.look()
+    [message] = it.publisher.published
+    assert (message.exchange, message.routing_key, message.token) == (b"", b"sales", b"of-the-broker")
+    assert it.acked == [1], "one is not due, one is for a queue of ours, one is somebody else's"
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        delivery(1),
+        delivery(1)._replace(properties=b"\xff"),
+        delivery(1)._replace(properties=b"\x20\x00\x00\x00\x00\x04\x03bad"),
+        delivery(1, exchange=DELIVERY, key=routing_key(5, b"sales")),
+        delivery(1, entry(edits.ID, long_string(b"i" * 33)), exchange=DELIVERY, key=routing_key(5, b"sales")),
+    ],
+)
+async def test_what_is_none_of_ours_stays(junk: Delivery) -> None:
+    it = Scene([junk, stray(2)])
+    await it.look()
+    assert it.acked == [2]
+    assert len(it.publisher.published) == 1
+
+
+async def test_one_without_a_note_is_tried_at_once() -> None:
+    """From before there were any, and from whoever writes nonsense there."""
+    it = Scene([stray(1, attempts=0), stray(2, retry_ms=-1), stray(3, attempts=-1)])
+    await it.look()
+    assert it.acked == [1, 2, 3]
+
+
+async def test_properties_that_cannot_be_read_are_a_reason() -> None:
+    parcel = Parcel(NOW, b"", b"", b"", Target(b"out", b"k"), b"\0\1", b"body")
+    it = Scene([stray(1)._replace(properties=edits.enveloped(parcel, b"id"))])
+    await it.look()
+    assert [one.exchange for one in it.publisher.published] == [QUEUE.encode()]
+    assert it.acked == [1]
+
+
+async def test_it_runs_until_it_is_told_to_stop() -> None:
+    it = Scene([stray(1)])
+    running = asyncio.create_task(it.strays.run(it.stopping))
+    await until(lambda: it.subscription.events[-1:] == ["closed"])
+    it.stopping.set()
+    await asyncio.wait_for(running, 5)
+    assert it.pulse.forgotten == ["strays"]
+    assert it.publisher.closed == 1
+
+
+async def test_a_blocked_broker_is_not_asked_for_any() -> None:
+    it = Scene([stray(1)])
+    it.publisher.ready = False
+    running = asyncio.create_task(it.strays.run(it.stopping))
+    await until(lambda: len(it.pulse.beats) > 1)
+    it.stopping.set()
+    await asyncio.wait_for(running, 5)
+    assert it.publisher.published == []
+    assert it.subscription.events == []
