@@ -17,7 +17,9 @@ Injection = Callable[[Fleet, Fault], Awaitable[None]]
 TEN_MINUTES: Final = 600.0
 HOUR_MS: Final = 3_600_000
 MINUTE: Final = (60.0, 60.0)
-EVERYTHING: Final = ("broker", "store", *(f"daemon {number}" for number in range(DAEMONS)))
+EVERYTHING: Final = ("broker", "store", "peace", *(f"daemon {number}" for number in range(DAEMONS)))
+ONE_OF_TWO: Final = ("daemon", "peace")
+"""What ends a daemon leaves the other one in peace."""
 
 
 @dataclass(frozen=True)
@@ -47,61 +49,61 @@ _POINTS: Final = tuple(
 """Rows of the crash tables, and which time a daemon has to come by there: the first may be before there is any load."""
 
 KINDS: Final[Mapping[str, Kind]] = {
-    "daemon killed": Kind(daemons.killed, ["daemon"], (0.0, 2.0), 16),
-    "daemon told to stop": Kind(daemons.told_to_stop, ["daemon"], (0.0, 1.0), 8),
-    "daemon hangs": Kind(daemons.hanging, ["daemon"], (3.0, 10.0), 4),
+    "daemon killed": Kind(daemons.killed, ONE_OF_TWO, (0.0, 2.0), 12),
+    "daemon told to stop": Kind(daemons.told_to_stop, ONE_OF_TWO, (0.0, 1.0), 6),
+    "daemon hangs": Kind(daemons.hanging, ONE_OF_TWO, (3.0, 10.0), 3),
     "daemon hangs for a minute": Kind(daemons.hanging, ["daemon"], MINUTE, 1),
-    "daemon without memory": Kind(daemons.without_memory, ["daemon"], (0.0, 1.0), 3),
-    "daemon dies at": Kind(daemons.dying_at, ["daemon"], (0.0, 1.0), 18, _POINTS),
+    "daemon without memory": Kind(daemons.without_memory, ONE_OF_TWO, (0.0, 1.0), 2),
+    "daemon dies at": Kind(daemons.dying_at, ONE_OF_TWO, (0.0, 1.0), 10, _POINTS),
     "daemon loses at": Kind(
         daemons.losing_at,
-        ["daemon"],
+        ONE_OF_TWO,
         (0.0, 1.0),
-        12,
+        8,
         [f"{point} {loss}" for point in _POINTS for loss in ("broker-cut", "store-cut")],
     ),
     "broker dies while daemon is at": Kind(
         daemons.losing_at,
-        ["daemon", "broker"],
+        [*ONE_OF_TWO, "broker"],
         (0.0, 1.0),
         1,
         [f"{point} broker" for point in _POINTS],
     ),
     "store dies while daemon is at": Kind(
         daemons.losing_at,
-        ["daemon", "store"],
+        [*ONE_OF_TWO, "store"],
         (0.0, 1.0),
-        3,
+        2,
         [f"{point} store" for point in _POINTS],
     ),
-    "clock stepped": Kind(daemons.clock_stepped, ["daemon", "store"], (2.0, 6.0), 5, [str(HOUR_MS), str(-HOUR_MS)]),
+    "clock stepped": Kind(daemons.clock_stepped, ["daemon", "store"], (2.0, 6.0), 4, [str(HOUR_MS), str(-HOUR_MS)]),
     "broker killed": Kind(broker.killed, ["broker"], (0.0, 1.0), 2),
     "broker stopped": Kind(broker.stopped, ["broker"], (2.0, 8.0), 2),
     "broker stopped for a minute": Kind(broker.stopped, ["broker"], MINUTE, 1),
     "memory alarm": Kind(broker.memory_alarm, ["broker"], (2.0, 6.0), 2),
     "disk alarm": Kind(broker.disk_alarm, ["broker"], (2.0, 6.0), 2),
-    "connections closed": Kind(broker.connections_closed, ["broker"], (0.0, 0.0), 6),
+    "connections closed": Kind(broker.connections_closed, ["broker"], (0.0, 0.0), 4),
     "permissions taken away": Kind(broker.permissions_taken, ["broker"], (2.0, 5.0), 2),
     "destination deleted": Kind(broker.destination_deleted, EVERYTHING, (0.5, 2.0), 2),
     "intake queue deleted": Kind(broker.queue_deleted, EVERYTHING, (0.0, 0.0), 1),
     "50 connections lost": Kind(broker.lost_again_and_again, ["broker"], (5.0, 10.0), 2, ["delays", "delays.due"]),
-    "store killed": Kind(store.killed, ["store"], (0.0, 1.0), 5),
+    "store killed": Kind(store.killed, ["store"], (0.0, 1.0), 4),
     "store stopped": Kind(store.stopped, ["store"], (2.0, 8.0), 3),
     "store stopped for a minute": Kind(store.stopped, ["store"], MINUTE, 1),
-    "connections ended one by one": Kind(store.connections_ended, ["store"], (1.0, 4.0), 6),
-    "lane locks ended": Kind(store.locks_ended, ["store"], (0.0, 2.0), 6),
-    "statements cancelled": Kind(store.statements_cancelled, ["store"], (1.0, 4.0), 5),
+    "connections ended one by one": Kind(store.connections_ended, ["store"], (1.0, 4.0), 5),
+    "lane locks ended": Kind(store.locks_ended, ["store"], (0.0, 2.0), 5),
+    "statements cancelled": Kind(store.statements_cancelled, ["store"], (1.0, 4.0), 4),
     # A file of the WAL has 16 MB.
     "disk full": Kind(store.disk_full, ["store"], (3.0, 8.0), 3, [str(17 << 20)]),
     "read-only by default": Kind(store.read_only, ["store"], (2.0, 5.0), 2),
     "long transaction": Kind(store.long_transaction, ["store"], (10.0, 20.0), 2),
     "passed partition locked": Kind(store.partition_locked, ["store"], (10.0, 20.0), 2),
-    "network cut": Kind(network.cut, [], (0.0, 0.0), 16, LINKS),
-    "network refuses": Kind(network.refused, [], (1.0, 4.0), 6, LINKS),
-    "network half-open": Kind(network.half_open, [], (2.0, 9.0), 6, LINKS),
-    "network unheard": Kind(network.unheard, [], (1.0, 4.0), 6, LINKS),
-    "network delays": Kind(network.delayed, [], (3.0, 8.0), 4, LINKS),
-    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 4, LINKS),
+    "network cut": Kind(network.cut, [], (0.0, 0.0), 14, LINKS),
+    "network refuses": Kind(network.refused, [], (1.0, 4.0), 5, LINKS),
+    "network half-open": Kind(network.half_open, [], (2.0, 9.0), 5, LINKS),
+    "network unheard": Kind(network.unheard, [], (1.0, 4.0), 5, LINKS),
+    "network delays": Kind(network.delayed, [], (3.0, 8.0), 3, LINKS),
+    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 3, LINKS),
 }
 
 

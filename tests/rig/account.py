@@ -86,12 +86,30 @@ class Verdict:
         return sum(len({one.id for one in arrivals}) == 1 for arrivals in self.repeats.values())
 
     @property
+    def taken_in_twice(self) -> int:
+        """Messages that were read twice from the intake queue, by their publisher's ``message_id``: their copies have
+        that in common, and an ``x-delayer-id`` each."""
+        return sum(bool(message_id_of(number)) for number in self._read_twice())
+
+    @property
     def nameless(self) -> int:
-        """Messages taken in twice to which their publisher gave no ``message_id``: nothing marks their copies."""
-        return sum(
-            not message_id_of(number) and len({one.id for one in arrivals}) > 1
+        """The same, of messages to which their publisher gave no ``message_id``: no name marks their copies. They are
+        alike in everything that was published (or they count as changed), and in ``x-delayer-due`` too where the due
+        instant was said as such (or they count as early); one that was said as a delay has a later one in a later
+        copy, as it counts from when that was read."""
+        return sum(not message_id_of(number) for number in self._read_twice())
+
+    @property
+    def two_faced(self) -> Sequence[int]:
+        """Messages with copies of one ``x-delayer-id`` that differ in ``x-delayer-due``. There must be none."""
+        return [
+            number
             for number, arrivals in self.repeats.items()
-        )
+            if len({one.id for one in arrivals}) < len({(one.id, one.due_ms) for one in arrivals})
+        ]
+
+    def _read_twice(self) -> Iterator[int]:
+        return (number for number, arrivals in self.repeats.items() if len({one.id for one in arrivals}) > 1)
 
     def assert_kept(self, *, repeats: bool = False) -> None:
         """Nothing lost, early or changed, nothing left standing; nothing twice unless there was a fault."""
@@ -101,11 +119,13 @@ class Verdict:
         assert not any(self.standing.values()), f"left standing: {self.standing}"
         assert repeats or not self.repeats, f"{len(self.repeats)} came more than once: {list(self.repeats.items())[:3]}"
         assert not self.unexcused, f"{len(self.unexcused)} came twice without a fault: {self.unexcused[:10]}"
+        assert not self.two_faced, f"{len(self.two_faced)} with one id and two due instants: {self.two_faced[:10]}"
 
     def __str__(self) -> str:
         return (
             f"sent {self.sent}, lost {len(self.missing)}, early {len(self.early)}, changed {len(self.changed)}, "
             f"more than once {len(self.repeats)} (at release {self.repeated_at_release}, "
+            f"taken in twice {self.taken_in_twice} and {self.nameless} without a name, "
             f"published twice {len(self.published_twice & self.repeats.keys())}), standing {dict(self.standing)}"
         )
 

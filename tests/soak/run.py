@@ -25,7 +25,7 @@ from tests.rig.letters import NUMBER
 from tests.rig.raw import Raw
 from tests.rig.servers import Postgres, RabbitMQ, StartFailed
 
-MODES: Final[Mapping[str, float]] = {"store": 40.0, "native": 20.0}
+MODES: Final[Mapping[str, float]] = {"store": 48.0, "native": 12.0}
 """How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
 the messages go through the store either way."""
 WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
@@ -79,8 +79,10 @@ class Result:
 
     @property
     def unmarked(self) -> int:
-        """Copies that met no fault, and copies of one row under different ids."""
-        return len(self.verdict.unexcused) + abs(self.rows[0] - self.rows[1])
+        """Copies that met no fault, copies of one row under different ids, and such of one id that differ all the same.
+        Those of messages that nobody named are counted apart: what they may look like is in docs/guarantees.md."""
+        verdict = self.verdict
+        return len(verdict.unexcused) + abs(self.rows[0] - self.rows[1]) + len(verdict.two_faced)
 
     @property
     def kept(self) -> bool:

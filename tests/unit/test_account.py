@@ -166,3 +166,11 @@ def test_ids_of_both_kinds_are_kept() -> None:
     account.take(1, arrival(UUID))
     assert account.rows_back == 3
     assert (account.back, account.arrived, dict(Arrivals(account)).keys()) == (3, 6, {0, 1, 2})
+
+
+def test_copies_of_one_id_have_one_due_instant() -> None:
+    verdict = verdict_of(arrival(b"17"), arrival(b"17", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9))
+    assert verdict.two_faced == [0]
+    with pytest.raises(AssertionError, match="one id and two due instants"):
+        verdict.assert_kept(repeats=True)
+    assert not verdict_of(arrival(b"17"), arrival(b"18", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9)).two_faced
