@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from delayer.audit import snapshot
+from delayer.audit import spark as sessions
 from delayer.audit.frames import SCHEMAS, Facts, Frames
 from delayer.audit.snapshot import Rows
 from delayer.settings.secret import SecretUrl
@@ -64,6 +65,11 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
         made = Path(tempfile.mkdtemp(prefix="delayer-audit-", dir=work))  # for this user only
         try:
             yield made.as_uri()
+        except (SystemExit, KeyboardInterrupt):
+            # Tasks in the middle of their work would make the directory again, behind the back of who removes it.
+            if spark is not None:
+                sessions.end_machine(spark)
+            raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
         return

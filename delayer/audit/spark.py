@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 JAVA_NEEDED: Final = 17
 LOCAL: Final = "local[*]"
+END_SECONDS: Final = 10.0
+"""What a JVM has to end by itself."""
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 # Bounds of what one exchange between the JVM and a Python worker holds: rows of any size must not add up.
@@ -113,6 +115,20 @@ def _stop(spark: SparkSession) -> None:
     # systemd ends the JVM in the same moment as us; then there is nothing left to stop.
     with suppress(Py4JError, OSError):
         spark.stop()
+
+
+def end_machine(spark: SparkSession) -> None:
+    """End the JVM that this process started, tasks and all, and wait until it is gone; spark-submit's is not ours."""
+    gateway = spark.sparkContext._gateway
+    process = getattr(gateway, "proc", None)  # a subprocess.Popen, where launch_gateway made it
+    if process is None:
+        return
+    process.terminate()  # not kill: its hooks remove what it spilled
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextmanager
