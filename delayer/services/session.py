@@ -12,6 +12,7 @@ import structlog
 from delayer.core.backoff import Sparing
 from delayer.core.message import Delivery
 from delayer.faultpoint import reach
+from delayer.services.dispatch import NotTaken
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.ports import Consumer, Pulse, Subscription
 from delayer.services.retry import Retry
@@ -136,6 +137,11 @@ class Session:
             # The time to stop in is over: what is in flight is given back, as after a crash.
             for task in running:
                 task.cancel()
+            raise
+        except NotTaken:
+            # Some wait for room (the refused queue is full, say): no reason for the others to wait any longer.
+            if settler.accepted_any:
+                retry.succeeded()
             raise
         finally:
             # Shutdown and loss may end the waiting for new deliveries, never the settling of those in flight:

@@ -26,6 +26,7 @@ class Settler:
         self._progress = progress
         self._order: deque[int] = deque()
         self._accepted: set[int] = set()
+        self.accepted_any = False
 
     @property
     def outstanding(self) -> int:
@@ -39,6 +40,7 @@ class Settler:
     def accept(self, tags: Iterable[int]) -> None:
         """These are safe: in the store, in the cascade, at their destination, or in the refused queue."""
         self._accepted.update(tags)
+        self.accepted_any = self.accepted_any or bool(self._accepted)
         self._progress()
         last = None
         while self._order and self._order[0] in self._accepted:

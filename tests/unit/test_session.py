@@ -9,6 +9,7 @@ import pytest
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
+from delayer.services.dispatch import NotTaken
 from delayer.services.session import Intake, Patience, Session
 from delayer.services.settle import Settler
 from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
@@ -257,3 +258,22 @@ async def test_what_takes_too_long_goes_back_to_the_queue() -> None:
     assert len(first.acked) == len(it.carrier.begun) - 1 < 89
     it.stopping.set()
     await running
+
+
+async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list[int]) -> None:
+    """Where something was accepted beside them, the next pause is the first one again; else it grows."""
+    subscriptions = [ScriptedSubscription([batch(1)]) for _ in range(4)]
+    it = Scene(*subscriptions)
+    accepts = iter([False, False, True, True])
+
+    async def carry(deliveries: Batch, settler: Settler) -> None:
+        if next(accepts):
+            settler.accept([1])
+        raise NotTaken("the refused queue is full")
+
+    it.session._carry = carry
+    running = it.start()
+    await until(lambda: len(quick) >= 4)
+    it.stopping.set()
+    await running
+    assert quick[:4] == [0, 1, 0, 0]
