@@ -47,12 +47,15 @@ class Reload:
                 if self._requested.is_set():
                     self._requested.clear()
                     self._notifier.reloading()
-                    await self._reload()
-                    self._notifier.ready(f"mode {self._daemon.settings.mode}")
+                    refused = await self._reload()
+                    mode = f"mode {self._daemon.settings.mode}"
+                    # systemd knows no failed reload of this kind: `systemctl status` is where it can be told.
+                    self._notifier.ready(f"{mode}; the last reload was refused: {refused}" if refused else mode)
         finally:
             stop.cancel()
 
-    async def _reload(self) -> None:
+    async def _reload(self) -> str:
+        """The reason why nothing changed, or nothing."""
         old = self._daemon.settings
         try:
             new = self._load()
@@ -62,7 +65,7 @@ class Reload:
             await self._make_ready(wanted)
         except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated) as wrong:
             log.error("reload refused", reason=str(wrong))
-            return
+            return str(wrong) or type(wrong).__name__
         telemetry.configure(wanted.log.format, wanted.log.level)
         self._daemon.adopt(wanted)
         if first_store:
@@ -73,6 +76,7 @@ class Reload:
         if old.mode != wanted.mode:
             log.info("mode switched", before=old.mode, now=wanted.mode)
         log.info("reloaded", keys=live)
+        return ""
 
     async def _make_ready(self, wanted: Settings) -> None:
         """Whatever the new settings need is there before they rule: queues, exchanges, and a store to park into."""

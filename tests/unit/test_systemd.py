@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from delayer.cli import cli
 
@@ -29,7 +31,9 @@ def test_what_the_design_asks_for() -> None:
     service = unit()["Service"]
     assert service["Type"] == "notify"
     assert service["ExecStart"].endswith("delayer --config /etc/delayer/delayer.toml run")
-    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    reloads = re.findall("^ExecReload=(.*)$", UNIT.read_text(), re.MULTILINE)
+    assert reloads[0].endswith("delayer --config /etc/delayer/delayer.toml check --offline"), "mistakes fail the reload"
+    assert reloads[1] == "/bin/kill -HUP $MAINPID"
     assert service["WatchdogSec"] == "30"
     assert service["Restart"] == "on-failure"
     assert service["RestartPreventExitStatus"] == "2"
@@ -99,10 +103,66 @@ def test_the_audit_writes_only_into_directories_that_systemd_makes() -> None:
     assert "--work %C/delayer-audit" in text
 
 
+def test_an_instance_is_the_same_service_with_its_own_configuration() -> None:
+    """delayer@.service is delayer.service, but for names."""
+    one, many = unit()["Service"], unit(UNIT.with_name("delayer@.service"))["Service"]
+    assert many["ExecStart"] == one["ExecStart"].replace("/delayer.toml", "/%i.toml")
+    assert many["User"] == f"{one['User']}-%i"
+    own = {"execstart", "user", "execreload"}
+    assert {key: value for key, value in many.items() if key.lower() not in own} == {
+        key: value for key, value in one.items() if key.lower() not in own
+    }
+
+
+def test_a_configuration_with_mistakes_fails_the_reload(tmp_path: Path) -> None:
+    """The first line of ExecReload, as systemd runs it: no broker and no store are asked."""
+    (tmp_path / "delayer.toml").write_text('mode = "nativ"')
+    arguments = ["--config", str(tmp_path / "delayer.toml"), "check", "--offline"]
+    assert CliRunner().invoke(cli, arguments).exit_code == 2
+    (tmp_path / "delayer.toml").write_text('mode = "native"\n[broker]\nurl = "amqp://127.0.0.1:1/"')
+    assert CliRunner().invoke(cli, arguments).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["delayer.service", "delayer@.service"])
+def test_little_is_exposed(name: str) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    command = [analyze, "security", "--offline=true", "--threshold=15", "--no-pager", str(UNIT.with_name(name))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "Overall exposure level" not in done.stdout:
+        pytest.skip(f"systemd-analyze does not work here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout  # the threshold is in tenths: 1.5
+
+
+@pytest.mark.parametrize(("name", "tool"), [("sysusers", "systemd-sysusers"), ("tmpfiles", "systemd-tmpfiles")])
+def test_users_and_files(name: str, tool: str, tmp_path: Path) -> None:
+    program = shutil.which(tool)
+    if program is None:
+        pytest.skip(f"{tool} is not installed")
+    place = tmp_path / "etc" / "delayer"
+    place.mkdir(parents=True)
+    secret = place / "broker-url"
+    secret.write_text("amqp://")
+    secret.chmod(0o644)
+    more = ["--create"] if name == "tmpfiles" else []
+    command = [program, *more, f"--root={tmp_path}", str(UNIT.with_name(f"delayer.{name}.conf"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if os.geteuid() != 0:
+        pytest.skip("only root may make users and give files away")
+    assert done.returncode == 0, done.stderr
+    if name == "tmpfiles":
+        assert secret.stat().st_mode & 0o777 == 0o600
+    else:
+        assert "delayer:" in (tmp_path / "etc" / "passwd").read_text()
+
+
 def test_every_unit_comes_with_the_wheel() -> None:
     shared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for path in UNIT.parent.iterdir():
         assert shared["shared-data"][f"systemd/{path.name}"] == f"share/delayer/{path.name}"
+        if path.suffix == ".conf":
+            continue
         (documentation,) = re.findall("^Documentation=file:///opt/delayer/(.*)$", path.read_text(), re.MULTILINE)
         assert documentation in shared["shared-data"].values()
 
@@ -114,7 +174,7 @@ def test_systemd_accepts_them(tmp_path: Path) -> None:
     program = shutil.which("true")
     assert program is not None
     copies = []
-    for path in sorted(UNIT.parent.iterdir()):
+    for path in sorted([*UNIT.parent.glob("*.service"), *UNIT.parent.glob("*.timer")]):
         copies.append(tmp_path / path.name)
         # The program need not be installed where the tests run; everything else is checked as it stands.
         copies[-1].write_text(path.read_text().replace("/opt/delayer/bin/delayer", program))
