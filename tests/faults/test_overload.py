@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import unquote
 
 import aio_pika
@@ -17,10 +18,12 @@ from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Outgoing
 from delayer.wire.address import Address
+from delayer.wire.connection import Connection
 from tests.faults.place import Place, eventually
 from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Ledger
 from tests.rig.proxy import Proxy
+from tests.rig.raw import Message, Props, Raw, number
 from tests.rig.servers import Postgres, RabbitMQ
 
 SEED = 7_000
@@ -29,6 +32,12 @@ GROWN_MB = 120
 back."""
 GIVEN_BACK_SECONDS = 45.0
 """Far less than the 30 minutes after which RabbitMQ takes a consumer for dead, and closes its channel."""
+CONSUMER_TIMEOUT = 60.0
+"""The same of a broker of our own, in seconds: the shortest that the deadlines for the store leave room for."""
+TICK_MS = 1_000
+"""How often its channels look for deliveries that are too old."""
+TOO_OLD = "delivery acknowledgement on channel"
+"""What the broker logs of a consumer that it closes for that."""
 
 
 def via(server: RabbitMQ | Postgres, url: str, proxy: Proxy) -> str:
@@ -118,7 +127,7 @@ async def overloaded(
     share = waiting / ledger.account.sent
     proxy.resume()
     began = time.monotonic()
-    await ledger.all_back(timeout=120)
+    await ledger.all_back(timeout=max(30.0, waiting / (usual / 4)))
     recovered = waiting / (time.monotonic() - began)
     print(
         f"{ledger.account.sent} sent, {waiting} waiting ({share:.0%}), {deepest} in the queue; daemon {before:.0f} "
@@ -141,7 +150,7 @@ async def test_ten_times_more_than_the_store_can_take(
 
 
 @pytest.mark.long
-@pytest.mark.deadline(400)
+@pytest.mark.deadline(900)
 async def test_ten_times_more_for_a_minute(rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str) -> None:
     async with AsyncExitStack() as stack:
         place, ledger = await overloaded(60.0, rabbitmq, postgres, vhost, store, stack)
@@ -186,3 +195,71 @@ async def test_a_silent_store_gives_deliveries_back(
     rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
     await dead_store("hangs", rabbitmq, postgres, vhost, store, within=GIVEN_BACK_SECONDS)
+
+
+@asynccontextmanager
+async def impatient_broker() -> AsyncIterator[RabbitMQ]:
+    """With a real consumer timeout, and a consumer that runs into it, so that it is known to act."""
+    rabbitmq = RabbitMQ(config={"consumer_timeout": int(CONSUMER_TIMEOUT * 1000)})
+    try:
+        await asyncio.to_thread(rabbitmq.start)
+        await asyncio.to_thread(rabbitmq.ctl, "eval", f"application:set_env(rabbit, channel_tick_interval, {TICK_MS}).")
+        yield rabbitmq
+    finally:
+        await asyncio.to_thread(rabbitmq.close)
+
+
+@asynccontextmanager
+async def sleeper(url: str) -> AsyncIterator[asyncio.Future[BaseException]]:
+    """A consumer that acknowledges nothing; when its channel ends, and of what."""
+    connection = await Connection.open(Address.parse(url), name="sleeper")
+    try:
+        async with await aio_pika.connect(url) as other:
+            channel = await other.channel()
+            queue = await channel.declare_queue("sleeper", durable=True, arguments={"x-queue-type": "quorum"})
+            await channel.default_exchange.publish(aio_pika.Message(b"zzz"), queue.name)
+        sleeping = await connection.channel()
+        await sleeping.consume("sleeper", lambda _: None, lambda: None)
+        yield sleeping.closed
+    finally:
+        await connection.close()
+
+
+@pytest.mark.long
+@pytest.mark.deadline(400)
+@pytest.mark.parametrize("store_is", ["slow", "hung"])
+async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, postgres: Postgres, store: str) -> None:
+    """Neither where the store takes so little that what was read ahead would wait for minutes, nor where it answers
+    nothing: it is given back in time, and nothing is lost by it."""
+    bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
+    async with AsyncExitStack() as stack:
+        rabbitmq = await stack.enter_async_context(impatient_broker())
+        proxy = await stack.enter_async_context(Proxy(postgres.port))
+        vhost = rabbitmq.add_vhost()
+        url = rabbitmq.url(vhost)
+        place = await Place("store", url, store, via_store=via(postgres, store, proxy)).declare()
+        rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
+        rabbitmq.api("PUT", f"/api/queues/{vhost}/out", {"durable": True})
+        rabbitmq.api("POST", f"/api/bindings/{vhost}/e/delayer.out/q/out", {"routing_key": "#"})
+        daemon = await stack.enter_async_context(place.daemon(INTAKE__GIVE_BACK_AFTER="10s"))
+        await daemon.ready()
+        asleep = await stack.enter_async_context(sleeper(url))
+        raw = await stack.enter_async_context(await Raw.connect(url))
+        inbox = await raw.inbox("out")
+        if store_is == "slow":
+            proxy.slow(bytes_per_second=700_000)
+        else:
+            proxy.stall()
+        props = Props(headers=((b"x-delay", number("I", 1_000)),), delivery_mode=2)
+        for begin in range(0, len(bodies), 20):
+            await raw.publish(*(Message("delayer.in", b"k", props, body) for body in bodies[begin : begin + 20]))
+        await asyncio.wait([asleep], timeout=CONSUMER_TIMEOUT + 90)
+        assert asleep.done(), "this broker closes nobody for leaving a delivery unacknowledged"
+        proxy.resume()
+        await inbox.got(bodies, timeout=150)
+        assert await daemon.stop() == 0, daemon.tail()
+        closed = [line for line in rabbitmq.log().splitlines() if TOO_OLD in line]
+        print(f"{store_is}: {len(closed)} consumers closed, {len(inbox.arrivals)} arrivals of {len(bodies)}")
+        given_back = [event for event in daemon.events if event["event"] == "deliveries given back"]
+        assert len(closed) == 1, f"not only the sleeper's: {closed}"
+        assert bool(given_back) is (store_is == "slow")

@@ -167,6 +167,11 @@ class RabbitMQ:
         """Whether it hands header tables over sorted by name, each name once, as it does from 4.0 on."""
         return self.version >= (4,)
 
+    @property
+    def lists_queue_types(self) -> bool:
+        """Whether it lists a queue that was declared without ``x-queue-type`` with one, as it does from 4.0 on."""
+        return self.version >= (4,)
+
     # ---- what is in it
 
     def add_vhost(self, name: str | None = None) -> str:
