@@ -112,6 +112,10 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
         worker.watch_supervisor(daemon.stop)
     log.info("starting", version=__version__, mode=settings.mode)
     daemon.life.add("reload", reload.run)
+    if settings.http.listen:
+        from delayer.serving import serve  # noqa: PLC0415 - its libraries take a tenth of a second to load
+
+        serve(daemon)
     try:
         await daemon.run()
     finally:

@@ -77,7 +77,7 @@ class Daemon:
         self._notes = Notes(self._sure_ms, retry.pause_ms)
         astray = StraysHolder(self._publisher, strays, new_id, self.counters, self._notes)
         holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
-        self._dispatch = Dispatch(self._publisher, holding, self.counters)
+        self._dispatch = Dispatch(self._publisher, holding, self.counters, now_ms=self._sure_ms)
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
         self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())
         self._due: Session | None = None
@@ -119,6 +119,26 @@ class Daemon:
             self.life.add("lanes", lanes.run, last=True)
             restoring = Restoring(lanes, ahead_ms=self._restore_ahead_ms, counters=self.counters)
             self.life.add("restoring", restoring.run)
+
+    def consuming(self) -> dict[str, bool]:
+        """Which queues are consumed just now."""
+        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
+        return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
+
+    def connections(self) -> dict[str, dict[str, int]]:
+        """How the connections of the hot path stand: connected, blocked, and how often they were made."""
+        return {
+            use: {
+                "connected": relay.current is not None,
+                "blocked": relay.current is not None and relay.current.blocked,
+                "connects": relay.connects,
+            }
+            for use, relay in self._relays.items()
+        }
+
+    def stalled(self) -> list[str]:
+        """The loops that stand still."""
+        return self._pulse.stalled()
 
     def adopt(self, settings: Settings) -> None:
         """Let the live part of new settings rule from the next batch on."""

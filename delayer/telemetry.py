@@ -37,6 +37,8 @@ EVENTS: Final[Mapping[str, str]] = {
     "loops stalled": "these loops stand still: the watchdog is not fed, and systemd or the supervisor ends the process",
     "notify failed": "systemd did not hear of a change of state",
     "notify socket unusable": "NOTIFY_SOCKET is of a kind that is not spoken here; systemd hears nothing",
+    "http served": "health and metrics are to be had at these addresses",
+    "http not served": "the address of [http] listen could not be had; the daemon works, and it is tried again",
     # several workers under a supervisor
     "worker started": "the supervisor started a process that is a daemon of its own",
     "workers ready": "every worker is ready for the first time",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -52,6 +52,9 @@ class Wanted(NamedTuple):
         return said | ({"exchange": self.exchange} if self.exchange is not None else {})
 
 
+ANY: Final = Wanted(frozenset(), "", None)
+
+
 class Done(NamedTuple):
     """What became of those that were meant. ``left``: why the others stay, each with its id."""
 
@@ -87,7 +90,7 @@ def list_(
     """List refused messages from the head of their queue, with the reason. They stay where they are."""
     settings = request_of(context).settings()
     wanted = Wanted(frozenset(ids), reason, exchange)
-    found, depth = asyncio.run(_look(settings, wanted, limit))
+    found, depth = asyncio.run(look(settings, wanted, limit))
     if as_json:
         print_json({"depth": depth, "messages": [_json_of(*one) for one in found]})
         return
@@ -131,7 +134,7 @@ def retry(context: click.Context, /, **given: Any) -> None:
     Mend the cause first: what still cannot be delayed is refused again. A relative delay counts from now. Each is
     acknowledged in the refused queue only when the broker has confirmed it elsewhere.
     """
-    _act(context, "retry", _published, **given)
+    _act(context, "retry", **given)
 
 
 @refused.command()
@@ -142,7 +145,7 @@ def retry(context: click.Context, /, **given: Any) -> None:
 @click.pass_context
 def drop(context: click.Context, /, **given: Any) -> None:
     """Drop refused messages for good."""
-    _act(context, "drop", _taken, **given)
+    _act(context, "drop", **given)
 
 
 Do = Callable[[RelayPublisher, Sequence[Delivery]], Awaitable[list[str]]]
@@ -161,6 +164,9 @@ async def _published(publisher: RelayPublisher, some: Sequence[Delivery]) -> lis
     return [one if isinstance(one, str) else _why(next(outcomes)) for one in prepared]
 
 
+DEEDS: Final[Mapping[str, Do]] = {"retry": _published, "drop": _taken}
+
+
 def _why(outcome: object) -> str:
     match outcome:
         case Confirmed():
@@ -174,7 +180,6 @@ def _why(outcome: object) -> str:
 def _act(
     context: click.Context,
     verb: str,
-    do: Do,
     *,
     ids: Sequence[str],
     reason: str,
@@ -184,10 +189,10 @@ def _act(
     yes: bool,
 ) -> None:
     wanted = Wanted(frozenset(ids), reason, exchange)
-    if everything == (wanted != Wanted(frozenset(), "", None)):
+    if everything == (wanted != ANY):
         raise click.UsageError("say which messages: ids, --reason, --from, or --all alone")
     settings = request_of(context).settings()
-    found, depth = asyncio.run(_look(settings, wanted, KEPT))
+    found, depth = asyncio.run(look(settings, wanted, KEPT))
     about = f"{len(found):,} of {depth:,} refused messages"
     if dry_run or not found:
         click.echo(f"{about} are meant.")
@@ -195,7 +200,7 @@ def _act(
     if not ids and not agreed(f"{verb.capitalize()} {about}?", yes=yes):
         note("Nothing was done.")
         context.exit(DONE)
-    done = asyncio.run(_do(settings, verb, do, wanted, depth))
+    done = asyncio.run(do(settings, verb, wanted, whoami(), depth))
     click.echo(f"{PAST[verb]}: {done.messages:,}.")
     for name, why in done.left:
         note(f"{name or 'one without an id'} stays refused: {why}.")
@@ -239,7 +244,8 @@ async def _portions(subscription: RelaySubscription, count: int) -> AsyncIterato
             yield some
 
 
-async def _look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[tuple[Delivery, Refusal]], int]:
+async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[tuple[Delivery, Refusal]], int]:
+    """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
     found = []
     async with _consuming(settings) as (subscription, _, depth):
         async for some in _portions(subscription, min(depth, limit)):
@@ -247,14 +253,20 @@ async def _look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[tu
     return found, depth
 
 
-async def _do(settings: Settings, verb: str, do: Do, wanted: Wanted, depth: int) -> Done:
+async def do(settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT) -> Done:
+    """Retry or drop those that are meant among the first ``depth``, in the name of ``who``. Raises as :func:`look`,
+    and StoreLost."""
+    work = DEEDS[verb]
     done = 0
     left: list[tuple[str, str]] = []
-    async with _trail(settings, f"refused {verb}", wanted) as add, _consuming(settings) as (queue, publisher, ready):
+    async with (
+        _trail(settings, f"refused {verb}", wanted, who) as add,
+        _consuming(settings) as (queue, publisher, ready),
+    ):
         kept = 0
         async for some in _portions(queue, min(depth, ready)):
             meant = [one for one in some if wanted.means(told(one))]
-            whys = await do(publisher, meant) if meant else []
+            whys = await work(publisher, meant) if meant else []
             taken = [one for one, why in zip(meant, whys, strict=True) if not why]
             # Written down before it is gone from the queue; an acknowledgement that is lost repeats a message.
             await add(len(taken))
@@ -270,7 +282,9 @@ async def _do(settings: Settings, verb: str, do: Do, wanted: Wanted, depth: int)
 
 
 @asynccontextmanager
-async def _trail(settings: Settings, verb: str, wanted: Wanted) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+async def _trail(
+    settings: Settings, verb: str, wanted: Wanted, who: str
+) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
     """The audit trail: in the store, where there is one."""
     if settings.store_url is None:
 
@@ -281,7 +295,7 @@ async def _trail(settings: Settings, verb: str, wanted: Wanted) -> AsyncIterator
         yield nothing
         return
     async with acting.acting(settings.store_url, verb) as connection:
-        act = await acts.begin(connection, whoami(), verb, wanted.as_dict())
+        act = await acts.begin(connection, who, verb, wanted.as_dict())
 
         async def add(messages: int) -> None:
             await acts.add(connection, act, messages)

@@ -38,6 +38,10 @@ class WatchedPulse:
         self._known.discard(loop)
         self._watchdog.forget(loop)
 
+    def stalled(self) -> list[str]:
+        """The loops that are behind their limit."""
+        return self._watchdog.stalled(time.monotonic())
+
     async def feed(self, stopping: asyncio.Event) -> None:
         """Feed until stopping is set; returns at once where no watchdog watches."""
         interval = self._notifier.watchdog_interval

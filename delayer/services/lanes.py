@@ -75,6 +75,11 @@ class Lanes:
         return self._ready
 
     @property
+    def adopted(self) -> list[int]:
+        """The lanes of others that we release from."""
+        return sorted(lane.number for lane in self._adopted)
+
+    @property
     def numbers(self) -> list[int]:
         """The lanes that we release from, our own and adopted."""
         return sorted(lane.number for lane in self._loops.values())
@@ -217,6 +222,7 @@ class Lanes:
         return self._store, self._own[next(self._turn) % len(self._own)]
 
     def _disown(self, lane: Lane, lost: LaneLost) -> None:
+        self._counters.lanes_lost += 1
         log.warning("lane lost", lane=lane.number, reason=str(lost))
         if lane in self._own:
             self._own.remove(lane)

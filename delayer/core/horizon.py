@@ -1,0 +1,106 @@
+"""The grid of time ahead that a backlog is counted on: fine soon, coarse later. Pure.
+
+One count on the finest grid gives everything that is shown of it: minutes of the coming hour, hours of two days, days
+of two months, months of two years; and the handful of classes that metrics have.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+MINUTE: Final = 60_000
+HOUR: Final = 60 * MINUTE
+DAY: Final = 24 * HOUR
+MONTH: Final = 30 * DAY
+YEAR: Final = 365 * DAY
+
+OFFSETS: Final = (
+    0,
+    *range(MINUTE, HOUR + 1, MINUTE),
+    *range(2 * HOUR, 2 * DAY + 1, HOUR),
+    *range(3 * DAY, 60 * DAY + 1, DAY),
+    *range(3 * MONTH, 24 * MONTH + 1, MONTH),
+    *range(2 * YEAR, 10 * YEAR + 1, YEAR),
+)
+"""Bucket 0 is what is overdue, bucket i what is due from OFFSETS[i-1] to before OFFSETS[i] from now, the last one the
+rest. The years begin five days and more behind the last month: OFFSETS ascends."""
+
+CLASSES: Final = {
+    "overdue": 0, "minute": MINUTE, "hour": HOUR, "day": DAY, "week": 7 * DAY, "month": MONTH, "year": 12 * MONTH,
+}  # fmt: skip
+"""What metrics tell apart: due within so long and not within the one before. A month is 30 days, a year 360."""
+LATER: Final = "later"
+
+
+class Series(NamedTuple):
+    """One chart: ``bars`` of ``step`` milliseconds each, from now on."""
+
+    name: str
+    step: int
+    bars: int
+
+
+SERIES: Final = (
+    Series("minutes", MINUTE, 60),
+    Series("hours", HOUR, 48),
+    Series("days", DAY, 60),
+    Series("months", MONTH, 24),
+)
+
+
+def bounds(now_ms: int) -> list[int]:
+    """The instants between the buckets."""
+    return [now_ms + offset for offset in OFFSETS]
+
+
+def bucket_of(due_ms: int, now_ms: int) -> int:
+    """The bucket of one instant.
+
+    >>> [bucket_of(now, 0) for now in (-1, 0, 59_999, 60_000, 3_600_000)]
+    [0, 1, 1, 2, 61]
+    """
+    return bisect_right(OFFSETS, due_ms - now_ms)
+
+
+def by_class(counts: Mapping[int, float]) -> dict[str, float]:
+    """The classes of CLASSES and LATER, each with what its buckets hold."""
+    found = dict.fromkeys((*CLASSES, LATER), 0.0)
+    for bucket, count in counts.items():
+        end = OFFSETS[bucket] if bucket < len(OFFSETS) else None
+        name = next((name for name, limit in CLASSES.items() if end is not None and end <= limit), LATER)
+        found[name] += count
+    return found
+
+
+def bars(counts: Mapping[int, float], series: Series) -> list[float]:
+    """What falls into each bar of ``series``. What is overdue is in none; nor is what is due behind the last."""
+    found = [0.0] * series.bars
+    for bucket, count in counts.items():
+        if 0 < bucket < len(OFFSETS):
+            begin = OFFSETS[bucket - 1]
+            at = begin // series.step
+            # A bucket that is wider than a bar belongs to a coarser series.
+            if at < series.bars and OFFSETS[bucket] - begin <= series.step:
+                found[at] += count
+    return found
+
+
+def spread(first_ms: int, last_ms: int, messages: int, now_ms: int) -> dict[int, float]:
+    """The messages of a segment over the buckets, as if they were due at an even pace from its first to its last.
+
+    >>> spread(0, 120_000, 30, 0)
+    {1: 15.0, 2: 15.0}
+    """
+    edges: Sequence[int] = bounds(now_ms)
+    if last_ms <= first_ms:
+        return {bucket_of(first_ms, now_ms): float(messages)}
+    found: dict[int, float] = {}
+    at = first_ms
+    while at < last_ms:
+        bucket = bucket_of(at, now_ms)
+        end = min(last_ms, edges[bucket]) if bucket < len(edges) else last_ms
+        found[bucket] = found.get(bucket, 0.0) + messages * (end - at) / (last_ms - first_ms)
+        at = end
+    return found

@@ -1,0 +1,225 @@
+"""What is changed over HTTP: cancel, reschedule, retry, drop; behind the token, and written down like all acts by hand.
+
+By a form of the page, which hears what was done as a page; or by a program (``Accept: application/json``) as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from delayer.core.errors import BrokerLost
+from delayer.core.filters import Token
+from delayer.ops.http import asked, render
+from delayer.ops.http.asked import Asked, Wrong
+from delayer.ops.http.forms import MOST, said
+from delayer.ops.http.pages import STORE_ERRORS, Pages
+from delayer.services import reading
+from delayer.store import acting, acts, cancelling, heldback
+from delayer.store.acting import Do
+from delayer.store.cancelling import Found
+from delayer.store.rescheduling import When
+
+PAST: Final = {
+    "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
+}  # fmt: skip
+_LOCKED: Final = "To change something, say the token first."
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What was done: for a page, and for programs."""
+
+    heading: str
+    lines: Sequence[str]
+    done: int
+    back: str
+    status: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Deeds:
+    """The handlers of everything that changes something."""
+
+    pages: Pages
+
+    async def messages(self, request: Request) -> Response:
+        """Messages by their ids: cancel, reschedule, retry."""
+        return await self._answer(request, self._named)
+
+    async def held(self, request: Request) -> Response:
+        """Held messages by their ids: retry, drop."""
+        return await self._answer(request, self._held)
+
+    async def refused(self, request: Request) -> Response:
+        """Refused messages by their ids: retry, drop."""
+        return await self._answer(request, self._refused)
+
+    async def filtered(self, request: Request) -> Response:
+        """All that a filter means: counted and asked first, then done."""
+        return await self._answer(request, self._filtered)
+
+    async def _answer(
+        self, request: Request, do: Callable[[Request, str, Mapping[str, Any]], Awaitable[Told | Response]]
+    ) -> Response:
+        as_json = "application/json" in request.headers.get("accept", "")
+        try:
+            who = await self.pages.doors.who(request)
+            told: Told | Response = Told("Locked", [_LOCKED], 0, "/login", 403)
+            if who is not None:
+                form = await said(request)
+                # What was begun is finished, though the browser goes away: half an act helps nobody.
+                told = await asyncio.shield(asyncio.ensure_future(do(request, who, form)))
+        except Wrong as wrong:
+            told = Told("Not understood", [str(wrong)], 0, "/waiting", 400)
+        except (BrokerLost, *STORE_ERRORS) as error:
+            told = Told("Not done", [str(error)], 0, "/", 503)
+        self.pages.answers.view.store.forget()
+        self.pages.answers.view.census.forget()
+        self.pages.answers.view.depths.forget()
+        if isinstance(told, Response):
+            return told
+        if as_json:
+            return JSONResponse(
+                {"heading": told.heading, "lines": list(told.lines), "done": told.done}, status_code=told.status
+            )
+        return self.pages.html(
+            request, "done.html", told.status, heading=told.heading, lines=told.lines, back=told.back
+        )
+
+    async def _named(self, _request: Request, who: str, form: Mapping[str, Any]) -> Told:
+        verb, tokens = _verb(form, "cancel", "reschedule", "retry"), _tokens(form)
+        back = _back(form)
+        if verb == "retry":
+            return await self._retry(who, "retry", tokens, back)
+        do, new = _do(verb, form)
+        async with acting.acting(self.pages._url(), verb) as connection:
+            act = await acts.begin(connection, who, verb, {"ids": [str(token) for token in tokens], **new})
+            found = await acting.named(connection, do, tokens, act)
+        done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+        lines = [
+            f"{token} is not in the store: delivered, cancelled or moved meanwhile."
+            if found[token.id] is Found.NOWHERE
+            else f"{token} may stand in a segment that does not read back."
+            for token in tokens
+            if found[token.id] in (Found.NOWHERE, Found.UNREADABLE)
+        ]
+        return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
+
+    async def _held(self, _request: Request, who: str, form: Mapping[str, Any]) -> Told:
+        verb, tokens = _verb(form, "retry", "drop"), _tokens(form)
+        return await self._retry(who, verb, tokens, "/held")
+
+    async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
+        ids = [token.id for token in tokens]
+        async with acting.acting(self.pages._url(), f"held {verb}") as connection:
+            act = await acts.begin(connection, who, f"held {verb}", {"ids": ids})
+            if verb == "retry":
+                done = await acting.patiently(lambda: heldback.retry(connection, ids, act))
+            else:
+                some = await heldback.named(connection, ids)
+                done = await acting.patiently(lambda: heldback.drop(connection, some, act))
+        gone = len(ids) - done
+        return Told(
+            f"{PAST[verb]}: {done} of {len(ids)}", [f"{gone} are not held any more."] if gone else [], done, back
+        )
+
+    async def _refused(self, _request: Request, who: str, form: Mapping[str, Any]) -> Told:
+        verb = _verb(form, "retry", "drop")
+        ids = _ids(form)
+        done, left = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who)
+        past = "Published again" if verb == "retry" else PAST[verb]
+        lines = [f"{name or 'One without an id'} stays refused: {why}." for name, why in left]
+        missing = len(ids) - done - len(left)
+        lines += [f"{missing} are not there any more."] if missing > 0 else []
+        return Told(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
+
+    async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        verb = _verb(form, "cancel", "reschedule")
+        texts = {name: values[0] for name, values in form.items() if values}
+        filter_ = asked.asked(texts, _now_ms())
+        do, new = _do(verb, form)
+        test = reading.header_test(filter_.wanted)
+        back = "/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else "")
+        if texts.get("confirmed") != "yes":
+            async with acting.acting(self.pages._url(), f"count for {verb}") as connection:
+                meant = await acting.count(connection, filter_.wanted, test)
+            return self._confirm(request, verb, filter_, {**new, "by": texts.get("by", "")}, meant)
+        async with acting.acting(self.pages._url(), verb) as connection:
+            act = await acts.begin(connection, who, verb, {**filter_.wanted.as_dict(), **new})
+            done: Counter[Found] = await acting.every(
+                connection, do, filter_.wanted, test, act=act, say=lambda _done: None
+            )
+        late = done[Found.NOWHERE]
+        lines = [f"{render.number(late)} were delivered or moved meanwhile."] if late else []
+        return Told(f"{PAST[verb]}: {render.number(done.total() - late)}", lines, done.total() - late, back)
+
+    def _confirm(
+        self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: acting.Counted
+    ) -> Response:
+        if "application/json" in request.headers.get("accept", ""):
+            return JSONResponse({"meant": meant.messages, "broken_segments": meant.broken, "confirmed": False})
+        at_ms = new.get("at_ms")
+        return self.pages.html(
+            request,
+            "confirm.html",
+            verb=verb,
+            count=meant.messages,
+            broken=meant.broken,
+            given=filter_.given,
+            to="" if at_ms is None else f" to {render.iso(at_ms)}",
+            # An instant that was said as "2h" is the one that was shown, however long the answer takes.
+            at="" if at_ms is None else render.iso(at_ms).replace(" UTC", "Z").replace(" ", "T"),
+            by=new["by"] if "by_ms" in new else "",
+        )
+
+
+def _verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
+    verb = form.get("verb", [""])[0]
+    if verb not in allowed:
+        raise Wrong(f"Verb: expected one of {', '.join(allowed)}, found {verb[:40]!r}")
+    return verb
+
+
+def _ids(form: Mapping[str, Sequence[str]]) -> list[str]:
+    ids = list(dict.fromkeys(form.get("id", [])))
+    if not ids:
+        raise Wrong("Choose at least one message.")
+    if len(ids) > MOST:
+        raise Wrong(f"At most {MOST} messages at once; use a filter, or the command line.")
+    return ids
+
+
+def _tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
+    return [asked.token(text) for text in _ids(form)]
+
+
+def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int]]:
+    """What is done to each, and the new instant for the record."""
+    if verb == "cancel":
+        return cancelling.cancel, {}
+    at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
+    if bool(at) == bool(by):
+        raise Wrong("Say the new instant: either when it is due, or by how much later.")
+    if at:
+        at_ms = asked.instant(at, _now_ms(), "Due at")
+        return acting.rescheduler(When(at_ms)), {"at_ms": at_ms}
+    by_ms = asked.later(by)
+    return acting.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
+
+
+def _back(form: Mapping[str, Sequence[str]]) -> str:
+    """Where a form wants to go on: a path of ours, and nobody else's."""
+    back = form.get("back", ["/waiting"])[0]
+    return back if back.startswith("/") and not back.startswith(("//", "/\\")) else "/waiting"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

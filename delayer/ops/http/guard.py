@@ -1,0 +1,194 @@
+"""Who may look, and who may change something.
+
+Whoever reaches the address may look: it is loopback unless somebody says otherwise. But a page of the web must not,
+through somebody's browser: a name that a stranger pointed at 127.0.0.1 is not answered. To change anything takes the
+token: in the header ``Authorization: Bearer``, or through a session that the token has opened (a cookie that scripts do
+not see and other sites cannot send). It is never part of a URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from delayer.settings.secret import Secret
+
+COOKIE: Final = "delayer_session"
+LASTS: Final = 8 * 3600.0
+"""Seconds after which a session that nobody uses is over."""
+MOST: Final = 1_000
+"""Sessions that are remembered."""
+WRONG_SECONDS: Final = 0.5
+"""What a wrong token costs at least; they are looked at one after another."""
+MAX_BODY: Final = 256 * 1024
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it stands in a URL, is this machine for itself. Pure."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def host_is_ours(host: str, listen: str) -> bool:
+    """Whether a request's ``Host`` can be meant for us. Where we listen on loopback only a loopback name can: any other
+    one was pointed here by somebody who wants a browser to read what is not his. Pure."""
+    if not is_loopback(listen.rpartition(":")[0]):
+        return True
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name)
+
+
+def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
+    """Whether a request was not made by another site's page. Programs send neither header. Pure."""
+    if method in ("GET", "HEAD"):
+        return True
+    if site and site not in ("same-origin", "none"):
+        return False
+    return not origin or (origin != "null" and urlsplit(origin).netloc == host)
+
+
+class Session(NamedTuple):
+    """Who has said the token. ``token`` is a hash of the one that it was."""
+
+    who: str
+    token: bytes
+    last: float
+
+
+class Doors:
+    """Sessions, and the token that opens them."""
+
+    def __init__(self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic) -> None:
+        self._token = token
+        self._clock = clock
+        self._sessions: dict[bytes, Session] = {}
+        self._looking = asyncio.Lock()
+
+    @property
+    def can_open(self) -> bool:
+        """Whether there is a token at all."""
+        return self._token() is not None
+
+    async def open(self, said: str, who: str) -> str | None:
+        """A session's name for who says the right token, else None, after a while."""
+        async with self._looking:
+            if not self._is_token(said):
+                await asyncio.sleep(WRONG_SECONDS)
+                return None
+        name = secrets.token_urlsafe(32)
+        while len(self._sessions) >= MOST:
+            del self._sessions[next(iter(self._sessions))]
+        self._sessions[_digest(name)] = Session(who, self._present(), self._clock())
+        return name
+
+    def close(self, name: str) -> None:
+        """Forget a session."""
+        self._sessions.pop(_digest(name), None)
+
+    def session(self, request: Request) -> Session | None:
+        """The session of a request, if it has one that still counts."""
+        key = _digest(request.cookies.get(COOKIE, ""))
+        found = self._sessions.get(key)
+        if found is None:
+            return None
+        if self._clock() - found.last > LASTS or found.token != self._present():
+            del self._sessions[key]
+            return None
+        self._sessions[key] = found._replace(last=self._clock())
+        return found
+
+    async def who(self, request: Request) -> str | None:
+        """Who wants to change something; None if he did not say the token."""
+        kind, _, said = request.headers.get("authorization", "").partition(" ")
+        if kind:
+            async with self._looking:
+                if kind.lower() == "bearer" and self._is_token(said.strip()):
+                    return "http"
+                await asyncio.sleep(WRONG_SECONDS)
+                return None
+        session = self.session(request)
+        return None if session is None else session.who
+
+    def _is_token(self, said: str) -> bool:
+        token = self._token()
+        return token is not None and hmac.compare_digest(_digest(said), _digest(token.reveal()))
+
+    def _present(self) -> bytes:
+        token = self._token()
+        return b"" if token is None else _digest(token.reveal())
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+class Guard:
+    """In front of everything: hosts, origins, sizes; and the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, listen: Callable[[], str]) -> None:
+        self._app = app
+        self._listen = listen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        refusal = self._refusal(Request(scope))
+        await (self._app if refusal is None else refusal)(scope, receive, guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        given = request.headers
+        host = given.get("host", "")
+        if not host_is_ours(host, self._listen()):
+            return PlainTextResponse(
+                "This address answers to localhost and to loopback addresses only. A proxy before it sets the Host "
+                "header to one of these.\n",
+                status_code=421,
+            )
+        if not from_our_page(request.method, given.get("sec-fetch-site", ""), given.get("origin", ""), host):
+            return PlainTextResponse("Not from another site's page.\n", status_code=403)
+        length = given.get("content-length", "0")
+        if not length.isdecimal() or int(length) > MAX_BODY or "transfer-encoding" in given:
+            return PlainTextResponse(f"At most {MAX_BODY} bytes, and their number said first.\n", status_code=413)
+        return None

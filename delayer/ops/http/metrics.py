@@ -1,0 +1,241 @@
+"""Metrics for Prometheus: what every worker counted, and what was seen of store and broker, as families.
+
+Pure: states and views in, families out. METRICS is the one list of them; docs/metrics.md is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+
+from delayer import __version__
+from delayer.core import horizon
+from delayer.ops.http.ports import Depths, State
+from delayer.ops.http.view import Seen, StoreSeen
+from delayer.services.counting import BY_ROUTE, DURATIONS, shown
+from delayer.store.census import Census
+
+PREFIX: Final = "delayer_"
+
+
+class Kind(NamedTuple):
+    """One metric: its type, its unit, its labels, and what it means."""
+
+    type: str
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+
+
+def _counter(labels: str, text: str, unit: str = "messages") -> Kind:
+    return Kind("counter", unit, tuple(labels.split()), text)
+
+
+def _gauge(labels: str, unit: str, text: str) -> Kind:
+    return Kind("gauge", unit, tuple(labels.split()), text)
+
+
+def _histogram(labels: str, unit: str, text: str) -> Kind:
+    return Kind("histogram", unit, tuple(labels.split()), text)
+
+
+METRICS: Final[Mapping[str, Kind]] = {
+    # of each process
+    "build_info": _gauge("version", "1", "which version runs; always 1"),
+    "worker_up": _gauge("worker", "0 or 1", "whether the worker answered the one that serves"),
+    "start_time_seconds": _gauge("worker", "unix seconds", "when the process began"),
+    "mode_info": _gauge("mode", "1", "where new delays go; always 1"),
+    "ready": _gauge("", "0 or 1", "what /health/ready says"),
+    "stalled_loops": _gauge("worker", "loops", "loops that stand still; the watchdog ends the process"),
+    "consuming": _gauge("worker queue", "0 or 1", "whether the queue is consumed"),
+    "connected": _gauge("worker connection", "0 or 1", "whether this connection to the broker stands"),
+    "blocked": _gauge("worker connection", "0 or 1", "whether the broker blocks this connection (a resource alarm)"),
+    "reconnects_total": _counter("worker connection", "times that the connection had to be made anew", "connections"),
+    "lanes": _gauge("worker kind", "lanes", "lanes that the worker releases from: its own, and adopted ones"),
+    "lanes_lost_total": _counter("worker", "lanes that were lost while messages were written to them", "lanes"),
+    "parked_total": _counter("worker route", "messages written to the store"),
+    "released_total": _counter("worker route", "messages published to their destination, and confirmed"),
+    "cascaded_total": _counter("worker route", "messages published into the cascade, and confirmed"),
+    "refused_total": _counter("worker route", "messages set aside in the refused queue"),
+    "held_total": _counter("worker route", "messages set aside because their destination would not take them"),
+    "returned_total": _counter("worker route", "publishes for which the broker found no queue"),
+    "nacked_total": _counter("worker route", "publishes that a queue refused"),
+    "restored_total": _counter("worker", "messages that came back out of segments"),
+    "broken_segments_total": _counter("worker", "segments that did not read back", "segments"),
+    "lateness_seconds": _histogram(
+        "worker route", "seconds", "from the due instant to the confirm; not of messages that were held before"
+    ),
+    "batch_messages": _histogram("worker stage", "messages", "how many messages a batch has, by what is done with it"),
+    "claim_seconds": _histogram("worker", "seconds", "taking what is due from a lane, where anything was"),
+    "settle_seconds": _histogram("worker", "seconds", "settling and committing a release"),
+    "park_seconds": _histogram("worker", "seconds", "writing and committing a batch of new messages"),
+    "publish_seconds": _histogram("worker", "seconds", "publishing a batch, until the last confirm"),
+    # of the store, the same from every daemon that looks at it
+    "store_up": _gauge("", "0 or 1", "whether the store could be looked at"),
+    "store_schema_current": _gauge("", "0 or 1", "whether it has the schema that this version needs"),
+    "waiting_messages": _gauge("", "messages", "rows that wait in the store; exact"),
+    "held_messages": _gauge("", "messages", "messages that are held just now; exact"),
+    "backlog_messages": _gauge(
+        "route due", "messages", "what waits, by route and by when it is due; estimated where it is much"
+    ),
+    "next_due_timestamp_seconds": _gauge("", "unix seconds", "when the next row is due; missing if nothing waits"),
+    "overdue_seconds": _gauge("", "seconds", "for how long the next row has been due; 0 if it is not yet"),
+    "store_lanes": _gauge("state", "lanes", "lanes with a living owner, and without"),
+    "unowned_messages": _gauge("", "messages", "rows that wait in lanes without a living owner"),
+    "store_messages_total": _counter("kind", "what happened to messages since the store was made, by all daemons"),
+    "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored though due"),
+    "segment_messages": _gauge("state", "messages", "the messages in them"),
+    # of the broker, the same from every daemon that looks at it
+    "broker_up": _gauge("", "0 or 1", "whether its queues could be looked at"),
+    "queue_messages": _gauge("queue", "messages", "messages ready in delayer's own queues"),
+    "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
+    "look_age_seconds": _gauge("part", "seconds", "how old the figures of store, backlog and queues are"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """All that one answer is made of. ``states``: of every worker, None of one that does not answer."""
+
+    states: Sequence[State | None]
+    store: Seen[StoreSeen] | None
+    census: Seen[Census] | None
+    depths: Seen[Depths]
+    ready: bool
+
+
+def text(sight: Sight) -> bytes:
+    """In Prometheus's text format."""
+    return generate_latest(Families(sight))
+
+
+class Families:
+    """What prometheus_client calls a registry."""
+
+    def __init__(self, sight: Sight) -> None:
+        self._sight = sight
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of METRICS, in its order, those without a sample too."""
+        samples: dict[str, list[tuple[list[str], Any]]] = {name: [] for name in METRICS}
+        for name, labels, value in _all(self._sight):
+            samples[name].append((labels, value))
+        for name, kind in METRICS.items():
+            yield _family(name, kind, samples[name])
+
+
+Sample = tuple[str, list[str], Any]
+
+
+def _all(sight: Sight) -> Iterator[Sample]:
+    yield "build_info", [__version__], 1
+    yield "ready", [], int(sight.ready)
+    for number, state in enumerate(sight.states, 1):
+        yield "worker_up", [str(number)], int(state is not None)
+        if state is not None:
+            yield from _of_process(str(number), state)
+    modes = {state["mode"] for state in sight.states if state is not None}
+    yield from (("mode_info", [mode], 1) for mode in sorted(modes))
+    ages = {"queues": sight.depths.age}
+    yield from _of_broker(sight.depths)
+    if sight.store is not None:
+        yield from _of_store(sight.store)
+        ages["store"] = sight.store.age
+    if sight.census is not None:
+        yield from _of_census(sight.census)
+        ages["backlog"] = sight.census.age
+    yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
+
+
+def _of_process(worker: str, state: State) -> Iterator[Sample]:
+    figures = state["figures"]
+    yield "start_time_seconds", [worker], state["started_ms"] / 1000
+    yield "stalled_loops", [worker], len(state["stalled"])
+    yield from (("consuming", [worker, queue], int(is_)) for queue, is_ in state["consuming"].items())
+    for use, connection in state["connections"].items():
+        yield "connected", [worker, use], int(connection["connected"])
+        yield "blocked", [worker, use], int(connection["blocked"])
+        yield "reconnects_total", [worker, use], max(connection["connects"] - 1, 0)
+    if state["store"]:
+        adopted = len(state["adopted"])
+        yield "lanes", [worker, "own"], len(state["lanes"]) - adopted
+        yield "lanes", [worker, "adopted"], adopted
+        yield "lanes_lost_total", [worker], figures["lanes_lost"]
+    for kind in BY_ROUTE:
+        # A counter that begins at 0 and not with its first message: else nobody sees that one.
+        counts = dict.fromkeys(state["routes"], 0) | figures["routes"][kind]
+        yield from ((f"{kind}_total", [worker, route], n) for route, n in counts.items())
+    yield "restored_total", [worker], figures["counts"]["restored"]
+    yield "broken_segments_total", [worker], figures["counts"]["broken_segments"]
+    yield from (("lateness_seconds", [worker, route], tally) for route, tally in figures["lateness"].items())
+    yield from (("batch_messages", [worker, stage], tally) for stage, tally in figures["sizes"].items())
+    yield from ((f"{name}_seconds", [worker], figures["seconds"][name]) for name in DURATIONS)
+
+
+def _of_store(seen: Seen[StoreSeen]) -> Iterator[Sample]:
+    yield "store_up", [], int(seen.fresh is not None)
+    if seen.fresh is None:
+        return
+    overview, late = seen.fresh
+    yield "store_schema_current", [], int(not overview.upgrade_pending)
+    if overview.upgrade_pending:
+        return
+    yield "waiting_messages", [], overview.waiting
+    yield "held_messages", [], overview.held
+    if overview.next_due_ms is not None:
+        yield "next_due_timestamp_seconds", [], overview.next_due_ms / 1000
+    overdue_ms = 0 if overview.next_due_ms is None else max(overview.store_now_ms - overview.next_due_ms, 0)
+    yield "overdue_seconds", [], overdue_ms / 1000
+    for state, alive in (("owned", True), ("free", False)):
+        yield "store_lanes", [state], sum(lane.alive is alive for lane in overview.lanes)
+    yield "unowned_messages", [], sum(lane.waiting for lane in overview.lanes if not lane.alive)
+    for kind, number in overview.counters.items():
+        if kind != "held":  # that one goes down again
+            yield "store_messages_total", [kind], number
+    packed = overview.segments
+    for state, segments, messages in (
+        ("all", packed.segments, packed.messages), ("broken", packed.broken, packed.broken_messages), ("late", *late),
+    ):  # fmt: skip
+        yield "segments", [state], segments
+        yield "segment_messages", [state], messages
+
+
+def _of_census(seen: Seen[Census]) -> Iterator[Sample]:
+    if seen.fresh is None:
+        return
+    for route, counts in seen.fresh.by_route().items():
+        for due, count in horizon.by_class(counts).items():
+            yield "backlog_messages", [shown(route), due], round(count)
+
+
+def _of_broker(seen: Seen[Depths]) -> Iterator[Sample]:
+    yield "broker_up", [], int(seen.fresh is not None)
+    if seen.fresh is None:
+        return
+    for of, depths in (("queue_messages", seen.fresh.queues), ("cascade_messages", seen.fresh.levels)):
+        yield from ((of, [str(name)], depth) for name, depth in depths.items() if depth is not None)
+
+
+def _family(name: str, kind: Kind, samples: Iterable[tuple[list[str], Any]]) -> Metric:
+    named = PREFIX + name
+    if kind.type == "histogram":
+        histogram = HistogramMetricFamily(named, kind.help, labels=kind.labels)
+        for labels, tally in samples:
+            below = [(str(bound), count) for bound, count in zip(tally["bounds"], tally["below"], strict=True)]
+            histogram.add_metric(labels, [*below, ("+Inf", tally["count"])], tally["total"])
+        return histogram
+    family = (CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily)(
+        named, kind.help, labels=kind.labels
+    )
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

@@ -1,0 +1,263 @@
+"""The page: what waits and when it is due, what is held and refused, one message. Looking only; deeds.py changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+
+from delayer.core import horizon, late
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.filters import Filter
+from delayer.ops.http import asked, recent, render, words
+from delayer.ops.http.app import Answers
+from delayer.ops.http.asked import Wrong
+from delayer.ops.http.forms import said
+from delayer.ops.http.guard import COOKIE, Doors
+from delayer.services import reading
+from delayer.store import acts, heldback, listing, showing
+from delayer.store.cancelling import Found
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+ROWS: Final = 50
+SUMMARY_SECONDS: Final = 60.0
+STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
+FIELDS: Final = (
+    ("route", "Route (the exchange it came through)", "delayer.in"),
+    ("to", "Goes to exchange", "delayer.out"),
+    ("to_key", "with the routing key", "orders.eu"),
+    ("key", "Key (x-delay-key)", "order-4711"),
+    ("header", "Header", "customer=4711"),
+    ("due_after", "Due after", "2031-01-31T08:00Z or 2h"),
+    ("due_before", "Due before", "2031-02-01 or 7d"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The handlers of everything that is only looked at."""
+
+    answers: Answers
+    doors: Doors
+
+    def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+        """A page with what every page shows."""
+        here = "/" + request.url.path.strip("/").partition("/")[0]
+        session = self.doors.session(request)
+        return render.html(template, status, here=here, session=session, can_open=self.doors.can_open, **values)
+
+    async def overview(self, request: Request) -> Response:
+        """The first page."""
+        census = await self.answers.view.census.get() if self.answers.view.has_store else None
+        value = None if census is None else census.value
+        return self.html(
+            request,
+            "overview.html",
+            **await self._live(),
+            has_store=self.answers.view.has_store,
+            series=words.series(value),
+            census_note="" if census is None else words.note(value, census.error),
+        )
+
+    async def part(self, _request: Request) -> Response:
+        """The part of it that changes."""
+        return render.html("parts_overview.html", **await self._live())
+
+    async def _live(self) -> dict[str, Any]:
+        view = self.answers.view
+        states, depths = await asyncio.gather(self.answers.states(), view.depths.get())
+        store = await view.store.get() if view.has_store else None
+        overview = None if store is None or store.fresh is None else store.fresh.overview
+        usable = None if overview is None or overview.upgrade_pending else overview
+        seen = depths.fresh
+        settings = self.answers.inside.settings
+        levels = {} if seen is None else {number: depth for number, depth in seen.levels.items() if depth}
+        return {
+            "reasons": await self.answers.not_ready(states),
+            "store": usable,
+            "store_error": "" if store is None else store.error,
+            "broker_error": depths.error,
+            "cascade": None if seen is None else sum(levels.values()),
+            "refused": None if seen is None else seen.queues.get(settings.refused.queue),
+            "depths": seen,
+            "workers": states,
+            "mode": settings.mode,
+            "now": recent.summary(words.steps(states), SUMMARY_SECONDS),
+        }
+
+    async def live_json(self, _request: Request) -> Response:
+        """Rates and lateness of the last minutes, for the chart and for `delayer status`."""
+        states = await self.answers.states()
+        steps = words.steps(states)
+        summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
+        return JSONResponse({"series": recent.series(steps), "last": summaries, "workers": len(states)})
+
+    async def backlog_json(self, _request: Request) -> Response:
+        """What is due when, for the chart."""
+        if not self.answers.view.has_store:
+            return JSONResponse({"error": "no store is configured"}, status_code=404)
+        census = await self.answers.view.census.get()
+        if census.value is None:
+            return JSONResponse({"error": census.error or "not counted yet"}, status_code=503)
+        counts = census.value.together()
+        return JSONResponse(
+            {
+                "taken_ms": census.value.taken_ms,
+                "note": words.note(census.value, census.error),
+                "series": {
+                    one.name: {"step": one.step, "bars": [round(count) for count in horizon.bars(counts, one)]}
+                    for one in horizon.SERIES
+                },
+            }
+        )
+
+    async def find(self, request: Request) -> Response:
+        """From an id that somebody typed to its page."""
+        try:
+            token = asked.token(request.query_params.get("id", ""))
+        except Wrong as wrong:
+            return await self._waiting(request, {"id": request.query_params.get("id", "")}, str(wrong))
+        return RedirectResponse(f"/message/{token}", status_code=303)
+
+    async def waiting(self, request: Request) -> Response:
+        """What waits, page by page."""
+        return await self._waiting(request, {}, "")
+
+    async def _waiting(self, request: Request, more: dict[str, Any], wrong: str) -> Response:
+        given = dict(request.query_params)
+        values: dict[str, Any] = {
+            "id": "",
+            "rows": [],
+            "bounded": False,
+            "broken": 0,
+            "next": "",
+            "given": given,
+        } | more
+        try:
+            form = asked.asked(given, _now_ms())
+            after = asked.place(given.get("after", ""))
+            if not wrong:
+                values |= await self._list(form, after)
+            values["given"] = form.given
+        except (Wrong, *STORE_ERRORS) as error:
+            wrong = str(error)
+        back = "/waiting" + (f"?{request.url.query}" if request.url.query and not more else "")
+        return self.html(
+            request, "waiting.html", 400 if wrong else 200, fields=FIELDS, wrong=wrong, back=back, **values
+        )
+
+    async def _list(self, form: asked.Asked, after: tuple[int, int] | None) -> dict[str, Any]:
+        test = reading.header_test(form.wanted)
+        async with listing.looking(self._url(), "list") as connection:
+            found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
+            rows = await listing.entries(connection, found)
+        more = (
+            "" if found.after is None else "/waiting?" + render.query(form.given, after=asked.place_text(found.after))
+        )
+        return {"rows": rows, "bounded": found.bounded, "broken": len(found.broken), "next": more}
+
+    async def message(self, request: Request) -> Response:
+        """One message."""
+        text = request.path_params["token"]
+        try:
+            token = asked.token(text)
+            async with listing.looking(self._url(), "show") as connection:
+                found = await showing.show(connection, token)
+        except (Wrong, *STORE_ERRORS) as error:
+            return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
+        if isinstance(found, Found):
+            return self.html(request, "message.html", 404, token=str(token), missing=words.nowhere(found, token))
+        segment = found.entry.place.segment
+        where = found.where.value + ("" if segment is None else f" {segment}")
+        state = "running" if found.owned else "free"
+        return self.html(
+            request,
+            "message.html",
+            token=str(found.entry.place.token),
+            missing="",
+            found=found,
+            fate=words.fate(found),
+            where=f"{where}, lane {found.entry.place.lane} ({render.name(found.owner)}, {state})",
+            said=reading.read(found.entry.properties),
+            body=reading.preview(found.body),
+            shown=reading.PREVIEW,
+        )
+
+    async def held(self, request: Request) -> Response:
+        """What destinations would not take."""
+        try:
+            given = request.query_params.get("after", "0")
+            after = int(given) if given.isdecimal() else 0
+            async with listing.looking(self._url(), "list what is held") as connection:
+                page = await heldback.listed(connection, Filter(), None, ROWS, after)
+        except STORE_ERRORS as error:
+            return self._unreached(request, error)
+        more = "" if page.after is None else f"/held?after={page.after}"
+        return self.html(request, "held.html", rows=page.messages, next=more, for_good_ms=late.FOR_GOOD_MS)
+
+    async def refused(self, request: Request) -> Response:
+        """What could not be delayed."""
+        queue = self.answers.inside.settings.refused.queue
+        try:
+            rows, depth, error = *(await self.answers.inside.refused(ROWS)), ""
+        except BrokerLost as lost:
+            rows, depth, error = [], 0, str(lost)
+        return self.html(
+            request, "refused.html", 503 if error else 200, rows=rows, depth=depth, error=error, queue=queue
+        )
+
+    async def acts(self, request: Request) -> Response:
+        """Who did what by hand."""
+        given = request.query_params.get("before", "")
+        try:
+            async with listing.looking(self._url(), "acts") as connection:
+                rows = await acts.listed(connection, ROWS, int(given[:18]) if given.isdecimal() else None)
+        except STORE_ERRORS as error:
+            return self._unreached(request, error)
+        more = f"/acts?before={rows[-1].id}" if len(rows) == ROWS else ""
+        return self.html(request, "acts.html", rows=rows, next=more)
+
+    async def login(self, request: Request) -> Response:
+        """The form for the token, and what becomes of it."""
+        if request.method == "GET":
+            return self.html(request, "login.html", wrong="", who="")
+        try:
+            form = await said(request)
+        except Wrong as wrong:
+            return self.html(request, "login.html", 400, wrong=str(wrong), who="")
+        who, token = (form.get(name, [""])[0].strip() for name in ("who", "token"))
+        who = who[:80]
+        if not who:
+            return self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
+        host = request.client.host if request.client else "?"
+        session = await self.doors.open(token, f"{who} (page, {host})")
+        if session is None:
+            return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
+        answer = RedirectResponse("/", status_code=303)
+        # Not "secure": without TLS, which a proxy brings, loopback is all there is.
+        answer.set_cookie(COOKIE, session, httponly=True, samesite="strict", path="/")
+        return answer
+
+    async def logout(self, request: Request) -> Response:
+        """Forget who it was."""
+        self.doors.close(request.cookies.get(COOKIE, ""))
+        answer = RedirectResponse("/", status_code=303)
+        answer.delete_cookie(COOKIE, httponly=True, samesite="strict", path="/")
+        return answer
+
+    def _unreached(self, request: Request, error: Exception) -> Response:
+        return self.html(request, "done.html", 503, heading="The store cannot be seen", lines=[str(error)], back="/")
+
+    def _url(self) -> str:
+        url = self.answers.inside.settings.store_url
+        if url is None:
+            raise StoreLost("no store is configured: what waits in the cascade can be counted, but not listed")
+        return url
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

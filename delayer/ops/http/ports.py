@@ -1,0 +1,68 @@
+"""What the HTTP side asks of the daemon that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from delayer.settings import Settings
+
+State = Mapping[str, Any]
+"""What one process says of itself, as JSON can carry it (the first worker asks the others):
+
+    worker       1, 2, …; 1 too where there is only one process
+    mode         "native" or "store"
+    routes       the exchanges that the configured routes are from
+    started_ms   when it began
+    consuming    queue -> whether it is consumed now
+    connections  use -> {"connected", "blocked", "connects"}
+    store        whether one is configured
+    lanes        numbers of the lanes that it releases from; adopted: those of them that are others' own
+    usable       whether there is a lane to park into
+    stalled      names of the loops that stand still
+    recent       ops.http.recent.Recent.notes
+    figures      services.counting.Counters.figures()
+"""
+
+
+class Depths(NamedTuple):
+    """Messages that are ready in queues of the broker; None where a queue is missing. ``levels`` by their number."""
+
+    queues: Mapping[str, int | None]
+    levels: Mapping[int, int | None]
+
+
+class RefusedRow(NamedTuple):
+    """A message in the refused queue, as it is shown."""
+
+    id: str
+    came_in: str
+    size: int
+    message_id: str
+    reason: str
+    body: str
+
+
+class Inside(Protocol):
+    """The daemon around us."""
+
+    @property
+    def settings(self) -> Settings:
+        """As they are in force now."""
+
+    @property
+    def worker(self) -> int:
+        """Which of the workers we are, from 1 on."""
+
+    def state(self) -> State:
+        """See State. Cheap."""
+
+    async def depths(self) -> Depths:
+        """Ask the broker. Raises BrokerLost."""
+
+    async def refused(self, limit: int) -> tuple[Sequence[RefusedRow], int]:
+        """The first refused messages, and how many there are. Raises BrokerLost."""
+
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+        """ "retry" or "drop" those of these ids. How many it were, and which stay, and why. Raises BrokerLost,
+        StoreLost."""

@@ -1,0 +1,72 @@
+"""The application: what is answered at which path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from delayer.ops.http import render
+from delayer.ops.http.app import Answers
+from delayer.ops.http.deeds import Deeds
+from delayer.ops.http.guard import Doors, Guard
+from delayer.ops.http.pages import Pages
+
+STATIC: Final = Path(__file__).parent / "static"
+
+
+class Files(StaticFiles):
+    """Style, scripts and their licences: asked for again only after an upgrade."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        answer = await super().get_response(path, scope)
+        answer.headers["Cache-Control"] = "public, max-age=300"
+        return answer
+
+
+def application(answers: Answers) -> Starlette:
+    """What uvicorn serves."""
+    settings = answers.inside
+    doors = Doors(lambda: settings.settings.http.token)
+    pages = Pages(answers, doors)
+    deeds = Deeds(pages)
+
+    async def nowhere(_request: Request, _error: Exception) -> Response:
+        return render.html(
+            "done.html", 404, heading="There is nothing here", lines=[], back="/", here="", session=None,
+            can_open=doors.can_open,
+        )  # fmt: skip
+
+    return Starlette(
+        routes=[
+            Route("/health/live", answers.live),
+            Route("/health/ready", answers.ready),
+            Route("/metrics", answers.metrics),
+            Route("/", pages.overview),
+            Route("/parts/overview", pages.part),
+            Route("/api/live", pages.live_json),
+            Route("/api/backlog", pages.backlog_json),
+            Route("/waiting", pages.waiting),
+            Route("/find", pages.find),
+            Route("/message/{token}", pages.message),
+            Route("/held", pages.held),
+            Route("/refused", pages.refused),
+            Route("/acts", pages.acts),
+            Route("/login", pages.login, methods=["GET", "POST"]),
+            Route("/logout", pages.logout, methods=["POST"]),
+            Route("/deeds/messages", deeds.messages, methods=["POST"]),
+            Route("/deeds/held", deeds.held, methods=["POST"]),
+            Route("/deeds/refused", deeds.refused, methods=["POST"]),
+            Route("/deeds/filtered", deeds.filtered, methods=["POST"]),
+            Mount("/static", Files(directory=STATIC)),
+        ],
+        middleware=[Middleware(Guard, listen=lambda: settings.settings.http.listen)],
+        exception_handlers={404: nowhere},
+    )

@@ -1,0 +1,108 @@
+// The charts of the page, drawn by uPlot from the figures of /api. Without this file everything else works.
+"use strict";
+(() => {
+  const EVERY_MS = 5000, BACKLOG_EVERY_MS = 30000, HEIGHT = 230;
+  const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const drawn = new Map();
+
+  const axis = more => ({stroke: colour("--dim"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line"), width: 1}, ...more});
+  const wide = element => Math.max(element.clientWidth - 16, 200);
+  const short = n => n >= 1e6 ? +(n / 1e6).toFixed(1) + " M" : n >= 1e4 ? +(n / 1e3).toFixed(1) + " k" : String(+n.toFixed(2));
+  const numbers = (_, values) => values.map(n => n == null ? "" : short(n));
+
+  function draw(element, data, series, more) {
+    const before = drawn.get(element);
+    if (before && before.key === more.key) {
+      before.plot.setData(data);
+      return;
+    }
+    if (before) before.plot.destroy();
+    element.textContent = "";
+    const options = {width: wide(element), height: HEIGHT, cursor: {drag: {x: false, y: false}}, tzDate: at => uPlot.tzDate(new Date(at * 1000), "UTC"), series: [{}, ...series], ...more.options};
+    drawn.set(element, {key: more.key, plot: new uPlot(options, data, element)});
+  }
+
+  async function figures(path) {
+    const answer = await fetch(path, {headers: {accept: "application/json"}});
+    if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+    return answer.json();
+  }
+
+  // ---- when it is due
+
+  const due = document.getElementById("due-chart");
+  let chosen = "minutes", backlog = null;
+  const ahead = {minutes: ["min", 60e3], hours: ["h", 3600e3], days: ["d", 86400e3], months: ["months", 30 * 86400e3]};
+
+  function drawBacklog() {
+    if (!due || !backlog) return;
+    const {bars} = backlog.series[chosen], [unit] = ahead[chosen];
+    const xs = bars.map((_, n) => n + 0.5);
+    draw(due, [xs, bars], [{label: "messages due", stroke: colour("--bar"), fill: colour("--bar"), paths: uPlot.paths.bars({size: [0.8, 60], align: 0}), points: {show: false}, value: (_, n) => n == null ? "" : n.toLocaleString("en")}], {
+      key: chosen + dark.matches,
+      options: {
+        scales: {x: {time: false, range: [0, bars.length]}, y: {range: (_, low, high) => [0, Math.max(high, 1)]}},
+        axes: [axis({values: (_, values) => values.map(n => n === 0 ? "now" : `${n} ${unit}`)}), axis({values: numbers, size: 60})],
+      },
+    });
+    const plot = drawn.get(due).plot;
+    plot.series[0].label = "due within";
+    plot.series[0].value = (_, n) => n == null ? "" : `${Math.ceil(n)} ${unit}`;
+    document.getElementById("due-note").textContent = backlog.note;
+  }
+
+  async function lookAtBacklog() {
+    if (!due) return;
+    backlog = await figures(due.dataset.source);
+    drawBacklog();
+  }
+
+  for (const button of document.querySelectorAll("[data-series]")) {
+    button.addEventListener("click", () => {
+      chosen = button.dataset.series;
+      for (const one of document.querySelectorAll("[data-series]")) one.setAttribute("aria-pressed", String(one === button));
+      drawBacklog();
+    });
+  }
+
+  // ---- rates and lateness
+
+  const rates = document.getElementById("rates-chart"), late = document.getElementById("late-chart");
+  let live = null;
+
+  function drawLive() {
+    if (!rates || !live) return;
+    const {t, parked, released, cascaded, p50_ms, p99_ms} = live.series;
+    const into = parked.map((n, at) => n + cascaded[at]);
+    const line = (label, stroke, more) => ({label, stroke, width: 2, points: {show: t.length < 3}, value: (_, n) => n == null ? "" : short(n), ...more});
+    const options = {axes: [axis({}), axis({values: numbers, size: 60})], scales: {y: {range: (_, low, high) => [0, Math.max(high || 0, 1)]}}};
+    const key = String(dark.matches);
+    draw(rates, [t, into, released], [line("in", colour("--first")), line("out", colour("--second"), {dash: [6, 3]})], {key, options});
+    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("99 of 100", colour("--second"), {dash: [6, 3]})], {key, options});
+  }
+
+  async function lookAtRates() {
+    if (!rates) return;
+    live = await figures(rates.dataset.source);
+    drawLive();
+  }
+
+  // ---- again and again, but not while nobody looks
+
+  function every(milliseconds, look) {
+    const again = async () => {
+      if (!document.hidden) {
+        try { await look(); } catch (error) { console.warn(String(error)); }
+      }
+      setTimeout(again, milliseconds);
+    };
+    again();
+  }
+
+  const redraw = () => { drawBacklog(); drawLive(); };
+  dark.addEventListener("change", redraw);
+  addEventListener("resize", () => { for (const [element, {plot}] of drawn) plot.setSize({width: wide(element), height: HEIGHT}); });
+  every(BACKLOG_EVERY_MS, lookAtBacklog);
+  every(EVERY_MS, lookAtRates);
+})();

@@ -1,0 +1,139 @@
+"""What is seen of store and broker: looked up when somebody asks, shared by all who ask, and kept for a moment.
+
+Nobody asks, nothing is looked up: a daemon whose page is closed and whose metrics are not scraped does none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.ops.http.ports import Depths, Inside
+from delayer.store import census, listing, schema, session, status
+from delayer.store.census import Census
+from delayer.store.errors import BadStoreUrl, SchemaOutdated, translated
+from delayer.store.status import StoreOverview
+
+T = TypeVar("T")
+
+STORE_SECONDS: Final = 2.0
+DEPTHS_SECONDS: Final = 15.0
+CENSUS_SECONDS: Final = 20.0
+DUTY: Final = 20
+"""A look that takes long is not repeated before so many times as long has passed."""
+PATIENCE: Final = 3.0
+"""Seconds that somebody who asks waits for a fresh answer; then the last one has to do."""
+LOOKS_FAIL_WITH: Final = (StoreLost, BrokerLost, BadStoreUrl, SchemaOutdated, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[T]):
+    """``value``: the last that was seen, None if nothing ever was. ``error``: why the last look failed, or empty."""
+
+    value: T | None = None
+    error: str = ""
+    age: float | None = None
+    """Seconds since ``value`` was seen."""
+
+    @property
+    def fresh(self) -> T | None:
+        """The value, unless the last look failed."""
+        return None if self.error else self.value
+
+
+class Cached(Generic[T]):
+    """One question, asked at most every ``seconds``."""
+
+    def __init__(self, look: Callable[[], Awaitable[T]], seconds: float, name: str) -> None:
+        self._look = look
+        self._seconds = seconds
+        self._name = name
+        self._value: T | None = None
+        self._error = ""
+        self._seen_at: float | None = None
+        self._again_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def get(self, patience: float = PATIENCE) -> Seen[T]:
+        """The answer, fresh if it is to be had within ``patience`` seconds."""
+        if monotonic() >= self._again_at and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._refresh(), name=f"look at {self._name}")
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=patience)
+            if self._task.done():
+                self._task.result()  # a bug is nothing to keep to ourselves
+        return self.last()
+
+    def last(self) -> Seen[T]:
+        """Without asking anew."""
+        return Seen(self._value, self._error, None if self._seen_at is None else monotonic() - self._seen_at)
+
+    def forget(self) -> None:
+        """Something was changed: the next who asks wants to see it."""
+        self._again_at = 0.0
+
+    async def _refresh(self) -> None:
+        began = monotonic()
+        try:
+            self._value = await self._look()
+            self._error, self._seen_at = "", monotonic()
+        except LOOKS_FAIL_WITH as error:
+            self._error = str(error) or type(error).__name__
+        now = monotonic()
+        self._again_at = now + max(self._seconds, DUTY * (now - began))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+class StoreSeen(NamedTuple):
+    """``late_segments``: how many segments should have been restored by now, and their messages."""
+
+    overview: StoreOverview
+    late_segments: tuple[int, int]
+
+
+class View:
+    """All that can be seen."""
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self.store = Cached(self._store, STORE_SECONDS, "store")
+        self.census = Cached(self._census, CENSUS_SECONDS, "backlog")
+        self.depths = Cached[Depths](inside.depths, DEPTHS_SECONDS, "queues")
+
+    @property
+    def has_store(self) -> bool:
+        return self._inside.settings.store_url is not None
+
+    async def close(self) -> None:
+        for part in (self.store, self.census, self.depths):
+            await part.close()
+
+    def _url(self) -> str:
+        url = self._inside.settings.store_url
+        if url is None:
+            raise StoreLost("no store is configured")
+        return url
+
+    async def _store(self) -> StoreSeen:
+        url = self._url()
+        seen = await status.overview(url)
+        if schema.outdated(seen.schema_found) is not None:
+            return StoreSeen(seen, (0, 0))
+        connection = await session.connect(url, "delayer look")
+        try:
+            with translated("look at segments"):
+                return StoreSeen(seen, await census.overdue_segments(connection))
+        finally:
+            await session.close(connection)
+
+    async def _census(self) -> Census:
+        async with listing.looking(self._url(), "count the backlog") as connection:
+            return await census.take(connection)

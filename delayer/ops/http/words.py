@@ -1,0 +1,72 @@
+"""What the page says, in sentences and rows. Pure: what was seen in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from delayer.core import horizon, late
+from delayer.core.filters import Token
+from delayer.ops.http import recent, render
+from delayer.ops.http.ports import State
+from delayer.store.cancelling import Found
+from delayer.store.census import Census
+from delayer.store.showing import Whole
+
+TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two months", "months": "Two years"}
+
+
+def fate(found: Whole) -> str:
+    """What will happen to it, in a sentence. Pure."""
+    entry = found.entry
+    to = f"published to {render.address(entry.to_exchange, entry.to_key)}"
+    if not found.sound:
+        return "It is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer."
+    if found.hold is not None and late.for_good(found.hold.reason):
+        return f"Nothing, until somebody says so: tried again it is {to}."
+    if found.hold is not None:
+        return f"It is {to} again at {render.iso(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}."
+    who = f"by {render.name(found.owner)}" if found.owned else "by the daemon that adopts its lane"
+    if found.where is Found.SEGMENT:
+        who = "after a daemon has restored its segment"
+    return f"It is {to} at {render.iso(entry.place.due_us // 1000)}, {who}."
+
+
+def nowhere(found: Found, token: Token) -> str:
+    """Why a message cannot be shown. Pure."""
+    if found is Found.UNREADABLE:
+        return "It may stand in a segment that does not read back: see docs/backlog.md."
+    elsewhere = " at that instant. The id alone, without @…, finds it if it was moved." if token.due_ms else "."
+    return f"It is not in the store{elsewhere} It was delivered or cancelled, or was never there."
+
+
+def steps(states: Iterable[State | None]) -> list[recent.Step]:
+    """What all workers that answered did lately."""
+    return recent.steps(state["recent"] for state in states if state is not None)
+
+
+def series(census: Census | None) -> list[dict[str, Any]]:
+    """Titles, and the rows of the tables under the chart: bars that are not empty."""
+    counts = {} if census is None else census.together()
+    found = []
+    for one in horizon.SERIES:
+        bars = horizon.bars(counts, one)
+        rows = [
+            (f"within {render.roughly((at + 1) * one.step / 1000)}", count) for at, count in enumerate(bars) if count
+        ]
+        found.append({"name": one.name, "title": TITLES[one.name], "rows": rows})
+    return found
+
+
+def note(census: Census | None, error: str) -> str:
+    """What stands under the chart."""
+    if census is None:
+        return f"Not counted yet: {error}" if error else "Not counted yet."
+    counts = census.together()
+    classes = horizon.by_class(counts)
+    how = "Counted" if census.exact else "Estimated from samples"
+    return (
+        f"{how} at {render.iso(census.taken_ms)}: {render.number(sum(counts.values()))} messages, "
+        f"{render.number(classes['overdue'])} of them overdue, {render.number(classes[horizon.LATER])} due in more "
+        f"than a year.{f' Now: {error}.' if error else ''}"
+    )

@@ -1,0 +1,111 @@
+"""The daemon as its HTTP side sees it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused
+from delayer.commands import refused
+from delayer.commands.common import Off
+from delayer.commands.filters import address
+from delayer.core.errors import BrokerLost
+from delayer.core.message import Delivery
+from delayer.daemon import Daemon
+from delayer.ops.http.ports import Depths, RefusedRow, State
+from delayer.ops.http.recent import Recent
+from delayer.ops.http.server import HttpPart
+from delayer.services import reading
+from delayer.services.refusals import Refusal
+from delayer.settings import Settings
+from delayer.supervisor import worker
+from delayer.wiring import cascade_of
+
+PREVIEW: Final = 80
+"""Bytes of a refused message's body that are shown in the list."""
+
+
+class DaemonInside:
+    """Satisfies ops.http.ports.Inside."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self.recent = Recent(daemon.counters)
+        self._started_ms = time.time_ns() // 1_000_000
+
+    @property
+    def settings(self) -> Settings:
+        """See the port."""
+        return self._daemon.settings
+
+    @property
+    def worker(self) -> int:
+        """See the port."""
+        return worker.number(os.environ) or 1
+
+    def state(self) -> State:
+        """See the port."""
+        daemon, lanes = self._daemon, self._daemon.shelf.lanes
+        return {
+            "worker": self.worker,
+            "mode": daemon.settings.mode,
+            "routes": [route.from_ for route in daemon.settings.routes],
+            "started_ms": self._started_ms,
+            "consuming": daemon.consuming(),
+            "connections": daemon.connections(),
+            "store": lanes is not None,
+            "lanes": [] if lanes is None else lanes.numbers,
+            "adopted": [] if lanes is None else lanes.adopted,
+            "usable": daemon.shelf.usable,
+            "stalled": daemon.stalled(),
+            "recent": list(self.recent.notes),
+            "figures": daemon.counters.figures(),
+        }
+
+    async def depths(self) -> Depths:
+        """See the port."""
+        settings = self.settings
+        queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
+        try:
+            async with await Admin.connect(settings.broker_url, name="delayer look", patience=5.0) as admin:
+                picture = await admin.picture(cascade_of(settings), queues)
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
+        return Depths(picture.queues, {level.level: level.depth for level in picture.levels})
+
+    async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
+        """See the port."""
+        with _reached():
+            found, depth = await refused.look(self.settings, refused.ANY, limit)
+        return [_row(delivery, refusal) for delivery, refusal in found], depth
+
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+        """See the port."""
+        with _reached():
+            done = await refused.do(self.settings, verb, refused.Wanted(ids, "", None), who)
+        return done.messages, done.left
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except (BrokerRefused, Off) as error:
+        raise BrokerLost(str(error)) from error
+
+
+def _row(delivery: Delivery, refusal: Refusal) -> RefusedRow:
+    came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
+    body = reading.preview(delivery.body, PREVIEW)
+    return RefusedRow(refusal.id, came_in, len(delivery.body), refusal.message_id, refusal.reason, body)
+
+
+def serve(daemon: Daemon) -> None:
+    """Let ``daemon`` serve HTTP, as long as it runs."""
+    inside = DaemonInside(daemon)
+    daemon.life.add("recent", inside.recent.run)
+    daemon.life.add("http", HttpPart(inside).run)

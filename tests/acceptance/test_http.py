@@ -1,0 +1,195 @@
+"""Health and metrics of a running daemon: what it did is what it says, and nothing of it can stop it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.test_workers import service
+from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER, secret_store_url, upgrade
+from tests.faults.place import eventually
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Message, Props, text
+from tests.rig.servers import Postgres
+from tests.rig.web import Web
+
+ANY_PORT = {"HTTP__LISTEN": "127.0.0.1:0"}
+HOUR = 3_600_000
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    return secret_store_url(postgres, schema)
+
+
+async def test_metrics_say_what_happened(place: Place, store: str) -> None:
+    async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        web = await Web.of(await daemon.ready())
+        soon = [delayed(f"soon {n}", 300 + n) for n in range(100)]
+        later = [delayed(f"later {n}", 5 * HOUR + n) for n in range(40)]
+        next_day = [delayed(f"days {n}", 50 * HOUR + n) for n in range(3)]
+        lost = [delayed(f"lost {n}", 200, through="in.missing") for n in range(2)]
+        broken = [Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),)), b"broken")]
+        await raw.publish(*soon, *later, *next_day, *lost, *broken)
+        await inbox.got(message.body for message in soon)
+
+        async def look() -> dict[tuple[str, ...], float]:
+            return await web.metrics()
+
+        route, worker = "route=in", "worker=1"
+
+        def over(seen: dict[tuple[str, ...], float]) -> bool:
+            return seen.get(("delayer_held_messages",)) == 2 and seen["delayer_released_total", route, worker] == 100
+
+        found = await eventually(look, over)
+        assert found["delayer_parked_total", route, worker] == 143
+        assert found["delayer_refused_total", route, worker] == 1
+        assert found["delayer_held_total", "route=in.missing", worker] == 2
+        assert found["delayer_nacked_total", "route=in.missing", worker] == 0
+        assert found["delayer_returned_total", "route=in.missing", worker] == 2
+        assert found["delayer_lateness_seconds_count", route, worker] == 100
+        assert 0 <= found["delayer_lateness_seconds_sum", route, worker] < 100
+        assert found["delayer_waiting_messages",] == 43
+        assert found["delayer_lanes", "kind=own", worker] == 2
+        assert found["delayer_queue_messages", "queue=delays.refused"] in (0, 1)  # looked at some seconds ago, perhaps
+        assert found["delayer_store_up",] == found["delayer_broker_up",] == found["delayer_ready",] == 1
+        for of in ("batch_messages_sum", "claim_seconds_count", "settle_seconds_count", "publish_seconds_count"):
+            assert any(name == f"delayer_{of}" and value > 0 for (name, *_), value in found.items()), of
+
+        counted = await eventually(look, lambda seen: seen.get(("delayer_backlog_messages", "due=week", route)) == 3)
+        assert counted["delayer_backlog_messages", "due=day", route] == 40
+        assert counted["delayer_store_messages_total", "kind=parked"] == 145
+        assert await daemon.stop() == 0
+        assert not [one for one in daemon.events if one["level"] == "error"]
+
+
+async def test_health(place: Place, store: str) -> None:
+    async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon:
+        web = await Web.of(await daemon.ready())
+        assert (await web.get("/health/live")).json == {"alive": True, "reasons": []}
+
+        async def ready() -> int:
+            return (await web.get("/health/ready")).status
+
+        await eventually(ready, lambda status: status == 200)
+        # What is not consumed is not ready: its queue is gone, and it may not declare another one.
+        place.rabbitmq.add_user(USER, BROKER_SECRET, vhost=place.vhost, configure="^$", read=".*", write=".*")
+        place.things._call("DELETE", "queues", "delays")
+        answer = await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 503)
+        assert answer.json["reasons"] == ["queue 'delays' is not consumed"]
+        for secret in (BROKER_SECRET, STORE_SECRET):
+            assert secret not in answer.text + (await web.get("/metrics")).text
+        place.rabbitmq.add_user(USER, BROKER_SECRET, vhost=place.vhost, configure=".*", read=".*", write=".*")
+        await eventually(ready, lambda status: status == 200)
+
+
+async def test_the_store_is_a_condition_in_store_mode_only(place: Place) -> None:
+    with Postgres() as postgres:
+        name = postgres.add_database()
+        upgrade(postgres.url(name))
+        for mode, status in (("store", 503), ("native", 200)):
+            async with DaemonProcess(place.environ(mode, postgres.url(name)) | ANY_PORT) as daemon:
+                web = await Web.of(await daemon.ready())
+                await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200)  # noqa: B023
+                postgres.stop()
+
+                async def store_up() -> float:
+                    return (await web.metrics())["delayer_store_up",]  # noqa: B023
+
+                await eventually(store_up, lambda up: up == 0)
+                answer = await web.get("/health/ready")
+                assert answer.status == status, answer.text
+                assert (await web.get("/health/live")).status == 200
+                postgres.start()
+                await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200)  # noqa: B023
+                assert await daemon.stop() == 0
+
+
+async def test_a_port_that_is_taken_is_told_and_stops_nobody(place: Place, store: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environ = place.environ("store", store) | {"HTTP__LISTEN": f"127.0.0.1:{port}"}
+        async with DaemonProcess(environ) as daemon, await place.raw() as raw:
+            inbox = await raw.inbox("inbox")
+            told = await daemon.event("http not served")
+            assert (told["level"], told["listen"], told["reason"]) == (
+                "error", f"127.0.0.1:{port}", "Address already in use",
+            )  # fmt: skip
+            await daemon.ready()
+            message = delayed("all the same", 100)
+            await raw.publish(message)
+            await inbox.got([message.body])
+            taken.close()
+            web = await Web.of(daemon)
+            assert (await web.get("/health/live")).status == 200
+            assert await daemon.stop() == 0
+
+
+async def test_off_is_off(place: Place, store: str) -> None:
+    async with DaemonProcess(place.environ("store", store) | {"HTTP__LISTEN": ""}) as daemon:
+        await daemon.ready()
+        assert not [one for one in daemon.events if one["event"].startswith("http")]
+        lines = psutil.Process(daemon.pid).net_connections(kind="inet")
+        assert not [line for line in lines if line.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.deadline(150)
+async def test_the_first_worker_answers_for_all(place: Place, store: str, tmp_path: Path) -> None:
+    config = tmp_path / "delayer.toml"
+    http = {"listen": ANY_PORT["HTTP__LISTEN"]}
+    daemon = service(place, config, "store", store, http=http)
+    daemon._environ.pop("DELAYER_HTTP__LISTEN")
+    async with daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        web = await Web.of(daemon)
+        messages = [delayed(f"shared {n}", n % 7 * 100) for n in range(2000)]
+        await raw.publish(*messages)
+        await inbox.got(message.body for message in messages)
+
+        async def sums() -> list[float]:
+            found = await web.metrics()
+            return [found.get(("delayer_released_total", "route=in", f"worker={worker}"), 0) for worker in (1, 2)]
+
+        await eventually(sums, lambda both: sum(both) == len(messages) and min(both) > 0)
+        assert (await web.get("/health/ready")).status == 200
+        second = await daemon.pid_of(2)
+        os.kill(second, signal.SIGSTOP)
+        began = time.monotonic()
+        answer = await web.get("/health/ready")
+        assert (answer.status, answer.json["reasons"]) == (503, ["worker 2: no answer"])
+        assert time.monotonic() - began < 5
+        found = await web.metrics()
+        assert (found["delayer_worker_up", "worker=1"], found["delayer_worker_up", "worker=2"]) == (1, 0)
+        os.kill(second, signal.SIGCONT)
+        await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200)
+        seen = len(daemon.events)
+        os.kill(await daemon.pid_of(1), signal.SIGKILL)  # its successor serves
+        web = await Web.of(daemon, after=seen)
+        await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200, timeout=60)
+        assert await daemon.stop() == 0
+
+
+async def test_who_does_not_let_go_does_not_keep_the_daemon(place: Place, store: str) -> None:
+    """Connections that say nothing, half of a request, and one that never reads its answer."""
+    async with DaemonProcess(place.environ("store", store) | ANY_PORT) as daemon:
+        web = await Web.of(await daemon.ready())
+        host, port = web.address.split(":")
+        lines = [socket.create_connection((host, int(port))) for _ in range(20)]
+        for line in lines[:10]:
+            line.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: ")
+        lines[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+        assert (await web.get("/health/live")).status == 200
+        began = time.monotonic()
+        assert await daemon.stop() == 0
+        assert time.monotonic() - began < 10
+        for line in lines:
+            line.close()

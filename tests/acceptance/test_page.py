@@ -1,0 +1,416 @@
+"""The page in a real browser, on real servers: every action clicked, hostile messages looked at, on a desk and on a
+telephone, by day and by night, with the keyboard and without scripts. Needs Debian's chromium (`.ci/setup browser`);
+without it these tests are skipped. PAGE_PICTURES=DIRECTORY keeps the screenshots, to be looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.world import secret_store_url
+from tests.faults.place import eventually
+from tests.rig.daemon import DaemonProcess, command
+from tests.rig.raw import Inbox, Message, Props, Raw, number, text
+from tests.rig.servers import Postgres
+from tests.rig.web import Web
+
+playwright = pytest.importorskip("playwright.async_api")
+
+CHROMIUM = shutil.which("chromium")
+TOKEN = "open-sesame-open-sesame"
+HOUR = 3_600_000
+PICTURES = os.environ.get("PAGE_PICTURES", "")
+PAGES = ("/", "/waiting", "/held", "/refused", "/acts", "/login")
+HOSTILE = [
+    '<script>window.hacked=1</script>',
+    '"><img src=x onerror=window.hacked=1>',
+    "'onmouseover='window.hacked=1",
+    "</textarea></pre></code><svg/onload=window.hacked=1>",
+    "javascript:window.hacked=1",
+    "{{7*7}}${7*7}<%=7*7%>",
+    "<iframe src=//evil.example>",
+    "<a hx-get=/metrics hx-trigger=load>x</a>",
+    "\u202eevil\u200b\x00\x1b[31m",
+    "<style>*{display:none}</style>",
+    "&lt;b&gt;&#x3c;script&#x3e;",
+    "<meta http-equiv=refresh content=0;url=//evil.example>",
+]  # fmt: skip
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: `.ci/setup browser`"),
+    pytest.mark.deadline(120),
+]
+
+
+@dataclass
+class Shown:
+    """A running daemon and a browser in front of it."""
+
+    web: Web
+    raw: Raw
+    inbox: Inbox
+    browser: Any
+    config: Path
+    asked: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def base(self) -> str:
+        return f"http://{self.web.address}"
+
+    async def tab(self, **more: Any) -> Any:
+        """A tab of its own, with everything that it asks for and complains about written down."""
+        context = await self.browser.new_context(base_url=self.base, **more)
+        page = await context.new_page()
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+        return page
+
+    async def unlock(self, page: Any, who: str = "ada") -> None:
+        await page.goto("/login")
+        await page.get_by_label("Who you are").fill(who)
+        await page.get_by_label("The token").fill(TOKEN)
+        await page.get_by_role("button", name="Unlock").click()
+        await page.get_by_role("button", name="Lock").wait_for()
+
+    async def waiting(self, *filters: str) -> list[dict[str, Any]]:
+        return list(json.loads(await command(self.config, "list", "--json", *filters))["messages"])
+
+    async def acts(self) -> list[dict[str, Any]]:
+        return list(json.loads(await command(self.config, "acts", "--json")))
+
+
+@asynccontextmanager
+async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "store", {"store": {"url": store}})
+    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw, playwright.async_playwright() as driver:
+        inbox = await raw.inbox("inbox")
+        web = await Web.of(await daemon.ready())
+        browser = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        this = Shown(web, raw, inbox, browser, config)
+        yield this
+        await browser.close()
+        assert not this.complaints, this.complaints
+        strangers = [url for url in this.asked if not url.startswith((this.base, "data:"))]
+        assert not strangers, strangers
+        assert await daemon.stop() == 0
+        assert not [one for one in daemon.events if one["level"] == "error"], daemon.tail()
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    return secret_store_url(postgres, schema)
+
+
+def keyed(body: str, key: str) -> Message:
+    props = Props(headers=((b"x-delay", number("I", HOUR)), (b"x-delay-key", text(key))), delivery_mode=2)
+    return Message("in", b"inbox", props, body.encode())
+
+
+def unreadable(body: str) -> Message:
+    return Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),), delivery_mode=2), body.encode())
+
+
+async def result(page: Any) -> str:
+    await page.get_by_role("status").wait_for(state="attached")
+    return str(await page.locator("h1").inner_text())
+
+
+async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
+    async with shown(place, store, tmp_path) as this:
+        await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(8)))
+        await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(3)))
+        await this.raw.publish(keyed("keyed", "order-4711"), *(unreadable(f"refused {n}") for n in range(3)))
+        await eventually(this.waiting, lambda rows: len(rows) == 9)
+        page = await this.tab()
+        # Without the token there is nothing to press.
+        await page.goto("/waiting")
+        assert await page.get_by_role("button", name="Cancel").count() == 0
+        await page.goto("/login")
+        await page.get_by_label("Who you are").fill("eve")
+        await page.get_by_label("The token").fill("wrong")
+        await page.get_by_role("button", name="Unlock").click()
+        assert "not the token" in await page.get_by_role("alert").inner_text()
+        this.complaints.clear()  # the browser's own word for that answer's 403
+        await this.unlock(page)
+
+        await page.goto("/waiting")
+        rows = await this.waiting()
+        await page.get_by_label(f"Choose {rows[1]['id']}").check()
+        await page.get_by_label(f"Choose {rows[2]['id']}").check()
+        await page.get_by_role("button", name="Cancel", exact=True).click()
+        assert await result(page) == "Cancelled: 2 of 2"
+        assert len(await this.waiting()) == 7
+
+        await page.get_by_role("link", name="Go on").click()
+        moved = (await this.waiting())[-1]
+        await page.get_by_label(f"Choose {moved['id']}").check()
+        await page.locator("#at").fill("2h")
+        await page.get_by_role("button", name="Reschedule", exact=True).click()
+        assert await result(page) == "Rescheduled: 1 of 1"
+        found = next(row for row in await this.waiting() if row["id"].split("@")[0] == moved["id"].split("@")[0])
+        assert found["due_ms"] < moved["due_ms"]
+
+        # One message, found by its key, and moved by its page.
+        await page.goto("/waiting")
+        await page.get_by_label("Key (x-delay-key)").fill("order-4711")
+        await page.get_by_role("button", name="Filter").click()
+        await page.locator("tbody a").click()
+        assert "keyed" in await page.locator("pre").inner_text()
+        await page.locator("#by").fill("30m")
+        await page.get_by_role("button", name="Reschedule").click()
+        assert await result(page) == "Rescheduled: 1 of 1"
+        (row,) = await this.waiting("--key", "order-4711")
+        await page.goto("/")
+        await page.goto("/waiting")
+        await page.get_by_label("A message by its id").fill(row["id"])
+        await page.get_by_role("button", name="Show").click()
+        await page.get_by_role("button", name="Cancel").click()
+        assert await result(page) == "Cancelled: 1 of 1"
+
+        # All that a filter means: counted, asked, done.
+        await page.goto("/waiting?due_after=9h")
+        await page.locator("#all-by").fill("1h")
+        await page.get_by_role("button", name="Reschedule them…").click()
+        assert re.fullmatch(r"Reschedule \d messages\?", await page.locator("h1").inner_text())
+        await page.get_by_role("button", name="Reschedule them").click()
+        assert (await result(page)).startswith("Rescheduled: ")
+        await page.goto("/waiting")
+        await page.get_by_role("button", name="Cancel them…").click()
+        assert await page.locator("h1").inner_text() == "Cancel 6 messages?"
+        assert len(await this.waiting()) == 6, "asked first"
+        await page.get_by_role("button", name="Cancel them").click()
+        assert await result(page) == "Cancelled: 6"
+        assert await this.waiting() == []
+
+        await page.goto("/held")
+        assert (
+            "NO_ROUTE" in await page.locator("tbody").inner_text() or "404" in await page.locator("tbody").inner_text()
+        )
+        await page.locator("tbody input").nth(0).check()
+        await page.get_by_role("button", name="Try again now").click()
+        assert await result(page) == "To be tried again now: 1 of 1"
+        await page.get_by_role("link", name="Go on").click()
+        for box in await page.locator("tbody input").all():
+            await box.check()
+        await page.get_by_role("button", name="Drop").click()
+        assert await result(page) == "Dropped: 3 of 3"
+
+        await page.goto("/refused")
+        assert "expected" in await page.locator("tbody").inner_text()
+        await page.locator("tbody input").nth(0).check()
+        await page.get_by_role("button", name="Publish again").click()
+        assert await result(page) == "Published again: 1 of 1"
+        await eventually(lambda: _refused(this), lambda rows: len(rows) == 3)  # its cause is not mended
+        await page.goto("/refused")
+        for box in await page.locator("tbody input").all():
+            await box.check()
+        await page.get_by_role("button", name="Drop").click()
+        assert await result(page) == "Dropped: 3 of 3"
+        assert await _refused(this) == []
+
+        await page.get_by_role("link", name="Acts").click()
+        assert "ada (page, 127.0.0.1)" in await page.locator("tbody").inner_text()
+        assert {one["who"] for one in await this.acts()} == {"ada (page, 127.0.0.1)"}
+        assert len(await this.acts()) == 10
+        await page.get_by_role("button", name="Lock").click()
+        await page.goto("/waiting")
+        assert await page.get_by_role("button", name="Cancel").count() == 0
+
+
+async def _refused(this: Shown) -> list[dict[str, Any]]:
+    return list(json.loads(await command(this.config, "refused", "list", "--json"))["messages"])
+
+
+async def test_what_messages_say_is_text_and_nothing_else(place: Place, store: str, tmp_path: Path) -> None:
+    async with shown(place, store, tmp_path) as this:
+        for evil in HOSTILE:
+            name = evil.encode()[:200]
+            props = Props(
+                headers=((b"x-delay", number("I", 5 * HOUR)), (b"x-delay-key", text(evil)), (name[:100], text(evil))),
+                message_id=name, content_type=name, app_id=name, delivery_mode=2,
+            )  # fmt: skip
+            late = Props(headers=((b"x-delay", number("I", 10)), (b"x", text(evil))), message_id=name, delivery_mode=2)
+            wrong = Props(headers=((b"x-delay", text(evil)),), message_id=name, delivery_mode=2)
+            await this.raw.publish(
+                Message("in", name, props, evil.encode()),
+                Message("in.missing", name, late, evil.encode()),
+                Message("in", name, wrong, evil.encode()),
+            )
+        await eventually(this.waiting, lambda rows: len(rows) == len(HOSTILE))
+        page = await this.tab()
+        await this.unlock(page, who=HOSTILE[0])
+        rows = await this.waiting()
+        held = json.loads(await command(this.config, "held", "list", "--json"))["messages"]
+        assert len(held) == len(HOSTILE)
+        messages = [f"/message/{row['id']}" for row in (*rows, *held)]
+        forms = [
+            f"/waiting?route={evil}&key={evil}&header={evil}" for evil in ("%22%3E%3Cscript%3E", "%3Cimg%20src%3Dx%3E=")
+        ]
+        answers = {}
+        for path in (*PAGES, *messages, *forms):
+            answers[path] = await page.goto(path)
+            assert answers[path].status < 500, path
+            seen = await page.evaluate(
+                "() => [window.hacked, document.querySelectorAll('script:not([src]), iframe, svg, img, "
+                "meta[http-equiv], main style, [onerror], [onload], [onmouseover], a[href^=javascript]').length]"
+            )
+            assert seen == [None, 0], (path, seen)
+        await page.goto("/waiting")
+        text_of = await page.locator("tbody").inner_text()
+        assert "<script>window.hacked=1</script>" in text_of
+        assert "\\u202e" in text_of
+        assert "49" not in re.findall(r"\d\d(?=<%)", text_of)
+        # A script that got in all the same would not run.
+        blocked = await page.evaluate(
+            "() => { const one = document.createElement('script'); one.textContent = 'window.hacked = 2';"
+            " document.body.append(one); return window.hacked }"
+        )
+        assert blocked is None
+        assert [one for one in this.complaints if "Content Security Policy" in one]
+        this.complaints.clear()
+        policy = answers["/"].headers["content-security-policy"]
+        assert "unsafe" not in policy
+        assert policy.startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path: Path, scheme: str) -> None:
+    async with shown(place, store, tmp_path) as this:
+        await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 1500) for n in range(1500)))
+        await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(4)))
+        await this.raw.publish(keyed(json.dumps({"order": 4711, "lines": 3}), "order-4711"), unreadable("{}"))
+        await eventually(lambda: this.waiting("--key", "order-4711"), lambda rows: len(rows) == 1)
+        await this.raw.publish(*(delayed(f"now {n}", n * 20) for n in range(300)))
+        (row,) = await this.waiting("--key", "order-4711")
+        paths = {"overview": "/", "waiting": "/waiting", "message": f"/message/{row['id']}", "held": "/held",
+                 "refused": "/refused", "login": "/login"}  # fmt: skip
+        for device, width in (("desk", 1280), ("telephone", 390)):
+            page = await this.tab(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            await this.unlock(page)
+            for name, path in paths.items():
+                await page.goto(path)
+                if name == "overview":
+                    await page.locator("#due-chart canvas").wait_for()
+                    await page.locator("#late-chart canvas").wait_for()
+                    await _pressed(page)
+                room = await page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
+                assert room[0] <= room[1], f"{name} on a {device}: {room}"
+                targets = await page.evaluate(
+                    "() => [...document.querySelectorAll('button, nav a, input:not([type=hidden], [type=checkbox])')]"
+                    ".map(one => one.getBoundingClientRect()).filter(box => box.width && box.height < 40).length"
+                )
+                assert targets == 0, f"{name} on a {device}: things too small to press"
+                if PICTURES:
+                    await page.screenshot(path=Path(PICTURES) / f"{name}-{device}-{scheme}.png", full_page=True)
+            await page.context.close()
+
+
+async def _pressed(page: Any) -> None:
+    """Each range of the chart can be chosen, and shows itself as chosen."""
+    for name in ("Two years", "Two months", "Two days", "The coming hour"):
+        button = page.get_by_role("button", name=name)
+        await button.click()
+        assert await button.get_attribute("aria-pressed") == "true"
+        assert await page.locator(".choice [aria-pressed=true]").count() == 1
+
+
+async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, tmp_path: Path) -> None:
+    async with shown(place, store, tmp_path) as this:
+        await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(2)))
+        await eventually(this.waiting, lambda rows: len(rows) == 2)
+        page = await this.tab()
+        await page.goto("/")
+        await page.keyboard.press("Tab")
+        assert await page.evaluate("() => document.activeElement.className") == "skip"
+        await page.keyboard.press("Enter")
+        assert await page.evaluate("() => document.activeElement.id") == "main"
+        await page.goto("/login")
+        await page.get_by_label("Who you are").focus()
+        await page.keyboard.type("ada")
+        await page.keyboard.press("Tab")
+        await page.keyboard.type(TOKEN)
+        await page.keyboard.press("Enter")
+        await page.get_by_role("button", name="Lock").wait_for()
+        await page.goto("/waiting")
+        await page.locator("tbody input").first.focus()
+        await page.keyboard.press("Space")
+        await page.get_by_role("button", name="Cancel", exact=True).focus()
+        outline = await page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
+        await page.keyboard.press("Enter")
+        assert await result(page) == "Cancelled: 1 of 1"
+        assert outline != "none", "the focus is seen"
+
+        plain = await this.tab(java_script_enabled=False)
+        await this.unlock(plain)
+        await plain.goto("/")
+        assert "Waiting in the store" in await plain.locator("main").inner_text()
+        await plain.goto("/waiting")
+        await plain.locator("tbody input").first.check()
+        await plain.get_by_role("button", name="Cancel", exact=True).click()
+        assert await result(plain) == "Cancelled: 1 of 1"
+        assert await this.waiting() == []
+
+
+async def test_the_figures_move_by_themselves(place: Place, store: str, tmp_path: Path) -> None:
+    async with shown(place, store, tmp_path) as this:
+        page = await this.tab()
+        await page.goto("/")
+        tile = page.locator(".tiles dd").first
+        assert await tile.inner_text() == "0"
+        await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(1234)))
+
+        async def said() -> str:
+            return str(await tile.inner_text())
+
+        await eventually(said, lambda count: count == "1\u202f234")
+
+
+async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
+    place: Place, store: str, tmp_path: Path
+) -> None:
+    async with shown(place, store, tmp_path) as this:
+        await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(3)))
+        rows = await eventually(this.waiting, lambda rows: len(rows) == 3)
+        form = {"verb": "cancel", "id": rows[0]["id"]}
+        for more in (
+            {}, {"Authorization": "Bearer wrong"}, {"Cookie": "delayer_session=x"},
+            {"Authorization": f"Bearer {TOKEN}", "Origin": "https://evil.example"},
+            {"Authorization": f"Bearer {TOKEN}", "Sec_Fetch_Site": "cross-site"},
+        ):  # fmt: skip
+            assert (await this.web.post("/deeds/messages", form, **more)).status == 403
+        assert (await this.web.get(f"/deeds/messages?token={TOKEN}&verb=cancel&id={rows[0]['id']}")).status == 405
+        assert (await this.web.get("/", Host="evil.example")).status == 421
+        assert len(await this.waiting()) == 3
+        allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
+        answer = await this.web.post("/deeds/messages", form, **allowed)
+        assert (answer.status, answer.json["done"]) == (200, 1)
+        again = await this.web.post("/deeds/messages", form, **allowed)
+        assert again.json["done"] == 0
+        for wrong in ({"verb": "drop"}, {"verb": "cancel"}, {"verb": "cancel", "id": "x"},
+                      {"verb": "reschedule", "id": rows[1]["id"]}):  # fmt: skip
+            assert (await this.web.post("/deeds/messages", wrong, **allowed)).status == 400
+        counted = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in"}, **allowed)
+        assert counted.json == {"meant": 2, "broken_segments": 0, "confirmed": False}
+        done = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed)
+        assert done.json["done"] == 2
+        assert {one["who"] for one in await this.acts()} == {"http"}
+        assert await asyncio.to_thread(this.config.read_text)

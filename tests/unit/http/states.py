@@ -1,0 +1,38 @@
+"""What a worker says of itself, for tests of what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from delayer.services.counting import Counters
+from delayer.store import schema, segments, status
+from delayer.store.status import LaneOverview, StoreOverview
+
+
+def state(worker: int = 1, counters: Counters | None = None, **more: Any) -> dict[str, Any]:
+    """A worker in store mode that does its work."""
+    return {
+        "worker": worker,
+        "mode": "store",
+        "routes": ["orders.in", "mail.in"],
+        "started_ms": 1_800_000_000_000,
+        "consuming": {"delays": True},
+        "connections": {"intake": {"connected": True, "blocked": False, "connects": 1}},
+        "store": True,
+        "lanes": [1, 2, 7],
+        "adopted": [7],
+        "usable": True,
+        "stalled": [],
+        "figures": (counters or Counters()).figures(),
+        **more,
+    }
+
+
+def overview(
+    found: str | None = schema.HEAD,
+    lanes: list[LaneOverview] | None = None,
+    packed: segments.Counted = status.NO_SEGMENTS,
+) -> StoreOverview:
+    """What a look at the store saw."""
+    more = {"late": status.NOT_LATE} if "late" in StoreOverview.__dataclass_fields__ else {}
+    return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, **more)

@@ -1,0 +1,136 @@
+"""Who may look and who may change something: tables over hosts, origins, sessions and tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from delayer.ops.http import guard
+from delayer.ops.http.guard import COOKIE, LASTS, Doors, from_our_page, host_is_ours, is_loopback
+from delayer.settings.secret import Secret
+
+TOKEN = "open-sesame-open-sesame"
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        ("localhost", True), ("LOCALHOST.", True), ("a.localhost", True), ("127.0.0.1", True), ("127.8.9.1", True),
+        ("[::1]", True), ("::1", True), ("192.168.1.1", False), ("localhost.evil.example", False), ("", False),
+        ("127.0.0.1.evil.example", False), ("0.0.0.0", False),
+    ],
+)  # fmt: skip
+def test_loopback(host: str, ours: bool) -> None:
+    assert is_loopback(host) == ours
+
+
+@pytest.mark.parametrize(
+    ("host", "listen", "ours"),
+    [
+        ("localhost:9419", "127.0.0.1:9419", True),
+        ("127.0.0.1:1", "localhost:9419", True),
+        ("[::1]:9419", "[::1]:9419", True),
+        ("evil.example:9419", "127.0.0.1:9419", False),
+        ("", "127.0.0.1:9419", False),
+        ("[::1", "127.0.0.1:9419", False),
+        ("box.example", "0.0.0.0:9419", True),
+        ("box.example", "10.0.0.5:9419", True),
+    ],
+)
+def test_on_loopback_only_loopback_names_are_answered(host: str, listen: str, ours: bool) -> None:
+    assert host_is_ours(host, listen) == ours
+
+
+@pytest.mark.parametrize(
+    ("method", "site", "origin", "let_in"),
+    [
+        ("GET", "cross-site", "https://evil.example", True),
+        ("POST", "same-origin", "http://localhost:9419", True),
+        ("POST", "", "", True),
+        ("POST", "none", "", True),
+        ("POST", "cross-site", "", False),
+        ("POST", "same-site", "", False),
+        ("POST", "", "https://evil.example", False),
+        ("POST", "", "null", False),
+        ("POST", "", "http://localhost:9420", False),
+    ],
+)
+def test_no_other_page_posts(method: str, site: str, origin: str, let_in: bool) -> None:
+    assert from_our_page(method, site, origin, "localhost:9419") == let_in
+
+
+class Place:
+    """Doors with a clock and a token that can be changed."""
+
+    def __init__(self, token: str | None = TOKEN) -> None:
+        self.token = None if token is None else Secret(token)
+        self.now = 0.0
+        self.doors = Doors(lambda: self.token, lambda: self.now)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(guard, "WRONG_SECONDS", 0.0)
+    return Place()
+
+
+def request(cookie: str = "", authorization: str = "") -> Request:
+    given: dict[str, str] = {"cookie": f"{COOKIE}={cookie}" if cookie else "", "authorization": authorization}
+    headers = [(name.encode(), value.encode()) for name, value in given.items() if value]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    return Request(scope)
+
+
+async def test_the_token_opens_a_session_for_a_while(place: Place) -> None:
+    name = await place.doors.open(TOKEN, "ada (page, ::1)")
+    assert name is not None
+    assert await place.doors.who(request(name)) == "ada (page, ::1)"
+    place.now = LASTS - 1
+    assert await place.doors.who(request(name)) == "ada (page, ::1)"
+    place.now += LASTS + 1
+    assert await place.doors.who(request(name)) is None
+
+
+async def test_who_does_not_say_it_stays_outside(place: Place) -> None:
+    for said in ("", "wrong", TOKEN[:-1], TOKEN + "x", "\udc80"):
+        assert await place.doors.open(said, "eve") is None
+    assert await place.doors.who(request("invented")) is None
+    assert await place.doors.who(request()) is None
+
+
+async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None:
+    name = await place.doors.open(TOKEN, "ada")
+    assert name is not None
+    place.token = Secret("another-token-altogether")
+    assert await place.doors.who(request(name)) is None
+    place.token = None
+    assert await place.doors.open("", "eve") is None
+    assert not place.doors.can_open
+
+
+async def test_a_session_can_be_closed(place: Place) -> None:
+    name = await place.doors.open(TOKEN, "ada")
+    assert name is not None
+    place.doors.close(name)
+    assert await place.doors.who(request(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "who"),
+    [(f"Bearer {TOKEN}", "http"), (f"bearer {TOKEN} ", "http"), ("Bearer wrong", None), (f"Basic {TOKEN}", None)],
+)
+async def test_programs_say_it_in_a_header(place: Place, said: str, who: str | None) -> None:
+    assert await place.doors.who(request(authorization=said)) == who
+
+
+async def test_a_wrong_header_is_not_made_good_by_a_cookie(place: Place) -> None:
+    name = await place.doors.open(TOKEN, "ada")
+    assert await place.doors.who(request(name or "", "Bearer wrong")) is None
+
+
+async def test_sessions_fill_no_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MOST", 3)
+    names = [await place.doors.open(TOKEN, str(n)) for n in range(5)]
+    assert [await place.doors.who(request(name or "")) for name in names] == [None, None, "2", "3", "4"]

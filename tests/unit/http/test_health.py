@@ -1,0 +1,47 @@
+"""What counts as ready: a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delayer.ops.http.health import not_alive, not_ready
+from delayer.store import schema
+from delayer.store.status import StoreOverview
+from tests.unit.http.states import overview, state
+
+GOOD, OLD, NONE = overview(), overview("0001"), overview(None)
+AWAY: dict[str, Any] = {"consuming": {"delays": False}}
+
+
+@pytest.mark.parametrize(
+    ("states", "store", "reasons"),
+    [
+        ([state()], GOOD, []),
+        ([state(), state(2)], GOOD, []),
+        ([state(**AWAY)], GOOD, ["queue 'delays' is not consumed"]),
+        ([state(consuming={})], GOOD, ["queue 'delays' is not consumed"]),
+        ([state(usable=False)], GOOD, ["no lane of the store is owned"]),
+        ([state(), None], GOOD, ["worker 2: no answer"]),
+        ([state(), state(2, **AWAY)], GOOD, ["worker 2: queue 'delays' is not consumed"]),
+        ([state()], None, ["the store is out of reach: connect: refused"]),
+        ([state()], OLD, [f"the store's schema is 0001, expected {schema.HEAD}"]),
+        ([state()], NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
+        ([state(stalled=["lane 3"])], GOOD, ["loop 'lane 3' stands still"]),
+        # In native mode the store is no condition: what it still holds is released when it is back.
+        ([state(mode="native", usable=False)], None, []),
+        ([state(mode="native", **AWAY)], None, ["queue 'delays' is not consumed"]),
+    ],
+    ids=range(13),
+)
+def test_ready(states: list[Any], store: StoreOverview | None, reasons: list[str]) -> None:
+    assert not_ready(states, "delays", store, "connect: refused") == reasons
+
+
+def test_alive_is_who_moves() -> None:
+    assert not_alive(state()) == []
+    assert not_alive(state(stalled=["delays", "lane 1"])) == [
+        "loop 'delays' stands still",
+        "loop 'lane 1' stands still",
+    ]

@@ -1,0 +1,211 @@
+"""Metrics: what is listed, what is documented, what alerts and dashboard ask for, and what comes out are the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from delayer.core import horizon
+from delayer.ops.http.metrics import METRICS, PREFIX, Sight, text
+from delayer.ops.http.ports import Depths
+from delayer.ops.http.view import Seen, StoreSeen
+from delayer.services.counting import Counters
+from delayer.store import segments
+from delayer.store.census import Census
+from delayer.store.status import KINDS, LaneOverview
+from tests.unit.http.states import overview, state
+
+ROOT = Path(__file__).parents[3]
+ALERTS = ROOT / "config" / "alerts.yml"
+GRAFANA = ROOT / "config" / "grafana.json"
+_ROW = re.compile(r"^\| `(delayer_\w+)` \| (\w+) \| ([^|]+) \|([^|]*)\| (.+) \|$", re.MULTILINE)
+_NAME = re.compile(r"\bdelayer_\w+")
+_LABELS = re.compile(r"(delayer_\w+)\{([^}]*)\}")
+
+
+def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> LaneOverview:
+    counters = dict.fromkeys(KINDS, 0) | {"parked": waiting + 3, "held": 3}
+    return LaneOverview(number, "somebody", alive, counters, next_due_ms, None)
+
+
+def sight(**more: Any) -> Sight:
+    """Everything there is to see, of two workers."""
+    counters = Counters()
+    counters.add_routes("parked", [b"orders.in"] * 3)
+    counters.delivered([(0, b"orders.in")], 40)
+    counters.took("claim", 0.003)
+    counters.batch("claim", 3)
+    packed = segments.Counted(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
+    lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
+    store = StoreSeen(overview(lanes=lanes, packed=packed), (2, 50))
+    counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
+    whole: dict[str, Any] = {
+        "states": [state(1, counters), state(2)],
+        "store": Seen(store, "", 0.5),
+        "census": Seen(Census(0, counts, exact=True), "", 3.0),
+        "depths": Seen(Depths({"delays": 7, "delays.due": None}, {27: 0, 0: 2}), "", 1.0),
+        "ready": True,
+    }
+    return Sight(**whole | more)
+
+
+def samples(of: Sight) -> dict[tuple[str, ...], float]:
+    """Name and labels of everything in the text, as Prometheus itself would read it."""
+    families = text_string_to_metric_families(text(of).decode())
+    return {
+        (one.name, *(f"{name}={value}" for name, value in sorted(one.labels.items()))): one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+def test_every_metric_is_documented_as_it_is() -> None:
+    said = {
+        name.removeprefix(PREFIX): (kind, unit.strip(), tuple(re.findall(r"`(\w+)`", labels)), meaning)
+        for name, kind, unit, labels, meaning in _ROW.findall((ROOT / "docs" / "metrics.md").read_text())
+    }
+    assert said == {name: (one.type, one.unit, one.labels, one.help) for name, one in METRICS.items()}
+
+
+def test_every_metric_comes_out() -> None:
+    found = {name for name, *_ in samples(sight())}
+    for name, kind in METRICS.items():
+        suffixes = ("_bucket", "_sum", "_count") if kind.type == "histogram" else ("",)
+        assert all(f"{PREFIX}{name}{suffix}" in found for suffix in suffixes), name
+
+
+@pytest.mark.parametrize(
+    ("sample", "value"),
+    [
+        (("delayer_parked_total", "route=orders.in", "worker=1"), 3),
+        (("delayer_held_total", "route=orders.in", "worker=1"), 0),
+        (("delayer_held_total", "route=mail.in", "worker=2"), 0),
+        (("delayer_lateness_seconds_bucket", "le=0.025", "route=orders.in", "worker=1"), 0),
+        (("delayer_lateness_seconds_bucket", "le=0.05", "route=orders.in", "worker=1"), 1),
+        (("delayer_lateness_seconds_sum", "route=orders.in", "worker=1"), 0.04),
+        (("delayer_batch_messages_count", "stage=claim", "worker=1"), 1),
+        (("delayer_lanes", "kind=own", "worker=2"), 2),
+        (("delayer_lanes", "kind=adopted", "worker=2"), 1),
+        (("delayer_waiting_messages",), 7),
+        (("delayer_unowned_messages",), 2),
+        (("delayer_held_messages",), 6),
+        (("delayer_overdue_seconds",), 1),
+        (("delayer_segments", "state=late"), 2),
+        (("delayer_segment_messages", "state=broken"), 100),
+        (("delayer_backlog_messages", "due=overdue", "route=orders.in"), 2),
+        (("delayer_backlog_messages", "due=minute", "route=orders.in"), 3),
+        (("delayer_backlog_messages", "due=later", "route=mail\\xff"), 4),
+        (("delayer_queue_messages", "queue=delays"), 7),
+        (("delayer_cascade_messages", "level=0"), 2),
+        (("delayer_reconnects_total", "connection=intake", "worker=1"), 0),
+        (("delayer_ready",), 1),
+    ],
+    ids=lambda value: "".join(value[0].split("delayer_")) if isinstance(value, tuple) else "",
+)
+def test_figures(sample: tuple[str, ...], value: float) -> None:
+    assert samples(sight())[sample] == value
+
+
+def test_what_is_out_of_reach_is_said_and_missing() -> None:
+    gone = Seen(None, "connect: refused", None)
+    found = samples(sight(states=[state(), None], store=gone, census=gone, depths=gone, ready=False))
+    assert found["delayer_store_up",] == found["delayer_broker_up",] == found["delayer_ready",] == 0
+    assert found["delayer_worker_up", "worker=2"] == 0
+    assert not [name for name, *_ in found if name in ("delayer_waiting_messages", "delayer_queue_messages")]
+
+
+def test_a_store_of_another_schema_is_told_apart_from_one_that_is_away() -> None:
+    seen = StoreSeen(overview("0001"), (0, 0))
+    found = samples(sight(store=Seen(seen, "", 0.1)))
+    assert (found["delayer_store_up",], found["delayer_store_schema_current",]) == (1, 0)
+
+
+def expressions() -> list[str]:
+    rules = [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    panels = [one["expr"] for panel in json.loads(GRAFANA.read_text())["panels"] for one in panel["targets"]]
+    assert (len(rules), len(panels)) > (10, 20)
+    return [*rules, *panels]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_alerts_and_dashboard_ask_for_metrics_that_there_are(expression: str) -> None:
+    for found in _NAME.findall(expression):
+        name = found.removeprefix(PREFIX)
+        whole = name if name in METRICS else re.sub(r"_(bucket|sum|count)$", "", name)
+        assert whole in METRICS, found
+        assert (METRICS[whole].type == "histogram") == (whole != name), "a histogram is asked for by its parts"
+    for found, selectors in _LABELS.findall(expression):
+        whole = re.sub(r"_(bucket|sum|count)$", "", found.removeprefix(PREFIX))
+        kind = METRICS.get(found.removeprefix(PREFIX)) or METRICS[whole]
+        asked = set(re.findall(r"(\w+)\s*[=!]", selectors)) - {"job", "instance", "le"}
+        assert asked <= set(kind.labels), found
+
+
+@pytest.mark.parametrize("rule", [r for g in yaml.safe_load(ALERTS.read_text())["groups"] for r in g["rules"]],
+                         ids=lambda rule: rule["alert"])  # fmt: skip
+def test_an_alert_says_what_it_is(rule: dict[str, Any]) -> None:
+    assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+    assert re.fullmatch(r"Delayer[A-Za-z]+", rule["alert"])
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert set(rule["annotations"]) == {"summary", "description"}
+    assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
+    assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed: `.ci/setup promtool`")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_promtool_takes_the_rules() -> None:
+    done = promtool("check", "rules", str(ALERTS))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def fires(series: dict[str, str], alert: str, at: str, *, expected: bool) -> dict[str, Any]:
+    found = [{"input_series": [{"series": name, "values": values} for name, values in series.items()]}]
+    return {
+        "interval": "1m",
+        **found[0],
+        "promql_expr_test": [
+            {
+                "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
+                "eval_time": at,
+                "exp_samples": [{"labels": "{}", "value": int(expected)}],
+            }
+        ],
+    }
+
+
+SCENES = [
+    fires({'delayer_ready{job="delayer", instance="a"}': "1x5 0x20"}, "DelayerNotReady", "20m", expected=True),
+    fires({'delayer_ready{job="delayer", instance="a"}': "1x20"}, "DelayerNotReady", "20m", expected=False),
+    fires({'delayer_held_messages{job="delayer"}': "0x5 3x30"}, "DelayerMessagesHeld", "30m", expected=True),
+    fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
+    fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
+          "DelayerMessagesRefused", "8m", expected=True),
+    fires({'delayer_store_up{job="delayer", instance="a"}': "0x20",
+           'delayer_store_up{job="delayer", instance="b"}': "1x20"}, "DelayerStoreDown", "10m", expected=False),
+    fires({'delayer_segments{job="delayer", state="late"}': "1x20"}, "DelayerSegmentsLate", "10m", expected=True),
+    fires({'delayer_lateness_seconds_bucket{job="delayer", route="a", le="1.0"}': "0x30",
+           'delayer_lateness_seconds_bucket{job="delayer", route="a", le="60.0"}': "0+50x30",
+           'delayer_lateness_seconds_bucket{job="delayer", route="a", le="+Inf"}': "0+50x30"},
+          "DelayerLate", "25m", expected=True),
+]  # fmt: skip
+
+
+def test_promtool_sees_the_rules_fire(tmp_path: Path) -> None:
+    file = tmp_path / "scenes.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": SCENES}))
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr

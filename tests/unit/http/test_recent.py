@@ -1,0 +1,68 @@
+"""Rates and lateness of the last minutes: the notes of several workers, made into one course."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.core.tally import LATENESS
+from delayer.ops.http.recent import KINDS, STEP_MS, note, quantile, series, steps, summary
+from delayer.services.counting import Counters
+
+NOW = 1_800_000_000_000
+EMPTY = [0] * len(LATENESS)
+
+
+def notes(*parked: int, first: int = 0) -> list[tuple[int, tuple[int, ...], list[int], int]]:
+    return [(first + at, (n, *[0] * (len(KINDS) - 1)), EMPTY, 0) for at, n in enumerate(parked)]
+
+
+def test_workers_are_added_up_step_by_step() -> None:
+    found = steps([notes(0, 10, 30), notes(5, 6, 6, 9)])
+    assert [one.counts["parked"] for one in found] == [11, 20, 3]
+    assert [one.at_ms for one in found] == [STEP_MS, 2 * STEP_MS, 3 * STEP_MS]
+
+
+def test_a_worker_that_began_in_between_begins_with_its_own() -> None:
+    found = steps([notes(0, 1, 2, 3), notes(0, 40, first=2)])
+    assert [one.counts["parked"] for one in found] == [1, 1, 41]
+
+
+def test_a_gap_is_nothing() -> None:
+    found = steps([[*notes(0, 1), *notes(9, first=4)]])
+    assert [one.counts["parked"] for one in found] == [1, 0, 0, 8]
+
+
+def test_nobody_noted_anything_yet() -> None:
+    assert steps([notes(7)]) == []
+    nothing = summary([], 60)
+    assert (nothing.rates["parked"], nothing.p50, nothing.worst) == (0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("below", "count", "share", "seconds"),
+    [
+        ([10] * 16, 10, 0.5, 0.0025),
+        ([0, 10, *[10] * 14], 10, 0.5, 0.0075),
+        ([0] * 16, 10, 0.99, LATENESS[-1]),
+        ([5, 5, 5, 5, 10, *[10] * 11], 10, 0.99, 0.099),
+        ([0] * 16, 0, 0.5, None),
+    ],
+)
+def test_quantiles(below: list[int], count: int, share: float, seconds: float | None) -> None:
+    found = quantile(share, below, count)
+    assert found == (None if seconds is None else pytest.approx(seconds))
+
+
+def test_from_counters_to_a_chart() -> None:
+    counters = Counters()
+    before = note(counters, NOW)
+    counters.add("parked", 50)
+    counters.add("released", 10)
+    counters.delivered([(NOW - 40, b"a")] * 10, NOW)
+    course = steps([[before, note(counters, NOW + STEP_MS)]])
+    last = summary(course, 60)
+    assert (last.rates["parked"], last.rates["released"], last.seconds) == (10, 2, STEP_MS / 1000)
+    assert last.p50 is not None
+    assert 0.025 < last.p50 <= 0.05
+    assert series(course)["parked"] == [10]
+    assert series(course)["p50_ms"] == [37.5]

@@ -1,0 +1,88 @@
+"""What the page writes: everything escaped, nothing unseen, colours that can be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from delayer.ops.http import render
+
+STATIC = Path(render.__file__).parent / "static"
+TEMPLATES = Path(render.__file__).parent / "templates"
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        (b"orders.eu", "orders.eu"),
+        (b"\xff\xfe", "\\xff\\xfe"),
+        ("a\u202eb", "a\\u202eb"),
+        ("a\x00\x1b[31m", "a\\u0000\\u001b[31m"),
+        ("zero\u200bwidth", "zero\\u200bwidth"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        (None, ""),
+    ],
+)
+def test_names_show_everything_that_is_in_them(raw: bytes | str | None, shown: str) -> None:
+    assert render.name(raw) == shown
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES.glob("*.html")), ids=lambda path: str(path.name))
+def test_nothing_is_marked_as_safe_and_nothing_runs_inline(template: Path) -> None:
+    text = template.read_text()
+    assert not re.search(r"\|\s*safe|autoescape\s+false|Markup", text)
+    assert not re.search(r"<script(?![^>]*\bsrc=)", text)
+    assert not re.search(r"""\son\w+\s*=|\sstyle\s*=|javascript:|https?://|hx-on""", text)
+
+
+def test_everything_is_escaped_in_every_place() -> None:
+    hostile = "\"><script>alert(1)</script>'"
+    shown = render.html("done.html", heading=hostile, lines=[hostile], back=hostile, here="", session=None,
+                        can_open=False).body.decode()  # fmt: skip
+    assert "<script>alert" not in shown
+    assert shown.count("&lt;script&gt;alert(1)") == 4
+
+
+def colours(dark: bool) -> dict[str, str]:
+    css = (STATIC / "delayer.css").read_text()
+    light, _, rest = css.partition("@media (prefers-color-scheme: dark)")
+    return dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", rest if dark else light))
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+TEXTS = [
+    ("ink", "ground"), ("ink", "paper"), ("dim", "ground"), ("dim", "paper"), ("link", "ground"), ("link", "paper"),
+    ("on-button", "button"), ("on-danger", "danger"), ("on-alarm", "alarm"),
+]  # fmt: skip
+SHAPES = [("edge", "paper"), ("edge", "ground"), ("first", "paper"), ("second", "paper"), ("bar", "paper")]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("front", "back", "least"), [(*p, 4.5) for p in TEXTS] + [(*p, 3.0) for p in SHAPES])
+def test_colours_can_be_told_apart(front: str, back: str, least: float, dark: bool) -> None:
+    found = colours(dark)
+    assert contrast(found[front], found[back]) >= least
+
+
+def test_what_is_vendored_has_its_licence_beside_it() -> None:
+    for library in ("htmx", "uPlot"):
+        assert "ermission" in (STATIC / f"{library}.LICENSE.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (0.0123, "12 ms"), (2.5, "2.5 s"), (240, "4 min"), (9000, "2 h")]
+)
+def test_lateness(value: float | None, text: str) -> None:
+    assert render.lateness(value) == text

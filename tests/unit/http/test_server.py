@@ -1,0 +1,195 @@
+"""The server itself, in the test's own loop, before a daemon that is none: paths, headers, stopping, a taken port."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from delayer.core.errors import BrokerLost
+from delayer.ops.http import guard, server, siblings
+from delayer.ops.http.guard import HEADERS
+from delayer.ops.http.ports import Depths, RefusedRow, State
+from delayer.ops.http.server import HttpPart
+from delayer.settings import Settings
+from tests.rig.web import Web
+from tests.unit.http.states import state
+
+TOKEN = "open-sesame-open-sesame"
+EVIL = "<script>alert(1)</script>"
+
+
+class Inside:
+    """A daemon in native mode without a store."""
+
+    def __init__(self, listen: str = "127.0.0.1:0", worker: int = 1, **more: Any) -> None:
+        http = {"listen": listen, "token": TOKEN}
+        self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
+        self.worker = worker
+        self.lost = False
+        self.done: list[tuple[str, frozenset[str], str]] = []
+
+    def state(self) -> State:
+        return state(self.worker, mode="native", store=False, recent=[])
+
+    async def depths(self) -> Depths:
+        if self.lost:
+            raise BrokerLost("no connection")
+        return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
+
+    async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
+        return [RefusedRow("id-1", EVIL, 10, EVIL, f"x-delay: {EVIL}", EVIL)][:limit], 1
+
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+        self.done.append((verb, ids, who))
+        return 1, [("id-2", "the broker returned it")]
+
+
+@asynccontextmanager
+async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Web]:
+    """Serve until the end of the block, at a port of the system's choice."""
+    addresses: asyncio.Queue[str] = asyncio.Queue()
+
+    class Log:
+        def info(self, _event: str, *, addresses: list[str]) -> None:
+            told.put_nowait(addresses[0])
+
+        def error(self, _event: str, *, reason: str, **_: Any) -> None:
+            told.put_nowait(reason)
+
+    told = addresses
+    monkeypatch.setattr(server, "log", Log())
+    monkeypatch.setattr(server, "AGAIN", 0.05)
+    monkeypatch.setattr(guard, "WRONG_SECONDS", 0.0)
+    stopping = asyncio.Event()
+    part = asyncio.create_task(HttpPart(inside).run(stopping))
+    try:
+        yield Web(await told.get())
+    finally:
+        stopping.set()
+        async with asyncio.timeout(5):
+            await part
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/health/live", 200, '"alive":true'),
+        ("/health/ready", 200, '"ready":true'),
+        ("/metrics", 200, 'delayer_queue_messages{queue="delays"} 3.0'),
+        ("/", 200, "No store is configured"),
+        ("/parts/overview", 200, "In the cascade"),
+        ("/api/live", 200, '"workers":1'),
+        ("/api/backlog", 404, "no store is configured"),
+        ("/waiting", 400, "no store is configured"),
+        ("/waiting?header=x", 400, "expected NAME=VALUE"),
+        ("/find?id=zz", 400, "Id: expected an id"),
+        ("/message/7", 400, "no store is configured"),
+        ("/held", 503, "no store is configured"),
+        ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("/acts", 503, "no store is configured"),
+        ("/login", 200, "Who you are"),
+        ("/static/htmx.min.js", 200, "htmx"),
+        ("/static/../guard.py", 404, "There is nothing here"),
+        ("/static/%2e%2e/guard.py", 404, "There is nothing here"),
+        ("/nowhere", 404, "There is nothing here"),
+        ("/deeds/refused", 405, "Not Allowed"),
+    ],
+)
+async def test_every_path(path: str, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(Inside(), monkeypatch) as web:
+        answer = await web.get(path)
+        assert (answer.status, says in answer.text) == (status, True), answer.text
+        assert EVIL not in answer.text
+        for name, value in HEADERS.items():
+            assert answer.headers[name.lower()] == value
+        assert answer.headers["cache-control"] == (
+            "public, max-age=300" if status == 200 and "/static" in path else "no-store"
+        )
+        assert "server" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Content_Length": "9999999"}, 413),
+        ({"Transfer_Encoding": "chunked"}, 413),
+        ({"Origin": "https://evil.example"}, 403),
+        ({}, 403),
+        ({"Authorization": "Bearer wrong"}, 403),
+        ({"Authorization": f"Bearer {TOKEN}", "Content_Type": "text/plain"}, 400),
+        ({"Authorization": f"Bearer {TOKEN}"}, 200),
+    ],
+    ids=range(8),
+)
+async def test_who_may_change_something(headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    async with served(inside, monkeypatch) as web:
+        answer = await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
+        assert answer.status == status, answer.text
+        assert inside.done == ([("retry", frozenset({"id-1"}), "http")] if status == 200 else [])
+
+
+async def test_a_session_is_a_cookie_that_nobody_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    async with served(inside, monkeypatch) as web:
+        assert (await web.post("/login", {"who": "ada", "token": "wrong"})).status == 403
+        assert (await web.post("/login", {"who": "", "token": TOKEN})).status == 400
+        answer = await web.post("/login", {"who": "ada", "token": TOKEN})
+        assert answer.status == 303
+        assert TOKEN not in str(answer)
+        cookie = answer.headers["set-cookie"]
+        assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(re.split("; ?", cookie))
+        session = {"Cookie": cookie.partition(";")[0]}
+        done = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)
+        assert (done.status, "Dropped: 1 of 1" in done.text) == (200, True)
+        assert inside.done == [("drop", frozenset({"id-1"}), "ada (page, 127.0.0.1)")]
+        await web.post("/logout", {}, **session)
+        assert (await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)).status == 403
+
+
+async def test_a_broker_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    inside.lost = True
+    async with served(inside, monkeypatch) as web:
+        assert "no connection" in (await web.get("/")).text
+        assert "delayer_broker_up 0.0" in (await web.get("/metrics")).text
+
+
+async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+        async with served(Inside(address), monkeypatch) as told:
+            assert told.address == "Address already in use"
+            taken.close()
+            web = Web(address)
+            async with asyncio.timeout(5):
+                while True:
+                    try:
+                        assert (await web.get("/health/live")).status == 200
+                        break
+                    except ConnectionRefusedError:
+                        await asyncio.sleep(0.02)
+
+
+async def test_workers_tell_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Inside(workers=3), Inside(worker=2, workers=3)
+    stopping = asyncio.Event()
+    part = asyncio.create_task(HttpPart(second).run(stopping))
+    # One configuration for all: the address is made of it.
+    monkeypatch.setattr(siblings, "PATIENCE", 0.5)
+    async with served(first, monkeypatch) as web:
+        answer = await web.get("/health/ready")
+        assert answer.json["reasons"] == ["worker 3: no answer"]
+        text = (await web.get("/metrics")).text
+        assert 'delayer_worker_up{worker="2"} 1.0' in text
+        assert 'delayer_worker_up{worker="3"} 0.0' in text
+        assert 'delayer_parked_total{route="mail.in",worker="2"} 0.0' in text
+    stopping.set()
+    await part

@@ -1,0 +1,68 @@
+"""The grid of time ahead: every instant is in one bucket, and every sum is the same on every scale."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from delayer.core import horizon
+from delayer.core.horizon import DAY, HOUR, MINUTE, MONTH, OFFSETS, SERIES, bars, bucket_of, by_class, spread
+from delayer.store.census import corrected, with_near
+
+NOW = 1_800_000_000_000
+
+
+def test_the_grid_ascends() -> None:
+    assert list(OFFSETS) == sorted(set(OFFSETS))
+
+
+@pytest.mark.parametrize(
+    ("wait", "name"),
+    [
+        (-1, "overdue"), (0, "minute"), (MINUTE - 1, "minute"), (MINUTE, "hour"), (HOUR - 1, "hour"), (HOUR, "day"),
+        (DAY - 1, "day"), (DAY, "week"), (7 * DAY - 1, "week"), (7 * DAY, "month"), (MONTH, "year"),
+        (12 * MONTH - 1, "year"), (12 * MONTH, "later"), (5000 * DAY, "later"),
+    ],
+)  # fmt: skip
+def test_classes(wait: int, name: str) -> None:
+    found = by_class({bucket_of(NOW + wait, NOW): 1.0})
+    assert [one for one, count in found.items() if count] == [name]
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda one: one.name)
+def test_a_message_is_in_the_bar_of_its_instant(series: horizon.Series) -> None:
+    chance = random.Random(11)
+    for _ in range(500):
+        wait = chance.randrange(series.step * series.bars)
+        found = bars({bucket_of(NOW + wait, NOW): 1.0}, series)
+        assert found[wait // series.step] == sum(found) == 1.0
+
+
+def test_what_is_overdue_or_behind_the_last_bar_is_in_none() -> None:
+    for series in SERIES:
+        assert sum(bars({0: 5.0, len(OFFSETS): 7.0}, series)) == 0
+    assert sum(bars({bucket_of(NOW + 3 * DAY, NOW): 1.0}, SERIES[0])) == 0
+
+
+def test_a_segment_is_spread_without_loss() -> None:
+    chance = random.Random(12)
+    for _ in range(200):
+        first = NOW + chance.randrange(-DAY, 400 * DAY)
+        last = first + chance.choice([0, 1, chance.randrange(90 * DAY)])
+        found = spread(first, last, 1000, NOW)
+        assert sum(found.values()) == pytest.approx(1000)
+        assert min(found) == bucket_of(first, NOW)
+
+
+def test_samples_are_corrected_to_the_exact_sum() -> None:
+    found = corrected({(b"a", 3): 10.0, (b"b", 9): 30.0}, {(b"a", 1): 8.0}, 108)
+    assert found == {(b"a", 3): 25.0, (b"b", 9): 75.0, (b"a", 1): 8.0}
+    assert corrected({}, {(b"a", 1): 8.0}, 8) == {(b"a", 1): 8.0}
+    assert sum(corrected({(b"a", 3): 10.0}, {(b"a", 1): 8.0}, 5).values()) == 8.0, "never below nothing"
+
+
+def test_what_is_near_is_taken_as_it_was_counted() -> None:
+    last = bucket_of(NOW + HOUR - 1, NOW)
+    found = with_near({(b"a", 0): 1.0, (b"a", last): 2.0, (b"a", last + 1): 3.0}, {(b"a", 1): 9.0})
+    assert found == {(b"a", 1): 9.0, (b"a", last + 1): 3.0}
