@@ -113,7 +113,9 @@ def _complaint_about_packages(name: str, package: str) -> str | None:
 def _layer_of(module: str) -> str:
     """`delayer.store.sql` -> "store", `delayer.ops.http.app` -> "ops.http"; the package itself -> ""."""
     _, _, rest = module.partition(".")
-    return rest.partition(".")[0]
+    first, _, inner = rest.partition(".")
+    nested = f"{first}.{inner.partition('.')[0]}"
+    return nested if nested in HOUSE else first
 
 
 def _read_package() -> dict[str, str]:
