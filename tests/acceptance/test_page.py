@@ -295,7 +295,7 @@ async def test_what_messages_say_is_text_and_nothing_else(place: Place, store: s
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path: Path, scheme: str) -> None:
     async with shown(place, store, tmp_path) as this:
-        await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 1500) for n in range(1500)))
+        await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 900) for n in range(1500)))
         await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(4)))
         await this.raw.publish(keyed(json.dumps({"order": 4711, "lines": 3}), "order-4711"), unreadable("{}"))
         await eventually(lambda: this.waiting("--key", "order-4711"), lambda rows: len(rows) == 1)

@@ -41,7 +41,8 @@ HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
+    # Not "no-referrer": with that, browsers say "null" for the origin of our own forms.
+    "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
@@ -75,8 +76,8 @@ def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
     """Whether a request was not made by another site's page. Programs send neither header. Pure."""
     if method in ("GET", "HEAD"):
         return True
-    if site and site not in ("same-origin", "none"):
-        return False
+    if site:
+        return site in ("same-origin", "none")
     return not origin or (origin != "null" and urlsplit(origin).netloc == host)
 
 

@@ -54,6 +54,7 @@ def test_on_loopback_only_loopback_names_are_answered(host: str, listen: str, ou
         ("POST", "same-site", "", False),
         ("POST", "", "https://evil.example", False),
         ("POST", "", "null", False),
+        ("POST", "same-origin", "null", True),
         ("POST", "", "http://localhost:9420", False),
     ],
 )
