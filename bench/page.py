@@ -96,6 +96,11 @@ def table(result: Result, section: str) -> Iterator[str]:
             conditions = said
             yield line([f"*{said}*", *[""] * (len(columns) - 1)])
         yield line(cells(figure, columns))
+    for note in result.notes:
+        of, _, said = note.partition(": ")
+        if of == section:
+            yield ""
+            yield f"*The run's own note on {section}:* {said}."
 
 
 def cells(figure: Figure, columns: list[str]) -> Iterator[str]:
