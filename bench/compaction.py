@@ -2,15 +2,19 @@
 
 The rows are of bench/orders.py, due over BACKLOG_DAYS from the tenth day on. Sizes are those of tables, indexes and
 TOAST, dead rows included, as the disk has them: before, after VACUUM where that is all that was done, and when the
-command is done. Rates leave out the start of Spark, which is told by itself.
+command is done. Rates leave out the start of Spark, which is told by itself. Lateness is that of the messages that were
+due while segments were made or restored and room was given back, and of no others: a quiet minute around it would hide
+what the work does to the traffic.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -19,7 +23,7 @@ from bench import steady
 from bench.run import Bench
 from bench.servers import Place
 from bench.start import size_mb
-from bench.traffic import Helper
+from bench.traffic import Helper, due_between, kept, lateness
 from delayer.store import partitions, session
 from delayer.store.partitions import DAY_MS
 
@@ -33,22 +37,31 @@ DELAYS_MS = (1_000, 5_000, 1)
 AFTER = "8d"
 LEAD_SECONDS = 4.0
 """From the start of the load to that of the command."""
+END_SECONDS = 1.0
+"""From the end of the work to that of the command: the JVM's, at most."""
 _SEGMENTS = "SELECT pg_total_relation_size('segment')"
 
 
 @dataclass(frozen=True)
 class Done:
-    """A command that ended: what it told, and seconds with the start of Spark."""
+    """A command that ended: what it told, seconds with the start of Spark, and when (epoch ms)."""
 
     told: dict[str, Any]
     seconds: float
+    ended_ms: float
+
+    @property
+    def worked_ms(self) -> tuple[float, float]:
+        """From when to when it worked on the store, END_SECONDS more at the most."""
+        seconds = self.told["seconds"] + self.told.get("shrink_seconds", 0.0) + END_SECONDS
+        return self.ended_ms - min(seconds, self.seconds) * 1000, self.ended_ms
 
 
 async def command(place: Place, *arguments: str) -> Done:
     began = time.monotonic()
     said = await place.delayer(*arguments, "--json")
     told = json.loads(said[said.index("{") :])  # behind what the JVM has to say on stderr
-    return Done(told, time.monotonic() - began)
+    return Done(told, time.monotonic() - began, time.time() * 1000)
 
 
 async def fill(place: Place, rows: int, say: Any) -> None:
@@ -83,16 +96,27 @@ async def sizes_mb(place: Place) -> tuple[float, float]:
         await connection.close()
 
 
-async def beside(place: Place, seconds: float, *arguments: str) -> tuple[steady.Steady, Done]:
-    """The command, while RATE messages a second pass through a daemon, measured for ``seconds``."""
-    async with place.daemon() as daemon:
-        await daemon.ready()
-        load = asyncio.create_task(steady.under_load(place, daemon.pid, RATE, round(seconds), DELAYS_MS))
-        await asyncio.sleep(LEAD_SECONDS + DELAYS_MS[1] / 1000)
-        done = await command(place, *arguments)
-        seen = await load
-        await daemon.stop()
-    return seen, done
+@dataclass(frozen=True)
+class Beside:
+    """The traffic beside a command. ``late`` is traffic.lateness of what was due while it worked."""
+
+    load: steady.Steady
+    late: dict[str, Any]
+    done: Done
+
+
+async def beside(place: Place, seconds: float, *arguments: str) -> Beside:
+    """The command, while RATE messages a second pass through a daemon for ``seconds``."""
+    with tempfile.TemporaryDirectory(prefix="delayer-bench-") as directory:
+        keep = Path(directory) / "arrivals"
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            load = asyncio.create_task(steady.under_load(place, daemon.pid, RATE, round(seconds), DELAYS_MS, keep=keep))
+            await asyncio.sleep(LEAD_SECONDS + DELAYS_MS[1] / 1000)
+            done = await command(place, *arguments)
+            seen = await load
+            await daemon.stop()
+        return Beside(seen, lateness(due_between(kept(keep), *done.worked_ms)), done)
 
 
 def tell(bench: Bench, name: str, done: Done, rows: int) -> None:
@@ -104,14 +128,16 @@ def tell(bench: Bench, name: str, done: Done, rows: int) -> None:
         bench.note(f"{name}: lost {told['lost']}, broken {told['broken']}")
 
 
-def tell_lateness(bench: Bench, name: str, seen: steady.Steady, rows: int) -> None:
-    late = seen.seen["late"]
+def tell_lateness(bench: Bench, name: str, found: Beside, rows: int) -> None:
+    late = found.late["late"]
     for what, share in (("p50", "0.5"), ("p99", "0.99"), ("max", "1.0")):
         if late:
             bench.add(f"beside {name}, lateness {what}", late[share], "ms", rows=rows, rate=RATE)
-    bench.add(f"beside {name}, missing", max(seen.sent - seen.seen["received"], 0), "msg", rows=rows, rate=RATE)
-    bench.add(f"beside {name}, early", seen.seen["early"], "msg", rows=rows, rate=RATE)
-    seconds = seen.seen["by_second"]
+    bench.add(f"beside {name}, due meanwhile", found.late["counted"], "msg", rows=rows, rate=RATE)
+    sent, seen = found.load.sent, found.load.seen
+    bench.add(f"beside {name}, missing", max(sent - seen["received"], 0), "msg", rows=rows, rate=RATE)
+    bench.add(f"beside {name}, early", seen["early"], "msg", rows=rows, rate=RATE)
+    seconds = found.late["by_second"]
     bench.draw(f"beside {name}, p99 by second", [row[0] for row in seconds], [row[1] for row in seconds], rows=rows)
 
 
@@ -150,10 +176,8 @@ async def with_traffic(bench: Bench, rows: int) -> None:
     for name, arguments in (("compact", ("compact", "--after", AFTER)), ("restore", ("restore", "--all"))):
         seconds = LEAD_SECONDS + 15 + rows / bench.options.slowest_compaction
         bench.say(f"{RATE:,} messages a second beside {name}, {rows:,} rows")
-        seen, done = await beside(place, seconds, *arguments)
-        if done.seconds > seconds:
-            bench.note(
-                f"beside {name}: the command took {done.seconds:.0f} s, lateness was measured for {seconds:.0f} s"
-            )
-        tell(bench, f"{name} beside traffic", done, rows)
-        tell_lateness(bench, name, seen, rows)
+        found = await beside(place, seconds, *arguments)
+        if found.done.seconds > seconds:
+            bench.note(f"beside {name}: {found.done.seconds:.0f} s of work, but traffic for {seconds:.0f} s only")
+        tell(bench, f"{name} beside traffic", found.done, rows)
+        tell_lateness(bench, name, found, rows)

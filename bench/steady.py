@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.meter import peak_mb
@@ -56,8 +57,10 @@ async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int,
         return await under_load(place, relay.pid, rate, seconds, delays_ms)
 
 
-async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
-    """Measure the process ``pid`` (and its children), which relays."""
+async def under_load(
+    place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int], *, keep: Path | None = None
+) -> Steady:
+    """Measure the process ``pid`` (and its children), which relays. ``keep``: see traffic.consume."""
     warm = delays_ms[1] / 1000 + 1
     start = time.time() + LEAD_SECONDS
     since, until = start + warm, start + warm + seconds
@@ -65,7 +68,9 @@ async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms:
     common = {"url": place.broker_url, "size": SIZE, "start": start, "rate": rate}
     sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
     reading = {"queue": INBOX, "count": count, "patience": warm + PATIENCE_SECONDS}
-    window = {"since_ms": since * 1000, "until_ms": until * 1000}
+    window: dict[str, Any] = {"since_ms": since * 1000, "until_ms": until * 1000}
+    if keep is not None:
+        window["keep"] = str(keep)
     with Helper("consume", common | reading | window) as consumer, Helper("publish", common | sending) as publisher:
         await asyncio.sleep(since - time.time())
         meter = place.servers.meter(daemon=pid, publisher=publisher.pid, consumer=consumer.pid)

@@ -133,26 +133,46 @@ class Arrivals(NamedTuple):
 def consume(order: dict[str, Any]) -> dict[str, Any]:
     """Until ``count`` messages are here, or nothing came for ``patience`` seconds.
 
-    Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``.
+    Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``. ``keep`` names a file for all that
+    was seen, where the window is only known later: see :func:`kept`.
     """
     plain = Plain(order["url"])
     plain.consume_from(order["queue"], 20_000)
     print("consuming", flush=True)
     seen = _read(plain, order["count"], order["patience"])
     plain.close()
-    since, until = order.get("since_ms", 0), order.get("until_ms", float("inf"))
-    counted = [(at, late) for at, late in zip(seen.at, seen.late, strict=True) if since <= at - late < until]
-    ordered = sorted(late for _, late in counted)
+    if "keep" in order:
+        Path(order["keep"]).write_bytes(seen.at.tobytes() + seen.late.tobytes())
+    counted = due_between(seen, order.get("since_ms", 0), order.get("until_ms", float("inf")))
     return {
         "received": len(seen.at),
-        "counted": len(counted),
         "early": sum(late < 0 for late in seen.late),
         "first_ms": min(seen.at, default=0.0),
         "last_ms": max(seen.at, default=0.0),
-        "late": {str(share): percentile(ordered, share) for share in SHARES} if ordered else {},
-        "by_second": _by_second(counted),
+        **lateness(counted),
         "arrivals": _arrivals(seen.at),
         "cpu_seconds": time.process_time(),
+    }
+
+
+def kept(path: Path) -> Arrivals:
+    """What :func:`consume` kept there."""
+    both = array.array("d", path.read_bytes())
+    return Arrivals(both[: len(both) // 2], both[len(both) // 2 :])
+
+
+def due_between(seen: Arrivals, since_ms: float, until_ms: float) -> list[tuple[float, float]]:
+    """Arrival and lateness of the messages that were due then."""
+    return [(at, late) for at, late in zip(seen.at, seen.late, strict=True) if since_ms <= at - late < until_ms]
+
+
+def lateness(counted: list[tuple[float, float]]) -> dict[str, Any]:
+    """How many they are, how late, by share of them and by second."""
+    ordered = sorted(late for _, late in counted)
+    return {
+        "counted": len(counted),
+        "late": {str(share): percentile(ordered, share) for share in SHARES} if ordered else {},
+        "by_second": _by_second(counted),
     }
 
 

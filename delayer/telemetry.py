@@ -77,7 +77,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "segment restored": "the messages of a segment wait in a lane again, ahead of the first one's due time",
     "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
     # messages that need somebody's attention
-    "segment broken": "a segment does not read back: its bytes are kept, its messages wait for a person; said once",
+    "segment broken": "a segment does not read back: its bytes are kept; tried and said again at starts and hourly",
     "message refused": "set aside in the refused queue, with the reason",
     "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",
     "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",

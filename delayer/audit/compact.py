@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
-from delayer.audit.errors import JobMisused
+from delayer.audit.errors import DaemonsOutdated, JobMisused
 from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
 from delayer.settings import duration_text
-from delayer.store import compacting, schema, session, shrinking
+from delayer.store import compacting, owners, schema, session, shrinking
 from delayer.store.compacting import Compacted, Window
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS
@@ -111,11 +111,14 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 
 
 async def plan(url: str, after_ms: int, rows: int) -> Plan:
-    """Cut what is due later than ``after_ms`` from now into windows. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    """Cut what is due later than ``after_ms`` from now into windows. Raises StoreLost, BadStoreUrl, SchemaOutdated,
+    and DaemonsOutdated where somebody at work could not restore what is packed."""
     connection = await _connect(url, "delayer compact plan")
     try:
         with translated("plan"):
             await schema.check(connection)
+            if lanes := await owners.without_segments(connection):
+                raise DaemonsOutdated(lanes)
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
             return Plan(now_ms, now_ms + after_ms, await compacting.windows(connection, now_ms + after_ms, rows))
     finally:

@@ -22,7 +22,7 @@ import asyncpg
 
 from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
-from delayer.core.segment import Broken
+from delayer.core.segment import Broken, Restored
 from delayer.store import partitions, schema, segments, session
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
@@ -38,7 +38,7 @@ ROUND: Final = 240
 """Segments of a round: some 2 M messages, a minute's work on two cores, and within SOON_MS on the slowest machine."""
 SHORT_ROUND: Final = 8
 SOON_MS: Final = 600_000
-"""What is due within this time from the start is restored in short rounds."""
+"""What is due within this time from the beginning of a round is restored in short ones."""
 IDLE: Final = "60s"
 """An executor that hangs in the middle of a segment lets go of it after this time."""
 ATTEMPTS: Final = 5
@@ -108,14 +108,10 @@ async def plan(url: str, within_ms: int | None) -> Plan:
         await session.close(connection)
 
 
-def rounds(planned: Plan) -> list[Sequence[Listed]]:
-    """The segments of ``planned`` in rounds: few at a time while they are due soon."""
-    soon = [one for one in planned.segments if one.first_due_ms < planned.now_ms + SOON_MS]
-    later = planned.segments[len(soon) :]
-    return [
-        *(soon[start : start + SHORT_ROUND] for start in range(0, len(soon), SHORT_ROUND)),
-        *(later[start : start + ROUND] for start in range(0, len(later), ROUND)),
-    ]
+def next_round(left: Sequence[Listed], now_ms: int) -> Sequence[Listed]:
+    """The segments of the next round, out of those that are ``left``: few while they are due soon."""
+    soon = [one for one in left[:SHORT_ROUND] if one.first_due_ms < now_ms + SOON_MS]
+    return soon or left[:ROUND]
 
 
 def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
@@ -123,23 +119,45 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
     segments. Raises JobFailed, StoreLost."""
     began = time.monotonic()
     back: list[Back] = []
-    for part in rounds(planned):
+    left = planned.segments
+    while left and not any(one.lost for one in back):
+        # Cut when it begins: starting Spark, and the rounds before this one, take minutes.
+        part = asyncio.run(_prepare(url, left))
+        left = left[len(part) :]
         done = len(back)
 
         def told(name: str, tasks_done: int, of: int, done: int = done, count: int = len(part)) -> None:
             say(name, done + count * tasks_done // max(of, 1), len(planned.segments))
 
-        back += asyncio.run(_round(spark, url, part, planned.now_ms, told))
-        if any(one.lost for one in back):
-            break
+        back += asyncio.run(_round(spark, url, part, told))
     return Done(back, time.monotonic() - began)
 
 
-async def _round(spark: SparkSession, url: str, part: Sequence[Listed], now_ms: int, say: Say) -> list[Back]:
+async def _prepare(url: str, left: Sequence[Listed]) -> Sequence[Listed]:
+    """The next round, by the store's time, with partitions for what comes back."""
+    connection = await session.connect(url, "delayer restore plan")
+    try:
+        with translated("make partitions"):
+            now_ms = await connection.fetchval("SELECT statement_timestamp()")
+            part = next_round(left, now_ms)
+            await _make_days(connection, part, now_ms // DAY_MS)
+    finally:
+        await session.close(connection)
+    return part
+
+
+async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], today: int) -> None:
+    wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
+    days = Days(await partitions.existing(connection))
+    until = time.monotonic() + PARTITION_SECONDS
+    while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
+        await days.make(connection, missing, today, now, until - now)
+
+
+async def _round(spark: SparkSession, url: str, part: Sequence[Listed], say: Say) -> list[Back]:
     """One round, in a lane that is ours meanwhile. The loop goes on beside Spark: it is what keeps the lane."""
     from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
 
-    await _make_days(url, part, now_ms // DAY_MS)
     async with quiet_lane(url, f"restore {socket.gethostname()}:{os.getpid()}") as lane:
         fence = Fence(lane.number, lane.epoch)
         portions = tasks.portions([one.id for one in part], SEGMENTS_PER_TASK)
@@ -151,20 +169,6 @@ async def _round(spark: SparkSession, url: str, part: Sequence[Listed], now_ms: 
         finally:
             # Where its next owner begins to look; also after an error, as some of them may be back.
             lane.note_parked(min(one.first_due_ms for one in part))
-
-
-async def _make_days(url: str, part: Sequence[Listed], today: int) -> None:
-    """Partitions for what comes back."""
-    wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
-    connection = await session.connect(url, "delayer restore plan")
-    try:
-        with translated("make partitions"):
-            days = Days(await partitions.existing(connection))
-            until = time.monotonic() + PARTITION_SECONDS
-            while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
-                await days.make(connection, missing, today, now, until - now)
-    finally:
-        await session.close(connection)
 
 
 def work(url: str, fence: Fence, ids: Iterable[int]) -> list[Back]:
@@ -188,17 +192,23 @@ async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment:
     lost = ""
     for _ in range(ATTEMPTS):
         try:
-            found = await segments.restore(connection, fence, segment)
+            return _back(segment, await segments.restore(connection, fence, segment))
         except WORTH_REPEATING as error:
             lost = describe(error)
+        except asyncpg.InternalServerError as error:  # XX000 and its kinds: a damaged page ends nobody else's work
+            return Back(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
         except DRIVER_ERRORS as error:
             return Back(segment, 0, lost=describe(error))
         except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
             return Back(segment, 0, lost=str(error))
-        else:
-            if found is None:
-                return Back(segment, 0, gone=True)
-            if isinstance(found, Broken):
-                return Back(segment, 0, broken=found.reason)
-            return Back(segment, found.messages)
     return Back(segment, 0, lost=lost)
+
+
+def _back(segment: int, found: Restored | Broken | None) -> Back:
+    match found:
+        case None:
+            return Back(segment, 0, gone=True)
+        case Broken():
+            return Back(segment, 0, broken=f"{found.reason}; {found.advice}" if found.newer else found.reason)
+        case Restored():
+            return Back(segment, found.messages)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from delayer import settings as configuration
-from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
+from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError, Settings
@@ -78,7 +78,7 @@ class Unreached(Failure):
 
 EXPECTED_ERRORS = (
     ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
-    JobImpossible, JobMisused, JobFailed,
+    JobImpossible, JobMisused, JobFailed, DaemonsOutdated,
 )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def failure(error: Exception) -> Failure:
         case StoreLost():
             made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
         case _:
-            made = Off(text)  # SchemaOutdated has its advice in its text, JobFailed Spark's reason
+            made = Off(text)  # what is outdated has its advice in its text, JobFailed Spark's reason
     return made
 
 

@@ -45,8 +45,9 @@ def compact(
     stay as they are. Daemons may go on working meanwhile, and the command may be interrupted and repeated: every
     message is either a row or in exactly one segment. In the end emptied partitions are dropped.
 
-    Exit code 1 if a segment did not read back as it was written (its messages stayed rows), or Spark gave up; 3 if the
-    store is out of reach, or Java is missing.
+    Exit code 1 if a segment did not read back as it was written (its messages stayed rows), if daemons are at work that
+    restore no segments (of an older version, from before `db upgrade`), or Spark gave up; 3 if the store is out of
+    reach, or Java is missing.
 
     \b
     Examples:

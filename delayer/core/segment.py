@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+FORMAT: Final = 1
+"""The newest packing that this program reads and the one that it writes; what it is stands in store/packedfile.py."""
+
+NEWER: Final = "let daemons of the version that packed it run here: they restore it, and this one leaves it to them"
+MEND: Final = (
+    "it is tried again at every start and every hour, and by `delayer restore --all` at once; if that does not help, "
+    "put its row of the table segment back from a backup"
+)
 
 
 class Restored(NamedTuple):
@@ -17,12 +26,20 @@ class Restored(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """It did not read back. It keeps its bytes, is marked, and stands in nobody's way from now on."""
+    """It did not read back. It keeps its bytes, is marked, and stands in nobody's way until it is tried again.
+
+    ``newer``: it is not ours to read, as a newer program packed it. Then it is not marked: others restore it.
+    """
 
     segment: int
     messages: int
     first_due_ms: int
     reason: str
+    newer: bool = False
+
+    @property
+    def advice(self) -> str:
+        return NEWER if self.newer else MEND
 
 
 class Locked(NamedTuple):

@@ -105,6 +105,15 @@ class Lanes:
         """Restore the soonest segment, if something in it is due within ``ahead_ms``, into a lane of ours."""
         return await self._write(lambda store, lane: store.restore(lane, store.now_ms() + ahead_ms))
 
+    async def doubtful(self, ahead_ms: int) -> list[int]:
+        """Segments due within ``ahead_ms`` that :meth:`restore` leaves alone. See ports.Store."""
+        store, _ = self._place()
+        return await store.doubtful(store.now_ms() + ahead_ms)
+
+    async def restore_again(self, segment: int) -> Restoration:
+        """Try to restore one of :meth:`doubtful` into a lane of ours."""
+        return await self._write(lambda store, lane: store.restore_again(lane, segment))
+
     async def _write(self, work: Callable[[Store, Lane], Awaitable[T]]) -> T:
         """A lane lost under our hands costs one try; the next one is another lane."""
         while True:

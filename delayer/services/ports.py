@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
+from delayer.core.pace import Scope
 from delayer.core.segment import Restoration
 
 
@@ -79,7 +80,11 @@ class Lane(Protocol):
     def held_by_us(self) -> bool:
         """False from the moment that the lock's connection is known to be gone."""
 
-    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
+    def pace(self, scopes: Sequence[Scope]) -> None:
+        """Claims are of one of these scopes each from now on; of everything, if there are none. Not between
+        :meth:`claim` and :meth:`settle`."""
+
+    async def claim(self, limit: int, max_bytes: int, scope: Scope | None = None) -> list[Due]:
         """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest due first, then in
         the order of arrival, stopping after ``max_bytes`` of bodies (at least one row is taken when one is due).
 
@@ -147,6 +152,14 @@ class Store(Protocol):
 
         Raises LaneLost when the lane is not ours any more, StoreLost: then nothing is changed.
         """
+
+    async def doubtful(self, horizon_ms: int) -> list[int]:
+        """Segments due by ``horizon_ms`` that :meth:`restore` leaves alone, the soonest first: marked as broken, or
+        packed by a newer program. Raises StoreLost."""
+
+    async def restore_again(self, lane: Lane, segment: int) -> Restoration:
+        """Try to restore one of :meth:`doubtful`; otherwise like :meth:`restore`. None: it is gone, or somebody else
+        has it."""
 
     async def own_lanes(self, count: int) -> list[Lane]:
         """Take ``count`` lanes: free ones with rows first, then free empty ones, then some that others have adopted and

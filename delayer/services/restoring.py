@@ -3,6 +3,9 @@
 Any daemon restores any segment, the soonest first; several share them, since each is locked while it is restored. One
 segment at a time, with a rest after each, so that the traffic has the machine for most of the time; only what is due
 at any moment, because every daemon was down when it should have been restored, is restored without a rest.
+
+What does not read back is marked and stands in nobody's way. It is tried again at every start and every hour: a disk or
+a memory may have been at fault, a backup may have been put back, or this is the newer version that packed it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 LOOK: Final = 60.0
 """Seconds between two looks that found nothing to restore. Packing takes what is due in days, so nothing is missed."""
+TRY_AGAIN: Final = 3600.0
+"""Seconds between two tries of what did not read back; each is told."""
 LOOK_AGAIN: Final = 2.0
 """Seconds until the next look while others are restoring what is due: one of them may die at it."""
 REST: Final = 3.0
@@ -58,10 +63,14 @@ class Restoring:
 
     async def _work(self, stopping: asyncio.Event) -> None:
         retry, sparing, running = Retry(stopping, _unwatched), Sparing(), asyncio.get_running_loop()
+        again_at = running.time()
         while not stopping.is_set():
             await self._lanes.ready.wait()
             seconds: float | None = None
             try:
+                if running.time() >= again_at:
+                    await self.try_again()
+                    again_at = running.time() + TRY_AGAIN
                 seconds = await self.look()
             except StoreLost as lost:
                 advice = {"next_step": lost.advice} if lost.advice else {}
@@ -87,24 +96,48 @@ class Restoring:
         match found:
             case None:
                 return LOOK
-            case Restored(segment, messages, first_due_ms):
-                self._counters.add("restored", messages)
-                log.info(
-                    "segment restored",
-                    segment=segment,
-                    messages=messages,
-                    first_due_ms=first_due_ms,
-                    seconds=round(took, 3),
-                )
-                return 0.0 if self._urgent(first_due_ms) else REST * took
+            case Restored():
+                self._tell_restored(found, took)
+                return 0.0 if self._urgent(found.first_due_ms) else REST * took
             case Locked():
                 return LOOK_AGAIN
-            case Broken(segment, messages, first_due_ms, reason):
-                self._counters.add("broken_segments", 1)
-                log.error(
-                    "segment broken", segment=segment, messages=messages, first_due_ms=first_due_ms, reason=reason
-                )
+            case Broken():
+                self._tell_broken(found)
                 return 0.0
+
+    async def try_again(self) -> None:
+        """Try what did not read back before, and tell what still does not. Raises StoreLost."""
+        running = asyncio.get_running_loop()
+        for segment in await self._lanes.doubtful(self._ahead_ms()):
+            began = running.time()
+            found = await self._lanes.restore_again(segment)
+            took = running.time() - began
+            if isinstance(found, Restored):
+                self._tell_restored(found, took)
+            elif isinstance(found, Broken):
+                self._tell_broken(found)
+            await asyncio.sleep(REST * took)
+
+    def _tell_restored(self, found: Restored, took: float) -> None:
+        self._counters.add("restored", found.messages)
+        log.info(
+            "segment restored",
+            segment=found.segment,
+            messages=found.messages,
+            first_due_ms=found.first_due_ms,
+            seconds=round(took, 3),
+        )
+
+    def _tell_broken(self, found: Broken) -> None:
+        self._counters.add("broken_segments", 1)
+        log.error(
+            "segment broken",
+            segment=found.segment,
+            messages=found.messages,
+            first_due_ms=found.first_due_ms,
+            reason=found.reason,
+            next_step=found.advice,
+        )
 
     def _urgent(self, due_ms: int) -> bool:
         now_ms = self._lanes.now_ms()

@@ -1,4 +1,4 @@
-"""The bytes of Arrow's arrays, and bodies without their digits (see packing.FORMAT). Pure; needs pyarrow."""
+"""The bytes of Arrow's arrays, and bodies without their digits (see packedfile.py). Pure; needs pyarrow."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import asyncpg
 
-from delayer.store import handover, outlook, session, statements, telling
+from delayer.store import handover, outlook, owners, session, statements, telling
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lane import PostgresLane
@@ -113,7 +113,7 @@ class LaneTaker:
         return number
 
     async def _take(self, number: int, spare: bool) -> PostgresLane | None:
-        connection = await session.connect(self._url, f"delayer lane {number}", self._timeouts)
+        connection = await session.connect(self._url, owners.application_of(number), self._timeouts)
         mailbox = telling.Mailbox()
         try:
             with translated(f"take lane {number}"):

@@ -1,4 +1,5 @@
-"""Partitions by due day: made ahead of need, dropped when passed and empty. Days are UTC, numbered from 1970.
+"""Partitions by due day: made ahead of need, and dropped (dropping.py) when passed and empty. Days are UTC, numbered
+from 1970.
 
 Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
 left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
@@ -36,8 +37,6 @@ READ_SECONDS = 1.0
 """How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us."""
 HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
-LOOK_SECONDS = 0.2
-"""How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
 TRY_AGAIN_SECONDS = 60.0
 TRY_AGAIN_LONGEST = 4 * 3600.0
 SAID_AGAIN_SECONDS = 3600.0
@@ -150,9 +149,9 @@ async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
     await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")
     until = time.monotonic() + HELD_SECONDS
     try:
-        await _bound(connection, HELD_SECONDS)
+        await bound(connection, HELD_SECONDS)
         _check_rows(await _move(connection, name, range_), day, today)
-        await _bound(connection, until - time.monotonic())
+        await bound(connection, until - time.monotonic())
         await connection.execute(f"ALTER TABLE message ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
     except asyncpg.QueryCanceledError as error:
         if not waiting:
@@ -160,14 +159,14 @@ async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
         raise _NotNow(f"moving that day's {waiting} rows takes longer than {HELD_SECONDS:g} s") from error
 
 
-async def _bound(connection: asyncpg.Connection, seconds: float) -> None:
+async def bound(connection: asyncpg.Connection, seconds: float) -> None:
     """Let the server cancel each of the transaction's further statements after ``seconds``. 0 would mean never."""
     await connection.execute(f"SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}")
 
 
 async def _read(connection: asyncpg.Connection, range_: str) -> int:
     """Count the default partition's rows of a day: without a lock, but row by row and alone, as attaching reads it."""
-    await _bound(connection, READ_SECONDS)
+    await bound(connection, READ_SECONDS)
     await connection.execute("SET LOCAL enable_indexonlyscan = off; SET LOCAL max_parallel_workers_per_gather = 0")
     return int(await connection.fetchval(f"SELECT count(*) FILTER (WHERE {range_}) FROM message_default"))
 
@@ -186,43 +185,6 @@ def _check_rows(waiting: int, day: int, today: int) -> None:
     if waiting and day <= today:
         # A release may be reading them now, and would not look for them again where they are moved to.
         raise _NotNow("the default partition has rows of that day, and the day has begun")
-
-
-async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
-    """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
-    passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
-    dropped = []
-    for position, name in enumerate(passed, 1):
-        try:
-            if await drop_empty(connection, name):
-                log.info("partition dropped", partition=name)
-                dropped.append(name)
-        except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
-            # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
-            log.info("partition not dropped", partition=name, reason=describe(error), skipped=len(passed) - position)
-            break
-    return dropped
-
-
-async def drop_empty(connection: asyncpg.Connection, name: str, lock_ms: int = 200) -> bool:
-    """Drop the partition ``name`` if it is empty; False if it is not, or is gone. Raises LockNotAvailableError, and
-    the driver's other errors."""
-    try:
-        if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
-            return False
-        async with session.transaction(connection):
-            # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
-            await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
-            await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
-            await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            await _bound(connection, LOOK_SECONDS)  # many empty pages, which VACUUM did not cut off
-            if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
-                return False
-            await connection.execute(f"DROP TABLE {name}")
-    except (asyncpg.UndefinedTableError, asyncpg.QueryCanceledError) as error:
-        log.info("partition not dropped", partition=name, reason=describe(error))
-        return False
-    return True
 
 
 class Rarer:

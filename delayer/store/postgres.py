@@ -15,7 +15,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.faultpoint import reach
-from delayer.store import handover, parking, partitions, restoring, schema, session
+from delayer.store import dropping, handover, parking, partitions, restoring, schema, segments, session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
@@ -126,11 +126,19 @@ class PostgresStore:
 
     async def restore(self, lane: object, horizon_ms: int) -> Restoration:
         """See the port."""
-        ours = _ours(lane)
-        if not ours.held_by_us:
-            raise LaneLost(f"lane {ours.number}: restore: the connection that holds its lock is gone")
         with translated("restore"):
-            return await restoring.restore_soonest(self._pool, ours, horizon_ms, self._ensure_days)
+            return await restoring.restore_soonest(self._pool, _held(lane), horizon_ms, self._ensure_days)
+
+    async def doubtful(self, horizon_ms: int) -> list[int]:
+        """See the port. Raises StoreLost."""
+        with translated("look for broken segments"):
+            async with session.borrowed(self._pool) as connection:
+                return await segments.doubtful(connection, horizon_ms)
+
+    async def restore_again(self, lane: object, segment: int) -> Restoration:
+        """See the port."""
+        with translated("restore"):
+            return await restoring.restore_again(self._pool, _held(lane), segment, self._ensure_days)
 
     async def _ensure_days(self, days: set[int]) -> None:
         with translated("make partitions"):
@@ -228,12 +236,20 @@ class PostgresStore:
                 try:
                     today = self._clock.now_ms() // DAY_MS
                     await partitions.make_ahead(connection, today, self._days, self._clock.monotonic())
-                    await partitions.drop_passed(connection, today)
+                    await dropping.drop_passed(connection, today)
                     self._days.learn(await partitions.existing(connection))
                 except BaseException:
                     session.end(connection)  # and with it the lock
                     raise
                 await connection.execute(f"SELECT pg_advisory_unlock{lock}")
+
+
+def _held(lane: object) -> PostgresLane:
+    """A lane to restore into. Raises LaneLost."""
+    ours = _ours(lane)
+    if not ours.held_by_us:
+        raise LaneLost(f"lane {ours.number}: restore: the connection that holds its lock is gone")
+    return ours
 
 
 def _ours(lane: object) -> PostgresLane:

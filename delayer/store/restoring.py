@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import import_module
 from typing import Final
 
 import asyncpg
 
-from delayer.core.segment import Locked, Restoration, Restored
+from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
 from delayer.store import segments, session, statements
 from delayer.store.lane import PostgresLane
 from delayer.store.partitions import DAY_MS
@@ -20,35 +21,54 @@ PAUSE: Final = 0.002
 """Seconds between two portions."""
 
 
+EnsureDays = Callable[[set[int]], Awaitable[None]]
+
+
 async def restore_soonest(
-    pool: asyncpg.Pool,
-    lane: PostgresLane,
-    horizon_ms: int,
-    ensure_days: Callable[[set[int]], Awaitable[None]],
+    pool: asyncpg.Pool, lane: PostgresLane, horizon_ms: int, ensure_days: EnsureDays
 ) -> Restoration:
     """Restore the soonest segment into ``lane``, if it begins by ``horizon_ms``, with partitions for its days.
 
     Raises LaneLost, the driver's errors, and what ``ensure_days`` raises.
     """
     async with session.borrowed(pool) as connection:
-        soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms)
+        soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
     if soonest is None:
         return None
+    # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
     first_ms, last_ms = soonest
+    work = partial(segments.restore_one, into=lane, horizon_ms=horizon_ms)
+    return await _restore(pool, lane, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
+
+
+async def restore_again(pool: asyncpg.Pool, lane: PostgresLane, segment: int, ensure_days: EnsureDays) -> Restoration:
+    """The same for the segment of this id, one of segments.doubtful. None: it is gone, or somebody has it locked."""
+    async with session.borrowed(pool) as connection:
+        found = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
+    if found is None:
+        return None
+    return await _restore(pool, lane, tuple(found), ensure_days, partial(segments.restore, into=lane, segment=segment))
+
+
+async def _restore(
+    pool: asyncpg.Pool,
+    lane: PostgresLane,
+    dues: tuple[int, int],
+    ensure_days: EnsureDays,
+    work: Callable[..., Awaitable[Restored | Broken | None]],
+) -> Restored | Broken | None:
+    first_ms, last_ms = dues
     # The first time it takes half a second, and would be the event loop's.
     await asyncio.to_thread(import_module, "delayer.store.copying")
-    # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition. Days that
-    # are passed, or too far, have none in any case.
+    # Days that are passed, or too far, have none in any case.
     await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
     try:
         async with session.borrowed(pool) as connection:
-            found = await segments.restore_one(connection, lane, horizon_ms, portion_bytes=PORTION_BYTES, pause=PAUSE)
+            found = await work(connection, portion_bytes=PORTION_BYTES, pause=PAUSE)
     except BaseException:
         # Perhaps it was committed. None that could have been restored begins sooner.
         lane.note_parked(first_ms)
         raise
-    if found is None:
-        return Locked(first_ms)
     if isinstance(found, Restored):
         lane.note_parked(found.first_due_ms)
     return found

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import asyncpg
 
 from delayer.core.errors import LaneLost
-from delayer.core.segment import Broken, Restored
+from delayer.core.segment import FORMAT, Broken, Restored
 from delayer.faultpoint import reach
 from delayer.store import session, statements
 from delayer.store.envelope import reason_text
@@ -26,7 +26,7 @@ _LOCK = (
     "SELECT id, first_due, messages, cancelled, format, digest FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
 )
-_LOCK_SOONEST = _LOCK.format("broken_at IS NULL AND first_due <= $1")
+_LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
 _LOCK_ONE = _LOCK.format("id = $1")
 
 
@@ -74,13 +74,14 @@ class Counted(NamedTuple):
     messages: int
     """The live ones, in broken segments too."""
     broken: int
+    """Those too that a newer program packed."""
     broken_messages: int
     next_due_ms: int | None
 
 
 async def count(connection: asyncpg.Connection) -> Counted:
     """Count them: cheap, no segment is read. Raises the driver's errors."""
-    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS))
+    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS, FORMAT))
 
 
 async def listed(
@@ -91,13 +92,15 @@ async def listed(
     return [Listed(*row) for row in await connection.fetch(statements.LIST_SEGMENTS, before_ms, limit)]
 
 
-async def due_soon(connection: asyncpg.Connection, horizon_ms: int, limit: int = 1000) -> list[int]:
-    """Ids of the segments whose first message is due by ``horizon_ms`` (epoch ms), the soonest first; none that is
-    broken. Raises the driver's errors."""
+async def doubtful(connection: asyncpg.Connection, horizon_ms: int, limit: int = 100) -> list[int]:
+    """Ids of the segments due by ``horizon_ms`` (epoch ms) that :func:`restore_one` leaves alone, the soonest first:
+    marked as broken, or packed by a newer program. Raises the driver's errors."""
     rows = await connection.fetch(
-        "SELECT id FROM segment WHERE broken_at IS NULL AND first_due <= $1 ORDER BY first_due, id LIMIT $2",
+        "SELECT id FROM segment WHERE (broken_at IS NOT NULL OR format > $3) AND first_due <= $1"
+        " ORDER BY first_due, id LIMIT $2",
         horizon_ms,
         limit,
+        FORMAT,
     )
     return [number for (number,) in rows]
 
@@ -116,7 +119,8 @@ async def restore_one(
     encoding are done in a thread. A lane of this process must be told: ``note_parked(restored.first_due_ms)``; after an
     error too, as the commit may be in doubt.
 
-    None: there is no such segment. Broken: it did not read back, and was marked so. Raises LaneLost when the lane
+    None: there is no such segment. Broken: it did not read back, and was marked so; then others come first, until
+    somebody asks for it by :func:`restore`. Raises LaneLost when the lane
     changed its owner, and the driver's errors; then nothing is committed.
     """
     return await _restore(connection, into, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
@@ -130,8 +134,8 @@ async def restore(
     portion_bytes: int = PORTION_BYTES,
     pause: float = 0.0,
 ) -> Restored | Broken | None:
-    """Restore the segment of this id, as :func:`restore_one` does; broken ones are tried again. None: it is gone, or
-    somebody else has it locked."""
+    """Restore the segment of this id, as :func:`restore_one` does; broken ones are tried again, and
+    lose their mark with that. None: it is gone, or somebody else has it locked."""
     return await _restore(connection, into, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
@@ -166,6 +170,9 @@ async def _restore_at_once(
             return None
         reach("restore.locked")
         live = segment["messages"] - segment["cancelled"]
+        if segment["format"] > FORMAT:
+            reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
+            return Broken(segment["id"], live, segment["first_due"], reason, newer=True)
         cancelled = await _cancelled(connection, segment["id"])
         try:
             whole = dict(segment) | {"packed": await _bytes_of(connection, segment["id"])}

@@ -3,6 +3,9 @@
 A partition that lost all of its rows is dropped; the others are vacuumed, and their tail of empty pages goes back too:
 they are made with ``vacuum_truncate = off``, as it would lock out the traffic of the near days, but these are far.
 
+A job that dies before this leaves its pages as they are. So the days that segments reach over are looked at too: where
+the last VACUUM is older than the newest of these segments, somebody was not done, and this one finishes it.
+
 A daemon that knew the partition does not hear of it: its rows for that day go to the default one, where they are found
 as well, until its next upkeep reads the catalog. So the days that upkeep makes ahead are left alone, empty or not.
 
@@ -13,14 +16,15 @@ pauses, and after VACUUM has cut the partition to nothing: looking at it once mo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import asyncpg
 import structlog
 
-from delayer.store import partitions, session
+from delayer.store import dropping, partitions, session
 from delayer.store.errors import describe, translated
 from delayer.store.partitions import DAYS_AHEAD
 
@@ -32,6 +36,22 @@ TRIES = 5
 PAUSE_SECONDS = 0.25
 """Between drops: lateness of some milliseconds, four times a second, is less than one message in a hundred."""
 
+LATEST_COMMIT = timedelta(minutes=5)
+"""How much later than ``made_at``, the beginning of its transaction, a segment may have been committed."""
+
+# Each day that segments reach over, with the newest of them.
+_MADE = """
+SELECT day, max(made_at) AS made_at
+FROM segment CROSS JOIN LATERAL generate_series(
+    floor(extract(epoch FROM first_due) / 86400)::int, floor(extract(epoch FROM last_due) / 86400)::int
+) AS day
+GROUP BY day
+"""
+_VACUUMED = """
+SELECT s.relname::text, s.last_vacuum
+FROM pg_inherits AS i JOIN pg_stat_all_tables AS s ON s.relid = i.inhrelid
+WHERE i.inhparent = 'message'::regclass
+"""
 _SIZE = "SELECT coalesce(sum(pg_total_relation_size(relid)), 0)::bigint FROM pg_partition_tree('message') WHERE isleaf"
 
 
@@ -60,8 +80,9 @@ async def size(url: str) -> int:
 async def shrink(
     url: str, touched: Collection[int], today: int, say: Callable[[int, int], None] = lambda _done, _of: None
 ) -> Shrunk:
-    """Vacuum the partitions of the days ``touched`` (from 1970), and drop all that are empty and later than the days
-    that upkeep makes ahead of ``today``. ``say`` hears how many partitions are done, of how many.
+    """Vacuum the partitions of the days ``touched`` (from 1970) and of those that an earlier job left unfinished, and
+    drop all that are empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears how many
+    partitions are done, of how many.
 
     Raises StoreLost.
     """
@@ -80,9 +101,9 @@ async def _shrink(
     days = await partitions.existing(connection)
     names = {day: partitions.name_of(day) for day in sorted(days)}
     emptied = [name for day, name in names.items() if day > today + DAYS_AHEAD and await _empty(connection, name)]
-    worked = [name for day, name in names.items() if day in touched]
-    if any(day not in days for day in touched):
-        worked.append("message_default")
+    made = {day: at for day, at in await connection.fetch(_MADE) if day > today}
+    vacuumed = dict(map(tuple, await connection.fetch(_VACUUMED)))
+    worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, vacuumed)}]
     vacuum = sorted({*emptied, *worked})
     for done, name in enumerate(vacuum):
         say(done, len(vacuum))
@@ -98,6 +119,15 @@ async def _shrink(
     after = int(await connection.fetchval(_SIZE))
     kept = tuple(name for name in vacuum if name not in dropped)
     return Shrunk(tuple(dropped), kept, tuple(left), before, after)
+
+
+def unfinished(
+    made: Mapping[int, datetime], names: Mapping[int, str], vacuumed: Mapping[str, datetime | None]
+) -> set[int]:
+    """The days whose rows went into segments (the newest ``made`` then) without a VACUUM since. ``names`` of the
+    partitions of days; ``vacuumed`` is when, by partition: None where it never was, or the server forgot. Pure."""
+    last = {day: vacuumed.get(names.get(day, "message_default")) for day in made}
+    return {day for day, at in made.items() if (then := last[day]) is None or then < at + LATEST_COMMIT}
 
 
 async def _empty(connection: asyncpg.Connection, name: str) -> bool:
@@ -117,7 +147,7 @@ async def _drop(connection: asyncpg.Connection, name: str) -> bool | None:
     for attempt in range(1, TRIES + 1):
         await asyncio.sleep(PAUSE_SECONDS * attempt)
         try:
-            dropped = await partitions.drop_empty(connection, name, LOCK_MS)
+            dropped = await dropping.drop_empty(connection, name, LOCK_MS)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
             if attempt == TRIES:
                 log.info("partition not dropped", partition=name, reason=describe(error))

@@ -13,6 +13,7 @@ import pytest
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.store import envelope, schema, session, upgrades
 from delayer.store.lane import PostgresLane
+from delayer.store.owners import application_of
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
@@ -51,7 +52,7 @@ async def test_a_cut_lane_loses_its_claim_and_nothing_else(database: str) -> Non
         await one.park(lane, [parcel(now - n, b"%d" % n) for n in range(3)], [])
         rows = await lane.claim(2, ROOM)
         sleeping = asyncio.create_task(lane.wait(50.0))
-        await cut(database, f"delayer lane {lane.number}")
+        await cut(database, application_of(lane.number))
         await sleeping
         assert not lane.held_by_us
         with pytest.raises(LaneLost):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from structlog.testing import capture_logs
 
 from delayer.store import partitions, shrinking
 from delayer.store.partitions import DAY_MS, DAYS_AHEAD, name_of
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
+from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql
 
 KEPT = b"x" * 500
@@ -46,6 +49,36 @@ async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None
         await admin.execute("DELETE FROM message")
         shrunk = await shrinking.shrink(database, set(), today)
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(day),), ())
+
+
+async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
+    monkeypatch.setattr(shrinking, "LATEST_COMMIT", timedelta())
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        emptied, partly, untouched = (today + DAYS_AHEAD + n for n in (1, 2, 3))
+        await store.park(lane, [parcel(partly * DAY_MS, b"keyed", key=b"k")], [])
+        for day in (emptied, partly):
+            await store.park(lane, [parcel(day * DAY_MS + 1 + n, KEPT) for n in range(ROWS)], [])
+        await store.park(lane, [parcel(untouched * DAY_MS, b"keyed", key=b"l")], [])
+        assert await compact_all(admin) == 1
+        before = await shrinking.size(database)
+        shrunk = await shrinking.shrink(database, set(), today)
+        assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(emptied),), (name_of(partly),))
+        assert await shrinking.size(database) < 0.2 * before
+        again = await shrinking.shrink(database, set(), today)
+        assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "and then it is finished"
+
+
+def test_days_are_unfinished_until_a_vacuum_that_saw_their_segments() -> None:
+    made, late = datetime(2030, 1, 1, tzinfo=UTC), shrinking.LATEST_COMMIT
+    names = {1: "one", 2: "two", 3: "three"}
+    vacuumed = {"one": made + late, "two": made + late / 2, "three": None, "message_default": made + late}
+    assert shrinking.unfinished(dict.fromkeys(range(1, 5), made), names, vacuumed) == {2, 3}
+    assert shrinking.unfinished({4: made + late}, names, vacuumed) == {4}, "a day without a partition"
+    assert shrinking.unfinished({}, names, vacuumed) == set()
 
 
 async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:

@@ -14,7 +14,7 @@ from itertools import count
 
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
-from delayer.core.segment import Restoration
+from delayer.core.segment import Broken, Restoration
 from delayer.services.edits import ID
 from delayer.wire.properties import encode_headers, entry, long_string
 
@@ -248,6 +248,8 @@ class ScriptedStore:
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
         self.segments: deque[Restoration | Exception] = deque()
+        self.doubtful_ones: dict[int, Restoration] = {}
+        """What becomes of the segments that are tried again."""
         self.horizons: list[int] = []
 
     def now_ms(self) -> int:
@@ -274,6 +276,15 @@ class ScriptedStore:
         if isinstance(step, Exception):
             raise step
         return step
+
+    async def doubtful(self, horizon_ms: int) -> list[int]:
+        return list(self.doubtful_ones)
+
+    async def restore_again(self, lane: ScriptedLane, segment: int) -> Restoration:
+        found = self.doubtful_ones[segment]
+        if not isinstance(found, Broken):
+            del self.doubtful_ones[segment]
+        return found
 
     async def own_lanes(self, count: int) -> list[ScriptedLane]:
         if self.failure is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from array import array
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from bench import ceilings, report, targets
+from bench import ceilings, report, targets, traffic
+from bench.compaction import Done
 from bench.figures import Figure, Result, Series, median, moment_of, percentile, rate_between
 
 
@@ -30,6 +32,22 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert [percentile(ordered, share) for share in (0.0, 0.5, 0.99, 0.999, 1.0)] == [1, 500, 990, 999, 1000]
     assert percentile([7.0], 0.5) == 7.0
     assert median([3.0, 1.0, 2.0]) == 2.0
+
+
+def test_lateness_beside_a_command_is_that_of_what_was_due_while_it_worked(tmp_path: Path) -> None:
+    """A hundred messages a second for a minute, late while a command works, which takes a tenth of the time."""
+    told = {"seconds": 4.0, "shrink_seconds": 1.0}
+    done = Done(told, seconds=9.0, ended_ms=36_000.0)
+    assert done.worked_ms == (30_000.0, 36_000.0)
+    assert Done(told, seconds=3.0, ended_ms=36_000.0).worked_ms == (33_000.0, 36_000.0)
+    due = [10.0 * n for n in range(6_000)]
+    late = [900.0 if 30_000 <= one < 36_000 else 1.0 for one in due]
+    seen = traffic.Arrivals(array("d", [a + b for a, b in zip(due, late, strict=True)]), array("d", late))
+    file = tmp_path / "arrivals"
+    file.write_bytes(seen.at.tobytes() + seen.late.tobytes())
+    found = traffic.lateness(traffic.due_between(traffic.kept(file), *done.worked_ms))
+    assert (found["counted"], found["late"]["0.5"]) == (600, 900.0)
+    assert traffic.lateness([])["late"] == {}
 
 
 def some_result() -> Result:

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.core.segment import Broken, Locked, Restored
+from delayer.core.segment import MEND, NEWER, Broken, Locked, Restored
 from delayer.services import restoring as module
 from delayer.services.counting import Counters
 from delayer.services.lanes import Lanes
@@ -127,6 +127,28 @@ async def test_said_and_counted() -> None:
             "reason": "the digest is another one",
         }
         assert it.counters.as_dict() == it.counters.as_dict() | {"restored": 10_000, "broken_segments": 1}
+
+
+async def test_what_did_not_read_back_is_tried_again_at_the_start_and_every_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "REST", 0.0)
+    monkeypatch.setattr(module, "LOOK", 0.001)
+    monkeypatch.setattr(module, "TRY_AGAIN", 0.005)
+    async with scene() as it:
+        it.store.doubtful_ones = {
+            3: Broken(3, 10, NOW, "bytes"),
+            4: Broken(4, 5, NOW, "format 2", newer=True),
+            5: far(5),
+        }
+        with capture_logs() as logged:
+            async with running(it):
+                await until(lambda: it.counters.as_dict()["broken_segments"] >= 4)
+                it.store.doubtful_ones[3] = far(3)
+                await until(lambda: it.counters.as_dict()["restored"] == 20)
+    said = [(line["segment"], line["next_step"]) for line in logged if line["event"] == "segment broken"]
+    assert said[:4] == [(3, MEND), (4, NEWER), (3, MEND), (4, NEWER)]
+    assert [line["segment"] for line in logged if line["event"] == "segment restored"] == [5, 3]
 
 
 async def test_all_that_is_there_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store import arrays, packing
+from delayer.store import arrays, packedfile, packing
 from delayer.store.packing import Packed, SegmentBroken, pack, unpack
 
 Row = tuple[Any, ...]
@@ -187,7 +187,7 @@ def test_broken_bytes_under_a_right_checksum_are_found() -> None:
         for _ in range(chance.randint(1, 3)):
             parquet[chance.randrange(4, len(parquet) - 8)] = chance.randrange(256)
         try:
-            table = read_back(packed._replace(packed=packing._framed(bytes(parquet))))
+            table = read_back(packed._replace(packed=packedfile.framed(bytes(parquet))))
         except SegmentBroken:
             continue
         assert table.equals(read_back(packed))  # a byte that says nothing, or the same
@@ -229,7 +229,7 @@ def test_another_file_than_ours() -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table([row(1)]).drop_columns(["body"]), sink)
     with pytest.raises(SegmentBroken, match="expected the columns"):
-        unpack(packing._framed(bytes(sink.getvalue())), 1, 1, bytes(32))
+        unpack(packedfile.framed(bytes(sink.getvalue())), 1, 1, bytes(32))
 
 
 @pytest.mark.parametrize("rows", [0, 3])

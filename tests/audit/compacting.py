@@ -1,0 +1,131 @@
+"""Compaction and bulk restore for tests: over Spark in this process, or as the command, with faults in the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from pyspark.sql import SparkSession
+
+from delayer.audit import compact, restore
+from delayer.store.partitions import DAY_MS
+from delayer.store.postgres import PostgresStore
+from tests.audit.backlog import fill
+from tests.integration.test_store_lane import opened, sql
+
+WEEK_MS = 7 * DAY_MS
+ROWS = 250
+COUNT = 5_000
+FEW = 2_000
+"""For those who die: every worker that is started again takes seconds."""
+
+
+def quiet(_what: str, _done: int, _of: int) -> None:
+    """Nobody watches."""
+
+
+async def pack(spark: SparkSession, database: str, rows: int = ROWS, after_ms: int = WEEK_MS) -> compact.Done:
+    planned = await compact.plan(database, after_ms, rows)
+    return await asyncio.to_thread(compact.run, spark, database, planned, rows, quiet)
+
+
+async def bring_back(spark: SparkSession, database: str, within_ms: int | None = None) -> restore.Done:
+    planned = await restore.plan(database, within_ms)
+    return await asyncio.to_thread(restore.run, spark, database, planned, quiet)
+
+
+@asynccontextmanager
+async def filled(database: str, count: int = COUNT) -> AsyncIterator[PostgresStore]:
+    """A store with a backlog in two lanes that nobody owns."""
+    async with opened(database) as store:
+        await fill(store, count, days=6.0 if count == COUNT else 2.0)
+        yield store
+
+
+@contextmanager
+def fault(spark: SparkSession, point: str) -> Iterator[None]:
+    """Python workers that are started meanwhile have this fault; each one by itself counts how often it is there."""
+    environment = spark.sparkContext.environment
+    environment["DELAYER_FAULT"] = point
+    try:
+        yield
+    finally:
+        del environment["DELAYER_FAULT"]
+
+
+def failed_tasks(spark: SparkSession, name: str) -> int:
+    """Of the last job of that name."""
+    tracker = spark.sparkContext.statusTracker()
+    job = tracker.getJobInfo(max(tracker.getJobIdsForGroup(name)))
+    assert job is not None
+    stages = [tracker.getStageInfo(stage) for stage in job.stageIds]
+    return sum(stage.numFailedTasks for stage in stages if stage is not None)
+
+
+@asynccontextmanager
+async def command(
+    database: str, *arguments: str, fault: str, **environ: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`delayer …` in a process group of its own, with that fault in its workers."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
+    process = await asyncio.create_subprocess_exec(
+        str(Path(sys.executable).with_name("delayer")), *arguments,
+        env=ours | {"DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database, "DELAYER_FAULT": fault} | environ,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        kill_tree(process.pid)
+        await process.wait()
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill_tree(pid: int) -> None:
+    """The driver, its JVM, and all workers at once, as when a machine goes down."""
+    for process in tree(pid):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def stopped(pid: int) -> list[psutil.Process]:
+    """The workers that stand at their fault point."""
+    found = []
+    for process in tree(pid):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                found.append(process)
+    return found
+
+
+async def until_stopped(pid: int) -> None:
+    """Until a worker stands at its fault point."""
+    async with asyncio.timeout(120):
+        while not stopped(pid):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+
+
+async def until_quiet(database: str, application: str) -> None:
+    """Until the server has noticed that those sessions are gone."""
+    async with sql(database) as admin, asyncio.timeout(30):
+        while await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = $1", application):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def run_delayer(database: str, *arguments: str) -> tuple[int, str, str]:
+    async with command(database, *arguments, fault="") as process:
+        stdout, stderr = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, stdout.decode(), stderr.decode()

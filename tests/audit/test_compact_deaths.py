@@ -1,0 +1,137 @@
+"""Compact and restore over Spark, and who dies meanwhile: a worker, a machine, the store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from delayer.audit.errors import JobFailed
+from tests.audit.backlog import everything, lawful
+from tests.audit.compacting import (
+    COUNT,
+    FEW,
+    bring_back,
+    command,
+    failed_tasks,
+    fault,
+    filled,
+    kill_tree,
+    pack,
+    stopped,
+    until_quiet,
+    until_stopped,
+)
+from tests.conformance.store_contract import owned
+from tests.integration.test_store_lane import sql
+
+pytestmark = pytest.mark.deadline(300)
+
+
+@pytest.mark.parametrize("step", ["locked", "written", "verified", "deleted", "committed"])
+async def test_the_worker_is_killed_while_it_packs(spark: SparkSession, database: str, step: str) -> None:
+    """Until Spark gives up: every message is a row or in one segment, and the same command again finishes the work."""
+    async with filled(database, FEW):
+        before = await everything(database)
+        with fault(spark, f"compact.{step}"), pytest.raises(JobFailed, match="packing"):
+            await pack(spark, database)
+        assert await everything(database) == before
+        counters = await lawful(database)
+        assert (counters["compacted"] > 0) == (step == "committed")
+        done = await pack(spark, database)
+        assert not done.lost
+        assert await everything(database) == before
+        assert (await lawful(database))["compacted"] == FEW
+
+
+@pytest.mark.parametrize("step", ["locked", "copied", "deleted", "committed"])
+async def test_the_worker_is_killed_while_it_restores(spark: SparkSession, database: str, step: str) -> None:
+    async with filled(database, FEW):
+        before = await everything(database)
+        await pack(spark, database)
+        with fault(spark, f"restore.{step}"), pytest.raises(JobFailed, match="restoring"):
+            await bring_back(spark, database)
+        assert await everything(database) == before
+        counters = await lawful(database)
+        assert (counters["restored"] > 0) == (step == "committed")
+        done = await bring_back(spark, database)
+        assert not done.lost
+        assert await everything(database) == before
+        assert (await lawful(database))["restored"] == FEW
+
+
+@pytest.mark.parametrize("step", ["compact.written", "compact.committed"])
+async def test_spark_starts_a_task_again(spark: SparkSession, database: str, step: str) -> None:
+    """Every worker dies at its third segment, and the job is done all the same."""
+    async with filled(database, FEW):
+        before = await everything(database)
+        with fault(spark, f"{step}:3"):
+            done = await pack(spark, database)
+        assert failed_tasks(spark, "packing") > 0
+        assert not done.lost
+        assert await everything(database) == before
+        assert (await lawful(database))["compacted"] == FEW
+
+
+@pytest.mark.parametrize(
+    ("point", "arguments"),
+    [
+        ("compact.deleted:2:stop", ["compact", "--rows", "250", "--master", "local[2]"]),
+        ("restore.copied:2:stop", ["restore", "--all", "--master", "local[2]"]),
+    ],
+    ids=["compact", "restore"],
+)
+async def test_the_machine_of_the_job_goes_down(
+    spark: SparkSession, database: str, point: str, arguments: list[str]
+) -> None:
+    """Driver, JVM and workers are gone at once, in the middle of a transaction."""
+    async with filled(database, FEW) as store:
+        before = await everything(database)
+        if arguments[0] == "restore":
+            await pack(spark, database)
+        async with command(database, *arguments, fault=point) as process:
+            await until_stopped(process.pid)
+            kill_tree(process.pid)
+            await process.wait()
+        await until_quiet(database, f"delayer {arguments[0]}")
+        assert await everything(database) == before
+        counters = await lawful(database)
+        if arguments[0] == "compact":
+            assert 0 < counters["compacted"] < FEW
+            done: Any = await pack(spark, database)
+        else:
+            assert 0 < counters["restored"] < FEW
+            async with owned(store, 2):  # the lane of the dead is free
+                pass
+            done = await bring_back(spark, database)
+        assert not done.lost
+        assert await everything(database) == before
+        counters = await lawful(database)
+        assert counters["compacted"] == FEW
+
+
+async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -> None:
+    """Sessions are cut in the middle of a transaction: what is lost is told, what was committed stays."""
+    async with filled(database), sql(database) as admin:
+        before = await everything(database)
+        with fault(spark, "compact.deleted:2:stop"):
+            working = asyncio.create_task(pack(spark, database))
+            await until_stopped(os.getpid())
+            await admin.fetch(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = $1",
+                "delayer compact",
+            )
+            while not working.done():
+                for process in stopped(os.getpid()):
+                    process.resume()
+                await asyncio.wait([working], timeout=0.1)
+        done = await working
+        assert done.lost
+        assert await everything(database) == before
+        assert 0 < (await lawful(database))["compacted"] == done.total("messages") < COUNT
+        assert not (await pack(spark, database)).lost
+        assert await everything(database) == before
+        assert (await lawful(database))["compacted"] == COUNT

@@ -1,0 +1,149 @@
+"""Compaction and bulk restore beside daemons at work and people who cancel: an account of every message balances.
+
+The jobs are the real ones, several at once, but for Spark: their tasks run in threads of this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from delayer.audit import compact, restore, tasks
+from delayer.store import cancelling, session
+from delayer.store.cancelling import Found
+from tests.faults.place import Place, eventually
+from tests.integration.test_store_lane import sql
+from tests.rig.ledger import Ledger
+from tests.rig.letters import NUMBER
+from tests.rig.rows import everything
+
+SEED = 4_000
+NEAR, FAR = 1_500, 3_000
+NEAR_MS, FAR_MS = 4_000, 20_000
+PACKED_AFTER_MS = 1_000
+OF_A_SEGMENT = 100
+RESTORED_WITHIN_MS = 8_000
+"""Above the limit of packing: what is restored is packed again, and what is packed late is restored at once."""
+ROUNDS = 4
+"""Of each of those who pack, restore and cancel, at least; they go on while messages come in."""
+AT_ONCE = 6
+"""Messages that somebody cancels."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_threads(
+    _spark: object,
+    _name: str,
+    portions: Sequence[Sequence[T]],
+    work: Callable[[Sequence[T]], Iterable[R]],
+    _say: object,
+) -> list[R]:
+    """tasks.run without Spark: two executors."""
+    with ThreadPoolExecutor(2) as pool:
+        return [found for part in pool.map(work, portions) for found in part]
+
+
+def quiet(_what: str, _done: int, _of: int) -> None:
+    """Nobody watches."""
+
+
+@dataclass
+class Jobs:
+    """What is done to the store of ``url`` beside the traffic, and what came of it."""
+
+    url: str
+    chance: random.Random = field(default_factory=lambda: random.Random(SEED))
+    packed: int = 0
+    restored: int = 0
+    gone: dict[int, Found] = field(default_factory=dict)
+    """The ledger's numbers of cancelled messages, and where they were met."""
+
+    async def pack(self) -> None:
+        planned = await compact.plan(self.url, PACKED_AFTER_MS, OF_A_SEGMENT)
+        done = await asyncio.to_thread(compact.run, cast(Any, None), self.url, planned, OF_A_SEGMENT, quiet)
+        assert not done.lost, done.lost
+        assert not done.broken, done.broken
+        self.packed += done.total("messages")
+
+    async def restore(self, within_ms: int | None = RESTORED_WITHIN_MS) -> None:
+        planned = await restore.plan(self.url, within_ms)
+        done = await asyncio.to_thread(restore.run, cast(Any, None), self.url, planned, quiet)
+        assert not done.lost, done.lost
+        assert not done.broken, done.broken
+        self.restored += done.messages
+
+    async def cancel(self) -> None:
+        """Some of all that is there, as it was a moment ago: each may have gone elsewhere, or out, meanwhile."""
+        connection = await session.connect(self.url, "canceller")
+        try:
+            async with connection.transaction(isolation="repeatable_read", readonly=True):
+                standing = await everything(connection)
+            chosen = self.chance.sample(sorted(standing), min(AT_ONCE, len(standing)))
+            outcome = await cancelling.cancel(connection, chosen)
+        finally:
+            await session.close(connection)
+        for one, found in outcome.items():
+            if found is not Found.NOWHERE:
+                self.gone[NUMBER.unpack_from(standing[one].body)[0]] = found
+
+
+async def send(ledger: Ledger) -> None:
+    """Messages due in some seconds and in twenty, in portions."""
+    for _ in range(10):
+        await ledger.publish(FAR // 10, longest_ms=FAR_MS)
+        await ledger.publish(NEAR // 10, longest_ms=NEAR_MS)
+
+
+@pytest.mark.deadline(90)
+async def test_daemons_jobs_and_cancels_at_once(vhost: str, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "run", in_threads)
+    place = await Place("store", vhost, store).declare()
+    jobs = Jobs(store)
+    async with place.ledger(SEED) as ledger:
+        async with place.daemon() as one, place.daemon() as two:
+            await asyncio.gather(one.ready(), two.ready())
+            sending = asyncio.create_task(send(ledger))
+            await eventually(place.rows, lambda rows: rows > OF_A_SEGMENT)
+
+            async def again(work: Callable[[], Any]) -> None:
+                rounds = 0
+                while rounds < ROUNDS or not sending.done():
+                    await work()
+                    rounds += 1
+
+            actors = [jobs.pack, jobs.pack, jobs.restore, jobs.cancel, jobs.cancel]
+            async with asyncio.TaskGroup() as group:
+                for actor in actors:
+                    group.create_task(again(actor))
+            await sending
+            while await place.segments():
+                await jobs.restore(None)
+            await ledger.until(lambda: ledger.account.back >= ledger.account.sent - len(jobs.gone), timeout=60)
+            await eventually(place.standing, lambda standing: not standing)
+            assert [await one.stop(), await two.stop()] == [0, 0]
+        verdict = await place.settle_accounts(ledger)
+    counters = await place.conserved()
+    print(f"{verdict}; {counters}; packed {jobs.packed}, restored {jobs.restored}, {Counter(jobs.gone.values())}")
+    assert set(verdict.missing) == set(jobs.gone), "missing is what was cancelled, and nothing else"
+    assert not verdict.early
+    assert not verdict.changed
+    assert not verdict.repeats
+    assert counters["parked"] == counters["released"] + len(jobs.gone)
+    assert counters["cancelled"] == len(jobs.gone)
+    # What was cancelled inside of a segment is no longer compacted.
+    inside = sum(found is Found.SEGMENT for found in jobs.gone.values())
+    assert counters["compacted"] == jobs.packed - inside
+    assert counters["restored"] == counters["compacted"] >= jobs.restored, "some, perhaps, by the daemons"
+    assert jobs.packed > FAR, "packed, restored, and packed again"
+    assert {Found.WAITING, Found.SEGMENT} <= set(jobs.gone.values()), "met in both places"
+    async with sql(store) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM segment_cancelled") == 0
