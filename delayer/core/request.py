@@ -11,7 +11,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from delayer.core.cascade import strip_prefix
+from delayer.core.cascade import NAME_BYTES, strip_prefix
 from delayer.core.delay import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, shown
 from delayer.core.message import Target
 from delayer.core.values import Timestamp
@@ -180,7 +180,8 @@ def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
     if ROUTING_KEY in ask.headers:
         routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
     if EXCHANGE in ask.headers:
-        exchange = _short_string(EXCHANGE, ask.headers[EXCHANGE])
+        # Of a longer name RabbitMQ 4 cannot say that there is no such exchange: it ends the whole connection.
+        exchange = _short_string(EXCHANGE, ask.headers[EXCHANGE], NAME_BYTES)
         if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
             raise Refused(
                 f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
@@ -224,7 +225,7 @@ def key_of(header: bytes, ask: Ask, policy: Policy) -> bytes:
     return key
 
 
-def _short_string(header: bytes, value: object) -> bytes:
+def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:
     match value:
         case str():
             raw = value.encode("utf-8", "surrogateescape")
@@ -232,8 +233,8 @@ def _short_string(header: bytes, value: object) -> bytes:
             raw = value
         case _:
             raise Refused(f"{header.decode()}: expected a string, found {shown(value)}")
-    if len(raw) > SHORT_STRING:
-        raise Refused(f"{header.decode()}: expected at most {SHORT_STRING} bytes, found {len(raw)}")
+    if len(raw) > most:
+        raise Refused(f"{header.decode()}: expected at most {most} bytes, found {len(raw)}")
     return raw
 
 

@@ -206,7 +206,8 @@ def went_through_broker(this: World, sent: Props) -> bool:
 
 def as_it_left(arrival: Arrival) -> Props:
     """Without what was added, the broker's own notes of the cascade included."""
-    return arrival.props.without(*OURS, b"x-delayer-user-id", b"x-death", prefixes=(b"x-first-death-",))
+    deaths = (b"x-first-death-", b"x-last-death-")
+    return arrival.props.without(*OURS, b"x-delayer-user-id", b"x-death", prefixes=deaths)
 
 
 @pytest.mark.parametrize("case", [*CASES, *ONLY_OUTSIDE])

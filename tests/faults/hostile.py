@@ -181,6 +181,9 @@ DELAYS: Mapping[str, Hostile] = {
 ADDRESSES: Mapping[str, Hostile] = {
     "255 bytes": delivered(SECOND, key=b"k" * 255),
     "255 bytes, for a queue that is not there": replace(held("312 NO_ROUTE", "h.queue"), key=b"k" * 255),
+    "an exchange of 128 bytes in the header": refused(
+        "at most 127 bytes", SECOND, (b"x-delay-exchange", text("ü" * 64)), through="h.any"
+    ),
     "256 bytes in the header": refused("at most 255 bytes", SECOND, (b"x-delay-routing-key", text("k" * 256))),
     "28 digits before it": delivered(SECOND, key=b"1." * 28 + b"inbox", arrives_as=b"inbox"),
     "56 digits before it": delivered(SECOND, key=b"1.0." * 28 + b"k", arrives_as=b"1.0." * 14 + b"k"),

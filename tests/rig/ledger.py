@@ -32,6 +32,8 @@ __all__ = ["Arrival", "Ledger", "Verdict"]
 LONGEST_MS = 5_000
 BATCH = 1_000
 PREFETCH = 2_000
+SORTS_FROM = 4
+"""The first RabbitMQ that hands header tables over sorted by name."""
 PAUSE = 0.2
 """Seconds between two tries to reach a broker that is away, or that has no queue for us."""
 
@@ -51,6 +53,7 @@ class Ledger:
         self._publisher: Connection | None = None
         self._publishing: Channel | None = None
         self._turn = asyncio.Lock()
+        self._sorts = False
         self._consumer: Connection | None = None
         self._channel: Channel | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -85,6 +88,7 @@ class Ledger:
     async def declare(self) -> None:
         """The exchange that due messages go to, and a durable queue that takes them all."""
         async with await aio_pika.connect(self._url) as connection:
+            self._sorts = sorts_headers(connection)
             channel = await connection.channel()
             exchange = await channel.declare_exchange(self._exchange, aio_pika.ExchangeType.TOPIC, durable=True)
             queue = await channel.declare_queue(self.queue, durable=True)
@@ -196,7 +200,7 @@ class Ledger:
             return
         owed = self.account.owed(number)
         letter = self._letters.letter(number, *owed)
-        gained = letter.gained(delivery.routing_key, delivery.properties, delivery.body)
+        gained = letter.gained(delivery.routing_key, delivery.properties, delivery.body, sorts=self._sorts)
         if gained is None:
             self.account.take_changed(number, at_ms, f"message {number}: sent {letter}, received {delivery}")
         else:
@@ -250,3 +254,10 @@ class Ledger:
     def verdict(self, standing: Mapping[str, int] | None = None) -> Verdict:
         """The account as it stands; ``standing`` is what is left in refused, strays, held and so on."""
         return self.account.verdict(standing or {})
+
+
+def sorts_headers(connection: aio_pika.abc.AbstractConnection) -> bool:
+    """See RabbitMQ.sorts_headers; by what the broker says of itself."""
+    assert connection.transport is not None
+    version = connection.transport.connection.server_properties["version"]
+    return int(version.partition(".")[0]) >= SORTS_FROM

@@ -20,9 +20,12 @@ NUMBER: Final = struct.Struct(">Q")
 LARGEST: Final = 200_000
 SIZES: Final = ((300, 0), (900, 100), (999, 2_000), (1_000, LARGEST))
 """Of a thousand bodies, those up to the first figure have at most the second in bytes, behind their number."""
-_GAINED = re.compile(
-    rb"\x0cx-delayer-idS\0\0\0[\x01-\x20]([0-9]{1,19}|[0-9a-f]{32})\x0dx-delayer-duel(.{8})", re.DOTALL
-)
+_ID = rb"\x0cx-delayer-idS\0\0\0[\x01-\x20]([0-9]{1,19}|[0-9a-f]{32})"
+_DUE = rb"\x0dx-delayer-duel(.{8})"
+_GAINED = re.compile(_ID + _DUE, re.DOTALL)
+_GAINED_BY_NAME = re.compile(_DUE + _ID, re.DOTALL)
+_BEFORE_GAINED, _BEHIND_GAINED = b"x-delayer-", b"x-delayer."
+"""Every other header of a letter has a name before the first, or behind the second."""
 _MASK: Final = (1 << 64) - 1
 
 
@@ -91,11 +94,14 @@ class Letter(NamedTuple):
         table = table_of(self.said)
         return self.head + struct.pack(">I", len(table)) + table + self.tail
 
-    def gained(self, routing_key: bytes, properties: bytes, body: bytes) -> tuple[bytes, int] | None:
+    def gained(
+        self, routing_key: bytes, properties: bytes, body: bytes, *, sorts: bool = False
+    ) -> tuple[bytes, int] | None:
         """``x-delayer-id`` and ``x-delayer-due`` of what came back, if they are all that it gained, else None.
 
         The headers may also be sorted by name: a quorum queue that delivers a message again puts its
-        ``x-delivery-count`` in, and sorts the table as it does so (seen on RabbitMQ 3.10). That is not our doing.
+        ``x-delivery-count`` in, and sorts the table as it does so (seen on RabbitMQ 3.10). That is not our doing. Nor
+        is it where a broker ``sorts`` every table that it hands over, what was gained included.
         """
         head, tail = self.head, self.tail
         if body != self.body or routing_key != self.routing_key:
@@ -105,11 +111,22 @@ class Letter(NamedTuple):
         table = properties[len(head) + 4 : len(properties) - len(tail)]
         if properties[len(head) : len(head) + 4] != struct.pack(">I", len(table)):
             return None
+        if sorts:
+            return self._gained_by_name(table)
         kept = table_of(self.kept)
         if not table.startswith(kept) and not table.startswith(table_of(sorted(self.kept))):
             return None
         found = _GAINED.fullmatch(table, len(kept))
         return None if found is None else (found[1], int.from_bytes(found[2], "big"))
+
+    def _gained_by_name(self, table: bytes) -> tuple[bytes, int] | None:
+        kept = sorted(self.kept)
+        before = table_of(one for one in kept if one[0] < _BEFORE_GAINED)
+        behind = table_of(one for one in kept if one[0] > _BEHIND_GAINED)
+        if not table.startswith(before) or not table.endswith(behind):
+            return None
+        found = _GAINED_BY_NAME.fullmatch(table, len(before), len(table) - len(behind))
+        return None if found is None else (found[2], int.from_bytes(found[1], "big"))
 
 
 class Letters:

@@ -172,6 +172,12 @@ class RabbitMQ:
         """Whether it lists a queue that was declared without ``x-queue-type`` with one, as it does from 4.0 on."""
         return self.version >= (4,)
 
+    @property
+    def falls_over_clipped_names(self) -> bool:
+        """Whether it ends the connection (541) when the reason to close a channel has to be clipped in the middle of a
+        character, as it does from 4.0 on."""
+        return self.version >= (4,)
+
     # ---- what is in it
 
     def add_vhost(self, name: str | None = None) -> str:

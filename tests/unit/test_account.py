@@ -9,7 +9,7 @@ import pytest
 from delayer.services import edits
 from delayer.wire.properties import Properties
 from tests.rig.account import Account, Arrival, Arrivals, Verdict, Window
-from tests.rig.letters import Form, Letters, message_id_of, text
+from tests.rig.letters import Form, Letters, long, message_id_of, table_of, text
 
 NOW_MS = 1_700_000_000_000
 DELAY_MS = 1_000
@@ -174,3 +174,17 @@ def test_copies_of_one_id_have_one_due_instant() -> None:
     with pytest.raises(AssertionError, match="one id and two due instants"):
         verdict.assert_kept(repeats=True)
     assert not verdict_of(arrival(b"17"), arrival(b"18", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9)).two_faced
+
+
+@pytest.mark.parametrize("number", range(32))
+def test_a_letter_that_a_broker_sorted_is_known(number: int) -> None:
+    letters = Letters(3)
+    letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
+    gained = [(b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))]
+    table = table_of(sorted([*letter.kept, *gained]))
+    came = letter.head + struct.pack(">I", len(table)) + table + letter.tail
+    assert letter.gained(letter.routing_key, came, letter.body, sorts=True) == (b"17", DUE_MS)
+    ours = came.index(b"\x0dx-delayer-due")
+    behind = ours + len(table_of(gained))
+    for at in [*range(ours), *range(behind, len(came))]:
+        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body, sorts=True) is None, at

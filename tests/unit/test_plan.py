@@ -208,6 +208,7 @@ def test_in_store_mode(asked: Ask, plan: object) -> None:
         (ask(b"stamped.in", timestamp=(1 << 64) - 1), STORE, "the delay is too long"),
         (says(x_deliver_at=LATEST_MS + 1), replace(STORE, max_delay_ms=1 << 62), "the delay is too long"),
         (says(x_delay_routing_key=5), STORE, "x-delay-routing-key: expected a string, found 5"),
+        (says(x_delay_exchange="ü" * 64), STORE, "x-delay-exchange: expected at most 127 bytes, found 128"),
         (says(x_delay_routing_key="r" * 256), STORE, "x-delay-routing-key: expected at most 255 bytes, found 256"),
         (says(x_delay_routing_key="ü" * 128), STORE, "x-delay-routing-key: expected at most 255 bytes, found 256"),
         (says(x_delay_exchange="shop.eu"), STORE, "x-delay-exchange: exchange 'shop.eu' is forbidden on this route"),
