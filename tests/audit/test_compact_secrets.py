@@ -1,0 +1,108 @@
+"""The store's password is nowhere while compact and restore work: processes, logs, Spark's pages and files, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from pyspark.sql import SparkSession
+
+from delayer.audit import compact, restore
+from delayer.audit.errors import JobFailed
+from delayer.core.errors import StoreLost
+from delayer.store.segments import Fence
+from tests.audit.compacting import FEW, ROWS, WEEK_MS, bring_back, command, fault, filled, pack
+from tests.audit.test_job import PASSWORD, pages, secret
+
+pytestmark = pytest.mark.deadline(300)
+
+
+@contextmanager
+def process_list(root: int) -> Iterator[set[str]]:
+    """The command lines of a process and all below it, as anybody on the machine sees them, meanwhile."""
+    seen: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.01):
+            with suppress(psutil.NoSuchProcess):
+                for process in [one := psutil.Process(root), *one.children(recursive=True)]:
+                    with suppress(psutil.NoSuchProcess):
+                        seen.add(" ".join(process.cmdline()))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        looking.join()
+
+
+def contents(directory: Path) -> list[bytes]:
+    return [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
+
+
+async def test_nobody_reads_the_password_while_they_work(
+    spark: SparkSession, database: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    conf = spark.sparkContext.getConf()
+    places = [Path(urlsplit(conf.get("spark.eventLog.dir") or "").path), Path(conf.get("spark.local.dir") or "")]
+    with process_list(os.getpid()) as processes:
+        async with filled(database, FEW):
+            with fault(spark, "compact.locked"), pytest.raises(JobFailed) as failed:
+                await pack(spark, secret(database))
+            assert (await pack(spark, secret(database))).total("messages") == FEW
+            assert (await bring_back(spark, secret(database))).messages == FEW
+    told = capfd.readouterr()
+    error = "".join(f"{one!r}{one}" for one in (failed.value, failed.value.__cause__, failed.value.__context__))
+    seen = [told.out, told.err, error, str(conf.getAll()), *processes, *pages(spark)]
+    files = [content for place in places for content in contents(place)]
+    assert not [text for text in seen if PASSWORD in text]
+    assert not [one for one in files if PASSWORD.encode() in one]
+    # The search does find things.
+    assert any("restoring" in text for text in seen)
+    assert any(b"packing" in one for one in files)
+    assert any("pyspark.daemon" in text for text in processes)
+
+
+async def test_errors_do_not_quote_the_url(database: str) -> None:
+    """Neither those of the driver nor those that an executor hands back."""
+    nowhere = secret(database).replace(urlsplit(database).path, "/no_such_database")
+    with pytest.raises(StoreLost) as planned:
+        await compact.plan(nowhere, WEEK_MS, ROWS)
+    with pytest.raises(StoreLost) as listed:
+        await restore.plan(nowhere, None)
+    window = compact.Window(1, 0, 1, 1)
+    [packed] = await asyncio.to_thread(compact.work, nowhere, ROWS, [window])
+    [back] = await asyncio.to_thread(restore.work, nowhere, Fence(1, 0), [1])
+    assert "no_such_database" in str(packed.lost)
+    assert "no_such_database" in str(back.lost)
+    texts = [f"{one.value!r}{one.value}{one.value.__cause__!r}" for one in (planned, listed)]
+    assert not [text for text in [*texts, repr(packed), repr(back)] if PASSWORD in text]
+
+
+@pytest.mark.parametrize("arguments", [["compact", "--rows", "250"], ["restore", "--all"]], ids=lambda value: value[0])
+async def test_the_commands_give_it_to_nobody(database: str, arguments: list[str], tmp_path: Path) -> None:
+    """The command by itself, with the URL where a service has it; its JVM, its workers, what it says and leaves."""
+    async with filled(database, FEW):
+        if arguments[0] == "restore":
+            planned = await compact.plan(database, WEEK_MS, ROWS)
+            assert await asyncio.to_thread(compact.work, database, ROWS, planned.windows)
+        more = {"TMPDIR": str(tmp_path), "SPARK_LOCAL_DIRS": str(tmp_path)}
+        async with command(secret(database), *arguments, "--master", "local[2]", fault="", **more) as process:
+            with process_list(process.pid) as processes:
+                stdout, stderr = await process.communicate()
+        assert process.returncode == 0, stderr.decode()
+    assert b"2,000 messages" in stdout
+    assert any("java" in text for text in processes)
+    left = contents(tmp_path)
+    assert not [text for text in processes if PASSWORD in text]
+    assert not [text for text in [stdout, stderr, *left] if PASSWORD.encode() in text]
