@@ -199,6 +199,8 @@ class Daemon:
             RelayConsumer(self._relays["strays"]),
             RelayPublisher(self._relays["publish"]),
             reader,
+            names=self._names,
+            new_id=new_id,
             notes=self._notes,
             counters=self.counters,
             pulse=self._pulse,

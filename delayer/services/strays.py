@@ -7,8 +7,9 @@ given back at the end of the look, where it stood; what is due is published. Wha
 goes to the end of the queue, with one attempt more and a longer pause. So a stray is in the queue all the time, and
 whatever dies in the middle leaves it there, or leaves it there once more under the same ``x-delayer-id``.
 
-The queue has a delivery limit of a million. A look adds one to the count of those that it gives back; there are at
-most some hundred looks within the longest pause, and what is tried begins anew with 0.
+The queue has a delivery limit of a million, after which the broker deletes a message. A look adds one to the count of
+those that it gives back; there are at most some hundred looks within the longest pause, and what is tried begins anew
+with 0. What is none of ours is never tried, so it must not be given back for ever either: it goes to the refused queue.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import structlog
 from delayer.core.backoff import Sparing
 from delayer.core.cascade import strip_prefix
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
+from delayer.core.plan import Refuse
 from delayer.services import edits
 from delayer.services.counting import Counters
 from delayer.services.dispatch import NotTaken, why
@@ -29,6 +31,7 @@ from delayer.services.failures import LOSSES
 from delayer.services.holding import Notes
 from delayer.services.ports import Consumer, Publisher, Pulse, Subscription
 from delayer.services.retry import Retry
+from delayer.services.sorting import Names, to_refused
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 log = structlog.get_logger(__name__)
@@ -64,16 +67,16 @@ class Reader(NamedTuple):
     addressed: Callable[[bytes], bool]
     max_properties: Callable[[], int]
 
-    def stray(self, delivery: Delivery) -> Stray | None:
-        """None for what cannot be read, or is none of ours: it stays where it is, for a person."""
+    def stray(self, delivery: Delivery) -> Stray | str:
+        """Or why it is none: it cannot be read, or it is not there because of us."""
         try:
             properties = Properties.parse(delivery.properties)
             envelope = edits.opened(properties, delivery.body, self.max_properties())
             return Stray(delivery, envelope.id, envelope.parcel, *edits.tried(properties))
-        except edits.NoEnvelope:
-            return self._finished_by_the_broker(delivery, properties)
-        except (MalformedProperties, MalformedTable):
-            return None
+        except edits.NoEnvelope as none:
+            return self._finished_by_the_broker(delivery, properties) or f"not a stray of ours: {none}"
+        except (MalformedProperties, MalformedTable) as broken:
+            return f"not a stray of ours: {broken}"
 
     def _finished_by_the_broker(self, delivery: Delivery, properties: Properties) -> Stray | None:
         """It came out of the cascade when nothing was bound for its address any more."""
@@ -107,6 +110,8 @@ class Strays:
         publisher: Publisher,
         reader: Reader,
         *,
+        names: Callable[[], Names],
+        new_id: Callable[[], bytes],
         notes: Notes,
         counters: Counters,
         pulse: Pulse,
@@ -115,6 +120,8 @@ class Strays:
         self._consumer = consumer
         self._publisher = publisher
         self._reader = reader
+        self._names = names
+        self._new_id = new_id
         self._notes = notes
         self._now_ms = notes.now_ms
         self._counters = counters
@@ -180,17 +187,39 @@ class Strays:
     async def _try(self, batch: Sequence[Delivery], subscription: Subscription) -> None:
         now_ms = self._now_ms()
         due: list[Stray] = []
+        foreign: list[tuple[Delivery, str]] = []
         for delivery in batch:
             stray = self._reader.stray(delivery)
-            if stray is not None and stray.retry_ms <= now_ms:
+            if isinstance(stray, str):
+                foreign.append((delivery, stray))
+            elif stray.retry_ms <= now_ms:
                 due.append(stray)
-            elif stray is not None:
+            else:
                 self._soonest_ms = min(self._soonest_ms or stray.retry_ms, stray.retry_ms)
+        await self._refuse(foreign, subscription)
         begin = 0
         while begin < len(due):
             end = begin + self._publisher.batch_limit
             await self._publish(due[begin:end], subscription)
             begin = end
+
+    async def _refuse(self, foreign: Sequence[tuple[Delivery, str]], subscription: Subscription) -> None:
+        """To the refused queue. Raises NotTaken: they stay where they are."""
+        names = self._names()
+        refused = [to_refused(delivery, Refuse(reason), names, self._new_id()) for delivery, reason in foreign]
+        outcomes = await self._publisher.publish([one.outgoing for one in refused])
+        through = [one for one, outcome in zip(refused, outcomes, strict=True) if isinstance(outcome, Confirmed)]
+        for one in through:
+            subscription.ack(one.delivery.tag, multiple=False)
+            log.warning(
+                "message refused",
+                reason=one.refusal,
+                exchange=one.delivery.exchange,
+                routing_key=one.delivery.routing_key,
+            )
+        self._counters.add("refused", len(through))
+        if len(through) < len(refused):
+            raise NotTaken(f"{len(refused) - len(through)} strays were not taken by the refused queue")
 
     async def _publish(self, strays: Sequence[Stray], subscription: Subscription) -> None:
         prepared = [self._prepared(stray) for stray in strays]

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from delayer.core.cascade import routing_key
+from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from delayer.core.message import NACKED, Delivery, Outcome, Outgoing, Parcel, Returned, Target
 from delayer.services import edits
 from delayer.services.counting import Counters
 from delayer.services.holding import Notes
+from delayer.services.sorting import Names
 from delayer.services.strays import LONGEST_REST, SHARE, Reader, Strays
 from delayer.store.retry import pause_ms
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
-from tests.rig.fakes import NOW, Pulse, ScriptedConsumer, ScriptedPublisher, ScriptedSubscription, delivery, until
+from tests.rig.fakes import NOW, Pulse, ScriptedConsumer, ScriptedPublisher, ScriptedSubscription, delivery, ids, until
 
 QUEUE = "delayer.delay-strays"
+REFUSED = b"delays.refused"
 DELIVERY = b"delayer.delay-delivery"
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
 NO_ROUTE = Returned(312, "NO_ROUTE")
@@ -62,6 +64,8 @@ class Scene:
             ScriptedConsumer(self.subscription),
             self.publisher,
             reader,
+            names=lambda: Names(Cascade(), b"delays.due", REFUSED, 10_000),
+            new_id=ids(),
             notes=Notes(lambda: NOW, pause_ms),
             counters=self.counters,
             pulse=self.pulse,
@@ -131,9 +135,10 @@ async def test_one_in_doubt_leaves_all_of_its_portion() -> None:
 async def test_what_the_broker_could_not_finish_is_brought_to_its_queue() -> None:
     it = Scene([unbound(1), unbound(2, due_ms=NOW + 9_000), unbound(3, b"delays"), unbound(4, exchange=b"other")])
     await it.look()
-    [message] = it.publisher.published
+    [message] = it.sent(b"")
     assert (message.exchange, message.routing_key, message.token) == (b"", b"sales", b"of-the-broker")
-    assert it.acked == [1], "one is not due, one is for a queue of ours, one is somebody else's"
+    assert it.acked == [3, 4, 1], "the second is not due"
+    assert len(it.sent(REFUSED)) == 2, "one is for a queue of ours, one is somebody else's"
 
 
 @pytest.mark.parametrize(
@@ -146,11 +151,23 @@ async def test_what_the_broker_could_not_finish_is_brought_to_its_queue() -> Non
         delivery(1, entry(edits.ID, long_string(b"i" * 33)), exchange=DELIVERY, key=routing_key(5, b"sales")),
     ],
 )
-async def test_what_is_none_of_ours_stays(junk: Delivery) -> None:
+async def test_what_is_none_of_ours_is_refused(junk: Delivery) -> None:
+    """Given back again and again it would come to the queue's delivery limit, and be deleted."""
     it = Scene([junk, stray(2)])
     await it.look()
-    assert it.acked == [2]
-    assert len(it.publisher.published) == 1
+    assert it.acked == [1, 2]
+    [refused], [_] = it.sent(REFUSED), it.sent(b"out")
+    reason = Properties.parse(refused.properties).get(b"x-delayer-refused")
+    assert reason is not None
+    assert str(reason.value).startswith("not a stray of ours: ")
+    assert it.counters.as_dict()["refused"] == 1
+
+
+async def test_what_the_refused_queue_does_not_take_stays() -> None:
+    it = Scene([delivery(1)], answers={REFUSED + b"/k": NACKED})
+    with pytest.raises(BrokerLost, match="1 strays were not taken by the refused queue"):
+        await it.look()
+    assert it.acked == []
 
 
 async def test_one_without_a_note_is_tried_at_once() -> None:
