@@ -34,9 +34,11 @@ from delayer.services.session import Carry, Intake, Session
 from delayer.services.shelf import Shelf
 from delayer.services.sorting import Names
 from delayer.services.strays import Reader, Strays
+from delayer.services.takeover import LevelTakeover
 from delayer.settings import Settings
 from delayer.store import retry
 from delayer.store.postgres import PostgresStore
+from delayer.takeovers import takeovers_of
 from delayer.wire.address import Address
 from delayer.wiring import cascade_of, policy_of, topology_of, uses_cascade
 
@@ -68,7 +70,8 @@ class Daemon:
         address = Address.parse(settings.broker_url)
         heartbeat = settings.broker.heartbeat_ms / 1000
         self._relays = {
-            use: Relay(address, f"delayer {use}", heartbeat=heartbeat) for use in ("intake", "due", "strays", "publish")
+            use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
+            for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
         }
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self._relays["publish"])
@@ -89,6 +92,8 @@ class Daemon:
         if self.settings.store_url is not None:
             self.start_lanes(self.settings)
         self.life.add("intake", self._intake.run)
+        for part in self._takeovers():
+            self.life.add(part.queue, part.run)
         self.life.add("watchdog", self._pulse.feed)
         self.life.add("readiness", self._announce)
         try:
@@ -191,6 +196,19 @@ class Daemon:
         )
         prepare = self._prepare if use == "intake" else self.declare
         return Session(intake, RelayConsumer(self._relays[use]), carry, prepare=prepare, pulse=self._pulse)
+
+    def _takeovers(self) -> list[LevelTakeover]:
+        if "takeover" not in self._relays:
+            return []
+        return takeovers_of(
+            self.settings,
+            self._relays["takeover"],
+            parking=self.shelf,
+            prepare=lambda: self.shelf.wait_usable(STORE_WAIT),
+            now_ms=self._now_ms,
+            pulse=self._pulse,
+            counters=self.counters,
+        )
 
     def _strays(self, queue: str) -> Strays:
         reader = Reader(self._cascade.delivery.encode(), self._addressed, lambda: self._publisher.max_properties)

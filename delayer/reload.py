@@ -102,6 +102,7 @@ def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
         update={
             "mode": new.mode,
             "routes": new.routes,
+            "destinations": new.destinations,
             "log": new.log,
             "intake": old.intake.model_copy(update={"max_delay_ms": new.intake.max_delay_ms}),
             "store": store,

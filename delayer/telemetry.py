@@ -59,6 +59,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
     "deliveries given back": "what was read could not be carried out in time; the rest is in the queue, and read again",
     "strays not tried": "a loss ended a look at the strays; they are in their queue, and tried again; said sparingly",
+    "takeover stopped": "a message of another system's level came again and again: that level is left to the broker",
     # the store
     "store connected": "connected, and the schema is the right one",
     "store unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from delayer.core.cascade import Cascade, due_topology, intake_topology
+from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
 from delayer.core.plan import Finish, Mode, Policy, Route
-from delayer.core.topology import Topology
+from delayer.core.retrying import Retry
+from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from delayer.settings import Retry as RetryTable
 from delayer.settings import Settings
 
 
@@ -29,6 +31,7 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             default_delay_ms=route.default_delay_ms,
             allow_exchanges=route.allow_exchanges,
             finish=Finish(route.finish),
+            retry=None if route.retry is None else _retry(route.retry),
         )
         for route in settings.routes
     )
@@ -45,6 +48,10 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
     )
 
 
+def _retry(table: RetryTable) -> Retry:
+    return Retry(table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode())
+
+
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
     """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
     their way through a cascade that new delays do not take any more."""
@@ -56,8 +63,22 @@ def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
 
 
 def intake_of(settings: Settings) -> Topology:
-    """What every mode needs: the intake queue, the refused queue, the exchanges of the routes."""
-    return intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])
+    """What every mode needs: the intake queue, the refused queue, the exchanges of the routes, the ends of retries."""
+    intake = intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])
+    ends = dict.fromkeys(route.retry.exhausted for route in settings.routes if route.retry is not None)
+    return intake + Topology(queues=tuple(parking_queue(name) for name in ends))
+
+
+def destinations_of(settings: Settings) -> Topology:
+    """What the configuration asks to be declared for others; shared, so that it is never removed."""
+    whole = Topology()
+    for one in settings.destinations:
+        exchanges = (Exchange(one.exchange, one.type, shared=True),) if one.exchange else ()
+        queues = (Queue(one.queue, arguments({"x-queue-type": one.queue_type}), shared=True),) if one.queue else ()
+        keys = one.keys or ("#" if one.type == "topic" else one.queue,)
+        bindings = [Binding(one.exchange, one.queue, "queue", key) for key in keys if one.exchange and one.queue]
+        whole += Topology(exchanges, queues, tuple(bindings))
+    return whole
 
 
 def native_of(settings: Settings) -> Topology:
@@ -68,4 +89,5 @@ def native_of(settings: Settings) -> Topology:
 
 def topology_of(settings: Settings) -> Topology:
     """All that this configuration needs on the broker."""
-    return intake_of(settings) + native_of(settings) if uses_cascade(settings) else intake_of(settings)
+    whole = intake_of(settings) + destinations_of(settings)
+    return whole + native_of(settings) if uses_cascade(settings) else whole

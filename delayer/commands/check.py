@@ -10,6 +10,7 @@ import click
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, quoted, request_of
+from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings, duration_text
 from delayer.store import schema
@@ -75,6 +76,7 @@ async def _broker(settings: Settings) -> list[Row]:
             rows = [Row("broker", "ok", shown)]
             rows += await _topology(admin, settings)
             rows += await _destinations(admin, settings)
+            rows += await _taken_over(admin, settings)
             return rows + await _set_aside(admin, settings)
     except BrokerLost as lost:
         return [Row("broker", "out of reach", str(lost), "check broker.url, and that the broker runs")]
@@ -114,6 +116,23 @@ async def _destinations(admin: Admin, settings: Settings) -> list[Row]:
         else:
             advice = "declare it, or change the route's `to`; due messages would be held"
             rows.append(Row("destination", "off", f"exchange {quoted(name)} does not exist", advice))
+    return rows
+
+
+async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
+    """The cascades of other systems; what is missing there is theirs to declare."""
+    rows = []
+    for table in settings.takeovers:
+        cascade = Cascade(table.cascade)
+        depths = await admin.depths(cascade.level(level) for level in range(table.levels_from, LEVELS))
+        missing = [f"queue {name}" for name, depth in depths.items() if depth is None]
+        missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
+        if missing:
+            found = f"{cascade.kind}: {len(missing)} missing: {missing[0]}" + (", …" if len(missing) > 1 else "")
+            rows.append(Row("takeover", "note", found, "nothing: its owner declares it, and the daemon waits for that"))
+        else:
+            waiting = sum(depth or 0 for depth in depths.values())
+            rows.append(Row("takeover", "ok", f"{cascade.kind}: {len(depths)} levels, {waiting} messages in them"))
     return rows
 
 

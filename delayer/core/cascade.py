@@ -203,8 +203,12 @@ def catch_all_topology(name: str) -> Topology:
     Fanout, because on topic and direct exchanges a CC header still routes. The explicit delivery limit keeps messages
     that people look at again and again.
     """
-    queue = Queue(name, arguments({"x-queue-type": "quorum", "x-delivery-limit": DELIVERY_LIMIT}))
-    return Topology((Exchange(name, "fanout"),), (queue,), (Binding(name, name, "queue", ""),))
+    return Topology((Exchange(name, "fanout"),), (parking_queue(name),), (Binding(name, name, "queue", ""),))
+
+
+def parking_queue(name: str) -> Queue:
+    """A quorum queue for messages that wait for a person, who may look at them again and again."""
+    return Queue(name, arguments({"x-queue-type": "quorum", "x-delivery-limit": DELIVERY_LIMIT}))
 
 
 def consumed_queue(name: str, refused: str) -> Queue:

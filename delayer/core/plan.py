@@ -13,21 +13,11 @@ from typing import NamedTuple
 from delayer.core import request
 from delayer.core.cascade import ADDRESS_BYTES, MAX_SECONDS, bindable
 from delayer.core.delay import seconds_until
+from delayer.core.forms import CANCEL, CONSULTED, DEFAULT_FORMS, DELAY, DELAY_FORMS, KEY, Ask
 from delayer.core.message import Target
-from delayer.core.request import (
-    CONSULTED,
-    DEFAULT_FORMS,
-    DELAY,
-    DELAY_FORMS,
-    LATEST_MS,
-    SHORT_STRING,
-    Ask,
-    Finish,
-    Mode,
-    Policy,
-    Refused,
-    Route,
-)  # fmt: skip
+from delayer.core.request import LATEST_MS, SHORT_STRING, Finish, Mode, Policy, Refused, Route
+from delayer.core.retrying import Failure, NoFailure, Retry, failure, wait_ms
+from delayer.core.values import KeyGroup
 
 __all__ = [
     "CONSULTED", "DEFAULT_FORMS", "DELAY", "DELAY_FORMS", "LATEST_MS", "SHORT_STRING", "Ask", "AtOnce", "Cancel",
@@ -36,12 +26,16 @@ __all__ = [
 
 
 class Cascade(NamedTuple):
-    """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``."""
+    """Publish into the broker's TTL cascade: ``seconds`` from now, towards ``target``.
+
+    ``failed``, here and below: the message is a queue's dead letter, and goes on with a note of that.
+    """
 
     due_ms: int
     seconds: int
     target: Target
     finish: Finish
+    failed: Failure | None = None
 
 
 class Park(NamedTuple):
@@ -50,6 +44,7 @@ class Park(NamedTuple):
     due_ms: int
     target: Target
     key: bytes | None = None
+    failed: Failure | None = None
 
 
 class AtOnce(NamedTuple):
@@ -57,13 +52,15 @@ class AtOnce(NamedTuple):
 
     due_ms: int
     target: Target
+    failed: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Delete the waiting message of this key; this message itself is delivered to nobody."""
+    """Delete the waiting message of this key, or those of this group of keys; this message itself is delivered to
+    nobody."""
 
-    key: bytes
+    key: bytes | KeyGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +93,54 @@ def decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int | None = None) ->
 def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
     headers = ask.headers
     route = request.route_of(ask, policy)
-    if request.CANCEL in headers:
-        return Cancel(request.key_of(request.CANCEL, ask, policy))
+    if route.retry is not None:
+        return _retried(ask, route, route.retry, policy, now_ms)
+    if CANCEL in headers:
+        return Cancel(request.key_of(CANCEL, ask, policy))
+    saga = request.cleared_of(ask, route, policy)
+    if saga is not None:
+        return Cancel(saga)
     due_ms, from_ms = request.due_of(ask, route, policy, now_ms, sure_ms)
     target = request.target_of(ask, route, policy)
-    if request.KEY in headers:
+    if KEY in headers:
         # Also when it is due at once: only the store can take the waiting one out exactly.
-        return Park(due_ms, target, request.key_of(request.KEY, ask, policy))
+        return Park(due_ms, target, request.key_of(KEY, ask, policy))
+    if policy.mode is Mode.STORE and due_ms > from_ms:
+        key = request.saga_key_of(ask, route, due_ms)
+        if key is not None:
+            return Park(due_ms, target, key)
+    return _carried((due_ms, from_ms), target, route, ask, policy)
+
+
+def _carried(
+    due: tuple[int, int], target: Target, route: Route, ask: Ask, policy: Policy, *, failed: Failure | None = None
+) -> Plan:
+    """Where a message waits that may wait anywhere."""
+    due_ms, from_ms = due
     if policy.mode is Mode.STORE and not policy.publishing:
-        return Park(due_ms, target)
+        return Park(due_ms, target, failed=failed)
     wait_ms = due_ms - from_ms
     if wait_ms <= 0:
-        return AtOnce(due_ms, target)
+        return AtOnce(due_ms, target, failed)
     if policy.mode is Mode.STORE and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
-        return Park(due_ms, target)
-    return _cascade(due_ms, from_ms, target, route, ask)
+        return Park(due_ms, target, failed=failed)
+    plan = _cascade(due_ms, from_ms, target, route, ask)
+    return plan if failed is None else plan._replace(failed=failed)
 
 
-def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
+def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) -> Plan:
+    """A dead letter goes back to the queue that gave it up, or to where the exhausted ones are kept."""
+    try:
+        failed = failure(ask.headers, retry)
+    except NoFailure as none:
+        raise Refused(str(none)) from none
+    target = Target(b"", retry.exhausted if failed.exhausted else failed.queue)
+    request.check_not_ours(target.exchange, target.routing_key, ask, policy)
+    due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, ask.chance)
+    return _carried((due_ms, now_ms), target, route, ask, policy, failed=failed)
+
+
+def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Cascade:
     seconds = seconds_until(due_ms, now_ms)
     if seconds > MAX_SECONDS:
         raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")

@@ -9,39 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Final, NamedTuple
+from typing import Final
 
+from delayer.core import nservicebus
 from delayer.core.cascade import NAME_BYTES, strip_prefix
-from delayer.core.delay import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, shown
+from delayer.core.delay import UnreadableDelay, in_words, shown
+from delayer.core.forms import DEFAULT_FORMS, EXCHANGE, NSERVICEBUS_TIMEOUT, ROUTING_KEY, Ask, said_due_ms
 from delayer.core.message import Target
-from delayer.core.values import Timestamp
+from delayer.core.retrying import Retry
+from delayer.core.values import KeyGroup
 
 SHORT_STRING: Final = 255
 SHORT_NAME: Final = 160
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999: later instants fit neither every store nor every program that reads one."""
-
-DELAY = b"x-delay"
-DELIVER_AT = b"x-deliver-at"
-OPT_DELAY = b"x-opt-delivery-delay"
-OPT_TIME = b"x-opt-delivery-time"
-ROUTING_KEY = b"x-delay-routing-key"
-EXCHANGE = b"x-delay-exchange"
-KEY = b"x-delay-key"
-CANCEL = b"x-delay-cancel"
-RECEIVED_AT = b"timestamp_in_ms"
-LAST_DUE = b"x-delayer-due"
-
-# The headers that decide() looks at; a caller need not decode any other.
-CONSULTED: Final = frozenset(
-    {DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE}
-)
-RELATIVE: Final = {"x-delay": DELAY, "x-opt-delivery-delay": OPT_DELAY}
-ABSOLUTE: Final = {"x-deliver-at": DELIVER_AT, "x-opt-delivery-time": OPT_TIME}
-TIMESTAMP: Final = "timestamp"
-HEADERS: Final = RELATIVE | ABSOLUTE
-DELAY_FORMS: Final = (*RELATIVE, *ABSOLUTE, TIMESTAMP)
-DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
 
 
 class Mode(StrEnum):
@@ -69,6 +50,7 @@ class Route:
     default_delay_ms: int = 0
     allow_exchanges: tuple[str, ...] = ()
     finish: Finish = Finish.DAEMON
+    retry: Retry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +75,6 @@ class Policy:
     own_exchanges: frozenset[bytes] = frozenset()
 
 
-class Ask(NamedTuple):
-    """What a message says: where it came through, and its decoded headers out of :data:`CONSULTED`.
-
-    ``timestamp`` is the property, in seconds. ``acts_later`` is true where the message carries something that must not
-    act inside the cascade but act again at its destination (``expiration``, ``CC``). ``copies`` are the keys that
-    ``CC`` names.
-    """
-
-    exchange: bytes
-    routing_key: bytes
-    headers: Mapping[bytes, object]
-    timestamp: int | None = None
-    acts_later: bool = False
-    copies: frozenset[bytes] = frozenset()
-
-
 class Refused(Exception):
     """Carries a reason out of the functions below; plan.decide() turns it into a value."""
 
@@ -123,7 +89,10 @@ def route_of(ask: Ask, policy: Policy) -> Route:
 
 def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """The due instant, and the instant from which the wait for it counts."""
-    due_ms, from_ms = _said_due_ms(ask, route, now_ms, sure_ms)
+    try:
+        due_ms, from_ms = said_due_ms(ask, route.delay_from, route.default_delay_ms, now_ms, sure_ms)
+    except UnreadableDelay as unreadable:
+        raise Refused(str(unreadable)) from unreadable
     wait_ms = due_ms - from_ms
     if wait_ms > policy.max_delay_ms or due_ms > LATEST_MS:
         longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
@@ -132,51 +101,8 @@ def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) ->
     return max(due_ms, 0), from_ms
 
 
-def _said_due_ms(ask: Ask, route: Route, now_ms: int, sure_ms: int) -> tuple[int, int]:
-    """The first form present, in the route's order, rules; an unreadable one never falls through to the next."""
-    headers = ask.headers
-    form = ""
-    try:
-        for form in route.delay_from:
-            header = HEADERS.get(form)
-            if header is None:
-                if ask.timestamp is not None:
-                    return ask.timestamp * 1000, sure_ms
-            elif header in headers:
-                if form in ABSOLUTE:
-                    return read_instant_ms(headers[header]), sure_ms
-                return _in(read_delay_ms(headers[header]), ask, now_ms, sure_ms)
-    except UnreadableDelay as unreadable:
-        raise Refused(f"{form}: {unreadable}") from unreadable
-    return _in(route.default_delay_ms, ask, now_ms, sure_ms)
-
-
-def _in(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
-    """For a relative delay: the due instant, and the instant from which the wait for it counts."""
-    if delay_ms <= 0:
-        # No delay at all means this instant, and not one that the clock may be yet to reach.
-        return sure_ms + delay_ms, sure_ms
-    stamp = _received_ms(ask)
-    return (now_ms + delay_ms, now_ms) if stamp is None else (stamp + delay_ms, sure_ms)
-
-
-def _received_ms(ask: Ask) -> int | None:
-    """The broker's ``timestamp_in_ms`` where present: a relative delay counts from it, so that a wait in the intake
-    queue does not add up. Else None: it counts from now.
-
-    A message that was delayed before may still carry the stamp of its first arrival (the broker's interceptor does not
-    overwrite by default), and counting from that would be early.
-    """
-    stamp = ask.headers.get(RECEIVED_AT)
-    if stamp is None:
-        return None
-    if LAST_DUE in ask.headers or not isinstance(stamp, int) or isinstance(stamp, bool | Timestamp) or stamp <= 0:
-        return None
-    return stamp
-
-
 def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
-    exchange, routing_key = route.to, route.routing_key or strip_prefix(ask.routing_key)
+    exchange, routing_key = route.to, route.routing_key or _address(ask, route) or strip_prefix(ask.routing_key)
     if ROUTING_KEY in ask.headers:
         routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
     if EXCHANGE in ask.headers:
@@ -187,11 +113,23 @@ def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
                 f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
                 f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
             )
-    _check_not_ours(exchange, routing_key, ask, policy)
+    check_not_ours(exchange, routing_key, ask, policy)
     return Target(exchange, routing_key)
 
 
-def _check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
+def _address(ask: Ask, route: Route) -> bytes | None:
+    """The queue that a timeout names; None for any other message."""
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers:
+        return None
+    timeout = nservicebus.timeout(ask.headers)  # it was readable when it was asked for its due instant
+    if timeout is not None and len(timeout.address) > SHORT_STRING:
+        raise Refused(
+            f"{NSERVICEBUS_TIMEOUT}: expected an address of at most {SHORT_STRING} bytes, found {len(timeout.address)}"
+        )
+    return None if timeout is None else timeout.address
+
+
+def check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
     """Raise Refused where the message would come straight back, due at once, for ever; or enter what is our own."""
     if exchange != b"":
         if exchange == ask.exchange:
@@ -218,11 +156,42 @@ def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
 
 def key_of(header: bytes, ask: Ask, policy: Policy) -> bytes:
     if not policy.has_store:
-        raise Refused(f"{header.decode()}: keys and cancels need a store, and none is configured and in reach")
+        raise Refused(f"{header.decode()}: {_NEEDS_STORE}")
     key = _short_string(header, ask.headers[header])
     if not key:
         raise Refused(f"{header.decode()}: expected a key, found an empty string")
     return key
+
+
+_SAGA: Final = b"nservicebus-saga:%b:"
+_NEEDS_STORE: Final = "keys and cancels need a store, and none is configured and in reach"
+
+
+def cleared_of(ask: Ask, route: Route, policy: Policy) -> KeyGroup | None:
+    """The keys of a saga whose timeouts are to go; None where the message asks for something else."""
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.CLEAR_TIMEOUTS not in ask.headers:
+        return None
+    try:
+        saga = nservicebus.cleared_saga(ask.headers)
+    except UnreadableDelay as unreadable:
+        raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
+    if saga is None:
+        return None
+    if not policy.has_store:
+        raise Refused(f"{nservicebus.CLEAR_TIMEOUTS.decode()}: {_NEEDS_STORE}")
+    return KeyGroup(_SAGA % saga)
+
+
+def saga_key_of(ask: Ask, route: Route, due_ms: int) -> bytes | None:
+    """The key of a saga's timeout, so that it can be cleared; a saga may have many. None where there is no saga, or no
+    id by which two timeouts could be told apart: merged, one of them would be lost."""
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers or not ask.message_id:
+        return None
+    saga = nservicebus.saga_of(ask.headers)
+    if saga is None:
+        return None
+    key = (_SAGA % saga) + b"%b:%d" % (ask.message_id, due_ms)
+    return key if len(key) <= SHORT_STRING else None
 
 
 def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:
@@ -239,7 +208,7 @@ def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> byt
 
 
 def _name(raw: bytes) -> str:
-    text = raw.decode("ascii", "backslashreplace")
+    text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in raw.decode("ascii", "backslashreplace"))
     # A name of other letters may take a thousand: what is wrong with it must still fit behind it in a reason.
     return f"'{text}'" if len(text) <= SHORT_NAME else f"'{text[: SHORT_NAME - 3]}...'"
 

@@ -1,6 +1,7 @@
 """What changes on the way (design, 4.4), as edits of property bytes. Everything else stays byte for byte.
 
 asked            what the planner needs to know of a message
+failed           properties of a dead letter, with a note of its failure
 released         properties as they leave for the destination
 for_the_broker   the same, where the broker itself finishes the cascade
 enveloped        properties of the carrier that takes a message through the cascade, or to the strays
@@ -10,12 +11,17 @@ refused          properties as they go to the refused queue
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
+from zlib import crc32
 
 from delayer.core.delay import UnreadableDelay, read_delay_ms
+from delayer.core.forms import CONSULTED, DELAY, Ask
+from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.plan import CONSULTED, DELAY, LATEST_MS, SHORT_STRING, Ask
+from delayer.core.plan import LATEST_MS, SHORT_STRING
+from delayer.core.retrying import FAILED_IN, RETRIES, Failure
+from delayer.wire.fields import array, elements, table, timestamp
 from delayer.wire.properties import (
     MalformedProperties,
     MalformedTable,
@@ -69,7 +75,7 @@ ID_BYTES: Final = 32
 """The longest id that we give: a UUID in hexadecimal."""
 
 
-def asked(delivery: Delivery, properties: Properties) -> Ask:
+def asked(delivery: Delivery, properties: Properties, consulted: Collection[bytes] = CONSULTED) -> Ask:
     """What a message says. Of a repeated header the first one counts, as it does for the broker.
 
     Raises MalformedTable.
@@ -79,13 +85,24 @@ def asked(delivery: Delivery, properties: Properties) -> Ask:
     copies: frozenset[bytes] = frozenset()
     acts_later = "expiration" in properties.spans
     for name, type_at, stop in properties.entries():
-        if name in CONSULTED:
+        if name in consulted:
             if name not in headers:
                 headers[name] = value_at(raw, type_at, stop)
         elif name in _ROUTES:
             acts_later = True
             copies |= _keys(value_at(raw, type_at, stop))
-    return Ask(delivery.exchange, delivery.routing_key, headers, properties.timestamp, acts_later, copies)
+    return Ask(
+        delivery.exchange,
+        delivery.routing_key,
+        headers,
+        properties.timestamp,
+        acts_later,
+        copies,
+        delivery.body,
+        properties.short("content_encoding"),
+        properties.message_id,
+        crc32(raw) / (1 << 32) if X_DEATH in headers else 0.0,
+    )
 
 
 def _keys(value: object) -> frozenset[bytes]:
@@ -94,6 +111,45 @@ def _keys(value: object) -> frozenset[bytes]:
         return frozenset()
     strings = (one.encode("utf-8", "surrogateescape") if isinstance(one, str) else one for one in value)
     return frozenset(one for one in strings if isinstance(one, bytes))
+
+
+_HISTORY: Final = b"x-delayer-history"
+_ERROR: Final = b"x-delayer-error"
+_FIRST_FAILURES: Final = 1
+_LAST_FAILURES: Final = 19
+"""Failures that the history tells of: where the message came from at first, and what happened lately."""
+
+
+def failed(properties: Properties, failure: Failure, max_properties: int) -> bytes:
+    """A dead letter with what is known of its failures: how many, where and why the last one, and a history.
+
+    ``x-death`` goes: the broker would count on from it, and it is in the history. Raises MalformedTable.
+    """
+    told = properties.get(_HISTORY)
+    # Of a history that somebody else made of this header nothing can be kept.
+    past = elements(told.content) if told is not None and told.type == ord("A") else []
+    if failure.retries == 1:
+        past = []  # of another queue
+    now = table(
+        entry(b"queue", long_string(failure.queue))
+        + entry(b"reason", long_string(failure.reason.encode("utf-8", "surrogateescape")))
+        + entry(b"time", timestamp(failure.at))
+        + entry(b"exchange", long_string(failure.exchange))
+        + entry(b"routing-key", long_string(failure.routing_key))
+    )
+    past = [*past[:_FIRST_FAILURES], *past[_FIRST_FAILURES:][1 - _LAST_FAILURES :], now]
+    counted = (
+        entry(RETRIES, int64(failure.retries))
+        + entry(FAILED_IN, long_string(failure.queue))
+        + entry(_ERROR, long_string(_reason(f"{failure.reason} in queue {failure.queue.decode('utf-8', 'replace')}")))
+    )
+    whole = _noted(properties, counted + entry(_HISTORY, array(b"".join(past))))
+    return whole if len(whole) + ROOM <= max_properties else _noted(properties, counted)
+
+
+def _noted(properties: Properties, append: bytes) -> bytes:
+    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH, b"x-delivery-count"}
+    return splice(properties, remove=remove, remove_prefixes=_REMOVED_PREFIXES, append=append)
 
 
 # The entries of the two headers that every message gets, up to their values.

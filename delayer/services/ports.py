@@ -136,7 +136,8 @@ class Store(Protocol):
 
     async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY. A parcel with a key replaces the waiting
-        message of that key; ``cancels`` are keys whose waiting messages go. Wakes the lane afterwards.
+        message of that key; ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
+        lane afterwards.
 
         Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
         """

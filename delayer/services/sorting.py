@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from delayer.core import cascade
+from delayer.core.forms import CONSULTED
 from delayer.core.message import Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, decide
+from delayer.core.retrying import CONSULTED as RETRY_CONSULTED
+from delayer.core.values import KeyGroup
 from delayer.services import edits
 from delayer.services.dispatch import Publication
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
@@ -53,7 +56,7 @@ class Work:
     def cancel(self, delivery: Delivery, key: bytes) -> None:
         """A cancel that follows a parcel of its key is for the next step: within one it would act first."""
         step = self._step()
-        if key in step.keys:
+        if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
             step = Step()
             self.steps.append(step)
         step.deliveries.append(delivery)
@@ -83,14 +86,20 @@ def sort(delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, s
             f"the properties are too long to carry: expected at most {max_properties - edits.ROOM} bytes, "
             f"found {len(delivery.properties)}",
         )
+    route = policy.routes.get(delivery.exchange)
+    consulted = CONSULTED if route is None or route.retry is None else RETRY_CONSULTED
     try:
         properties = Properties.parse(delivery.properties)
-        ask = edits.asked(delivery, properties)
+        ask = edits.asked(delivery, properties, consulted)
     except MalformedProperties as broken:
         return _unusable(delivery, f"malformed properties: {broken}")
     except MalformedTable as broken:
         return _unusable(delivery, f"malformed header table: {broken}")
-    return Sorted(delivery, properties, decide(ask, policy, now_ms, sure_ms))
+    plan = decide(ask, policy, now_ms, sure_ms)
+    if isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
+        noted = edits.failed(properties, plan.failed, max_properties)
+        return Sorted(delivery._replace(properties=noted), Properties.parse(noted), plan)
+    return Sorted(delivery, properties, plan)
 
 
 def _unusable(delivery: Delivery, reason: str) -> Sorted:

@@ -3,35 +3,39 @@
 from delayer.settings.errors import ConfigError, Problem
 from delayer.settings.loading import SYSTEM_FILE, config_file, load
 from delayer.settings.model import (
-    DELAY_FORMS,
     Broker,
+    Destination,
     Http,
     Intake,
     Log,
     Native,
     Refused,
+    Retry,
     Route,
     Settings,
     Store,
+    Takeover,
 )
 from delayer.settings.secret import SecretUrl, mask
 from delayer.settings.values import duration_ms, duration_text
 
 __all__ = [
-    "DELAY_FORMS",
     "SYSTEM_FILE",
     "Broker",
     "ConfigError",
+    "Destination",
     "Http",
     "Intake",
     "Log",
     "Native",
     "Problem",
     "Refused",
+    "Retry",
     "Route",
     "SecretUrl",
     "Settings",
     "Store",
+    "Takeover",
     "config_file",
     "duration_ms",
     "duration_text",

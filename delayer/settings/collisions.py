@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from delayer.core.cascade import Cascade
+from delayer.core.cascade import KINDS, Cascade
 from delayer.settings.errors import Problem, show
 from delayer.settings.layers import Merged
 
 Routes = Sequence[Mapping[str, Any]]
+SHARED = {kind: kind for kind in KINDS if kind != "delayer"}
 
 
 def circles(routes: Routes, source: str) -> list[Problem]:
@@ -57,6 +58,48 @@ def into_the_cascade(merged: Merged, queues: Mapping[tuple[str, str], str], rout
             for key, names in found.items()
             if _text(route.get(key)) in names
         ]
+    return problems
+
+
+def exhausted_elsewhere(merged: Merged, queues: Mapping[tuple[str, str], str], routes: Routes) -> list[Problem]:
+    """Exhausted messages in a queue that the daemon empties, or fills with something else."""
+    problems = []
+    for index, route in enumerate(routes):
+        retry = route.get("retry")
+        name = _text(retry.get("exhausted")) if isinstance(retry, dict) else None
+        taken = next((".".join(key) for key, queue in queues.items() if queue == name), None)
+        if taken is not None:
+            source = merged.origin(("route",))
+            problems.append(
+                Problem(source, f"route[{index}].retry.exhausted", f"another queue than {taken}", show(name))
+            )
+    return problems
+
+
+def takeovers(merged: Merged, queues: Mapping[tuple[str, str], str], routes: Routes) -> list[Problem]:
+    """Takeovers twice, or without a store; and names of ours that would be declared into somebody else's cascade."""
+    tables = merged.values.get("takeover", [])
+    tables = [one for one in tables if isinstance(one, dict)] if isinstance(tables, list) else []
+    source, problems = merged.origin(("takeover",)), []
+    if tables and merged.values.get("mode") == "native" and "url" not in (merged.values.get("store") or {}):
+        expected = "a store for what is taken over: store.url, where the mode is native"
+        problems.append(Problem(source, "takeover", expected, "none"))
+    seen: set[str] = set()
+    for index, one in enumerate(tables):
+        kind = _text(one.get("cascade"))
+        if kind in seen:
+            problems.append(
+                Problem(source, f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind))
+            )
+        if kind is None or kind not in SHARED or kind in seen:
+            continue
+        seen.add(kind)
+        cascade = Cascade(SHARED[kind])
+        taken = {level.name for level in cascade.levels()} | {cascade.delivery}
+        expected = f"a name that is not one of cascade {kind}'s, which is its owner's"
+        ours = {".".join(key): name for key, name in queues.items()}
+        ours |= {f"route[{number}].from": str(route.get("from")) for number, route in enumerate(routes)}
+        problems += [Problem(source, key, expected, show(name)) for key, name in ours.items() if name in taken]
     return problems
 
 

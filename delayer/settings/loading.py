@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from delayer.settings import layers
-from delayer.settings.collisions import circles, into_the_cascade
+from delayer.settings.collisions import circles, exhausted_elsewhere, into_the_cascade, takeovers
 from delayer.settings.errors import ConfigError, Expected, Problem, show
 from delayer.settings.layers import Key, Merged
-from delayer.settings.model import Native, Refused, Route, Settings
+from delayer.settings.model import Destination, Native, Refused, Retry, Route, Settings, Takeover
 from delayer.settings.values import duration_ms, duration_text
 from delayer.wire.address import Address
 
@@ -26,6 +26,13 @@ _CREDENTIALS_HINT = (
     "sudo CREDENTIALS_DIRECTORY=/etc/delayer delayer check"
 )
 
+# Tables in lists, and in tables of lists, by the last part of their place.
+_TABLES_WITHIN: Mapping[str, type[BaseModel]] = {
+    "route": Route,
+    "retry": Retry,
+    "takeover": Takeover,
+    "destination": Destination,
+}
 _EXPECTED = {
     "missing": "a value",
     "int_type": "a whole number",
@@ -160,8 +167,8 @@ def _at(values: Any, loc: Sequence[str | int]) -> object:
 def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
     model: type[BaseModel] = Settings
     for part in loc:
-        if part == "route":
-            model = Route
+        if isinstance(part, str) and part in _TABLES_WITHIN:
+            model = _TABLES_WITHIN[part]
         elif isinstance(part, str):
             model = layers.keys_of(model)[part].annotation  # type: ignore[assignment]  # sections only
     return dict(layers.keys_of(model))
@@ -186,7 +193,8 @@ def _between_keys(merged: Merged) -> list[Problem]:
         if isinstance(route, dict):
             problems += _route_problems(merged, index, route, seen, queues)
     tables = [route if isinstance(route, dict) else {} for route in routes] if isinstance(routes, list) else []
-    return problems + circles(tables, merged.origin(("route",))) + into_the_cascade(merged, queues, tables)
+    problems += circles(tables, merged.origin(("route",))) + into_the_cascade(merged, queues, tables)
+    return problems + exhausted_elsewhere(merged, queues, tables) + takeovers(merged, queues, tables)
 
 
 def _route_problems(

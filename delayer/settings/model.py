@@ -17,17 +17,26 @@ from pydantic import (
     model_validator,
 )
 
+from delayer.core.forms import DEFAULT_FORMS, DELAY_FORMS, is_form
 from delayer.settings import values
 from delayer.settings.errors import Expected, show
 from delayer.settings.secret import SecretUrl
 
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
 DEFAULT_STORE_URL = "postgresql://localhost/delayer"
-DELAY_FORMS = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay", "timestamp")
 
 # What a running daemon takes over at SIGHUP; everything else needs a restart. A section stands for all of its keys.
 LIVE_KEYS = frozenset(
-    {"mode", "route", "intake.max_delay", "store.park_beyond", "store.restore_ahead", "log", "http.token"}
+    {
+        "mode",
+        "route",
+        "destination",
+        "intake.max_delay",
+        "store.park_beyond",
+        "store.restore_ahead",
+        "log",
+        "http.token",
+    }
 )
 
 
@@ -63,15 +72,33 @@ class Intake(Table):
 
 
 def _delay_forms(value: object) -> tuple[str, ...]:
-    wanted = f"a list of {', '.join(DELAY_FORMS)}, each at most once"
+    wanted = f"a list of {', '.join(DELAY_FORMS)} and json:/pointer, each at most once"
     if not isinstance(value, list | tuple):
         raise Expected(wanted)
     for at, one in enumerate(value):
-        if one not in DELAY_FORMS:
+        if not is_form(one):
             raise Expected(f"{wanted} ({show(one)} is none of them)")
         if one in value[:at]:
             raise Expected(f"{wanted} ({show(one)} is there twice)")
     return tuple(value)
+
+
+class Retry(Table):
+    """How a route's dead letters go back to the queues that gave them up."""
+
+    first_ms: values.DurationMs = Field(default=5_000, alias="first")
+    factor: values.Factor = 2.0
+    longest_ms: values.DurationMs = Field(default=3_600_000, alias="max")
+    jitter: values.Share = 0.1
+    attempts: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 10
+    exhausted: values.Queue
+
+    @field_validator("longest_ms")
+    @classmethod
+    def _not_less_than_first(cls, longest_ms: int, info: ValidationInfo) -> int:
+        if longest_ms < info.data.get("first_ms", 0):
+            raise Expected("a duration that is not less than first")
+        return longest_ms
 
 
 class Route(Table):
@@ -80,10 +107,21 @@ class Route(Table):
     from_: values.Exchange = Field(alias="from")
     to: values.Exchange = ""
     routing_key: values.RoutingKey = ""
-    delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DELAY_FORMS[:4]
+    delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     allow_exchanges: values.Patterns = ()
     finish: Literal["broker", "daemon"] = "daemon"
+    retry: Retry | None = None
+
+    @field_validator("retry")
+    @classmethod
+    def _alone(cls, retry: Retry | None, info: ValidationInfo) -> Retry | None:
+        others = ("to", "routing_key", "default_delay_ms", "allow_exchanges")
+        if retry is not None and any(info.data.get(name) for name in others):
+            raise Expected(
+                "no to, routing_key, default_delay or allow_exchanges beside it: dead letters go back to their queue"
+            )
+        return retry
 
     @model_validator(mode="before")
     @classmethod
@@ -114,6 +152,29 @@ def _routes(value: object) -> object:
 
 
 SAMPLE_ROUTE: dict[str, Any] = {"from": "delayer.in", "to": "delayer.out"}
+
+
+class Takeover(Table):
+    """The levels of another system's cascade that the daemon empties into the store."""
+
+    cascade: Literal["nservicebus-v2", "nservicebus-v1", "celery"]
+    levels_from: Annotated[StrictInt, Field(ge=0, le=27)] = 6
+
+
+class Destination(Table):
+    """An exchange and a queue that is bound to it, which nobody else declares."""
+
+    exchange: values.Exchange = ""
+    type: Literal["topic", "direct", "fanout"] = "topic"
+    queue: values.AnyQueue = ""
+    queue_type: Literal["quorum", "classic"] = "quorum"
+    keys: values.RoutingKeys = ()
+
+
+def _tables(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise Expected("a list of tables: [[…]] in the file, a JSON list of objects elsewhere")
+    return tuple(value)
 
 
 class Native(Table):
@@ -159,6 +220,8 @@ class Settings(Table):
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
         default=(Route.model_validate(SAMPLE_ROUTE),), alias="route"
     )
+    takeovers: Annotated[tuple[Takeover, ...], BeforeValidator(_tables)] = Field(default=(), alias="takeover")
+    destinations: Annotated[tuple[Destination, ...], BeforeValidator(_tables)] = Field(default=(), alias="destination")
     native: Native = Native()
     store: Store = Store()
     refused: Refused = Refused()

@@ -6,6 +6,7 @@ Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -90,6 +91,25 @@ def _queue(value: object) -> str:
             'the name of a queue: not empty, and not beginning with "amq.", which the broker keeps for itself'
         )
     return name
+
+
+def _any_queue(value: object) -> str:
+    return _queue(value) if value else _short_string(value, 'the name of a queue, or "" for none')
+
+
+def _routing_keys(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise Expected("a list of routing keys")
+    return tuple(_routing_key(one) for one in value)
+
+
+def _between(lowest: float, highest: float, what: str) -> Callable[[object], float]:
+    def number(value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not lowest <= value <= highest:
+            raise Expected(f"{what} from {lowest:g} to {highest:g}")
+        return float(value)
+
+    return number
 
 
 def _prefix(value: object) -> str:
@@ -194,6 +214,10 @@ RestoreAheadMs = Annotated[int, BeforeValidator(_restore_ahead_ms)]
 Exchange = Annotated[str, BeforeValidator(_exchange)]
 RoutingKey = Annotated[str, BeforeValidator(_routing_key)]
 Queue = Annotated[str, BeforeValidator(_queue)]
+AnyQueue = Annotated[str, BeforeValidator(_any_queue)]
+RoutingKeys = Annotated[tuple[str, ...], BeforeValidator(_routing_keys)]
+Factor = Annotated[float, BeforeValidator(_between(1, 100, "a factor"))]
+Share = Annotated[float, BeforeValidator(_between(0, 1, "a part"))]
 Prefix = Annotated[str, BeforeValidator(_prefix)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
 Path = Annotated[str, BeforeValidator(_text)]

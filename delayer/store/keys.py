@@ -19,8 +19,10 @@ from zlib import crc32
 import asyncpg
 
 from delayer.core.message import Due
+from delayer.core.values import KeyGroup
 
 _SIGN = 1 << 31
+_LAST_BYTE = 0xFF
 
 
 class Cancelled(NamedTuple):
@@ -41,6 +43,17 @@ async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> 
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
         sorted({lock_number(key) for key in keys}),
     )
+
+
+async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
+    """The keys in use that begin as one of ``groups`` does. Before step 1: what another transaction parks under such a
+    key at this moment is not seen; in one lane of one process that does not happen."""
+    found: set[bytes] = set()
+    for group in groups:
+        after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < _LAST_BYTE else group + b"\xff" * 255
+        rows = await connection.fetch("SELECT key FROM message_key WHERE key >= $1 AND key < $2", bytes(group), after)
+        found |= {row[0] for row in rows}
+    return found
 
 
 async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:

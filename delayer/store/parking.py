@@ -9,6 +9,7 @@ import asyncpg
 
 from delayer.core.errors import LaneLost
 from delayer.core.message import Parcel
+from delayer.core.values import KeyGroup
 from delayer.faultpoint import reach
 from delayer.store import envelope, keys, statements
 from delayer.store.lane import PostgresLane
@@ -31,7 +32,7 @@ async def park_plain(connection: asyncpg.Connection, lane: PostgresLane, parcels
 async def park_keyed(
     connection: asyncpg.Connection, lane: PostgresLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]
 ) -> None:
-    """Messages of which some have keys, and keys to cancel. The cancels act before the messages.
+    """Messages of which some have keys, and keys or groups of keys to cancel. The cancels act before the messages.
 
     Of several messages with one key the last is parked. The earlier ones count as parked and cancelled without being
     written: they came in, and are not coming out.
@@ -39,7 +40,9 @@ async def park_keyed(
     number = lane.number
     last = {parcel.key: parcel for parcel in parcels if parcel.key is not None}
     kept = [parcel for parcel in parcels if parcel.key is None or last[parcel.key] is parcel]
-    touched = {*cancels, *(key for key in last if key is not None)}
+    groups = [key for key in cancels if isinstance(key, KeyGroup)]
+    named = {key for key in cancels if not isinstance(key, KeyGroup)}
+    touched = named | {key for key in last if key is not None} | await keys.of_groups(connection, groups)
     cancelled = await keys.cancel_waiting(connection, touched)
     ids = await _new_ids(connection, len(kept))
     await connection.copy_records_to_table(

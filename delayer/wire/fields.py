@@ -213,6 +213,31 @@ def byte_array(content: bytes) -> bytes:
     return b"x" + _sized(content)
 
 
+def timestamp(seconds: int) -> bytes:
+    """Type and value of a timestamp field (``T``). Raises OverflowError for what is no unsigned 64-bit number."""
+    return b"T" + seconds.to_bytes(8, "big")
+
+
+def table(content: bytes) -> bytes:
+    """Type and value of a table (``F``) of these encoded entries."""
+    return b"F" + _sized(content)
+
+
+def array(content: bytes) -> bytes:
+    """Type and value of an array (``A``) of these encoded values, each with its type."""
+    return b"A" + _sized(content)
+
+
+def elements(raw: bytes) -> list[bytes]:
+    """The values in an array's content, each encoded with its type. Raises MalformedTable."""
+    found, at = [], 0
+    while at < len(raw):
+        stop = end_of_value(raw, at, len(raw))
+        found.append(raw[at:stop])
+        at = stop
+    return found
+
+
 def int64(value: int) -> bytes:
     """Type and value of an int64 field (``l``). Raises ValueError beyond its range."""
     if not -_MAX_INT64 - 1 <= value <= _MAX_INT64:

@@ -15,6 +15,7 @@ import pytest
 from delayer.core.errors import LaneLost
 from delayer.core.message import Due, Parcel, Target
 from delayer.core.segment import Restored
+from delayer.core.values import KeyGroup
 from delayer.services.ports import Lane, Store
 
 MANY = 1_000_000
@@ -313,6 +314,15 @@ class StoreContract:
             await store.park(lane, [parcel(now, b"1", key=b"k"), parcel(now, b"2", key=b"l")], [b"unknown"])
             await store.park(lane, [parcel(now, b"3", key=b"l")], [b"k", b"l"])
             assert bodies(await release_all(lane)) == [b"3"]
+
+    async def test_a_cancel_of_a_group_removes_what_waits_under_its_keys(self, place: str) -> None:
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            now = store.now_ms()
+            keys = [b"g:1", b"g:2", b"g:", b"g", b"g;", b"h:1", b"\xff\xff", b"\xff\x01"]
+            await store.park(lane, [parcel(now, key, key=key) for key in keys], [])
+            await store.park(lane, [parcel(now, b"new", key=b"g:1")], [KeyGroup(b"g:"), KeyGroup(b"none")])
+            await store.park(lane, [], [KeyGroup(b"\xff"), b"h:1"])
+            assert sorted(bodies(await release_all(lane))) == [b"g", b"g;", b"new"]
 
     async def test_a_cancel_waits_for_the_release_in_flight(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:

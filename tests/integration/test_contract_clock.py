@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.core.forms import Ask
 from delayer.core.message import Target
-from delayer.core.plan import Ask, AtOnce, Cascade, Finish, Mode, Park, Plan, Policy, Route, decide
+from delayer.core.plan import AtOnce, Cascade, Finish, Mode, Park, Plan, Policy, Route, decide
 
 UPPER, LOWER = 1_000_040, 1_000_000
 TARGET = Target(b"out", b"k")

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp import commands, header
 
+from delayer.core import retrying
+from delayer.core.forms import Ask
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
+from delayer.core.retrying import Failure
 from delayer.services import edits
 from delayer.services.edits import DUE, ID, ID_BYTES, ROOM, NoEnvelope
 from delayer.wire.properties import (
@@ -166,7 +169,22 @@ def test_what_is_asked() -> None:
         text("x-delay-key", "key"),
     )
     asked = edits.asked(delivered(raw), Properties.parse(raw))
-    assert asked == (b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"}, None, False, frozenset())
+    assert asked == Ask(b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"})
+
+
+def test_what_is_asked_with_the_body_and_what_names_it() -> None:
+    raw = b"\x40\x80" + b"\x04gzip" + b"\x04id-1"
+    asked = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
+    assert asked == Ask(b"orders.in", b"k", {}, body=b"body", content_encoding=b"gzip", message_id=b"id-1")
+
+
+def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
+    raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
+    found = Properties.parse(raw)
+    assert edits.asked(delivered(raw), found) == Ask(b"orders.in", b"k", {})
+    asked = edits.asked(delivered(raw), found, retrying.CONSULTED)
+    assert asked.headers == {b"x-death": ["x"]}
+    assert 0 < asked.chance < 1
 
 
 @pytest.mark.parametrize(
@@ -221,6 +239,54 @@ FORMAT_1 = bytes.fromhex(
     "02"
 )  # fmt: skip
 PLAIN = PARCEL._replace(properties=b"\x20\x00\0\0\0")
+
+
+FAILED = Failure(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)
+
+
+def failed(raw: bytes, failure: Failure = FAILED, max_properties: int = MAX) -> Properties:
+    return Properties.parse(edits.failed(Properties.parse(raw), failure, max_properties))
+
+
+def value(found: Properties, name: str) -> Any:
+    header = found.get(name.encode())
+    assert header is not None, name
+    return header.value
+
+
+def test_a_dead_letter_tells_of_its_failure_and_keeps_everything_else() -> None:
+    died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue") + text("x-last-death-reason")
+    found = failed(with_headers(text("mine"), died, text("last")))
+    assert [field.name for field in found.headers_items()] == [
+        b"mine", b"last", b"x-delayer-retries", b"x-delayer-failed-in", b"x-delayer-error", b"x-delayer-history"
+    ]  # fmt: skip
+    assert value(found, "x-delayer-retries") == 1
+    assert value(found, "x-delayer-failed-in") == "orders"
+    assert value(found, "x-delayer-error") == "rejected in queue orders"
+    assert value(found, "x-delayer-history") == [
+        {"queue": "orders", "reason": "rejected", "time": 1_800_000_000, "exchange": "shop", "routing-key": "order.new"}
+    ]
+
+
+def test_the_history_keeps_the_first_failure_and_the_last_ones() -> None:
+    found = Properties.parse(b"\0\0")
+    for n in range(1, 101):
+        found = failed(found.raw, FAILED._replace(retries=n, at=n))
+    assert [one["time"] for one in value(found, "x-delayer-history")] == [1, *range(82, 101)]
+    assert value(found, "x-delayer-retries") == 100
+
+
+def test_the_history_begins_anew_in_another_queue() -> None:
+    found = failed(failed(b"\0\0").raw, FAILED._replace(queue=b"billing"))
+    assert [one["queue"] for one in value(found, "x-delayer-history")] == ["billing"]
+
+
+def test_a_history_of_somebody_else_and_one_that_has_no_room() -> None:
+    found = failed(with_headers(text("x-delayer-history", "long ago")), FAILED._replace(retries=2))
+    assert len(value(found, "x-delayer-history")) == 1
+    short = failed(b"\0\0", max_properties=ROOM + 150)
+    assert short.get(b"x-delayer-history") is None
+    assert value(short, "x-delayer-retries") == 1
 
 
 def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> edits.Envelope:

@@ -82,8 +82,8 @@ def test_an_instant_in_a_body(body: str, at: str, due_ms: int | None) -> None:
         (b'{"nextattempt": {"time": 1.5}}', None, "found 1.5"),
         (b'{"nextattempt": {"time": {}}}', None, "found {}"),
         (b"{}", b"gzip", "expected a body in gzip"),
-        (gzip.compress(b"{}")[:-3], b"gzip", "expected a whole body in gzip"),
-        (gzip.compress(b" " * (LONGEST_BODY + 1)), b"gzip", "at most"),
+        (gzip.compress(b"{}", mtime=0)[:-3], b"gzip", "expected a whole body in gzip"),
+        (gzip.compress(b" " * (LONGEST_BODY + 1), mtime=0), b"gzip", "at most"),
     ],
 )
 def test_a_body_that_may_have_meant_an_instant(body: bytes, encoding: bytes | None, found: str) -> None:

@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.core.forms import CONSULTED, Ask
 from delayer.core.message import Target
 from delayer.core.plan import (
-    CONSULTED,
-    DEFAULT_FORMS,
-    DELAY_FORMS,
     LATEST_MS,
-    Ask,
     AtOnce,
     Cancel,
     Cascade,
@@ -387,7 +384,3 @@ def test_every_message_has_a_plan_that_can_be_carried_out(asked: Ask, policy: Po
 def test_never_earlier_than_asked(delay_ms: int, header: str, policy: Policy) -> None:
     plan = decide(ask(says={header: delay_ms}), policy, NOW)
     assert isinstance(plan, Refuse) or plan.due_ms == NOW + delay_ms  # type: ignore[union-attr]
-
-
-def test_the_names_of_the_forms_are_those_of_the_configuration() -> None:
-    assert set(DEFAULT_FORMS) | {"timestamp"} == set(DELAY_FORMS)

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from delayer.settings import ConfigError, Route, Settings, config_file, duration_ms, duration_text, load, loading
+from delayer.settings import (
+    ConfigError,
+    Destination,
+    Retry,
+    Route,
+    Settings,
+    Takeover,
+    config_file,
+    duration_ms,
+    duration_text,
+    load,
+    loading,
+)
 from delayer.settings.layers import env_name, keys_of, known_keys
 
 ROOT = Path(__file__).parents[2]
@@ -348,21 +360,38 @@ def test_the_shipped_file_names_every_key() -> None:
         if len(key) == 2:
             assert key[1] in lines, key
         elif key == ("route",):
-            assert "[[route]]" in text
+            assert "\n[[route]]" in text
+        elif key in (("takeover",), ("destination",)):
+            assert f"\n# [[{key[0]}]]" in text
         else:
             assert f"[{key[0]}]" in text or key[0] in lines, key
-    for name in keys_of(Route):
-        assert name in lines, name
+    for table in (Route, Retry, Takeover, Destination):
+        for name in keys_of(table):
+            assert name in lines or table is Retry, name
 
 
 def test_the_shipped_file_loads_with_its_comments_opened() -> None:
     """What stands in comments is valid too: the routes' keys with their defaults."""
     text = (ROOT / "config" / "delayer.toml").read_text()
-    route = text.partition("[[route]]")[2].partition("[native]")[0]
+    route = text.partition("[[route]]")[2].partition("# [[route]]")[0]
     opened = "\n".join(line.removeprefix("# ") for line in route.splitlines() if " = [" in line or " = " in line)
     table = tomllib.loads("\n".join(line for line in opened.splitlines() if line.split(" = ")[0] in keys_of(Route)))
-    assert set(table) == set(keys_of(Route))
+    assert set(table) == set(keys_of(Route)) - {"retry"}
     assert Route.model_validate(table) == load(None, {}, {}).routes[0]
+
+
+def test_the_tables_that_stand_in_comments_are_valid_and_hold_every_key(tmp_path: Path) -> None:
+    before, mark, rest = (ROOT / "config" / "delayer.toml").read_text().partition("# [[route]]")
+    comments, native, after = (mark + rest).partition("[native]")
+    opened = [line for line in comments.splitlines() if line.startswith("# [[") or " = " in line]
+    text = before + "\n".join(line.removeprefix("# ") for line in opened) + "\n" + native + after
+    settings = load(write(tmp_path / "opened.toml", text), {}, {})
+    table = tomllib.loads(text)
+    assert set(table["route"][1]["retry"]) == set(keys_of(Retry))
+    assert set(table["takeover"][0]) == set(keys_of(Takeover))
+    assert set(table["destination"][0]) == set(keys_of(Destination))
+    assert settings.routes[1].retry == Retry(exhausted="parking-lot")
+    assert settings.takeovers == (Takeover(cascade="nservicebus-v2"),)
 
 
 def test_errors_do_not_come_one_at_a_time() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from delayer.core.forms import DELAY_FORMS
 from delayer.settings import ConfigError, Problem, load, loading, mask
 
 DURATION = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
@@ -15,7 +16,8 @@ UNKNOWN = "an unknown one"
 LISTEN = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
 BROKER_URL = "a URL like amqp://user:password@host:5672/vhost, or amqps:// for TLS"
 STORE_URL = "a URL like postgresql://user:password@host:5432/database"
-FORMS = "a list of x-delay, x-deliver-at, x-opt-delivery-time, x-opt-delivery-delay, timestamp, each at most once"
+FORMS = f"a list of {', '.join(DELAY_FORMS)} and json:/pointer, each at most once"
+RETRY = '[[route]]\nfrom = "a"\nretry = '
 ROUTES = "one or more routes: [[route]] tables in the file, a JSON list of objects elsewhere"
 
 
@@ -187,6 +189,94 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     (
         '[[route]]\nfrom = "a"\ndelay_from = ["x-dely"]',
         [("route[0].delay_from", f'{FORMS} ("x-dely" is none of them)', "a list of 1", "")],
+    ),
+    (
+        '[[route]]\nfrom = "a"\ndelay_from = ["json:nextattempt.time"]',
+        [("route[0].delay_from", f'{FORMS} ("json:nextattempt.time" is none of them)', "a list of 1", "")],
+    ),
+    (f"{RETRY}{{}}", [("route[0].retry.exhausted", "a value", "nothing", "")]),
+    (
+        f'{RETRY}{{exhausted = "parked", factor = 0.5, jitter = 2, attempts = 0, first = 5, last = "1h"}}',
+        [
+            ("route[0].retry.first", f'{DURATION} (a bare number has no unit: write "5s" or "5ms")', "5", ""),
+            ("route[0].retry.factor", "a factor from 1 to 100", "0.5", ""),
+            ("route[0].retry.jitter", "a part from 0 to 1", "2", ""),
+            ("route[0].retry.attempts", "a whole number of at least 1", "0", ""),
+            (
+                "route[0].retry.last",
+                KNOWN,
+                UNKNOWN,
+                "known here: first, factor, max, jitter, attempts, exhausted",
+            ),
+        ],
+    ),
+    (
+        f'{RETRY}{{exhausted = "parked", first = "2h", max = "1h"}}',
+        [("route[0].retry.max", "a duration that is not less than first", '"1h"', "")],
+    ),
+    (
+        f'{RETRY}{{exhausted = "parked"}}\nto = "b"',
+        [
+            (
+                "route[0].retry",
+                "no to, routing_key, default_delay or allow_exchanges beside it: dead letters go back to their queue",
+                "a table",
+                "",
+            )
+        ],
+    ),
+    (
+        f'{RETRY}{{exhausted = "delays.refused"}}',
+        [("route[0].retry.exhausted", "another queue than refused.queue", '"delays.refused"', "")],
+    ),
+    (
+        '[[takeover]]\ncascade = "delayer"\nlevels_from = 28',
+        [
+            ("takeover[0].cascade", '"nservicebus-v2", "nservicebus-v1" or "celery"', '"delayer"', ""),
+            ("takeover[0].levels_from", "a whole number of at most 27", "28", ""),
+        ],
+    ),
+    (
+        'takeover = "celery"',
+        [("takeover", "a list of tables: [[…]] in the file, a JSON list of objects elsewhere", '"celery"', "")],
+    ),
+    (
+        '[[takeover]]\ncascade = "celery"\n[[takeover]]\ncascade = "celery"',
+        [("takeover[1].cascade", "a cascade that no other takeover has", '"celery"', "")],
+    ),
+    (
+        'mode = "native"\n[[takeover]]\ncascade = "celery"',
+        [("takeover", "a store for what is taken over: store.url, where the mode is native", "none", "")],
+    ),
+    (
+        '[[takeover]]\ncascade = "celery"\n[[route]]\nfrom = "celery_delayed_27"\n[intake]\nqueue = "celery_delayed_3"',
+        [
+            (
+                "intake.queue",
+                "a name that is not one of cascade celery's, which is its owner's",
+                '"celery_delayed_3"',
+                "",
+            ),
+            (
+                "route[0].from",
+                "a name that is not one of cascade celery's, which is its owner's",
+                '"celery_delayed_27"',
+                "",
+            ),
+        ],
+    ),
+    (
+        '[[destination]]\nqueue = "amq.mine"\ntype = "headers"\nkeys = "outbox"',
+        [
+            ("destination[0].type", '"topic", "direct" or "fanout"', '"headers"', ""),
+            (
+                "destination[0].queue",
+                'the name of a queue: not empty, and not beginning with "amq.", which the broker keeps for itself',
+                '"amq.mine"',
+                "",
+            ),
+            ("destination[0].keys", "a list of routing keys", '"outbox"', ""),
+        ],
     ),
     ('[[route]]\nfrom = "a"\ndelay_from = "x-delay"', [("route[0].delay_from", FORMS, '"x-delay"', "")]),
     (

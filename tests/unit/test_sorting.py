@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Finish, Mode, Policy, Refuse, Route
+from delayer.core.retrying import Retry
+from delayer.core.values import KeyGroup
 from delayer.services import edits
 from delayer.services.sorting import Names, Work, sort, work_for
+from delayer.wire.fields import array, table
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
 from tests.rig.fakes import NOW, delivery, ids
 from tests.unit.wire.tables import properties
@@ -52,6 +56,35 @@ def test_a_cancel_after_a_park_of_its_key_takes_a_step_of_its_own() -> None:
     assert [step.cancels for step in steps] == [[], [b"a"]]
     [step] = work(delivery(1, cancel), delivery(2, LATER, key)).steps
     assert (step.cancels, len(step.parcels)) == ([b"a"], 1)
+
+
+def test_the_end_of_a_saga_after_a_park_of_its_timeout_takes_a_step_of_its_own() -> None:
+    route = Route(b"orders.in", b"", delay_from=("nservicebus-timeout",))
+    policy = Policy(Mode.STORE, {b"orders.in": route}, b"delays", 10**12)
+    saga = entry(b"NServiceBus.SagaId", long_string(b"saga-1"))
+    expire = says(b"NServiceBus.Timeout.Expire", wire_instant(NOW + 5000).encode())
+    asks = delivery(1, saga, expire, says(b"NServiceBus.ReplyToAddress", b"Sales"))
+    asks = asks._replace(properties=asks.properties[:1] + b"\x80" + asks.properties[2:] + b"\x04id-1")
+    clears = delivery(2, saga, says(b"NServiceBus.ClearTimeouts", b"True"))
+    first, second = work(asks, clears, policy=policy).steps
+    [key] = first.keys
+    [cleared] = second.cancels
+    assert isinstance(cleared, KeyGroup)
+    assert key.startswith(cleared)
+
+
+def test_a_dead_letter_goes_on_with_a_note_of_its_failure() -> None:
+    retry = Retry(5000, 2, 60_000, 0, 3, b"parking-lot")
+    policy = Policy(Mode.STORE, {b"orders.in": Route(b"orders.in", b"", retry=retry)}, b"delays", 10**12)
+    died = entry(b"x-death", array(table(says(b"queue", b"orders") + says(b"reason", b"rejected"))))
+    [step] = work(delivery(1, died), policy=policy).steps
+    [parcel] = step.parcels
+    found = Properties.parse(parcel.properties)
+    assert found.get(b"x-death") is None
+    assert (parcel.target, parcel.due_ms) == (Target(b"", b"orders"), NOW + 5000)
+    error = found.get(b"x-delayer-error")
+    assert error is not None
+    assert error.value == "rejected in queue orders"
 
 
 def test_due_at_once_goes_to_its_destination_as_a_released_message() -> None:

@@ -1,0 +1,108 @@
+"""Retries by configuration: a queue's dead letters come back to it, later each time, until there were too many. Pure.
+
+The broker's ``x-death`` tells the queue and the reason. How often a message came back is told by a header of ours,
+because ``x-death`` is taken off on the way and is gone after every trip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from delayer.core.delay import shown
+from delayer.core.levels import X_DEATH
+from delayer.core.values import Timestamp
+
+RETRIES: Final = b"x-delayer-retries"
+FAILED_IN: Final = b"x-delayer-failed-in"
+CONSULTED: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
+"""The headers that :func:`failure` looks at."""
+MOST_RETRIES: Final = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, at most ``longest_ms``, and up to
+    the ``jitter``-th part of that longer, so that what failed together does not come back together. ``exhausted`` is
+    the queue for what failed after that many ``attempts`` to come back."""
+
+    first_ms: int
+    factor: float
+    longest_ms: int
+    jitter: float
+    attempts: int
+    exhausted: bytes
+
+
+class Failure(NamedTuple):
+    """One failure of a message: the ``retries``-th time that it goes back, or, if it is exhausted, does not.
+
+    ``exchange`` and ``routing_key`` are how it came to the ``queue`` that it failed in.
+    """
+
+    retries: int
+    queue: bytes
+    reason: str
+    at: int
+    exchange: bytes
+    routing_key: bytes
+    exhausted: bool
+
+
+class NoFailure(ValueError):
+    """The message does not say where it failed; it says what was expected and found."""
+
+
+def wait_ms(retry: Retry, retries: int, chance: float) -> int:
+    """How long the message waits before it goes back for the ``retries``-th time; ``chance`` is 0 to 1.
+
+    >>> wait_ms(Retry(5_000, 2, 3_600_000, 0.1, 10, b"parked"), 3, 0.5)
+    21000
+    """
+    try:
+        grown = retry.first_ms * retry.factor ** (retries - 1)
+    except OverflowError:
+        grown = math.inf
+    return math.ceil(min(grown, retry.longest_ms) * (1 + retry.jitter * chance))
+
+
+def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
+    """What happened to a message that a queue gave up. Raises NoFailure."""
+    deaths = headers.get(X_DEATH)
+    last = deaths[0] if isinstance(deaths, list) and deaths else None
+    queue = _bytes(last.get("queue")) if isinstance(last, dict) else None
+    if not isinstance(last, dict) or not queue:
+        raise NoFailure(
+            "retry: expected x-death, the broker's note of the queue that gave the message up: found "
+            f"{shown(deaths)}. Only dead letters come back; set the queue's x-dead-letter-exchange"
+        )
+    keys, at = last.get("routing-keys"), last.get("time")
+    retries = _so_far(headers, queue) + 1
+    return Failure(
+        retries,
+        queue,
+        str(last.get("reason", "")),
+        int(at) if isinstance(at, Timestamp) else 0,
+        _bytes(last.get("exchange")) or b"",
+        (_bytes(keys[0]) if isinstance(keys, list) and keys else None) or b"",
+        exhausted=retries > retry.attempts,
+    )
+
+
+def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
+    """How often the message came back to this queue. A consumer may pass a message on with its headers: what failed in
+    another queue before begins anew in this one."""
+    if _bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
+        return 0
+    said = headers[RETRIES]
+    if type(said) is not int or not 0 <= said < MOST_RETRIES:
+        raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {shown(said)}")
+    return said
+
+
+def _bytes(value: object) -> bytes | None:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    return value if isinstance(value, bytes) else None

@@ -1,0 +1,318 @@
+"""decide() on routes that other systems' messages come through, and on routes of dead letters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core import retrying
+from delayer.core.cascade import routing_key
+from delayer.core.forms import CONSULTED, DEFAULT_FORMS, DELAY_FORMS, Ask, is_form, wants_no_delay
+from delayer.core.message import Target
+from delayer.core.nservicebus import (
+    CLEAR_TIMEOUTS,
+    DELAY_IN_SECONDS,
+    EXPIRE,
+    REPLY_TO,
+    ROUTE_EXPIRED_TO,
+    SAGA_ID,
+    TIME_SENT,
+    wire_instant,
+)
+from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Mode, Park, Policy, Refuse, Route, decide
+from delayer.core.retrying import FAILED_IN, RETRIES, Failure, Retry
+from delayer.core.values import KeyGroup, Timestamp
+
+NOW = 1_800_000_000_000  # 2027-01-15 08:00:00
+HOUR_MS = 3_600_000
+SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
+RETRY = Retry(5_000, 2, HOUR_MS, 0.0, 3, b"parking-lot")
+
+NSB = Route(b"nsb", b"out", delay_from=("nservicebus",))
+TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",), finish=Finish.BROKER)
+BITS = Route(b"bits", b"out", delay_from=("routing-key-bits",))
+CELERY = Route(b"celery", b"out", delay_from=("celery-eta",))
+MAILERQ = Route(b"mailerq", b"amqpdelayer", delay_from=("timestamp", "json:/nextattempt/time"))
+DEAD = Route(b"dead", b"", finish=Finish.BROKER, retry=RETRY)
+STORE = Policy(
+    Mode.STORE,
+    {route.source: route for route in (NSB, TIMEOUTS, BITS, CELERY, MAILERQ, DEAD)},
+    intake_queue=b"delays",
+    max_delay_ms=3650 * 24 * HOUR_MS,
+    own_queues=frozenset({b"delays", b"delays.due"}),
+)
+NATIVE = replace(STORE, mode=Mode.NATIVE)
+
+
+def ask(exchange: bytes, headers: dict[bytes, object] | None = None, key: bytes = b"k", **more: Any) -> Ask:
+    return Ask(exchange, key, headers or {}, **more)
+
+
+def sent(ago_ms: int) -> str:
+    return wire_instant(NOW - ago_ms)
+
+
+@pytest.mark.parametrize(
+    ("asked", "due_ms"),
+    [
+        (ask(b"nsb"), NOW),
+        (ask(b"nsb", {TIME_SENT: sent(5)}), NOW),
+        (ask(b"nsb", {DELAY_IN_SECONDS: 60, TIME_SENT: sent(5_000)}), NOW + 55_000),
+        (ask(b"nsb", {DELAY_IN_SECONDS: 60, TIME_SENT: sent(65_000)}), NOW - 5_000),
+        (ask(b"nsb", {DELAY_IN_SECONDS: 60}), NOW + 60_000),  # nobody says since when: from now
+        (ask(b"nsb", {DELAY_IN_SECONDS: -9, TIME_SENT: sent(0)}), NOW - 9_000),
+        (ask(b"nsb", {b"x-delay": 5}), NOW),  # a form that this route does not name
+        (ask(b"bits", key=routing_key(3600, b"a.b")), NOW + HOUR_MS),
+        (ask(b"bits", key=routing_key(0, b"a.b")), NOW),
+        (ask(b"bits", key=b"a.b"), NOW),
+        (ask(b"bits", {b"timestamp_in_ms": NOW - 1000}, routing_key(60, b"a")), NOW + 59_000),
+        (ask(b"celery", {b"eta": "2027-01-15T09:00:00+00:00"}), NOW + HOUR_MS),
+        (ask(b"celery", {b"eta": "2027-01-15T07:00:00"}), NOW - HOUR_MS),
+        (ask(b"celery", {b"eta": None}), NOW),
+        (ask(b"celery"), NOW),
+        (ask(b"mailerq", body=b'{"nextattempt": {"time": "2027-01-15 09:00:00"}}'), NOW + HOUR_MS),
+        (ask(b"mailerq", body=b"{}"), NOW),
+        # Of two forms the first one that is present.
+        (ask(b"mailerq", timestamp=NOW // 1000 + 9, body=b"no json"), NOW + 9_000),
+    ],
+)
+def test_when_a_message_of_another_system_is_due(asked: Ask, due_ms: int) -> None:
+    plan = decide(asked, STORE, NOW)
+    assert isinstance(plan, AtOnce if due_ms <= NOW else Park), plan
+    assert plan.due_ms == due_ms
+
+
+def test_the_digits_of_a_cascade_go() -> None:
+    plan = decide(ask(b"bits", key=routing_key(60, b"Sales.Orders")), STORE, NOW)
+    assert plan == Park(NOW + 60_000, Target(b"out", b"Sales.Orders"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (ask(b"nsb", {DELAY_IN_SECONDS: "soon"}), "nservicebus: expected seconds"),
+        (ask(b"nsb", {DELAY_IN_SECONDS: 5, TIME_SENT: "x"}), "nservicebus: NServiceBus.TimeSent: expected an instant"),
+        (ask(b"nsb", {DELAY_IN_SECONDS: 1 << 40}), "the delay is too long"),
+        (ask(b"celery", {b"eta": "soon"}), "celery-eta: expected an instant in ISO 8601"),
+        (ask(b"mailerq", body=b"mail"), "json:/nextattempt/time: expected a JSON body"),
+        (ask(b"Sales.Timeouts", {EXPIRE: "x", REPLY_TO: "Sales"}), "nservicebus-timeout: NServiceBus.Timeout.Expire"),
+        (ask(b"Sales.Timeouts", {EXPIRE: sent(-5)}), "nservicebus-timeout: expected the address of a queue"),
+        (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "r" * 256}), "an address of at most 255 bytes, found 256"),
+        (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "delays"}), "leads back into the intake queue"),
+        (ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True"}), "nservicebus-timeout: NServiceBus.ClearTimeouts"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(asked: Ask, reason: str) -> None:
+    plan = decide(asked, STORE, NOW)
+    assert isinstance(plan, Refuse)
+    assert reason in plan.reason
+
+
+TO_SALES: dict[bytes, object] = {EXPIRE: sent(-5_000), ROUTE_EXPIRED_TO: "Sales.Orders"}
+OF_SAGA = TO_SALES | {SAGA_ID: SAGA}
+KEY = f"nservicebus-saga:{SAGA}:id-1:{NOW + 5_000}".encode()
+ORDERS = Target(b"", b"Sales.Orders")
+
+
+@pytest.mark.parametrize(
+    ("headers", "message_id", "policy", "plan"),
+    [
+        (TO_SALES, b"id-1", STORE, Park(NOW + 5_000, ORDERS)),
+        (TO_SALES | {EXPIRE: sent(9)}, b"id-1", STORE, AtOnce(NOW - 9, ORDERS)),
+        (OF_SAGA, b"id-1", STORE, Park(NOW + 5_000, ORDERS, KEY)),
+        (OF_SAGA | {EXPIRE: sent(9)}, b"id-1", STORE, AtOnce(NOW - 9, ORDERS)),
+        # Without an id two timeouts could not be told apart, and with one that is too long neither.
+        (OF_SAGA, None, STORE, Park(NOW + 5_000, ORDERS)),
+        (OF_SAGA, b"i" * 255, STORE, Park(NOW + 5_000, ORDERS)),
+        (OF_SAGA | {SAGA_ID: "0" * 8}, b"id-1", STORE, Park(NOW + 5_000, ORDERS)),
+        # Also below park_beyond: in the cascade it could not be cleared.
+        (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
+        (OF_SAGA, b"id-1", NATIVE, Cascade(NOW + 5_000, 5, ORDERS, Finish.BROKER)),
+        ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
+        ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"))),
+    ],
+)
+def test_as_a_timeout_manager(headers: dict[bytes, object], message_id: bytes, policy: Policy, plan: object) -> None:
+    assert decide(ask(b"Sales.Timeouts", headers, message_id=message_id), policy, NOW) == plan
+    if isinstance(plan, Cancel):
+        assert isinstance(plan.key, KeyGroup)
+        assert KEY.startswith(plan.key)
+
+
+def test_to_clear_timeouts_needs_a_store() -> None:
+    plan = decide(
+        ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}), replace(NATIVE, has_store=False), NOW
+    )
+    assert isinstance(plan, Refuse)
+    assert plan.reason.startswith("NServiceBus.ClearTimeouts: keys and cancels need a store")
+
+
+# ---- dead letters
+
+DIED = {
+    "queue": "orders", "reason": "rejected", "count": 1, "exchange": "shop", "routing-keys": ["order.new"],
+    "time": Timestamp(NOW // 1000),
+}  # fmt: skip
+
+
+def dead(retries: int | None = None, failed_in: str = "orders", **more: object) -> Ask:
+    headers: dict[bytes, object] = {retrying.X_DEATH: [DIED | more, {"queue": "elsewhere", "reason": "expired"}]}
+    if retries is not None:
+        headers |= {RETRIES: retries, FAILED_IN: failed_in}
+    return ask(b"dead", headers)
+
+
+def failed(retries: int, exhausted: bool = False) -> Failure:
+    return Failure(retries, b"orders", "rejected", NOW // 1000, b"shop", b"order.new", exhausted)
+
+
+BACK = Target(b"", b"orders")
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy", "plan"),
+    [
+        (dead(), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),
+        (dead(1), STORE, Park(NOW + 10_000, BACK, failed=failed(2))),
+        (dead(2), STORE, Park(NOW + 20_000, BACK, failed=failed(3))),
+        (dead(3), STORE, AtOnce(NOW, Target(b"", b"parking-lot"), failed(4, exhausted=True))),
+        (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"), None, failed(4, True))),
+        (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),  # it failed elsewhere before
+        (dead(), NATIVE, Cascade(NOW + 5_000, 5, BACK, Finish.BROKER, failed(1))),
+        # What its publisher once asked for has been done.
+        (dead()._replace(headers=dead().headers | {b"x-delay-cancel": "k"}), STORE,
+         Park(NOW + 5_000, BACK, failed=failed(1))),
+    ],
+)  # fmt: skip
+def test_a_dead_letter_goes_back(asked: Ask, policy: Policy, plan: object) -> None:
+    assert decide(asked, policy, NOW) == plan
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (ask(b"dead"), "retry: expected x-death"),
+        (ask(b"dead", {retrying.X_DEATH: []}), "retry: expected x-death"),
+        (ask(b"dead", {retrying.X_DEATH: [{"reason": "rejected"}]}), "retry: expected x-death"),
+        (ask(b"dead", {retrying.X_DEATH: "orders"}), "retry: expected x-death"),
+        (dead(-1), "x-delayer-retries: expected a whole number, found -1"),
+        (ask(b"dead", dict(dead(1).headers) | {RETRIES: "1"}), "x-delayer-retries: expected a whole number, found '1'"),
+        (dead(queue="delays"), "leads back into the intake queue"),
+        (dead(queue="delays.due"), "leads into delayer's own queues"),
+    ],
+)
+def test_what_is_no_dead_letter_is_refused(asked: Ask, reason: str) -> None:
+    plan = decide(asked, STORE, NOW)
+    assert isinstance(plan, Refuse)
+    assert reason in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("retries", "chance", "wait"),
+    [
+        (1, 0.0, 5_000),
+        (1, 1.0, 5_500),
+        (2, 0.0, 10_000),
+        (10, 0.0, 2_560_000),
+        (11, 0.0, HOUR_MS),
+        (9999, 0.5, 3780000),
+    ],
+)
+def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
+    assert retrying.wait_ms(replace(RETRY, jitter=0.1), retries, chance) == wait
+
+
+@given(
+    st.builds(
+        Retry, st.integers(0, HOUR_MS), st.floats(1, 100), st.integers(HOUR_MS, 10 * HOUR_MS), st.floats(0, 1),
+        st.integers(1, 1000), st.just(b"q"),
+    ),
+    st.integers(1, 1000),
+    st.floats(0, 1),
+)  # fmt: skip
+def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longest(
+    retry: Retry, retries: int, chance: float
+) -> None:
+    wait = retrying.wait_ms(retry, retries, chance)
+    assert retrying.wait_ms(retry, retries, 0) <= wait <= retry.longest_ms * (1 + retry.jitter) + 1
+    assert retrying.wait_ms(retry, retries + 1, chance) >= wait
+
+
+@pytest.mark.parametrize(
+    ("asked", "forms", "at_once"),
+    [
+        (ask(b"x"), DEFAULT_FORMS, True),
+        (ask(b"x", {b"x-delay": 0}), DEFAULT_FORMS, True),
+        (ask(b"x", {b"x-delay": -5}), DEFAULT_FORMS, True),
+        (ask(b"x", {b"x-delay": 5}), DEFAULT_FORMS, False),
+        (ask(b"x", {b"x-deliver-at": 5}), DEFAULT_FORMS, False),
+        (ask(b"x", timestamp=5), ("timestamp",), False),
+        (ask(b"x"), ("timestamp",), True),
+        (ask(b"x", {DELAY_IN_SECONDS: -5, TIME_SENT: sent(0)}), ("nservicebus",), True),
+        (ask(b"x", {DELAY_IN_SECONDS: 5, TIME_SENT: sent(0)}), ("nservicebus",), False),
+        (ask(b"x", {DELAY_IN_SECONDS: 0}), ("nservicebus",), True),
+        (ask(b"x", key=routing_key(0, b"a")), ("routing-key-bits",), True),
+        (ask(b"x", key=routing_key(1, b"a")), ("routing-key-bits",), False),
+        (ask(b"x", {b"eta": "2027-01-15T07:00:00"}), ("celery-eta",), False),
+        (ask(b"x", {b"eta": None}), ("celery-eta",), True),
+        (ask(b"x", body=b"{}"), ("json:/a",), True),
+        (ask(b"x", body=b'{"a": 5}'), ("json:/a", "x-delay"), False),
+    ],
+)
+def test_what_asks_for_no_delay_is_never_late(asked: Ask, forms: tuple[str, ...], at_once: bool) -> None:
+    assert wants_no_delay(asked, forms, 0) is at_once
+
+
+# ---- the law
+
+values = st.one_of(
+    st.integers(-(1 << 31), (1 << 31) - 1),
+    st.integers(NOW - HOUR_MS, NOW + HOUR_MS).map(wire_instant),
+    st.sampled_from(["True", SAGA, "delays", "Sales", "2027-01-15T09:00:00", "r" * 300, b"\xff", None]),
+    st.just([DIED]),
+    st.text(max_size=9),
+)
+asks = st.builds(
+    Ask,
+    st.sampled_from(sorted(STORE.routes)),
+    st.sampled_from([b"", b"k", routing_key(60, b"a"), b"delays"]),
+    st.dictionaries(st.sampled_from(sorted(CONSULTED | retrying.CONSULTED)), values, max_size=5),
+    st.none() | st.integers(0, (1 << 64) - 1),
+    body=st.sampled_from([b"", b"{}", b'{"nextattempt": {"time": "2027-01-15 09:00:00"}}', b"[" * 9]),
+    message_id=st.none() | st.binary(max_size=255),
+    chance=st.floats(0, 1),
+)
+
+
+@given(asks, st.sampled_from([STORE, NATIVE, replace(NATIVE, has_store=False)]))
+def test_every_message_has_a_plan(asked: Ask, policy: Policy) -> None:
+    plan = decide(asked, policy, NOW)
+    if isinstance(plan, Park | Cascade | AtOnce):
+        assert max(map(len, plan.target)) <= 255
+        assert 0 <= plan.due_ms <= NOW + policy.max_delay_ms
+    if isinstance(plan, Park | Cancel):
+        assert policy.has_store
+        assert plan.key is None or len(plan.key) <= 255
+    if isinstance(plan, Refuse):
+        assert plan.reason.isascii()
+        assert plan.reason.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        *((form, True) for form in DELAY_FORMS),
+        ("json:/nextattempt/time", True),
+        ("json:", True),
+        ("json:nextattempt", False),
+        ("x-dely", False),
+        (5, False),
+    ],
+)
+def test_the_names_of_forms(name: object, known: bool) -> None:
+    assert is_form(name) is known
+    assert set(DEFAULT_FORMS) <= set(DELAY_FORMS)
