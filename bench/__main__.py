@@ -8,9 +8,9 @@ nothing. Every figure of a run comes from the same servers on the same machine: 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -33,6 +33,8 @@ from bench import (
     ceilings,
     churn,
     compaction,
+    ending,
+    given,
     looking,
     native,
     park,
@@ -69,45 +71,48 @@ TAKES_MINUTES = {"adoption", "churn", "compaction", "looking"}
 """Say nothing in seconds: a quick run has them only if they are asked for."""
 
 
-def chosen(only: str, *, quick: bool = False) -> list[str]:
-    """The names of the sections to run, in their order, with those that they need. Raises ValueError."""
+def chosen(only: str, skip: str = "", *, quick: bool = False) -> list[str]:
+    """The names of the sections to run, in their order, with those that they need. Raises given.Mistake."""
     every = set(SECTIONS) - (TAKES_MINUTES if quick else set())
-    wanted = {name.strip() for name in only.split(",") if name.strip()} or every
-    if unknown := wanted - set(SECTIONS):
-        raise ValueError(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    wanted = given.names("--only", only, SECTIONS) or every
     wanted |= {NEEDS[name] for name in wanted if name in NEEDS}
-    return [name for name in SECTIONS if name in wanted]
+    skipped = given.names("--skip", skip, SECTIONS)
+    if not wanted - skipped:
+        raise given.Mistake("argument --skip: expected to leave a section; found none left")
+    return [name for name in SECTIONS if name in wanted - skipped]
 
 
-def arguments() -> argparse.Namespace:
+def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--quick", action="store_true", help="everything in small, in less than two minutes")
+    some = given.at_least(1)
+    short = f"all sections in small but {', '.join(sorted(TAKES_MINUTES))}, which take minutes: in about two minutes"
+    parser.add_argument("--quick", action="store_true", help=short)
     parser.add_argument("--only", default="", metavar="NAMES", help=f"some of: {', '.join(SECTIONS)}")
     parser.add_argument("--skip", default="", metavar="NAMES", help="all but these, e.g. churn")
-    parser.add_argument("--count", type=int, help="messages of each park and release (default 200,000)")
-    parser.add_argument("--sizes", type=_numbers, help="bytes of body (default 512,4096)")
-    parser.add_argument("--backlog", type=int, help="rows waiting beside it (default 10,000,000; 0: none)")
-    parser.add_argument("--repeats", type=int, help="turns of ceilings, park and release (default 3)")
-    parser.add_argument("--rates", type=_numbers, help="steady messages a second (default 2000,5000,10000)")
-    parser.add_argument("--steady-seconds", type=int, help="how long each rate is measured (default 60)")
-    parser.add_argument("--churn-seconds", type=int, help="default 600")
-    parser.add_argument("--compacted", type=int, help="rows that are compacted (default 5,000,000)")
-    parser.add_argument("--restored", type=int, help="rows of these that are restored (default 1,000,000)")
+    parser.add_argument("--count", type=some, help="messages of each park and release (default 200,000)")
+    parser.add_argument("--sizes", type=given.numbers, help="bytes of body (default 512,4096)")
+    parser.add_argument("--backlog", type=given.at_least(0), help="rows waiting beside it (default 10,000,000)")
+    parser.add_argument("--repeats", type=some, help="turns where medians are told (default 3)")
+    parser.add_argument("--rates", type=given.numbers, help="steady messages a second (default 2000,5000,10000)")
+    parser.add_argument("--steady-seconds", type=some, help="how long each rate is measured (default 60)")
+    parser.add_argument("--churn-seconds", type=some, help="default 600")
+    parser.add_argument("--compacted", type=some, help="rows that are compacted (default 5,000,000)")
+    parser.add_argument("--restored", type=some, help="rows of these that are restored (default 1,000,000)")
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
+    parser.add_argument("--charts", type=Path, metavar="DIR", help="where charts go (default beside the JSON file)")
     parser.add_argument("--no-charts", action="store_true")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="draw a stored result; measure nothing")
-    return parser.parse_args()
+    parser.add_argument("--show", type=Path, metavar="FILE", help="draw a stored result into bench/results, no more")
+    return parser.parse_args(line)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in text.split(","))
-
-
-def options_of(given: argparse.Namespace) -> Options:
-    options = quick() if given.quick else Options()
+def options_of(asked: argparse.Namespace) -> Options:
+    options = quick() if asked.quick else Options()
     names = (
         "count",
         "sizes",
@@ -119,7 +124,7 @@ def options_of(given: argparse.Namespace) -> Options:
         "compacted",
         "restored",
     )
-    return replace(options, **{name: getattr(given, name) for name in names if getattr(given, name) is not None})
+    return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
 
 
 def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
@@ -130,6 +135,9 @@ def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "kind": "quick" if options.quick else "full",
+        "command": shlex.join(["python", "-m", *sys.orig_argv[sys.orig_argv.index("-m") + 1 :]])
+        if "-m" in sys.orig_argv
+        else shlex.join(sys.argv),
         "revision": revision.stdout.strip(),
         "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}",
         "versions": {"Python": platform.python_version(), **versions},
@@ -187,41 +195,66 @@ async def measure(options: Options, names: list[str]) -> Result:
                 seconds[name] = round(time.monotonic() - began, 1)
                 bench.result.save(PARTIAL)
                 done()
-    PARTIAL.unlink(missing_ok=True)
     targets.compare(bench.result)
     return bench.result
 
 
+def asked_for() -> tuple[argparse.Namespace, list[str], Path, Path]:
+    """What was asked for, the sections to run, the JSON file, the directory of the charts. Raises given.Mistake."""
+    asked = arguments()
+    names = [] if asked.show else chosen(asked.only, asked.skip, quick=asked.quick)
+    # What is only shown leaves nothing beside the file: that may be one of docs/.
+    path = asked.show or asked.output or RESULTS / ("quick.json" if asked.quick else "latest.json")
+    charts = asked.charts or (RESULTS if asked.show else path.parent)
+    if not asked.show:
+        given.writable("--output", path)
+    if not asked.no_charts:
+        given.directory("--charts", charts)
+    return asked, names, path, charts
+
+
+def measured(asked: argparse.Namespace, names: list[str], path: Path) -> Result:
+    """The result, stored. Raises ending.Ended."""
+    PARTIAL.unlink(missing_ok=True)
+    result = ending.run(measure(options_of(asked), names))
+    result.save(path)
+    PARTIAL.unlink(missing_ok=True)
+    return result
+
+
 def main() -> int:
-    given = arguments()
     telemetry.configure("console", "error")
-    if given.show:
-        result, path = Result.load(given.show), given.show
-        targets.compare(result)
-    else:
-        skipped = {name.strip() for name in given.skip.split(",")}
-        try:
-            names = [name for name in chosen(given.only, quick=given.quick) if name not in skipped]
-        except ValueError as mistake:
-            print(mistake, file=sys.stderr)
-            return 2
-        options = options_of(given)
-        result = asyncio.run(measure(options, names))
-        path = given.output or RESULTS / ("quick.json" if options.quick else "latest.json")
-        result.save(path)
+    try:
+        asked, names, path, directory = asked_for()
+        if asked.show:
+            result = given.result(path)
+            targets.compare(result)
+        else:
+            result = measured(asked, names, path)
+    except given.Mistake as mistake:
+        print(mistake, file=sys.stderr)
+        return given.USAGE
+    except ending.Ended as ended:
+        kept = f"what was finished is in {_from_here(PARTIAL)}" if PARTIAL.exists() else "nothing was finished"
+        print(f"{ended}: ended before all was measured; {kept}", file=sys.stderr)
+        return ended.exit_code
     drawn = []
-    if not given.no_charts:
+    if not asked.no_charts:
         from bench import charts  # noqa: PLC0415 - matplotlib takes a second, and a table needs none of it
 
-        drawn = charts.draw(result, path.parent, path.stem)
-    if given.json:
+        drawn = charts.draw(result, directory, path.stem)
+    if asked.json:
         print(result.as_json())
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
         report.show(result, console)
-        where = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        console.print(f"{where}, {len(drawn)} charts {path.stem}-*.png beside it", style="dim", highlight=False)
+        told = f"{len(drawn)} charts {_from_here(directory)}/{path.stem}-*.png" if drawn else "no charts"
+        console.print(f"{_from_here(path)}, {told}", style="dim", highlight=False)
     return 1 if result.about.get("broken") else 0
+
+
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 if __name__ == "__main__":

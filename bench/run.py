@@ -70,6 +70,8 @@ class Bench:
     result: Result = field(default_factory=Result)
     progress: Callable[[str], None] = print
     section: str = ""
+    filled_mb: float = 0.0
+    """The store with the backlog, as it was when it was filled: other sections leave rows of theirs in it."""
     _backlogged: str | None = None
 
     def say(self, text: str) -> None:
@@ -104,6 +106,7 @@ class Bench:
         if self._backlogged is None:
             place = await self.servers.place()
             await rows.put_backlog(place.store_url, backlog, 512, self.say)
+            self.filled_mb = await rows.size_mb(place.store_url)
             self._backlogged = place.store_url.rpartition("/")[2]
         return await self.servers.place(database=self._backlogged)
 

@@ -144,7 +144,12 @@ async def running_servers(settings: Mapping[str, str | int] = POSTGRES) -> Async
         broker, postgres = RabbitMQ(config=BROKER), Postgres(settings=settings)
         undo.callback(broker.close)
         undo.callback(postgres.close)
-        await asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))
+        starting = asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])  # or they would go on starting what is closed below
+            raise
         servers = Servers(broker, postgres, directory)
         await servers.prepare()
         await servers.age()

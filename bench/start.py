@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import asyncpg
-
 from bench import rows
 from bench.figures import median
 from bench.meter import peak_mb
@@ -15,7 +13,8 @@ from bench.servers import Place
 from bench.watch import LOOK_SECONDS, STUCK_SECONDS, Counters, Stuck
 
 DUE = 1000
-_SIZE = "SELECT sum(pg_total_relation_size(inhrelid)) FROM pg_inherits WHERE inhparent = 'message'::regclass"
+FILLED = "size of the store, as filled"
+"""Before any other section left rows of its own there, and nothing but the backlog."""
 
 
 async def once(place: Place) -> tuple[float, float, float]:
@@ -44,12 +43,8 @@ async def _seconds_until_ready(waiting: object, began: float) -> float:
 
 
 async def size_mb(place: Place) -> float:
-    """Of all partitions, with their indexes, in MB (10^6 bytes)."""
-    connection = await asyncpg.connect(place.store_url)
-    try:
-        return float(await connection.fetchval(_SIZE)) / 1e6
-    finally:
-        await connection.close()
+    """See rows.size_mb."""
+    return await rows.size_mb(place.store_url)
 
 
 async def run(bench: Bench) -> None:
@@ -62,4 +57,4 @@ async def run(bench: Bench) -> None:
         bench.add("first release", median(released), "s", backlog=backlog)
         bench.add("memory of daemon", max(memory), "MB", backlog=backlog)
         if backlog:
-            bench.add("size of the store", await size_mb(place), "MB", backlog=backlog)
+            bench.add(FILLED, bench.filled_mb, "MB", backlog=backlog)

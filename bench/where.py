@@ -20,9 +20,10 @@ from pathlib import Path
 import asyncpg
 from rich.console import Console
 
-from bench import report
+from bench import ending, report
 from bench.__main__ import RESULTS, about
 from bench.figures import Figure, Result, percentile
+from bench.given import at_least
 from bench.run import Options, rounded
 from bench.servers import POSTGRES, Place, running_servers
 from bench.steady import Steady, under_load
@@ -123,11 +124,15 @@ async def _listen(after: float, seconds: int) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.where", description=__doc__)
-    parser.add_argument("--rate", type=int, default=5000, help="messages a second (default 5000)")
-    parser.add_argument("--seconds", type=int, default=20, help="how long (default 20)")
+    parser.add_argument("--rate", type=at_least(1), default=5000, help="messages a second (default 5000)")
+    parser.add_argument("--seconds", type=at_least(1), default=20, help="how long (default 20)")
     given = parser.parse_args()
     telemetry.configure("console", "error")
-    result = asyncio.run(measure(given.rate, given.seconds))
+    try:
+        result = ending.run(measure(given.rate, given.seconds))
+    except ending.Ended as ended:
+        print(f"{ended}: ended before all was measured; nothing is kept", file=sys.stderr)
+        sys.exit(ended.exit_code)
     result.save(RESULTS / "where.json")
     report.show(result, Console())
 
