@@ -17,6 +17,8 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
+from delayer.core.late import Limits
+from delayer.core.pace import Pacer
 from delayer.core.plan import Finish, Policy
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
@@ -40,7 +42,7 @@ from delayer.store import retry
 from delayer.store.postgres import PostgresStore
 from delayer.takeovers import takeovers_of
 from delayer.wire.address import Address
-from delayer.wiring import cascade_of, policy_of, topology_of, uses_cascade
+from delayer.wiring import cascade_of, policy_of, rates_of, topology_of, uses_cascade
 
 log = structlog.get_logger(__name__)
 
@@ -82,6 +84,8 @@ class Daemon:
         holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
         self._dispatch = Dispatch(self._publisher, holding, self.counters, now_ms=self._sure_ms)
         self._policy = policy_of(settings, has_store=settings.store_url is not None)
+        self._pacer = Pacer()
+        self._pacer.set(rates_of(settings), time.monotonic())
         self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())
         self._due: Session | None = None
 
@@ -149,6 +153,7 @@ class Daemon:
         """Let the live part of new settings rule from the next batch on."""
         self.settings = settings
         self._policy = policy_of(settings, has_store=self.shelf.lanes is not None)
+        self._pacer.set(rates_of(settings), time.monotonic())
 
     async def declare(self, settings: Settings | None = None) -> None:
         """Make the topology so. Raises BrokerLost, TopologyMismatch."""
@@ -158,7 +163,13 @@ class Daemon:
             await admin.declare(topology_of(wanted))
             # Messages may still be on their way through a cascade that new delays do not take any more.
             if self._due is None and (uses_cascade(wanted) or await admin.queue_exists(wanted.native.due_queue)):
-                carrier = DueCarrier(now_ms=self._sure_ms, names=self._names, dispatch=self._dispatch, new_id=new_id)
+                carrier = DueCarrier(
+                    now_ms=self._sure_ms,
+                    names=self._names,
+                    dispatch=self._dispatch,
+                    new_id=new_id,
+                    late_limits=self._late_limits,
+                )
                 self._due = self._session("due", wanted.native.due_queue, carrier)
                 self.life.add("due", self._due.run)
                 if self._cascade.strays is not None:
@@ -246,7 +257,20 @@ class Daemon:
 
     def _release(self, lane: Lane) -> Release:
         publisher = RelayPublisher(self._relays["publish"])
-        return Release(lane, publisher, portion=Portion(), pulse=self._pulse, counters=self.counters)
+        return Release(
+            lane,
+            publisher,
+            portion=Portion(),
+            pulse=self._pulse,
+            counters=self.counters,
+            now_ms=self._sure_ms,
+            late_limits=self._late_limits,
+            pacer=self._pacer,
+        )
+
+    def _late_limits(self) -> Limits:
+        limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
+        return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
 
     def _restore_ahead_ms(self) -> int:
         return self.settings.store.restore_ahead_ms

@@ -79,6 +79,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
     # messages that need somebody's attention
     "segment broken": "a segment does not read back: its bytes are kept; tried and said again at starts and hourly",
+    "reply not delivered": "the queue in the reply_to of a cancel did not take its outcome; the cancel stands",
     "message refused": "set aside in the refused queue, with the reason",
     "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",
     "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",

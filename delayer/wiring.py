@@ -31,6 +31,8 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             default_delay_ms=route.default_delay_ms,
             allow_exchanges=route.allow_exchanges,
             finish=Finish(route.finish),
+            late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
+            paced=route.max_rate > 0,
             retry=None if route.retry is None else _retry(route.retry),
         )
         for route in settings.routes
@@ -46,6 +48,12 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
         own_queues=queues,
         own_exchanges=exchanges,
     )
+
+
+def rates_of(settings: Settings) -> dict[bytes, float]:
+    """How many messages a second each limited route may release in this process: the workers share the limit."""
+    limited = (route for route in settings.routes if route.max_rate)
+    return {route.from_.encode(): route.max_rate / settings.workers for route in limited}
 
 
 def _retry(table: RetryTable) -> Retry:

@@ -93,3 +93,5 @@ class Due(NamedTuple):
     attempts: int
     parcel: Parcel
     sound: bool
+    held_for: str = ""
+    """Why it is held, where it is (``attempts`` is not 0)."""

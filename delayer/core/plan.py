@@ -1,6 +1,6 @@
 """What to do with one message. Total: every input has exactly one answer, and no input raises.
 
-    decide(ask, policy, now_ms) -> Cascade | Park | AtOnce | Cancel | Refuse
+    decide(ask, policy, now_ms) -> Cascade | Park | AtOnce | TooLate | Cancel | Refuse
 
 Start here to understand the system: this is what the daemon decides; everything else carries it out.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from delayer.core import request
+from delayer.core import late, request
 from delayer.core.cascade import ADDRESS_BYTES, MAX_SECONDS, bindable
 from delayer.core.delay import seconds_until
 from delayer.core.forms import CANCEL, CONSULTED, DEFAULT_FORMS, DELAY, DELAY_FORMS, KEY, Ask
@@ -21,7 +21,8 @@ from delayer.core.values import KeyGroup
 
 __all__ = [
     "CONSULTED", "DEFAULT_FORMS", "DELAY", "DELAY_FORMS", "LATEST_MS", "SHORT_STRING", "Ask", "AtOnce", "Cancel",
-    "Cascade", "Finish", "Mode", "Park", "Plan", "Policy", "Refuse", "Route", "decide", "has_key",
+    "Cascade", "Finish", "Mode", "Park", "Plan", "Policy", "Refuse", "Route", "TooLate",
+    "decide", "has_key",
 ]  # fmt: skip
 
 
@@ -55,6 +56,14 @@ class AtOnce(NamedTuple):
     failed: Failure | None = None
 
 
+class TooLate(NamedTuple):
+    """Due for so long that its route wants it held, for this reason."""
+
+    due_ms: int
+    target: Target
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Delete the waiting message of this key, or those of this group of keys; this message itself is delivered to
@@ -70,7 +79,7 @@ class Refuse:
     reason: str
 
 
-Plan = Cascade | Park | AtOnce | Cancel | Refuse
+Plan = Cascade | Park | AtOnce | TooLate | Cancel | Refuse
 
 
 def has_key(plan: Plan) -> bool:
@@ -117,11 +126,11 @@ def _carried(
 ) -> Plan:
     """Where a message waits that may wait anywhere."""
     due_ms, from_ms = due
-    if policy.mode is Mode.STORE and not policy.publishing:
+    if policy.mode is Mode.STORE and (route.paced or not policy.publishing):
         return Park(due_ms, target, failed=failed)
     wait_ms = due_ms - from_ms
     if wait_ms <= 0:
-        return AtOnce(due_ms, target, failed)
+        return _due_already(due_ms, from_ms, target, route, ask) if failed is None else AtOnce(due_ms, target, failed)
     if policy.mode is Mode.STORE and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
         return Park(due_ms, target, failed=failed)
     plan = _cascade(due_ms, from_ms, target, route, ask)
@@ -138,6 +147,13 @@ def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) 
     request.check_not_ours(target.exchange, target.routing_key, ask, policy)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, ask.chance)
     return _carried((due_ms, now_ms), target, route, ask, policy, failed=failed)
+
+
+def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
+    why = late.reason(due_ms, now_ms, route.late_limit_ms)
+    if why is None or request.wants_no_delay(ask, route):
+        return AtOnce(due_ms, target)
+    return TooLate(due_ms, target, why)
 
 
 def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Cascade:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final
 
-from delayer.core import nservicebus
+from delayer.core import forms, nservicebus
 from delayer.core.cascade import NAME_BYTES, strip_prefix
 from delayer.core.delay import UnreadableDelay, in_words, shown
 from delayer.core.forms import DEFAULT_FORMS, EXCHANGE, NSERVICEBUS_TIMEOUT, ROUTING_KEY, Ask, said_due_ms
@@ -50,7 +50,11 @@ class Route:
     default_delay_ms: int = 0
     allow_exchanges: tuple[str, ...] = ()
     finish: Finish = Finish.DAEMON
+    late_limit_ms: int | None = None
+    """What is later than this is held instead of delivered; None: nothing is too late."""
     retry: Retry | None = None
+    paced: bool = False
+    """Its messages go out at a limited rate: in store mode they are parked, those that are due at once too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,11 @@ def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) ->
         raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(wait_ms)}")
     # Minus a googol milliseconds is a number too, and means "at once"; as an instant it would fit no header and no row.
     return max(due_ms, 0), from_ms
+
+
+def wants_no_delay(ask: Ask, route: Route) -> bool:
+    """Whether it is meant to be at once, and so is never late."""
+    return forms.wants_no_delay(ask, route.delay_from, route.default_delay_ms)
 
 
 def target_of(ask: Ask, route: Route, policy: Policy) -> Target:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
 from delayer.core.message import Delivery
 from delayer.core.plan import Cascade, Finish, Policy, has_key
+from delayer.services import replies
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.failures import raise_first
@@ -66,7 +67,10 @@ class IntakeCarrier:
         # Both run to their end even if one fails: what is parked is accepted though the broker is blocked.
         raise_first(
             await asyncio.gather(
-                self._park(work, settler, before), self._dispatch(work.publications, settler), return_exceptions=True
+                self._park(work, settler, before),
+                self._dispatch(work.publications, settler),
+                self._dispatch.hold(work.late, settler),
+                return_exceptions=True,
             )
         )
 
@@ -94,9 +98,20 @@ class IntakeCarrier:
         await wait(before)
         for step in work.steps:
             began = time.perf_counter()
-            await self._parking.park(step.parcels, step.cancels)
+            taken_out = await self._parking.park(step.parcels, step.cancels)
             self._counters.took("park", time.perf_counter() - began)
             self._counters.batch("park", len(step.parcels) + len(step.cancels))
             self._counters.add("parked", len(step.parcels))
             self._counters.add_routes("parked", [parcel.route for parcel in step.parcels])
             settler.accept(delivery.tag for delivery in step.deliveries)
+            if step.asked:
+                await self._reply(step.asked, taken_out)
+
+    async def _reply(self, asked: Sequence[replies.Asked], taken_out: Collection[bytes]) -> None:
+        """Say what became of cancels. Not to delayer's own queues: what stands there is no answer to anybody."""
+        policy, names = self._policy(), self._names()
+        ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}
+        counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
+        await self._dispatch.reply(
+            [replies.reply(ask, said, self._new_id()) for ask, said in counted if ask.reply_to not in ours]
+        )

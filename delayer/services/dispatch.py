@@ -63,6 +63,28 @@ class Dispatch:
         if stuck:
             raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
 
+    async def hold(self, late: Sequence[tuple[Delivery, Parcel, str]], settler: Settler) -> None:
+        """Set aside what its route wants held, without trying it. Raises BrokerLost, StoreLost."""
+        if late:
+            await self._holder.hold([(parcel, reason) for _, parcel, reason in late])
+            settler.accept(delivery.tag for delivery, _, _ in late)
+
+    async def reply(self, answers: Sequence[Outgoing]) -> None:
+        """Publish answers that nobody's delivery depends on: one that does not get through is told, and that is all."""
+        if not answers:
+            return
+        failed, reason = len(answers), "the broker takes no publishes"
+        if self._publisher.ready:
+            try:
+                outcomes = await self._publisher.publish(answers)
+            except BrokerLost as lost:
+                reason = str(lost)
+            else:
+                unhappy = [why(outcome) for outcome in outcomes if not isinstance(outcome, Confirmed)]
+                failed, reason = len(unhappy), unhappy[0] if unhappy else ""
+        if failed:
+            log.warning("reply not delivered", replies=failed, reason=reason)
+
     async def _settle(self, publications: Sequence[Publication], settler: Settler) -> list[str]:
         """Returns by whom what was not taken that had to be."""
         began = perf_counter()

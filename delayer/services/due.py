@@ -8,6 +8,7 @@ from typing import Final
 
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.delay import seconds_until
+from delayer.core.late import Limits, reason
 from delayer.core.message import Delivery
 from delayer.core.plan import Refuse
 from delayer.services import edits
@@ -34,7 +35,10 @@ class DueCarrier:
         names: Callable[[], Names],
         dispatch: Dispatch,
         new_id: Callable[[], bytes],
+        late_limits: Callable[[], Limits] = dict,
     ) -> None:
+        """``late_limits``: of the routes that hold what is late."""
+        self._late_limits = late_limits
         self._now_ms = now_ms
         self._names = names
         self._dispatch = dispatch
@@ -44,15 +48,22 @@ class DueCarrier:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
         now_ms = self._now_ms()
         last_ms = now_ms
-        publications = []
+        publications, late = [], []
+        limits = self._late_limits()
         for delivery in batch:
             publication, due_ms = self._publication(delivery, now_ms)
+            parcel = publication.parcel
+            why = None if parcel is None else reason(due_ms, now_ms, limits.get(parcel.route))
+            if parcel is not None and why is not None:
+                late.append((delivery, parcel, why))
+                continue
             publications.append(publication)
             if due_ms - now_ms <= MOMENT_MS:
                 last_ms = max(last_ms, due_ms)
         while (early_ms := last_ms - now_ms) > 0:
             await asyncio.sleep(early_ms / 1000)
             now_ms = self._now_ms()  # looked at again: event loops round sleeps to milliseconds, some of them down
+        await self._dispatch.hold(late, settler)
         await self._dispatch(publications, settler)
 
     def _publication(self, delivery: Delivery, now_ms: int) -> tuple[Publication, int]:

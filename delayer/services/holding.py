@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from delayer.core import late
 from delayer.core.message import Confirmed, Outgoing, Parcel
 from delayer.services import edits
 from delayer.services.counting import Counters
@@ -39,7 +40,8 @@ class Notes:
 
     def note(self, id: bytes, reason: str, attempts: int) -> edits.Held:
         """It was tried ``attempts`` times, the last time now."""
-        return edits.Held(reason, attempts, self.now_ms() + self.pause_ms(attempts, int.from_bytes(id[-8:], "big")))
+        again_ms = self.now_ms() + self.pause_ms(attempts, int.from_bytes(id[-8:], "big"))
+        return edits.Held(reason, attempts, late.retry_ms(reason, again_ms))
 
 
 class StraysHolder:

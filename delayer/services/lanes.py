@@ -92,9 +92,9 @@ class Lanes:
         """A lower bound of the store's clock, or None while no store was reached yet."""
         return None if self._store is None else self._store.sure_ms()
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
-        await self._write(lambda store, lane: store.park(lane, parcels, cancels))
+        return await self._write(lambda store, lane: store.park(lane, parcels, cancels))
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         """Into the held table of a lane of ours. See ports.Holder."""

@@ -134,10 +134,10 @@ class Store(Protocol):
     def sure_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: what is due by it is due."""
 
-    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY. A parcel with a key replaces the waiting
         message of that key; ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
-        lane afterwards.
+        lane afterwards. Returns the keys of which a waiting message was taken out.
 
         Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
         """
@@ -202,8 +202,8 @@ class Pulse(Protocol):
 class Parking(Protocol):
     """Where parcels are committed: some lane of ours."""
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
-        """Committed when this returns. Raises StoreLost."""
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+        """Committed when this returns: the keys of which a waiting message was taken out. Raises StoreLost."""
 
 
 class Holder(Protocol):

@@ -11,8 +11,10 @@ from typing import Final
 
 import structlog
 
+from delayer.core import late
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import Confirmed, Due, Outgoing
+from delayer.core.pace import Pacer, Scope
 from delayer.faultpoint import reach
 from delayer.services import edits
 from delayer.services.counting import Counters, host_ms
@@ -53,8 +55,14 @@ class Release:
         pulse: Pulse,
         counters: Counters,
         now_ms: Callable[[], int] = host_ms,
+        late_limits: Callable[[], late.Limits] = dict,
+        pacer: Pacer | None = None,
     ) -> None:
-        """``now_ms``: the clock that lateness is measured by."""
+        """``now_ms``: the clock that lateness is measured by. ``late_limits``: of the routes that hold what is late.
+        ``pacer``: how fast the routes may go that have a limit."""
+        self._pacer = pacer or Pacer()
+        self._scopes: tuple[Scope, ...] = ()
+        self._late_limits = late_limits
         self._now_ms = now_ms
         self._lane = lane
         self._publisher = publisher
@@ -108,13 +116,48 @@ class Release:
 
         Raises BrokerLost (the rows are back), LaneLost, StoreLost.
         """
+        if self._scopes != self._pacer.scopes:
+            self._scopes = self._pacer.scopes
+            self._lane.pace(self._scopes)
         limit = min(self._portion.messages, self._publisher.batch_limit)
+        if self._scopes:
+            return await self._tick_paced(limit)
+        if not await self._portion_of(limit, None):
+            return await self._lane.sleep_hint()
+        return 0.0 if self._lane.more else COMPANY
+
+    async def _tick_paced(self, limit: int) -> float:
+        """A portion of each scope in turn, of those with a limit as much as that allows."""
+        soonest, again = SLICE, False
+        for scope in self._scopes:
+            bucket, now = self._pacer.bucket(scope), time.monotonic()
+            if bucket is None:
+                again = await self._portion_of(limit, scope) > 0 or self._lane.more
+            elif (wait := bucket.wait(now)) > 0:
+                soonest = min(soonest, wait)
+            else:
+                tokens = bucket.take(limit, now)
+                claimed = await self._portion_of(tokens, scope)
+                bucket.give_back(tokens - claimed)
+                if claimed == tokens:
+                    soonest = min(soonest, bucket.wait(time.monotonic()))
+                else:
+                    again = again or self._lane.more
+        return COMPANY if again else min(soonest, await self._lane.sleep_hint())
+
+    async def _portion_of(self, limit: int, scope: Scope | None) -> int:
+        """Claim, publish, settle; how many were claimed."""
         began = time.perf_counter()
-        rows = await self._lane.claim(limit, self._portion.body_bytes)
+        # Without a scope as ever: whoever stands in for a lane need not know of them.
+        rows = await (
+            self._lane.claim(limit, self._portion.body_bytes)
+            if scope is None
+            else self._lane.claim(limit, self._portion.body_bytes, scope)
+        )
         claimed = time.perf_counter()
         if not rows:
             await self._lane.settle([], [])
-            return await self._lane.sleep_hint()
+            return 0
         try:
             released, held = await self._send(rows)
         except BaseException:
@@ -132,7 +175,7 @@ class Release:
         # Not those that were held: their destination was late, not we.
         self._counters.delivered([(row.due_ms, row.parcel.route) for row in released if not row.attempts], out_ms)
         self._report(held)
-        return 0.0 if self._lane.more else COMPANY
+        return len(rows)
 
     async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
         """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""
@@ -149,6 +192,8 @@ class Release:
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, str]] = []
+        rows, too_late = sorted_out(rows, self._late_limits(), self._now_ms())
+        held += too_late
         for row in rows:
             outgoing = prepared(row, self._publisher.max_properties)
             if isinstance(outgoing, str):
@@ -181,6 +226,19 @@ class Release:
                 routing_key=row.parcel.target.routing_key,
                 route=row.parcel.route,
             )
+
+
+def sorted_out(rows: Sequence[Due], limits: late.Limits, now_ms: int) -> tuple[Sequence[Due], list[tuple[Due, str]]]:
+    """What goes out, and what its route wants held for being late, with the reason. What was held for that before is
+    here again because a person wants it delivered. Pure."""
+    if not limits:
+        return rows, []
+    whys = [
+        None if late.for_good(row.held_for) else late.reason(row.due_ms, now_ms, limits.get(row.parcel.route))
+        for row in rows
+    ]
+    both = list(zip(rows, whys, strict=True))
+    return [row for row, why in both if why is None], [(row, why) for row, why in both if why is not None]
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | str:

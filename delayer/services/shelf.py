@@ -37,9 +37,9 @@ class Shelf:
         except TimeoutError as late:
             raise StoreLost(f"no lane of ours after {seconds:g} s: the store is out of reach, or refuses us") from late
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
-        await self._lanes().park(parcels, cancels)
+        return await self._lanes().park(parcels, cancels)
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         """See ports.Holder."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from delayer.core import cascade
 from delayer.core.forms import CONSULTED
 from delayer.core.message import Delivery, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, decide
+from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, TooLate, decide
 from delayer.core.retrying import CONSULTED as RETRY_CONSULTED
 from delayer.core.values import KeyGroup
-from delayer.services import edits
+from delayer.services import edits, replies
 from delayer.services.dispatch import Publication
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
@@ -37,6 +37,8 @@ class Step:
     parcels: list[Parcel] = field(default_factory=list)
     cancels: list[bytes] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
+    asked: list[replies.Asked] = field(default_factory=list)
+    """Cancels that want to hear what became of them."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class Work:
 
     steps: list[Step] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
+    late: list[tuple[Delivery, Parcel, str]] = field(default_factory=list)
+    """What is held at once, and why."""
 
     def park(self, delivery: Delivery, parcel: Parcel) -> None:
         step = self._step()
@@ -53,7 +57,7 @@ class Work:
         if parcel.key is not None:
             step.keys.add(parcel.key)
 
-    def cancel(self, delivery: Delivery, key: bytes) -> None:
+    def cancel(self, delivery: Delivery, key: bytes, ask: replies.Asked | None = None) -> None:
         """A cancel that follows a parcel of its key is for the next step: within one it would act first."""
         step = self._step()
         if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
@@ -61,6 +65,8 @@ class Work:
             self.steps.append(step)
         step.deliveries.append(delivery)
         step.cancels.append(key)
+        if ask is not None:
+            step.asked.append(ask)
 
     def _step(self) -> Step:
         if not self.steps:
@@ -114,7 +120,10 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
             case Park():
                 work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
             case Cancel():
-                work.cancel(delivery, plan.key)
+                ask = None if properties is None else replies.asked(delivery, properties, plan.key)
+                work.cancel(delivery, plan.key, ask)
+            case TooLate():
+                work.late.append((delivery, parcel(delivery, plan.due_ms, plan.target), plan.reason))
             case Refuse():
                 work.publications.append(to_refused(delivery, plan, names, new_id()))
             case AtOnce() if properties is not None:

@@ -111,6 +111,9 @@ class Route(Table):
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     allow_exchanges: values.Patterns = ()
     finish: Literal["broker", "daemon"] = "daemon"
+    late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
+    late_action: Literal["deliver", "hold"] = "deliver"
+    max_rate: Annotated[StrictInt, Field(ge=0, le=1_000_000)] = 0
     retry: Retry | None = None
 
     @field_validator("retry")
@@ -136,6 +139,13 @@ class Route(Table):
         if to and to == info.data.get("from_"):
             raise Expected("an exchange other than the route's own from: due messages would come in again for ever")
         return to
+
+    @field_validator("late_action")
+    @classmethod
+    def _late_needs_limit(cls, action: str, info: ValidationInfo) -> str:
+        if action == "hold" and info.data.get("late_limit_ms", 0) is None:
+            raise Expected('late_limit beside late_action = "hold": how late is too late')
+        return action
 
     @field_validator("finish", mode="before")
     @classmethod

@@ -47,6 +47,10 @@ def duration_text(amount_ms: int) -> str:
     return f"{amount_ms}ms" if amount_ms else "0s"
 
 
+def _limit_ms(value: object) -> int | None:
+    return None if value in ("", None) else duration_ms(value)
+
+
 def _heartbeat_ms(value: object) -> int:
     amount_ms = duration_ms(value)
     if amount_ms % 1000 or amount_ms > 65_535_000:
@@ -207,6 +211,7 @@ def _management_url(value: object) -> SecretUrl | None:
     return _url(value, ("http", "https"), 'http://user:password@host:15672, or ""')
 
 
+Limit = Annotated[int | None, BeforeValidator(_limit_ms)]
 DurationMs = Annotated[int, BeforeValidator(duration_ms)]
 GiveBackMs = Annotated[int, BeforeValidator(_give_back_ms)]
 HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 import asyncpg
 
 from delayer.core.message import Due
+from delayer.core.pace import Scope
 from delayer.store import envelope, session, statements
 from delayer.store.clock import StoreClock
+from delayer.store.marks import Place, before
 
 LONGEST_SLEEP = 60.0
+BEGINNING: Place = before(session.BEGINNING_MS)
+READ_AT_ONCE = 5_000
+"""Rows that a claim of some routes reads at most, to find theirs among others'."""
 HORIZON_MS = 61_000  # what can be due before somebody sleeps for LONGEST_SLEEP and wakes
 
 
@@ -25,6 +30,9 @@ class Claim:
     """Held rows whose retry was due by this instant were asked for, and not one was to be had: they are locked."""
     size: int = 0
     """Of ``rows`` as they were claimed; the caller may take the list apart."""
+    scope: Scope | None = None
+    place_after: Place = BEGINNING
+    """Where the next claim of ``scope`` begins; without one, ``watermark_after`` says it."""
 
 
 async def take(
@@ -57,9 +65,53 @@ async def take(
         claim.watermark_after = rows[-1].due_ms if rows else watermark
     if retries and (taken < max_bytes or not rows):
         held = await connection.fetch(statements.CLAIM_HELD, number, retries, max(max_bytes - taken, 1))
-        rows += [envelope.read(record, record["attempts"]) for record in held]
+        rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
         if not held:
             claim.passed_over_ms = before
+    claim.size = len(rows)
+    return claim
+
+
+async def take_scoped(
+    connection: asyncpg.Connection,
+    clock: StoreClock,
+    number: int,
+    *,
+    scope: Scope,
+    place: Place,
+    limit: int,
+    max_bytes: int,
+    with_held: bool,
+) -> Claim:
+    """As :func:`take`, of some routes only, from ``place`` on. ``full``: there may be more of them, perhaps behind rows
+    of others."""
+    upper, lower = clock.now_ms(), clock.lower_ms()
+    if connection.is_in_transaction():
+        raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
+    await connection.execute("BEGIN")
+    due_us, id_ = place
+    routes = list(scope.routes)
+    records = await connection.fetch(
+        statements.CLAIM_SCOPED, number, due_us // 1000, id_, upper + HORIZON_MS, limit, READ_AT_ONCE, routes,
+        scope.only, due_us, max_bytes,
+    )  # fmt: skip
+    seen, meant, last_us, last_id = records[0][12:16]
+    taken = sorted((record["due_us"], record["id"]) for record in records if record["id"] is not None)
+    rows = sorted((envelope.read(record) for record in records if record["id"] is not None), key=_due_then_arrival)
+    claim = Claim(full=seen == READ_AT_ONCE or meant > len(taken), rows=rows, scope=scope)
+    if meant > len(taken):
+        # Bounded, or somebody else had some: the next claim begins behind the last one that was taken.
+        claim.place_after = taken[-1] if taken else place
+    else:
+        claim.place_after = (last_us, last_id) if seen == READ_AT_ONCE else before(lower)
+    left = min(limit - len(rows), max(1, limit // 10))
+    if with_held and left > 0:
+        held = await connection.fetch(
+            statements.CLAIM_HELD_SCOPED, number, left, max_bytes, routes, scope.only, READ_AT_ONCE
+        )
+        rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
+        if not held:
+            claim.passed_over_ms = lower
     claim.size = len(rows)
     return claim
 

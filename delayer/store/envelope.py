@@ -75,12 +75,12 @@ def row_again(due: Due, lane: int) -> Row:
     return (values[0], values[1] ^ 1, *values[2:])
 
 
-def read(record: Iterable[Any], attempts: int = 0) -> Due:
+def read(record: Iterable[Any], attempts: int = 0, held_for: str = "") -> Due:
     """A message from its row: columns in the order of :data:`READ`, then any. ``sound``: format and checksum fit."""
     (id_, due_ms, found, version, route, exchange, routing_key, to_exchange, to_key, properties, body, key, *_) = record
     parcel = Parcel(due_ms, route, exchange, routing_key, Target(to_exchange, to_key), properties, body, key)
     sound = version == FORMAT and found == checksum(exchange, routing_key, properties, body)
-    return Due(id_, due_ms, attempts, parcel, sound)
+    return Due(id_, due_ms, attempts, parcel, sound, held_for)
 
 
 def reason_text(reason: str) -> str:

@@ -26,10 +26,11 @@ _LAST_BYTE = 0xFF
 
 
 class Cancelled(NamedTuple):
-    """Messages that keyed transactions took out: how many of each lane, and how many of these were held."""
+    """Messages that keyed transactions took out: how many of each lane, how many of these were held, and their keys."""
 
     messages: Counter[int]
     held: Counter[int]
+    keys: set[bytes]
 
 
 def lock_number(key: bytes) -> int:
@@ -58,12 +59,13 @@ async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) 
 
 async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
     """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
-    cancelled = Cancelled(Counter(), Counter())
+    cancelled = Cancelled(Counter(), Counter(), set())
     await lock_keys(connection, keys)
     waiting = await connection.fetch(
-        "SELECT lane, due_at, id FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
+        "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
     )
-    for lane, due_at, message_id in waiting:
+    for lane, due_at, message_id, key in waiting:
+        before = cancelled.messages.total()
         if await _delete_message(connection, lane, due_at, message_id):
             cancelled.messages[lane] += 1
         elif await connection.fetchval("DELETE FROM held WHERE id = $1 RETURNING true", message_id):
@@ -72,6 +74,8 @@ async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]
         elif await _delete_message(connection, lane, due_at, message_id):
             # It was on its way out of the default partition when we looked first.
             cancelled.messages[lane] += 1
+        if cancelled.messages.total() > before:
+            cancelled.keys.add(key)
     return cancelled
 
 

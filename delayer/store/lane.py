@@ -29,12 +29,14 @@ import structlog
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Due
+from delayer.core.pace import Scope
 from delayer.faultpoint import reach
 from delayer.store import claiming, session, settling, statements, telling
 from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.link import Link
+from delayer.store.marks import Marks
 from delayer.store.outlook import IDLE_MS, SOON_MS, Look, Start
 from delayer.store.telling import Told
 
@@ -66,6 +68,7 @@ class PostgresLane:
         self._written_at = clock.monotonic()
         self._noted = NEVER_MS  # soonest row parked since the last claim began
         self._retry = NEVER_MS if start.retry_ms is None else start.retry_ms  # soonest retry of a held row
+        self._marks = Marks()
         self._more = True
         self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
         connection.add_termination_listener(self._on_termination)
@@ -85,7 +88,11 @@ class PostgresLane:
         """See the port. The look back asks; an answer that is old, or from before the clock was set, says less."""
         return self._quiet_until - self._clock.now_ms() > SOON_MS
 
-    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
+    def pace(self, scopes: Sequence[Scope]) -> None:
+        """See the port. The watermark stays what it is: a place before which there is nothing of any scope."""
+        self._marks.begin(scopes, self._watermark)
+
+    async def claim(self, limit: int, max_bytes: int, scope: Scope | None = None) -> list[Due]:
         """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
         if self._claim is not None:
             raise RuntimeError(f"lane {self.number}: claim before the last one was settled or given up")
@@ -93,16 +100,27 @@ class PostgresLane:
             self._forget_after_step()
             self._noted = NEVER_MS
             try:
-                self._claim = await self._take(connection, limit, max_bytes)
+                self._claim = await self._take(connection, limit, max_bytes, scope)
             except asyncpg.DeadlockDetectedError:
                 # Against somebody who replaces several keyed messages at once. They win; then it is our turn.
                 await connection.execute("ROLLBACK")
-                self._claim = await self._take(connection, limit, max_bytes)
+                self._claim = await self._take(connection, limit, max_bytes, scope)
         if self._claim.rows:
             reach("release.claimed")
         return self._claim.rows
 
-    async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+    async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int, scope: Scope | None) -> Claim:
+        if scope is not None:
+            return await claiming.take_scoped(
+                connection,
+                self._clock,
+                self.number,
+                scope=scope,
+                place=self._marks.place(scope),
+                limit=limit,
+                max_bytes=max_bytes,
+                with_held=self._retry <= self._clock.now_ms(),
+            )
         return await claiming.take(
             connection,
             self._clock,
@@ -129,7 +147,11 @@ class PostgresLane:
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
             self._claim = None
-        self._watermark = min(claim.watermark_after, self._noted)
+        if claim.scope is None:
+            self._watermark = min(claim.watermark_after, self._noted)
+        else:
+            self._marks.passed(claim.scope, claim.place_after, self._noted)
+            self._watermark = self._marks.lowest_ms
         self._more = claim.full
         if claim.size:
             reach("release.committed")
@@ -166,10 +188,11 @@ class PostgresLane:
         """See the port."""
         async with self._talking("sleep hint") as connection:
             self._forget_after_step()
-            if self._more:
+            if self._more and not self._marks:  # of limited routes there may be more, and no reason to hurry
                 return 0.0
             horizon = self._clock.now_ms() + HORIZON_MS
-            soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self._watermark, horizon)
+            start = self._marks.highest_ms if self._marks else self._watermark
+            soonest = await connection.fetchval(statements.NEXT_DUE, self.number, start, horizon)
         next_ms = min(self._noted, self._retry, NEVER_MS if soonest is None else soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
 
@@ -178,12 +201,14 @@ class PostgresLane:
         if self._clock_steps != self._clock.steps:
             self._clock_steps = self._clock.steps
             self._watermark = session.BEGINNING_MS
+            self._marks.again(session.BEGINNING_MS)
             self._more = True
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""
         self._quiet_until = session.BEGINNING_MS
         self._watermark = min(self._watermark, due_ms)
+        self._marks.note(due_ms)
         if due_ms < self._noted:
             self._noted = due_ms
             self._woken.set()

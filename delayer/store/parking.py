@@ -7,19 +7,20 @@ from collections.abc import Sequence
 
 import asyncpg
 
+from delayer.core import late
 from delayer.core.errors import LaneLost
 from delayer.core.message import Parcel
 from delayer.core.values import KeyGroup
 from delayer.faultpoint import reach
 from delayer.store import envelope, keys, statements
-from delayer.store.lane import PostgresLane
 from delayer.store.retry import pause_ms
+from delayer.store.segments import Into
 
 Changes = Counter[tuple[int, str]]
 """What a transaction adds to the counters, by lane and kind."""
 
 
-async def park_plain(connection: asyncpg.Connection, lane: PostgresLane, parcels: Sequence[Parcel]) -> None:
+async def park_plain(connection: asyncpg.Connection, lane: Into, parcels: Sequence[Parcel]) -> None:
     """Messages without keys: one COPY."""
     number = lane.number
     await connection.copy_records_to_table(
@@ -30,9 +31,10 @@ async def park_plain(connection: asyncpg.Connection, lane: PostgresLane, parcels
 
 
 async def park_keyed(
-    connection: asyncpg.Connection, lane: PostgresLane, parcels: Sequence[Parcel], cancels: Sequence[bytes]
-) -> None:
+    connection: asyncpg.Connection, lane: Into, parcels: Sequence[Parcel], cancels: Sequence[bytes]
+) -> frozenset[bytes]:
     """Messages of which some have keys, and keys or groups of keys to cancel. The cancels act before the messages.
+    Returns the keys whose waiting messages were taken out.
 
     Of several messages with one key the last is parked. The earlier ones count as parked and cancelled without being
     written: they came in, and are not coming out.
@@ -59,17 +61,18 @@ async def park_keyed(
     for of_lane, n in cancelled.held.items():
         changes[of_lane, "held"] -= n
     await _count(connection, lane, changes)
+    return frozenset(cancelled.keys)
 
 
 async def hold_new(
-    connection: asyncpg.Connection, lane: PostgresLane, parcels: Sequence[tuple[Parcel, str]], now_ms: int
+    connection: asyncpg.Connection, lane: Into, parcels: Sequence[tuple[Parcel, str]], now_ms: int
 ) -> int:
     """Messages that never waited, straight into held. Returns when the first of them is tried again (epoch ms)."""
     number = lane.number
     records = []
     soonest = 0
     for (parcel, reason), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
-        retry_ms = now_ms + pause_ms(1, new)
+        retry_ms = late.retry_ms(reason, now_ms + pause_ms(1, new))
         soonest = min(soonest or retry_ms, retry_ms)
         records.append((*envelope.row(parcel, number), new, retry_ms, 1, envelope.reason_text(reason)))
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
@@ -83,7 +86,7 @@ async def _new_ids(connection: asyncpg.Connection, count: int) -> list[int]:
     return [row[0] for row in rows]
 
 
-async def _count(connection: asyncpg.Connection, lane: PostgresLane, changes: Changes) -> None:
+async def _count(connection: asyncpg.Connection, lane: Into, changes: Changes) -> None:
     """Count, if the lane is still ours; the last statement before the commit."""
     # A park of cancels that met nothing changes no counter, but must be fenced as well.
     changed = sorted((of, kind, n) for (of, kind), n in changes.items() if n) or [(lane.number, "parked", 0)]

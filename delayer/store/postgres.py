@@ -88,16 +88,18 @@ class PostgresStore:
         """See the port."""
         return self._clock.lower_ms()
 
-    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
+        taken_out: frozenset[bytes] = frozenset()
         if not parcels and not cancels:
-            return
+            return taken_out
         ours = _ours(lane)
         keyed = bool(cancels) or any(parcel.key is not None for parcel in parcels)
 
         async def work(connection: asyncpg.Connection) -> None:
+            nonlocal taken_out
             if keyed:
-                await parking.park_keyed(connection, ours, parcels, cancels)
+                taken_out = await parking.park_keyed(connection, ours, parcels, cancels)
             else:
                 await parking.park_plain(connection, ours, parcels)
 
@@ -109,6 +111,7 @@ class PostgresStore:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
             if dues:
                 ours.note_parked(min(dues))
+        return taken_out
 
     async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, str]]) -> None:
         """See the port. Counts them as parked, and as held."""

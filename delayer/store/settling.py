@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import asyncpg
 
+from delayer.core import late
 from delayer.core.message import Due
 from delayer.store import envelope, statements
 from delayer.store.keys import forget_released
@@ -38,7 +39,7 @@ async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[
     """Put what would not go into held, or leave it there, with its next pause."""
     first, again = [], []
     for due, reason in held:
-        retry_ms = now_ms + pause_ms(due.attempts + 1, due.id)
+        retry_ms = late.retry_ms(reason, now_ms + pause_ms(due.attempts + 1, due.id))
         text = envelope.reason_text(reason)
         if due.attempts:
             again.append((due.id, text, retry_ms))

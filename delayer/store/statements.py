@@ -13,6 +13,8 @@ def _read(name: str) -> str:
 
 CLAIM = _read("claim")
 CLAIM_HELD = _read("claim_held")
+CLAIM_SCOPED = _read("claim_scoped")
+CLAIM_HELD_SCOPED = _read("claim_held_scoped")
 NEXT_DUE = _read("next_due")
 NEXT_RETRY = _read("next_retry")
 COUNT = _read("count")

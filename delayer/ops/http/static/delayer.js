@@ -1,7 +1,7 @@
 // The charts of the page, drawn by uPlot from the figures of /api. Without this file everything else works.
 "use strict";
 (() => {
-  const EVERY_MS = 5000, BACKLOG_EVERY_MS = 30000, HEIGHT = 230;
+  const EVERY_MS = 5000, BACKLOG_EVERY_MS = 30000, HEIGHT = 230, LONG = 900;
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const drawn = new Map();
@@ -9,6 +9,7 @@
   const axis = more => ({stroke: colour("--dim"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line"), width: 1}, ...more});
   const wide = element => Math.max(element.clientWidth - 16, 200);
   const short = n => n >= 1e6 ? +(n / 1e6).toFixed(1) + " M" : n >= 1e4 ? +(n / 1e3).toFixed(1) + " k" : String(+n.toFixed(2));
+  const clock = (at, end) => new Date(at * 1000).toISOString().slice(11, end);
   const numbers = (_, values) => values.map(n => n == null ? "" : short(n));
 
   function draw(element, data, series, more) {
@@ -19,7 +20,7 @@
     }
     if (before) before.plot.destroy();
     element.textContent = "";
-    const options = {width: wide(element), height: HEIGHT, cursor: {drag: {x: false, y: false}}, tzDate: at => uPlot.tzDate(new Date(at * 1000), "UTC"), series: [{}, ...series], ...more.options};
+    const options = {width: wide(element), height: HEIGHT, cursor: {drag: {x: false, y: false}}, tzDate: at => uPlot.tzDate(new Date(at * 1000), "UTC"), series: [more.first, ...series], ...more.options};
     drawn.set(element, {key: more.key, plot: new uPlot(options, data, element)});
   }
 
@@ -39,16 +40,14 @@
     if (!due || !backlog) return;
     const {bars} = backlog.series[chosen], [unit] = ahead[chosen];
     const xs = bars.map((_, n) => n + 0.5);
-    draw(due, [xs, bars], [{label: "messages due", stroke: colour("--bar"), fill: colour("--bar"), paths: uPlot.paths.bars({size: [0.8, 60], align: 0}), points: {show: false}, value: (_, n) => n == null ? "" : n.toLocaleString("en")}], {
+    draw(due, [xs, bars], [{label: "messages due", stroke: colour("--bar"), fill: colour("--bar"), paths: uPlot.paths.bars({size: [0.8, 60], align: 0}), points: {show: false}, value: (_, n) => n == null ? "–" : n.toLocaleString("en")}], {
       key: chosen + dark.matches,
+      first: {label: "due within", value: (_, n) => n == null ? "–" : `${Math.ceil(n)} ${unit}`},
       options: {
         scales: {x: {time: false, range: [0, bars.length]}, y: {range: (_, low, high) => [0, Math.max(high, 1)]}},
         axes: [axis({values: (_, values) => values.map(n => n === 0 ? "now" : `${n} ${unit}`)}), axis({values: numbers, size: 60})],
       },
     });
-    const plot = drawn.get(due).plot;
-    plot.series[0].label = "due within";
-    plot.series[0].value = (_, n) => n == null ? "" : `${Math.ceil(n)} ${unit}`;
     document.getElementById("due-note").textContent = backlog.note;
   }
 
@@ -75,11 +74,12 @@
     if (!rates || !live) return;
     const {t, parked, released, cascaded, p50_ms, p99_ms} = live.series;
     const into = parked.map((n, at) => n + cascaded[at]);
-    const line = (label, stroke, more) => ({label, stroke, width: 2, points: {show: t.length < 3}, value: (_, n) => n == null ? "" : short(n), ...more});
-    const options = {axes: [axis({}), axis({values: numbers, size: 60})], scales: {y: {range: (_, low, high) => [0, Math.max(high || 0, 1)]}}};
+    const line = (label, stroke, more) => ({label, stroke, width: 2, points: {show: t.length < 3}, value: (_, n) => n == null ? "–" : short(n), ...more});
+    const first = {label: "at", value: (_, at) => at == null ? "–" : clock(at, 19)};
+    const options = {axes: [axis({space: 60, values: (_, ats) => ats.map(at => clock(at, 16))}), axis({values: numbers, size: 60})], scales: {x: {range: () => [Date.now() / 1000 - LONG, Date.now() / 1000]}, y: {range: (_, low, high) => [0, Math.max(high || 0, 1)]}}};
     const key = String(dark.matches);
-    draw(rates, [t, into, released], [line("in", colour("--first")), line("out", colour("--second"), {dash: [6, 3]})], {key, options});
-    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("99 of 100", colour("--second"), {dash: [6, 3]})], {key, options});
+    draw(rates, [t, into, released], [line("in", colour("--first")), line("out", colour("--second"), {dash: [6, 3]})], {key, first, options});
+    draw(late, [t, p50_ms, p99_ms], [line("median", colour("--first")), line("99 of 100", colour("--second"), {dash: [6, 3]})], {key, first, options});
   }
 
   async function lookAtRates() {

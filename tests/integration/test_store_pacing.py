@@ -1,0 +1,112 @@
+"""Claims of some routes only, on a real Postgres: nothing twice, nothing left out, and nobody waits behind a flood."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from delayer.core.message import Parcel
+from delayer.core.pace import Scope
+from delayer.services.ports import Lane
+from delayer.store import claiming
+from tests.conformance.store_contract import ROOM, owned, parcel
+from tests.integration.test_store_lane import opened, sql
+
+SLOW = frozenset({b"slow"})
+LIMITED, OTHERS = Scope(SLOW, only=True), Scope(SLOW, only=False)
+
+
+def of(route: bytes, due_ms: int) -> Parcel:
+    return parcel(due_ms)._replace(route=route)
+
+
+async def take(lane: Lane, limit: int, scope: Scope | None) -> list[bytes]:
+    rows = await lane.claim(limit, ROOM, scope)
+    await lane.settle(rows, [])
+    return [row.parcel.route for row in rows]
+
+
+async def test_others_pass_a_flood(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claiming, "READ_AT_ONCE", 100)
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_ms()
+        await store.park(lane, [of(b"slow", now - 5_000) for _ in range(750)], [])  # all due in one instant
+        await store.park(lane, [of(b"any", now - 4_000 + n) for n in range(30)], [])
+        lane.pace((OTHERS, LIMITED))
+        found: list[bytes] = []
+        looks = 0
+        while len(found) < 30:
+            found += await take(lane, 1000, OTHERS)
+            looks += 1
+            assert looks < 12, "each look goes on behind the last"
+        assert found == [b"any"] * 30
+        assert await take(lane, 20, LIMITED) == [b"slow"] * 20
+        assert lane.more
+        assert await take(lane, 1000, OTHERS) == []
+        assert not lane.more, "the flood is not read again"
+        # A limit that is taken away again gives everything back to ordinary claims.
+        lane.pace(())
+        rest: list[bytes] = []
+        while some := await take(lane, 300, None):
+            rest += some
+        assert rest == [b"slow"] * 730
+
+
+async def test_what_is_parked_meanwhile_is_found(database: str) -> None:
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_ms()
+        lane.pace((OTHERS, LIMITED))
+        for scope in (OTHERS, LIMITED):
+            assert await take(lane, 10, scope) == []
+        await store.park(lane, [of(b"slow", now - 60_000), of(b"any", now - 90_000)], [])
+        assert await lane.claim(10, ROOM, OTHERS)
+        await store.park(lane, [of(b"any", now - 120_000)], [])
+        await lane.give_up()
+        assert await take(lane, 10, OTHERS) == [b"any", b"any"]
+        assert await take(lane, 10, LIMITED) == [b"slow"]
+
+
+async def test_every_row_goes_out_once_whatever_the_order_of_claims(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claiming, "READ_AT_ONCE", 17)
+    chance = random.Random(5)
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_ms()
+        routes = (b"slow", b"slower", b"any", b"other")
+        scopes = (Scope(frozenset(routes[:2]), only=False), *(Scope(frozenset({one}), only=True) for one in routes[:2]))
+        parked: Counter[bytes] = Counter()
+        found: Counter[bytes] = Counter()
+        lane.pace(scopes)
+        for turn in range(120):
+            if turn < 60:
+                some = [of(chance.choice(routes), now - chance.randrange(0, 40)) for _ in range(chance.randrange(25))]
+                await store.park(lane, some, [])
+                parked.update(one.route for one in some)
+            if turn in (30, 80):
+                lane.pace(scopes)  # as after a reload
+            for scope in scopes:
+                rows = await lane.claim(chance.randrange(1, 40), ROOM, scope)
+                if chance.random() < 0.2:
+                    await lane.give_up()
+                    continue
+                assert all((row.parcel.route in scope.routes) == scope.only for row in rows)
+                found.update(row.parcel.route for row in rows)
+                await lane.settle(rows, [])
+        assert found == parked
+
+
+async def test_held_rows_are_tried_in_their_scope(database: str) -> None:
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_ms()
+        await store.park(lane, [of(b"slow", now - 9), of(b"any", now - 8)], [])
+        rows = await lane.claim(10, ROOM)
+        await lane.settle([], [(row, "returned: 312 NO_ROUTE") for row in rows])
+        async with sql(database) as admin:
+            await admin.execute("UPDATE held SET retry_at = now() - interval '1 second'")
+        await lane.look_back()  # type: ignore[attr-defined]
+        lane.pace((OTHERS, LIMITED))
+        assert await take(lane, 10, LIMITED) == [b"slow"]
+        assert await take(lane, 10, OTHERS) == [b"any"]
