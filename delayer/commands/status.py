@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -11,6 +12,7 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
+from delayer.commands import live
 from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, depth_text, note, print_json, print_table, request_of
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
@@ -23,9 +25,14 @@ from delayer.wiring import cascade_of, uses_cascade
 
 @click.command(short_help="Show what waits, where, and until when.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--watch", is_flag=True, help="Look again and again, until interrupted; with --json an object a line.")
+@click.option(
+    "--every", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS", help="How often to look."
+)
 @click.pass_context
-def status(context: click.Context, as_json: bool) -> None:
-    """Show the mode, the lanes, what is parked, held and compacted, what is due next, and the depths of all queues.
+def status(context: click.Context, as_json: bool, watch: bool, every: float) -> None:
+    """Show the mode, the lanes, what is parked, held and compacted, what is due next, rates and lateness over the last
+    minutes, and the depths of all queues, the cascade's levels among them.
 
     Shows what can be reached, and says what cannot. Exit code 3 if the broker or a configured store is out of reach,
     1 if the store's schema is not the one that this program needs.
@@ -33,17 +40,27 @@ def status(context: click.Context, as_json: bool) -> None:
     \b
     Examples:
       delayer status
-      watch delayer status
+      delayer status --watch
       delayer status --json | jq .store.waiting
     """
     settings = request_of(context).settings()
-    broker, store = asyncio.run(_look(settings))
-    answer = {"mode": settings.mode, "broker": broker, "store": store}
-    if as_json:
+    if watch:
+        context.exit(live.again_and_again(lambda: _once(settings, as_json=as_json, on_one_line=True), every))
+    context.exit(_once(settings, as_json=as_json))
+
+
+def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
+    """Look and print; the exit code."""
+    broker, store, now = asyncio.run(_look(settings))
+    answer = {"mode": settings.mode, "broker": broker, "store": store, "live": now}
+    if as_json and on_one_line:
+        click.echo(json.dumps(answer))
+    elif as_json:
         print_json(answer)
     else:
         click.echo(f"mode: {settings.mode}")
         _print_store(store)
+        live.show(now)
         _print_broker(broker, settings)
     parts = {"broker": broker, "store": store or {}}
     unreached = {name: part for name, part in parts.items() if part.get("error")}
@@ -51,17 +68,17 @@ def status(context: click.Context, as_json: bool) -> None:
         advice = part.get("advice")
         note(f"The {name} is out of reach: {part['error']}" + (f". Next: {advice}." if advice else ""))
     if unreached:
-        context.exit(OUT_OF_REACH)
+        return OUT_OF_REACH
     if store is not None and store["advice"]:
         note(f"The store's schema is {store['schema'] or 'missing'}; needed: {schema.HEAD}. Next: {store['advice']}.")
-        context.exit(FOUND)
-    context.exit(DONE)
+        return FOUND
+    return DONE
 
 
-async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Broker and store at the same time: neither waits for the other's timeout."""
-    broker, store = await asyncio.gather(_broker(settings), _store(settings))
-    return broker, store
+async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+    """Broker, store and daemon at the same time: none waits for another's timeout."""
+    broker, store, now = await asyncio.gather(_broker(settings), _store(settings), live.look(settings))
+    return broker, store, now
 
 
 async def _broker(settings: Settings) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""x-delay-cancel against the clock: a cancel that was acknowledged means not delivered, and one that came too late says
+so. Two daemons on one store, so that most cancels are read by another process than the one that releases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.world import secret_store_url
+from tests.faults.place import eventually
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Message, Props, number, text
+from tests.rig.servers import Postgres
+
+MESSAGES = 600
+WINDOW_MS = 3_000
+"""In which all of them are due, and all of them are cancelled."""
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    return secret_store_url(postgres, schema)
+
+
+def keyed(key: str, milliseconds: int) -> Message:
+    headers = ((b"x-delay", number("I", milliseconds)), (b"x-delay-key", text(key)))
+    return Message("in", b"inbox", Props(headers=headers, delivery_mode=2), key.encode())
+
+
+def cancel(key: str, reply_to: bytes = b"answers") -> Message:
+    props = Props(
+        headers=((b"x-delay-cancel", text(key)),), reply_to=reply_to, correlation_id=key.encode(), delivery_mode=2
+    )
+    return Message("in", b"inbox", props, b"")
+
+
+@pytest.mark.deadline(120)
+async def test_what_was_cancelled_is_not_delivered_and_what_was_not_says_so(place: Place, store: str) -> None:
+    place.things.queue("answers")
+    environ = place.environ("store", store)
+    chance = random.Random(20)
+    async with DaemonProcess(environ) as one, DaemonProcess(environ) as other, await place.raw() as raw:
+        inbox, answers = await raw.inbox("inbox"), await raw.inbox("answers")
+        await one.ready()
+        await other.ready()
+        keys = [f"order-{n}" for n in range(MESSAGES)]
+        await raw.publish(*(keyed(key, 4_000 + chance.randrange(WINDOW_MS)) for key in keys))
+        for _ in range(30):
+            some = [keys.pop() for _ in range(MESSAGES // 30)]
+            await raw.publish(*map(cancel, some))
+            await asyncio.sleep(7 / 30)  # over the whole of the time in which they are due
+        assert await answers.until(lambda: len(answers.arrivals) == MESSAGES, 40)
+        said = {
+            arrival.props.correlation_id.decode(): json.loads(arrival.delivery.body)["outcome"]
+            for arrival in answers.arrivals
+        }
+        assert len(said) == MESSAGES, "each heard one answer, its own"
+        late = {key for key, outcome in said.items() if outcome == "too late"}
+        await inbox.got(key.encode() for key in late)
+        assert await one.stop() == 0
+        assert await other.stop() == 0
+        await raw.round_trip()
+        delivered = {body.decode(): count for body, count in inbox.counts.items()}
+        assert set(delivered.values()) <= {1}
+        outcomes = Counter(said.values())
+        assert min(outcomes["cancelled"], outcomes["too late"]) > MESSAGES / 20, f"a race that was none: {outcomes}"
+        assert outcomes.total() == outcomes["cancelled"] + outcomes["too late"]
+        assert set(delivered) == late, "what is said to be cancelled is not delivered; what came too late is"
+
+
+async def test_what_nobody_waits_for_and_where_nobody_listens(place: Place, store: str) -> None:
+    place.things.queue("answers")
+    async with DaemonProcess(place.environ("store", store)) as daemon, await place.raw() as raw:
+        answers = await raw.inbox("answers")
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        await raw.publish(cancel("never there"), cancel("nobody listens", b"no such queue"), cancel("ours", b"delays"))
+        await raw.publish(keyed("held", 100), delayed("after all of that", 300))
+        assert await answers.until(lambda: len(answers.arrivals) == 1, 30)
+        (arrival,) = answers.arrivals
+        assert json.loads(arrival.delivery.body) == {"outcome": "too late", "key": "never there"}
+        assert (await daemon.event("reply not delivered"))["replies"] == 1
+        await inbox.got([b"after all of that", b"held"])
+
+        async def depth() -> int:
+            return place.things.depth("delays")
+
+        await eventually(depth, lambda count: count == 0)
+        assert await daemon.stop() == 0
+        assert not [one for one in daemon.events if one["level"] == "error"]

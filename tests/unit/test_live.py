@@ -1,0 +1,60 @@
+"""What `delayer status` says of the last minutes: the daemon's answer, or why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from delayer.commands import live
+from delayer.settings import Settings
+from tests.unit.http.test_server import Inside, served
+
+
+def settings(listen: str) -> Settings:
+    return Settings.model_validate({"http": {"listen": listen}})
+
+
+async def test_a_daemon_that_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async with served(Inside(), monkeypatch) as web:
+        found = await live.look(settings(web.address))
+        assert (found["error"], found["workers"]) == (None, 1)
+        assert found["last"]["60"]["rates"]["released"] == 0
+    live.show(found)
+    assert capsys.readouterr().out.split()[-6:] == ["min", "0.0", "0.0", "-", "-", "-"]
+
+
+async def test_why_it_is_not_known() -> None:
+    assert (await live.look(settings("")))["error"] == "[http] listen is off"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+    assert "no daemon answers" in (await live.look(settings(address)))["error"]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])
+async def test_somebody_else_at_that_address(answer: bytes) -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(other, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        found = await live.look(settings(f"{host}:{port}"))
+        assert found["error"]
+        assert found["last"] == {}
+
+
+def test_watching_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def interrupted(_seconds: float) -> None:
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(live.time, "sleep", interrupted)
+    assert live.again_and_again(lambda: looks.append(1) or 3, 0.2) == 3
+    assert len(looks) == 3
