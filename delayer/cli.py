@@ -14,12 +14,14 @@ from delayer.commands.check import check
 from delayer.commands.common import EXPECTED_ERRORS, Request, failure
 from delayer.commands.compact import compact
 from delayer.commands.db import db
+from delayer.commands.exporting import export
 from delayer.commands.held import held
 from delayer.commands.looking import acts, list_, show
 from delayer.commands.refused import refused
 from delayer.commands.restore import restore
 from delayer.commands.run import run
 from delayer.commands.send import send
+from delayer.commands.sources import import_
 from delayer.commands.status import status
 from delayer.commands.topology import topology
 
@@ -114,7 +116,7 @@ def cli(
 
 for verb in (
     run, check, topology, db, send, status, list_, show, cancel, reschedule, held, refused, acts, audit, compact,
-    restore,
+    restore, import_, export,
 ):  # fmt: skip
     cli.add_command(verb)
 

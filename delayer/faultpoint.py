@@ -3,7 +3,7 @@
 ``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) the first time it reaches that point; ``park.copied:3`` the
 third time; ``park.copied:1:stop`` stops it (SIGSTOP) there instead, so that a test can kill the broker or the database
 and let it go on with SIGCONT. The points are the rows of the crash tables in the design, section 7, and
-the steps of compacting and restoring.
+the steps of compacting, restoring and importing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ POINTS = frozenset(
         "restore.copied",  # its rows are written, transaction open
         "restore.deleted",  # the segment is deleted and counted, transaction open
         "restore.committed",  # committed
+        "import.begun",  # the run is written down, nothing of its source is touched
+        "import.staged",  # the source is staged, the store does not know yet
+        "import.taken",  # a batch is read from the source, nothing of it is parked
+        "import.committed",  # a batch and its progress are committed, its source still has it
+        "import.removed",  # the source has removed the batch
+        "import.emptied",  # the source has nothing left and is cleaned up, the store does not know yet
     }
 )
 

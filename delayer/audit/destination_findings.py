@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from delayer.audit.destinations import Asked, Target
 from delayer.audit.findings import Finding, Report, RuleRun, Severity, Share, shown
+from delayer.broker.destinations import Asked, Target
 from delayer.broker.routing import Route, Verdict
 
 if TYPE_CHECKING:

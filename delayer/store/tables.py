@@ -11,6 +11,9 @@ segment      a run of far-future messages of one lane, compacted and compressed 
              ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
 segment_cancelled  which messages of a segment were cancelled: they do not come back
 act          what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)
+import_run   a legacy import: from what, by which parameters (JSON, without passwords), how far it is; ``progress`` is
+             what its source needs to go on behind the last commit. One at a time is open (``ended_at`` is null)
+import_item  records of a file that is being imported, by the order in which they are due: where they stand in it
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ metadata = MetaData()
 message_id = Sequence("message_id", data_type=BigInteger(), metadata=metadata)
 segment_id = Sequence("segment_id", data_type=BigInteger(), metadata=metadata)
 act_id = Sequence("act_id", data_type=BigInteger(), metadata=metadata)
+import_run_id = Sequence("import_run_id", data_type=BigInteger(), metadata=metadata)
 
 Instant = DateTime(timezone=True)
 
@@ -169,6 +173,39 @@ act = Table(
     _column("messages", BigInteger),
     _column("asked", Text),
     PrimaryKeyConstraint("id", name="act_pkey"),
+)
+
+import_run = Table(
+    "import_run",
+    metadata,
+    _column("id", BigInteger, server_default=import_run_id.next_value()),
+    _column("began_at", Instant, server_default=func.now()),
+    Column("ended_at", Instant),
+    _column("who", Text),
+    _column("source", Text),
+    _column("parameters", Text),
+    _column("phase", Text),
+    Column("staged", BigInteger),
+    _column("parked", BigInteger, server_default=text("0")),
+    _column("held", BigInteger, server_default=text("0")),
+    Column("progress", Text),
+    PrimaryKeyConstraint("id", name="import_run_pkey"),
+    Index(
+        "import_run_open",
+        text("(ended_at IS NULL)"),
+        unique=True,
+        postgresql_where=text("ended_at IS NULL"),
+    ),
+)
+
+import_item = Table(
+    "import_item",
+    metadata,
+    _column("run", BigInteger, autoincrement=False),
+    _column("due_ms", BigInteger),
+    _column("position", BigInteger),
+    _column("size", Integer),
+    PrimaryKeyConstraint("run", "due_ms", "position", name="import_item_pkey"),
 )
 
 # Bodies are stored as they are. Postgres's default, pglz, costs the parking path more than the disk it spares: 4 KB of

@@ -11,7 +11,7 @@ import aio_pika
 from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import ChannelClosed, DeliveryError
 
-from delayer.audit.destinations import Limits, Target, ask, not_asked
+from delayer.broker.destinations import Limits, Target, ask, not_asked
 from delayer.broker.routing import Verdict
 from tests.rig.rabbitmq import RabbitMQ
 

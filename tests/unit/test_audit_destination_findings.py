@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from delayer.audit.destination_findings import NAMED, findings, with_destinations
-from delayer.audit.destinations import Asked, Target
 from delayer.audit.findings import Report
+from delayer.broker.destinations import Asked, Target
 from delayer.broker.routing import Route, Verdict
 from tests.unit import audit_reports
 

@@ -5,7 +5,7 @@ it counts as use). Bindings are told by the management API; without it, what an 
 known. What cannot be seen from outside: a missing permission to write, and queues that a message's ``CC`` names.
 
 The questions are bounded in number, in time and in how many are asked at once. The soonest due is asked first, so what
-is left over is what can wait. A broker out of reach ends the questions, never the audit.
+is left over is what can wait. A broker out of reach ends the questions, never who asks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ class Asked:
 
 
 async def ask(
-    broker_url: str, management_url: str | None, targets: Iterable[Target], limits: Limits = Limits()
+    broker_url: str,
+    management_url: str | None,
+    targets: Iterable[Target],
+    limits: Limits = Limits(),
+    *,
+    name: str = NAME,
 ) -> Asked:
     """Ask the broker about every target. Never raises for a broker that is out of reach or refuses: then the verdict is
     "not asked" or "not known", and a remark says why. Raises ValueError for a URL that is none.
@@ -78,7 +83,7 @@ async def ask(
     management = None
     if management_url:
         management = Management(management_url, Address.parse(broker_url).vhost, timeout=limits.patience)
-    inquiry = _Inquiry(management, limits)
+    inquiry = _Inquiry(management, limits, name)
     if len(waiting) > limits.targets:
         inquiry.remark(f"only the {limits.targets:,} soonest of {len(waiting):,} destinations were asked about")
     try:
@@ -106,7 +111,8 @@ class _Question:
 
 
 class _Inquiry:
-    def __init__(self, management: Management | None, limits: Limits) -> None:
+    def __init__(self, management: Management | None, limits: Limits, name: str) -> None:
+        self._name = name
         self._management = management
         self._limits = limits
         self._stops: dict[str, Stop | None] = {}
@@ -162,7 +168,7 @@ class _Inquiry:
     async def _work(self, broker_url: str, questions: deque[_Question]) -> None:
         """Answer questions until there are no more, on a connection of its own: a "no" closes the channel."""
         try:
-            async with await Admin.connect(broker_url, name=NAME, patience=self._limits.patience) as admin:
+            async with await Admin.connect(broker_url, name=self._name, patience=self._limits.patience) as admin:
                 while questions:
                     await self._answer(admin, questions.popleft())
         except (BrokerUnreachable, BrokerRefused) as error:

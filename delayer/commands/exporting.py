@@ -1,0 +1,107 @@
+"""delayer export: what waits and what is held, as lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from delayer.commands.common import Misused, Off, note, request_of
+from delayer.commands.db import store_url
+from delayer.commands.filters import filter_of, filter_options
+from delayer.core import lines
+from delayer.core.filters import Filter
+from delayer.core.lines import Line
+from delayer.services import reading
+from delayer.store import exporting, listing
+from delayer.store.exporting import BrokenSegments, Exported
+
+PART = ".part"
+
+
+@click.command("export", short_help="Write what waits and what is held to a file.")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), metavar="FILE")
+@filter_options
+@click.option("--no-held", is_flag=True, help="Leave out what is held.")
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.pass_context
+def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool, **given: Any) -> None:
+    """Write the messages of the store to FILE (- for stdout), a line of JSON each, exact to the byte: bodies,
+    properties, keys, due instants. `delayer import jsonl` reads it, into any store.
+
+    The soonest due first; then what is held, with its reason. Nothing is removed, and daemons may go on; what they
+    release or park meanwhile is in the file or not. To move a backlog, stop them first. The file holds messages in the
+    clear: whoever can read it can read them.
+
+    Exit code 1 if a segment does not read back: all others are written.
+
+    \b
+    Examples:
+      delayer export backlog.jsonl
+      delayer export --route mail.in --due-after 7d - | zstd > mail.jsonl.zst
+    """
+    wanted = filter_of(given)
+    if not wanted.everything:
+        no_held = True
+    url = store_url(request_of(context).settings())
+    if str(file) == "-":
+        _say(*_written(url, wanted, sys.stdout.buffer, with_held=not no_held))
+        return
+    if file.exists() and not force:
+        raise Misused(f"{file} exists already: --force replaces it")
+    part = file.with_name(file.name + PART)
+    try:
+        with open(part, "wb", opener=_private) as out:
+            count, broken = _written(url, wanted, out, with_held=not no_held)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(file)
+    except OSError as error:
+        raise Misused(f"{file}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    _say(count, broken)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _say(count: int, broken: BrokenSegments | None) -> None:
+    note(f"{count:,} messages were written.")
+    if broken is not None:
+        raise Off(str(broken))
+
+
+def _written(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
+    """How many messages, and what could not be read."""
+    return asyncio.run(_write(url, wanted, out, with_held=with_held))
+
+
+async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
+    count = 0
+    broken = None
+    async with listing.looking(url, "export") as connection:
+        try:
+            count += await _put(exporting.waiting(connection, wanted, reading.header_test(wanted)), out)
+        except BrokenSegments as error:
+            broken = error
+            count += error.exported
+        if with_held:
+            count += await _put(exporting.held(connection), out)
+    out.write(lines.write_end(count))
+    return count, broken
+
+
+async def _put(portions: AsyncIterator[Sequence[Exported]], out: IO[bytes]) -> int:
+    count = 0
+    async for portion in portions:
+        for one in portion:
+            out.write(lines.write(Line(one.parcel, one.checksum, one.held)))
+        count += len(portion)
+    return count

@@ -1,0 +1,215 @@
+"""delayer import: what older systems still hold, into this one. For each source: preview, run and abort."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from delayer.commands.acting import agreed, whoami, yes_option
+from delayer.commands.common import FOUND, Failure, Off, Unreached, note, request_of
+from delayer.commands.db import store_url
+from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
+from delayer.commands.looking import as_json
+from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
+from delayer.legacy import machine
+from delayer.legacy.destinations import Destinations
+from delayer.legacy.machine import Report, Say
+from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
+from delayer.settings import Settings
+from delayer.store.importing import ImportBusy, ImportStore
+
+T = TypeVar("T")
+
+
+class Wanted(NamedTuple):
+    """What every source is told: the settings, which messages are meant, and how destinations are renamed."""
+
+    settings: Settings
+    meant: Meant
+    rewrites: Sequence[Rewrite]
+
+
+Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
+"""Makes a source of its own options. May raise ImportImpossible, SourceLost, ValueError."""
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _cutoff(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        # Not "2h from now": a run that is resumed must say the same as before.
+        raise click.BadParameter(f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, found {text!r}")
+    since = found - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+
+
+def _rewrites(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
+    try:
+        return tuple(map(read_rewrite, given))
+    except NotARewrite as error:
+        raise click.BadParameter(f"expected {error}") from None
+
+
+_OPTIONS = (
+    click.option("--cutoff", "cutoff_ms", callback=_cutoff, metavar="INSTANT",
+                 help="Only what is due then or later; the rest is left where it is."),
+    click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
+    click.option("--rewrite-destination", "rewrites", multiple=True, callback=_rewrites, metavar="EXPRESSION",
+                 help="Rename destinations, as sed does: 's/@.*//'. May be repeated."),
+    click.option("--unverified", is_flag=True, help="Do not ask the broker whether the destinations exist."),
+    as_json,
+)  # fmt: skip
+
+
+@click.group("import", short_help="Bring in what older systems still hold.")
+def import_() -> None:
+    """Bring delayed messages that another system still holds into the store: look first (preview), then run.
+
+    A run stages what is meant and commits it in batches, the soonest due first; the source loses a batch only when it
+    is committed here. It may be interrupted anywhere: `run` with the same parameters goes on, `abort` puts the rest
+    back. Messages for destinations that do not exist are held (`delayer held list`), and stop nothing.
+    docs/importing.md has a page for every source.
+    """
+
+
+def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> None:
+    """Add `delayer import NAME preview|run|abort`."""
+
+    @import_.group(name, short_help=help_text.partition(".")[0] + ".", help=help_text)
+    def group() -> None: ...
+
+    def command(verb: str, text: str, *more: Option) -> Callable[[Callable[..., Any]], None]:
+        def add(act: Callable[..., Any]) -> None:
+            @functools.wraps(act)
+            def wrapped(context: click.Context, /, **given: Any) -> None:
+                act(context, make, given)
+
+            made: Callable[..., Any] = click.pass_context(wrapped)
+            for option in reversed((*options, *_OPTIONS, *more)):
+                made = option(made)
+            group.command(verb, help=text, short_help=text.partition(".")[0] + ".")(made)
+
+        return add
+
+    command("preview", "Look, and change nothing: how many, when due, for whom, and what would be held.")(_preview)
+    command(
+        "run",
+        "Import, or go on with an import that was interrupted. Exit code 1 if something had to be left or held.",
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing."),
+        yes_option,
+    )(_run)
+    command(
+        "abort", "End an unfinished import: what is committed stays, the rest goes back to where it was.", yes_option
+    )(_abort)
+
+
+# ---- the verbs
+
+
+def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
+    json = given.pop("as_json")
+    tell_preview(_with(context, make, given, machine.preview), json)
+
+
+def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
+    json, dry_run, yes = given.pop("as_json"), given.pop("dry_run"), given.pop("yes")
+    if dry_run or not yes:
+        look = _with(context, make, dict(given), machine.preview)
+        if dry_run:
+            tell_preview(look, json)
+            return
+        for line in lines_of(look.survey, look.to_hold):
+            note(line)
+        if not agreed("Go on?" if look.unfinished else "Import?", yes=yes):
+            note("Nothing was done.")
+            return
+
+    async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
+        with _progress() as say:
+            return await machine.run(source, book, judge, whoami(), say)
+
+    report = _with(context, make, given, go)
+    tell_report(report, json)
+    context.exit(FOUND if report.reasons or report.left.get("unreadable") else 0)
+
+
+def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
+    json, yes = given.pop("as_json"), given.pop("yes")
+    if not agreed("Abort the unfinished import?", yes=yes):
+        note("Nothing was done.")
+        return
+    done = _with(context, make, given, lambda source, book, _: machine.abort(source, book))
+    tell_aborted(done, json)
+
+
+def _with(
+    context: click.Context,
+    make: Make,
+    given: dict[str, Any],
+    act: Callable[[Any, ImportStore, Destinations], Awaitable[T]],
+) -> T:
+    """Open the store and the source, and do it; expected errors with their exit codes."""
+    settings = request_of(context).settings()
+    meant = Meant(given.pop("cutoff_ms"), given.pop("limit"))
+    wanted = Wanted(settings, meant, given.pop("rewrites"))
+    verified = not given.pop("unverified")
+    url = store_url(settings)
+
+    async def work() -> T:
+        async with ImportStore.open(url) as book:
+            source = make(wanted, given, book)
+            judge = Destinations(settings.broker_url, settings.management_url, verified=verified)
+            try:
+                done = await act(source, book, judge)
+            finally:
+                await source.close()
+            for remark in judge.remarks:
+                note(f"Note: {remark}.")
+            return done
+
+    try:
+        return asyncio.run(work())
+    except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
+        raise _failure(error) from error
+
+
+def _failure(error: Exception) -> Failure:
+    match error:
+        case SourceLost():
+            return Unreached(f"the source is out of reach: {error}. Next: run it again; it goes on where it stopped.")
+        case ImportBusy() | ImportImpossible():
+            return Off(f"{error}.")
+        case _:
+            return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
+
+
+# ---- what is said
+
+
+@contextmanager
+def _progress() -> Iterator[Say]:
+    """A bar on stderr while somebody watches a terminal; nothing else."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("import", total=None)
+
+        def say(what: str, done: int, of: int | None) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        yield say

@@ -1,0 +1,140 @@
+"""The sources of `delayer import` that are queues on a broker, each with its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from delayer.broker.publisher import MAX_PROPERTIES
+from delayer.commands.importing import Wanted, source
+from delayer.core.cascade import KINDS, LEVELS, Cascade
+from delayer.core.message import Delivery, Parcel
+from delayer.legacy.cascade import CascadeLevels
+from delayer.legacy.hold_queues import HoldQueues, Said
+from delayer.legacy.ports import ImportImpossible, Source
+from delayer.services import edits
+from delayer.settings import duration_ms
+from delayer.store.importing import ImportStore
+from delayer.wire.address import Address
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+
+_broker_options = (
+    click.option(
+        "--from-url", envvar="DELAYER_IMPORT_URL", metavar="URL",
+        help="The broker that holds the messages, if it is another one; others can see it in the process list, but not "
+        "$DELAYER_IMPORT_URL. [default: broker.url]",
+    ),
+    click.option(
+        "--to-exchange", metavar="NAME", help="Where the messages go when they are due; an empty one: to their queue."
+    ),
+)  # fmt: skip
+
+
+def _duration(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    try:
+        return None if text is None else duration_ms(text)
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+
+def _opened(delivery: Delivery) -> Parcel | None:
+    """The message inside a carrier of delayer's own cascade."""
+    try:
+        return edits.opened(Properties.parse(delivery.properties), delivery.body, MAX_PROPERTIES).parcel
+    except (edits.NoEnvelope, MalformedProperties, MalformedTable):
+        return None
+
+
+def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+    kind, prefix = given["kind"], given["prefix"]
+    try:
+        cascade = Cascade(kind, wanted.settings.native.prefix if prefix is None else prefix)
+    except ValueError as error:
+        raise ImportImpossible(str(error)) from None
+    to = given["to_exchange"]
+    return CascadeLevels(
+        given["from_url"] or wanted.settings.broker_url,
+        cascade,
+        wanted.meant,
+        book.now_ms,
+        wanted.rewrites,
+        open=_opened,
+        to_exchange=None if to is None else to.encode("utf-8", "surrogateescape"),
+        lowest=given["levels_from"],
+    )
+
+
+def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
+    settings = wanted.settings
+    url = given["from_url"] or settings.broker_url
+    management = given["management_url"]
+    if management is None and given["from_url"] is None:
+        management = settings.management_url
+    try:
+        return HoldQueues(
+            url,
+            management,
+            given["queues"],
+            wanted.meant,
+            book.now_ms,
+            rewrites=wanted.rewrites,
+            vhost=Address.parse(url).vhost,
+            said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"]),
+        )
+    except ValueError as error:
+        raise ImportImpossible(f"the source's {error}") from None
+
+
+def add() -> None:
+    """Make them verbs."""
+    source(
+        "cascade",
+        "What waits in the level queues of a cascade. Of NServiceBus, Celery or delayer itself, on this "
+        "broker or another. From the highest level down; what is published into it meanwhile, and the last "
+        "seconds, the cascade delivers by itself.",
+        [
+            click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Whose it is."),
+            click.option("--prefix", metavar="TEXT", help="Of the names of delayer's own. [default: native.prefix]"),
+            click.option(
+                "--levels-from",
+                type=click.IntRange(0, LEVELS - 1),
+                default=0,
+                show_default=True,
+                metavar="N",
+                help="Only this level and those above: below it, messages wait for less than 2^N seconds.",
+            ),
+            *_broker_options,
+        ],
+        _cascade,
+    )
+    source(
+        "hold-queues",
+        "Queues that hold messages for a time. One queue a duration, as Symfony, Laravel, enqueue, EasyNetQ "
+        "and MailerQ make them, and the queue of a retry pair. Where to and for how long their arguments or "
+        "policies say (broker.management_url), or the options.",
+        [
+            click.option(
+                "--queue",
+                "queues",
+                multiple=True,
+                required=True,
+                metavar="PATTERN",
+                help="Queues that are meant: 'delay_*', '*.delay.*'. May be repeated.",
+            ),
+            click.option(
+                "--ttl", "ttl_ms", callback=_duration, metavar="DURATION", help="For how long they hold a message."
+            ),
+            click.option(
+                "--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"
+            ),
+            click.option(
+                "--management-url",
+                envvar="DELAYER_IMPORT_MANAGEMENT_URL",
+                metavar="URL",
+                help="The management API of --from-url. [default: broker.management_url]",
+            ),
+            *_broker_options,
+        ],
+        _hold_queues,
+    )

@@ -1,0 +1,233 @@
+"""Legacy imports as values: what other systems still hold, on its way into this one. Pure.
+
+    staging ──staged──> running ──all of it committed──> done
+       └───────────────────┴──told to──> aborted
+
+*Staging* takes what is meant out of everybody else's reach, or notes what there is to read. *Running* commits batch
+after batch, the soonest due first; the source loses a batch only when it is committed. A run that was interrupted goes
+on where its last commit stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from delayer.core.message import Parcel, Target
+
+SOON_MS: Final = 60_000
+"""What is due within this, or is overdue, may be in the hands of the system that it is taken from."""
+
+
+class Phase(StrEnum):
+    """Where a run stands."""
+
+    STAGING = "staging"
+    RUNNING = "running"
+    DONE = "done"
+    ABORTED = "aborted"
+
+    @property
+    def open(self) -> bool:
+        return self in (Phase.STAGING, Phase.RUNNING)
+
+
+class Progress(NamedTuple):
+    """What the source needs to go on behind the last commit; its own words, kept as JSON. None: the beginning."""
+
+    text: str | None = None
+
+
+class Item(NamedTuple):
+    """One message. ``problem``: why it cannot be delivered as it stands, and is held instead; "" where it can."""
+
+    parcel: Parcel
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The next messages, soonest due first. ``progress`` is committed with them; ``again``: how many were met that are
+    committed already, and only have to be removed."""
+
+    items: Sequence[Item]
+    progress: str
+    again: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.items and not self.again
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """Which messages of a source are meant: due at ``cutoff_ms`` or later, and of those the ``limit`` soonest."""
+
+    cutoff_ms: int | None = None
+    limit: int | None = None
+
+    def includes(self, due_ms: int) -> bool:
+        return self.cutoff_ms is None or due_ms >= self.cutoff_ms
+
+    def as_dict(self) -> dict[str, int]:
+        said = {"cutoff_ms": self.cutoff_ms, "limit": self.limit}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+@dataclass(slots=True)
+class Goal:
+    """How many messages go to one destination, and when the first of them is due."""
+
+    messages: int
+    first_due_ms: int
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a source holds, without changing anything there. ``messages``: those that are meant; None where only a run
+    can tell. ``left``: why others stay, and how many. ``remarks``: for people."""
+
+    messages: int | None = 0
+    first_due_ms: int | None = None
+    last_due_ms: int | None = None
+    goals: dict[Target, Goal] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def add(self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1) -> None:
+        """Count messages of one destination."""
+        last_due_ms = first_due_ms if last_due_ms is None else last_due_ms
+        self.messages = (self.messages or 0) + messages
+        self.first_due_ms = first_due_ms if self.first_due_ms is None else min(self.first_due_ms, first_due_ms)
+        self.last_due_ms = last_due_ms if self.last_due_ms is None else max(self.last_due_ms, last_due_ms)
+        goal = self.goals.get(target)
+        if goal is None:
+            self.goals[target] = Goal(messages, first_due_ms)
+        else:
+            goal.messages += messages
+            goal.first_due_ms = min(goal.first_due_ms, first_due_ms)
+
+    def leave(self, why: str, messages: int = 1) -> None:
+        if messages:
+            self.left[why] = self.left.get(why, 0) + messages
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One import as the store knows it. ``parameters`` never hold a password."""
+
+    id: int
+    source: str
+    parameters: Mapping[str, object]
+    phase: Phase
+    who: str
+    began_ms: int
+    staged: int | None = None
+    parked: int = 0
+    held: int = 0
+    progress: str | None = None
+
+    @property
+    def committed(self) -> int:
+        return self.parked + self.held
+
+
+class NotARewrite(ValueError):
+    """It completes "expected …"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """One ``s/pattern/replacement/flags``, as sed has it: of destinations such as ``queue@MACHINE``."""
+
+    pattern: re.Pattern[str]
+    replacement: str
+    everywhere: bool
+    text: str
+
+    def __call__(self, name: str) -> str:
+        return self.pattern.sub(self.replacement, name, count=0 if self.everywhere else 1)
+
+
+_BACK_REFERENCE: Final = re.compile(r"&|\\(.)", re.DOTALL)
+
+
+def rewriting(rewrites: Sequence[Rewrite]) -> dict[str, object]:
+    """As parameters of a run."""
+    return {"rewrite": [one.text for one in rewrites]} if rewrites else {}
+
+
+def renamed(name: bytes, rewrites: Sequence[Rewrite]) -> bytes:
+    """A name after all of these, in their order."""
+    if not rewrites:
+        return name
+    text = name.decode("utf-8", "surrogateescape")
+    for rewrite in rewrites:
+        text = rewrite(text)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def redirected(item: Item, rewrites: Sequence[Rewrite]) -> Item:
+    """The same message to where its destination, the exchange or at the default exchange the queue, is renamed to."""
+    if not rewrites:
+        return item
+    exchange, routing_key = item.parcel.target
+    if exchange:
+        target = Target(renamed(exchange, rewrites), routing_key)
+    else:
+        target = Target(exchange, renamed(routing_key, rewrites))
+    return item._replace(parcel=item.parcel._replace(target=target))
+
+
+def read_rewrite(text: str) -> Rewrite:
+    """Read ``s/@.*//``; any character may stand in place of the slashes; flags ``g`` and ``i``. The pattern is
+    Python's, the replacement sed's (``&``, ``\\1``). Raises NotARewrite.
+
+    >>> read_rewrite("s/@.*//")("sales@SERVER7")
+    'sales'
+    """
+    expected = "an expression such as s/@.*//"
+    if len(text) < 4 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n":
+        raise NotARewrite(expected)
+    parts = _split(text[2:], text[1])
+    if len(parts) != 3 or set(parts[2]) - {"g", "i", "I"}:
+        raise NotARewrite(f"{expected}, with flags of g and i only")
+    pattern, replacement, flags = parts
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE if "i" in flags.lower() else 0)
+        template = _BACK_REFERENCE.sub(_in_python, replacement)
+        # Whether its groups exist; of a pattern that matches nothing this is not seen otherwise.
+        re.compile(f"(?:{pattern})|").sub(template, "")
+    except (re.error, IndexError) as error:
+        raise NotARewrite(f"{expected}; this one does not compile: {error}") from None
+    return Rewrite(compiled, template, "g" in flags, text)
+
+
+def _in_python(found: re.Match[str]) -> str:
+    if found[0] == "&":
+        return r"\g<0>"
+    return rf"\g<{found[1]}>" if found[1].isdigit() else found[1].replace("\\", "\\\\")
+
+
+def _split(text: str, delimiter: str) -> list[str]:
+    """At every delimiter that no backslash stands before; the backslash of one that does goes."""
+    parts, current = [], ""
+    at = 0
+    while at < len(text):
+        if text[at] == "\\" and text[at + 1 : at + 2] == delimiter:
+            current += delimiter
+            at += 2
+        elif text[at] == "\\":
+            current += text[at : at + 2]
+            at += 2
+        elif text[at] == delimiter:
+            parts.append(current)
+            current = ""
+            at += 1
+        else:
+            current += text[at]
+            at += 1
+    return [*parts, current]

@@ -1,0 +1,155 @@
+"""Messages as lines of JSON: what `delayer export` writes and `delayer import jsonl` reads. Exact to the byte. Pure.
+
+A line is an object; a program that writes such lines may leave out what has a default::
+
+    {"v": 1, "due_ms": 1795604393876, "route": "mail.in", "exchange": "mail.in", "routing_key": "outbox",
+     "to_exchange": "mail.out", "to_key": "outbox", "key": "order-7", "properties_b64": "EAAC", "body": "hello",
+     "crc": 3735928559, "held": "returned: 312 NO_ROUTE"}
+
+Byte strings that are not UTF-8 stand under their name with ``_b64`` behind it, in base64. ``properties_b64`` is the
+payload of the content header after class, weight and body size; the default is a persistent message without any.
+``crc`` is the store's checksum over exchange, routing key, properties and body: a line whose bytes do not fit it is
+held, not sent. The last line, ``{"v": 1, "messages": 1000}``, says how many there are, so that a cut file is seen.
+
+The rule for changing this is envelope.py's: never change what a released version means, and read all of them for ever.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Any, Final, NamedTuple
+
+from delayer.core.message import Parcel, Target
+
+VERSION: Final = 1
+PERSISTENT: Final = b"\x10\x00\x02"
+SHORT_STRING: Final = 255
+_NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
+
+
+class NotALine(ValueError):
+    """A line that is none of this format. The message says what was expected and found."""
+
+
+class Line(NamedTuple):
+    """A message, its checksum where the line says one, and why it was held, where it was."""
+
+    parcel: Parcel
+    crc: int | None = None
+    held: str | None = None
+
+
+class End(NamedTuple):
+    """The last line."""
+
+    messages: int
+
+
+def write(line: Line) -> bytes:
+    """One line, with its end."""
+    parcel = line.parcel
+    said: dict[str, Any] = {"v": VERSION, "due_ms": parcel.due_ms}
+    values = (
+        parcel.route, parcel.exchange, parcel.routing_key, parcel.target.exchange, parcel.target.routing_key,
+        parcel.key, parcel.body,
+    )  # fmt: skip
+    for name, value in zip(_NAMES, values, strict=True):
+        if value is not None:
+            _put(said, name, value)
+    said["properties_b64"] = base64.b64encode(parcel.properties).decode()
+    if line.crc is not None:
+        said["crc"] = line.crc
+    if line.held is not None:
+        said["held"] = line.held
+    return _dumped(said)
+
+
+def write_end(messages: int) -> bytes:
+    return _dumped({"v": VERSION, "messages": messages})
+
+
+def _dumped(said: dict[str, Any]) -> bytes:
+    return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _put(said: dict[str, Any], name: str, value: bytes) -> None:
+    try:
+        said[name] = value.decode()
+    except UnicodeDecodeError:
+        said[f"{name}_b64"] = base64.b64encode(value).decode()
+
+
+def read(text: bytes) -> Line | End:
+    """The message that a line says, or the end. Raises NotALine."""
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise NotALine(f"expected a JSON object, found something else: {error}") from None
+    except RecursionError:
+        raise NotALine("expected a JSON object, found one that is nested too deeply") from None
+    if not isinstance(said, dict):
+        raise NotALine(f"expected a JSON object, found {_kind(said)}")
+    if said.get("v") != VERSION:
+        raise NotALine(f"expected version {VERSION} of the format, found {said.get('v')!r}")
+    if "messages" in said and "due_ms" not in said:
+        return End(_integer(said, "messages"))
+    exchange, routing_key = _get(said, "exchange", b""), _get(said, "routing_key", b"")
+    parcel = Parcel(
+        _integer(said, "due_ms"),
+        _get(said, "route", b""),
+        exchange,
+        routing_key,
+        Target(_get(said, "to_exchange", exchange), _get(said, "to_key", routing_key)),
+        _properties(said),
+        _get(said, "body", b"", SHORT_STRING << 32),
+        _get(said, "key", b"") if "key" in said or "key_b64" in said else None,
+    )
+    crc = _integer(said, "crc") if "crc" in said else None
+    held = said.get("held")
+    if held is not None and not isinstance(held, str):
+        raise NotALine(f"held: expected a string, found {_kind(held)}")
+    return Line(parcel, crc, held)
+
+
+def _properties(said: dict[str, Any]) -> bytes:
+    return _base64(said, "properties_b64") if "properties_b64" in said else PERSISTENT
+
+
+def _get(said: dict[str, Any], name: str, default: bytes, longest: int = SHORT_STRING) -> bytes:
+    if f"{name}_b64" in said:
+        value = _base64(said, f"{name}_b64")
+    elif name not in said:
+        return default
+    elif isinstance(said[name], str):
+        try:
+            value = said[name].encode()
+        except UnicodeEncodeError:
+            raise NotALine(f"{name}: expected characters, found half of one; other bytes go into {name}_b64") from None
+    else:
+        raise NotALine(f"{name}: expected a string, found {_kind(said[name])}")
+    if len(value) > longest:
+        raise NotALine(f"{name}: expected at most {longest} bytes, found {len(value)}")
+    return value
+
+
+def _base64(said: dict[str, Any], name: str) -> bytes:
+    value = said[name]
+    if not isinstance(value, str):
+        raise NotALine(f"{name}: expected a string, found {_kind(value)}")
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        raise NotALine(f"{name}: expected base64, found something else") from None
+
+
+def _integer(said: dict[str, Any], name: str) -> int:
+    value = said.get(name)
+    if type(value) is not int:
+        raise NotALine(f"{name}: expected an integer, found {_kind(value)}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else type(value).__name__

@@ -1,0 +1,97 @@
+"""Source `cascade`: what waits in the level queues of a cascade, NServiceBus's, Celery's or delayer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from delayer.broker.admin import Admin
+from delayer.core.cascade import LEVELS, Cascade, strip_prefix
+from delayer.core.importing import Item, Meant, Rewrite
+from delayer.core.levels import CONSULTED, due_at_level
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.plan import LATEST_MS
+from delayer.legacy.drain import Queues, Reader, decoded
+from delayer.wire.properties import Properties
+
+NAME: Final = "cascade"
+ARRIVED: Final = b"0." * LEVELS
+"""Before an address: no delay is left."""
+
+Open = Callable[[Delivery], Parcel | None]
+"""The message inside a carrier of delayer's own cascade; None for a message that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Satisfies drain.Reader: one level's queue."""
+
+    cascade: Cascade
+    number: int
+    to_exchange: bytes | None
+    open: Open
+
+    @property
+    def queue(self) -> str:
+        return self.cascade.level(self.number)
+
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+        """See the port. A carrier's message knows its due instant and destination itself."""
+        if self.cascade.kind == "delayer" and (inside := self.open(delivery)) is not None:
+            return Item(inside)
+        headers = decoded(properties, CONSULTED)
+        due_ms = min(due_at_level(self.cascade, self.number, delivery.routing_key, headers, now_ms), LATEST_MS)
+        target = self._target(strip_prefix(delivery.routing_key))
+        return Item(
+            Parcel(
+                due_ms, self.cascade.delivery.encode(), delivery.exchange, delivery.routing_key, target,
+                delivery.properties, delivery.body,
+            )
+        )  # fmt: skip
+
+    def _target(self, address: bytes) -> Target:
+        """Celery's addresses are routing keys, bound to its delivery exchange; the others' are queues."""
+        if self.to_exchange is not None:
+            return Target(self.to_exchange, address)
+        if self.cascade.kind == "celery":
+            return Target(self.cascade.delivery.encode(), ARRIVED + address)
+        return Target(b"", address)
+
+
+class CascadeLevels(Queues):
+    """From the highest level down, the way that messages go meanwhile: so none slips by."""
+
+    def __init__(
+        self,
+        url: str,
+        cascade: Cascade,
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        rewrites: Sequence[Rewrite] = (),
+        *,
+        open: Open,
+        to_exchange: bytes | None = None,
+        lowest: int = 0,
+    ) -> None:
+        super().__init__(NAME, url, meant, now, rewrites)
+        self._cascade = cascade
+        self._open = open
+        self._to_exchange = to_exchange
+        self._lowest = lowest
+
+    def more_parameters(self) -> Mapping[str, object]:
+        """See Queues."""
+        said: dict[str, object] = {"cascade": self._cascade.kind, "levels_from": self._lowest}
+        if self._cascade.kind == "delayer":
+            said["prefix"] = self._cascade.prefix
+        if self._to_exchange is not None:
+            said["to_exchange"] = self._to_exchange.decode("utf-8", "backslashreplace")
+        return said
+
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """See Queues."""
+        return [
+            Level(self._cascade, number, self._to_exchange, self._open)
+            for number in reversed(range(self._lowest, LEVELS))
+        ]

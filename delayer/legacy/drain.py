@@ -1,0 +1,327 @@
+"""Sources that are queues: messages are read from one after the other, and acknowledged when they are committed.
+
+A kill between the commit and the acknowledgements leaves messages both here and in their queue. They are known again by
+a digest of each in the note that was committed with them: one that the broker delivers again (it says so), that has an
+identity of its own and the very bytes of one in the note, is acknowledged and not parked a second time. A message
+without an identity is parked again: a duplicate is allowed, a merged pair is a loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from delayer.broker.admin import Admin
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
+from delayer.core.message import Delivery
+from delayer.legacy.ports import ImportImpossible, SourceLost
+from delayer.wire.address import Address
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+
+T = TypeVar("T")
+BATCH: Final = 1_000
+PREFETCH: Final = 2 * BATCH
+KEPT: Final = 50_000
+"""Messages that are not meant and stand before others, at most: they are the broker's again when we go."""
+GATHER_SECONDS: Final = 0.05
+PATIENCE: Final = 3
+"""Empty answers, a second each, after which the rest of a queue is in somebody else's hands."""
+HEARTBEAT: Final = 20.0
+DELIVERY_COUNT: Final = b"x-delivery-count"
+BEFORE_CUTOFF: Final = "due before the cutoff"
+NAME: Final = "delayer import"
+
+
+class Reader(Protocol):
+    """One queue, and what its messages are."""
+
+    @property
+    def queue(self) -> str: ...
+
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+        """The message. ``properties``: None where their bytes are broken."""
+
+
+class _Taken(NamedTuple):
+    tag: int
+    digest: str
+
+
+class Queues:
+    """Satisfies ports.Source: ``readers`` are read in their order. ``now``: the clock that rules."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        rewrites: Sequence[Rewrite] = (),
+    ) -> None:
+        self.name = name
+        self._url = url
+        self._meant = meant
+        self._now = now
+        self._rewrites = rewrites
+        self._readers: list[Reader] | None = None
+        self._at = 0
+        self._relay: Relay | None = None
+        self._subscription: RelaySubscription | None = None
+        self._taken: list[_Taken] = []
+        self._repeated: list[_Taken] = []
+        self._known: Counter[str] = Counter()
+        self._kept = 0
+        self._count = 0
+        self._left: dict[str, int] = {}
+
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """The queues, in the order to read them. Raises ImportImpossible."""
+        raise NotImplementedError
+
+    def more_parameters(self) -> Mapping[str, object]:
+        """What besides the broker says what is meant."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """See the port."""
+        return {
+            "broker": str(_address(self._url)),
+            **self.more_parameters(),
+            **rewriting(self._rewrites),
+            **self._meant.as_dict(),
+        }
+
+    # ---- the port
+
+    async def survey(self) -> Survey:
+        """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for."""
+        survey = Survey()
+        async with await self._admin() as admin:
+            readers = await self._all(admin)
+            depths = await _asked(admin.depths(reader.queue for reader in readers))
+        found = sum(depth or 0 for depth in depths.values())
+        survey.messages = found if self._meant.limit is None else min(found, self._meant.limit)
+        survey.remarks += [f"{name}: {depth:,} messages" for name, depth in depths.items() if depth]
+        missing = [name for name, depth in depths.items() if depth is None]
+        if missing:
+            survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
+        survey.remarks.append("destinations and due instants are seen by a run only")
+        return survey
+
+    async def stage(self, run: Run) -> None:
+        """See the port. The queues are read as they are."""
+        return
+
+    async def resume(self, run: Run) -> None:
+        """See the port."""
+        self._count = run.committed
+        if run.progress is not None:
+            self._known.update(json.loads(run.progress)["digests"])
+
+    async def next_batch(self) -> Batch | None:
+        """See the port."""
+        self._taken, self._repeated = [], []
+        while not self._full():
+            subscription = await self._next_subscription()
+            if subscription is None:
+                return None
+            deliveries = await self._deliveries(subscription)
+            if deliveries:
+                items = await self._items(deliveries)
+                if items or self._repeated:
+                    return Batch(items, self._note(), len(self._repeated))
+        return None
+
+    async def _items(self, deliveries: Sequence[Delivery]) -> list[Item]:
+        """Those that are meant, and new. What is not meant stays unacknowledged."""
+        reader = self._reader()
+        now_ms = await self._now()
+        items: list[Item] = []
+        for delivery in deliveries:
+            properties = _parsed(delivery.properties)
+            digest = fingerprint(delivery, properties)
+            if delivery.redelivered and digest and self._known[digest] > 0:
+                self._known[digest] -= 1
+                self._repeated.append(_Taken(delivery.tag, digest))
+                continue
+            item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
+            if not self._meant.includes(item.parcel.due_ms):
+                self._keep(BEFORE_CUTOFF)
+            elif self._full(len(items)):
+                self._keep("beyond the limit")
+            else:
+                items.append(item)
+                self._taken.append(_Taken(delivery.tag, digest))
+        self._count += len(items)
+        return items
+
+    async def remove(self, batch: Batch) -> None:
+        """See the port."""
+        subscription = self._subscription
+        assert subscription is not None
+        for taken in (*self._taken, *self._repeated):
+            subscription.ack(taken.tag, multiple=False)
+
+    async def finish(self) -> dict[str, int]:
+        """See the port."""
+        await self._leave()
+        return self._left
+
+    async def put_back(self, run: Run) -> None:
+        """See the port. What is not committed is in its queue; what is committed and still there goes now."""
+        await self.resume(run)
+        if not self._known.total():
+            return
+        queue = json.loads(str(run.progress))["queue"]
+        async with await self._admin() as admin:
+            self._readers = [reader for reader in await self._all(admin) if reader.queue == queue]
+        while self._known.total() and (subscription := await self._next_subscription()) is not None:
+            for delivery in await self._deliveries(subscription):
+                digest = fingerprint(delivery, _parsed(delivery.properties))
+                if delivery.redelivered and digest and self._known[digest] > 0:
+                    self._known[digest] -= 1
+                    subscription.ack(delivery.tag, multiple=False)
+        await self._leave()
+
+    async def close(self) -> None:
+        """See the port."""
+        try:
+            await self._leave()
+        finally:
+            relay, self._relay = self._relay, None
+            if relay is not None:
+                await relay.close()
+
+    # ---- queues
+
+    def _reader(self) -> Reader:
+        assert self._readers is not None
+        return self._readers[self._at]
+
+    def _full(self, more: int = 0) -> bool:
+        return self._meant.limit is not None and self._count + more >= self._meant.limit
+
+    def _keep(self, why: str) -> None:
+        self._kept += 1
+        self._left[why] = self._left.get(why, 0) + 1
+
+    def _note(self) -> str:
+        """The digests of what may be delivered again: of this batch, and of those before that were not met again."""
+        digests = sorted([*(one.digest for one in self._taken if one.digest), *self._known.elements()])
+        return json.dumps({"queue": self._reader().queue, "digests": digests})
+
+    async def _next_subscription(self) -> RelaySubscription | None:
+        """The subscription of the queue that is read; None when there is no queue left."""
+        if self._subscription is not None:
+            return self._subscription
+        async with await self._admin() as admin:
+            readers = await self._all(admin)
+            while self._at < len(readers):
+                depths = await _asked(admin.depths([readers[self._at].queue]))
+                if depths[readers[self._at].queue]:
+                    break
+                self._at += 1
+            else:
+                return None
+        try:
+            if self._relay is None:
+                self._relay = Relay(_address(self._url), NAME, heartbeat=HEARTBEAT)
+                self._relay.start()
+            prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
+            self._subscription = await RelayConsumer(self._relay).subscribe(self._reader().queue, prefetch)
+        except BrokerLost as lost:
+            raise SourceLost(str(lost)) from lost
+        return self._subscription
+
+    async def _deliveries(self, subscription: RelaySubscription) -> list[Delivery]:
+        """The next ones; empty where the queue is at its end, and then it is left."""
+        try:
+            for _ in range(PATIENCE):
+                if some := await subscription.next_batch(BATCH, GATHER_SECONDS):
+                    return some
+                if self._kept >= KEPT:
+                    break
+                async with await self._admin() as admin:
+                    if not (await _asked(admin.depths([self._reader().queue])))[self._reader().queue]:
+                        break
+        except BrokerLost as lost:
+            raise SourceLost(str(lost)) from lost
+        await self._leave()
+        self._at += 1
+        return []
+
+    async def _leave(self) -> None:
+        """What was not acknowledged is back in the queue."""
+        subscription, self._subscription = self._subscription, None
+        self._kept = 0
+        if subscription is not None:
+            await subscription.close()
+
+    async def _all(self, admin: Admin) -> list[Reader]:
+        if self._readers is None:
+            self._readers = await self.readers(admin)
+        return self._readers
+
+    async def _admin(self) -> Admin:
+        return await _asked(Admin.connect(self._url, name=NAME))
+
+
+async def _asked(question: Awaitable[T]) -> T:
+    try:
+        return await question
+    except (BrokerLost, BrokerRefused) as error:
+        raise SourceLost(str(error)) from error
+
+
+def _address(url: str) -> Address:
+    try:
+        return Address.parse(url)
+    except ValueError as error:
+        raise ImportImpossible(f"the source's {error}") from None
+
+
+def _parsed(raw: bytes) -> Properties | None:
+    try:
+        properties = Properties.parse(raw)
+        properties.entries()
+    except (MalformedProperties, MalformedTable):
+        return None
+    return properties
+
+
+def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
+    """The first header of each of these names; nothing where a value is broken inside."""
+    found: dict[bytes, object] = {}
+    wanted = frozenset(names)
+    for field in properties.headers_items() if properties is not None else ():
+        if field.name in wanted and field.name not in found:
+            try:
+                found[field.name] = field.value
+            except MalformedTable:
+                continue
+    return found
+
+
+def fingerprint(delivery: Delivery, properties: Properties | None) -> str:
+    """What a message is known again by: its bytes, but for the broker's count of deliveries. "" for one that has no
+    identity of its own, neither a message id nor Celery's header ``id``."""
+    if properties is None or (properties.message_id is None and properties.get(b"id") is None):
+        return ""
+    digest = hashlib.sha256()
+    for part in (delivery.exchange, delivery.routing_key, delivery.body):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    for name, (start, end) in properties.spans.items():
+        if name != "headers":
+            digest.update(name.encode() + properties.raw[start:end])
+    for field in properties.headers_items():
+        if field.name != DELIVERY_COUNT:
+            digest.update(len(field.name).to_bytes(1, "big") + field.name + field.type_and_value)
+    return digest.hexdigest()[:32]

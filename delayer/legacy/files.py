@@ -1,0 +1,245 @@
+"""Sources that are files: a record a line, read twice, in constant memory.
+
+*Staging* reads the whole file once and notes in the store where each record stands and when it is due; the run then
+reads the records in that order. The file itself is never changed: it may be kept, and it must stay as it is until the
+run is done, which its digest among the parameters sees to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
+from delayer.core.plan import LATEST_MS
+from delayer.legacy.ports import ImportImpossible, Notes, SourceLost
+
+PORTION: Final = 10_000
+"""Records that are noted at once."""
+BATCH: Final = 2_000
+BATCH_BYTES: Final = 8 << 20
+NAMED: Final = 10
+"""Unreadable lines that are told one by one."""
+BEFORE_DUE: Final = "due before the cutoff"
+BEYOND_LIMIT: Final = "beyond the limit"
+
+
+class Unreadable(ValueError):
+    """A line that is no record. The message completes "line 7: …"."""
+
+
+class Skipped(NamedTuple):
+    """A record that is not meant, and why."""
+
+    why: str
+
+
+Reading = Item | Skipped | None
+"""What a line is; None for one that says nothing."""
+
+
+class FileSource:
+    """Satisfies ports.Source, but for :meth:`read`. ``more``: the parameters that reading depends on."""
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        meant: Meant,
+        rewrites: Sequence[Rewrite] = (),
+        more: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        self.name = name
+        self.path = path
+        self.records = 0
+        """Lines that are not empty, as the last look found them."""
+        self._meant = meant
+        self._rewrites = rewrites
+        self._more = {**more, **rewriting(rewrites)}
+        self._parameters: dict[str, object] | None = None
+        self._notes: Notes | None = None
+        self._file: BufferedReader | None = None
+        self._run: Run | None = None
+        self._after = (-(1 << 62), -1)
+        self._survey: Survey | None = None
+
+    def read(self, line: bytes) -> Reading:
+        """The message of a line, without its end. Raises Unreadable."""
+        raise NotImplementedError
+
+    def noting(self, notes: Notes) -> FileSource:
+        """With the place where the order of the records is noted; a survey needs none."""
+        self._notes = notes
+        return self
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """Raises SourceLost."""
+        if self._parameters is None:
+            self._parameters = {
+                "file": str(self.path.resolve()),
+                "sha256": self._digest(),
+                **self._more,
+                **self._meant.as_dict(),
+            }
+        return self._parameters
+
+    async def survey(self) -> Survey:
+        """See the port. What cannot be read is left, and told."""
+        if self._survey is None:
+            self._survey = self.look()
+        return self._survey
+
+    def look(self) -> Survey:
+        """Read it all, and count."""
+        survey = Survey()
+        self.records = 0
+        for number, _, _, reading in self._records(survey):
+            if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
+                survey.add(reading.parcel.target, reading.parcel.due_ms)
+                if reading.problem:
+                    _remark(survey, f"line {number}: will be held: {reading.problem}")
+            elif isinstance(reading, Item):
+                survey.leave(BEFORE_DUE)
+            elif reading is not None:
+                survey.leave(reading.why)
+        found = survey.messages or 0
+        if self._meant.limit is not None and found > self._meant.limit:
+            survey.leave(BEYOND_LIMIT, found - self._meant.limit)
+            survey.messages = self._meant.limit
+        return survey
+
+    def _records(self, survey: Survey | None) -> Iterator[tuple[int, int, int, Reading]]:
+        """Every line's number, place, length, and what it is. ``survey`` hears of the unreadable ones."""
+        position = 0
+        unreadable = 0
+        for number, line in enumerate(self._lines(), 1):
+            self.records += bool(line.strip())
+            try:
+                yield number, position, len(line), self._checked(line)
+            except Unreadable as why:
+                unreadable += 1
+                if survey is not None:
+                    survey.leave("unreadable")
+                    if unreadable <= NAMED:
+                        survey.remarks.append(f"line {number} is unreadable: {why}")
+            position += len(line)
+
+    def _checked(self, line: bytes) -> Reading:
+        reading = self.read(line.rstrip(b"\r\n"))
+        if not isinstance(reading, Item):
+            return reading
+        if not 0 <= reading.parcel.due_ms <= LATEST_MS:
+            raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {reading.parcel.due_ms}")
+        return redirected(reading, self._rewrites)
+
+    async def stage(self, run: Run) -> int:
+        """See the port."""
+        notes = self._noted()
+        count = await notes.write_items(run, self._portions())
+        if self._meant.limit is not None and count > self._meant.limit:
+            count = await notes.keep_items(run, self._meant.limit)
+        return count
+
+    async def _portions(self) -> AsyncIterator[Sequence[tuple[int, int, int]]]:
+        portion: list[tuple[int, int, int]] = []
+        for _, position, size, reading in self._records(None):
+            if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
+                portion.append((reading.parcel.due_ms, position, size))
+                if len(portion) == PORTION:
+                    yield portion
+                    portion = []
+        if portion:
+            yield portion
+
+    async def resume(self, run: Run) -> None:
+        """See the port. Nothing is removed: what is committed is passed over."""
+        self._run = run
+        if run.progress is not None:
+            due_ms, position = json.loads(run.progress)
+            self._after = (due_ms, position)
+
+    async def next_batch(self) -> Batch | None:
+        """See the port."""
+        assert self._run is not None
+        places = await self._noted().read_items(self._run, self._after, BATCH)
+        if not places:
+            return None
+        items: list[Item] = []
+        size = 0
+        for due_ms, position, length in places:
+            reading = self._read_at(position, length)
+            if not isinstance(reading, Item) or reading.parcel.due_ms != due_ms:
+                raise ImportImpossible(f"{self.path}: it changed since it was staged (at byte {position})")
+            items.append(reading)
+            self._after = (due_ms, position)
+            size += length
+            if size >= BATCH_BYTES:
+                break
+        return Batch(items, json.dumps(self._after))
+
+    def _read_at(self, position: int, length: int) -> Reading:
+        if self._file is None:
+            self._file = self._open()
+        try:
+            self._file.seek(position)
+            return self._checked(self._file.read(length))
+        except Unreadable:
+            return None
+        except OSError as error:
+            raise SourceLost(f"{self.path}: {error.strerror}") from error
+
+    async def remove(self, batch: Batch) -> int:
+        """See the port. The file stays as it is."""
+        return len(batch.items) + batch.again
+
+    async def finish(self) -> dict[str, int]:
+        """See the port."""
+        return dict((await self.survey()).left)
+
+    async def put_back(self, run: Run) -> int:
+        """See the port. Nothing was taken."""
+        return (run.staged or 0) - run.committed
+
+    async def close(self) -> None:
+        """See the port."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # ---- the file
+
+    def _noted(self) -> Notes:
+        if self._notes is None:
+            raise RuntimeError("a source of a file was staged without a place for its notes")
+        return self._notes
+
+    def _open(self) -> BufferedReader:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise SourceLost(f"{self.path}: {error.strerror}") from error
+
+    def _lines(self) -> Iterator[bytes]:
+        with self._open() as file:
+            try:
+                yield from file
+            except OSError as error:
+                raise SourceLost(f"{self.path}: {error.strerror}") from error
+
+    def _digest(self) -> str:
+        with self._open() as file:
+            try:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise SourceLost(f"{self.path}: {error.strerror}") from error
+
+
+def _remark(survey: Survey, text: str) -> None:
+    if len(survey.remarks) < NAMED:
+        survey.remarks.append(text)

@@ -1,0 +1,181 @@
+"""Source `hold-queues`: queues that hold messages for a time and dead-letter them then, one queue for each duration.
+
+Symfony's ``delay_…``, Laravel's ``….delay.<ms>``, enqueue's ``….delayed``, EasyNetQ's, MailerQ's powers of two, the
+classic pair of a work queue and a retry queue. Where a message goes, and for how long a queue holds it, the queue's
+arguments or its policy say, as the management API tells them; or a person says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.management import Management
+from delayer.core.importing import Item, Meant, Rewrite
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.values import Timestamp
+from delayer.legacy.drain import Queues, Reader, decoded
+from delayer.legacy.ports import ImportImpossible, SourceLost
+from delayer.wire.properties import Properties, splice
+
+NAME: Final = "hold-queues"
+X_DEATH: Final = b"x-death"
+_LONGEST_MS: Final = 315_360_000_000
+"""Ten years: RabbitMQ's own limit for a TTL."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """Satisfies drain.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts."""
+
+    queue: str
+    exchange: bytes
+    routing_key: bytes | None
+    ttl_ms: int | None
+    last_ms: int = 0
+    """The latest due instant that a message of it told: those behind it came later, and are due later."""
+
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+        """See the port."""
+        own = delivery.routing_key if self.routing_key is None else self.routing_key
+        wait_ms = self._wait_ms(properties)
+        problem = ""
+        if wait_ms is None:
+            problem, wait_ms = "import: neither its queue nor the message says for how long it is held", 0
+        if (self.exchange, own) == (b"", self.queue.encode()):
+            problem = "import: its queue would give it back to itself"
+        due_ms = self._due_ms(properties, wait_ms, now_ms)
+        return Item(
+            Parcel(
+                due_ms, self.queue.encode(), delivery.exchange, delivery.routing_key, Target(self.exchange, own),
+                _without_expiration(delivery.properties, properties), delivery.body,
+            ),
+            problem,
+        )  # fmt: skip
+
+    def _wait_ms(self, properties: Properties | None) -> int | None:
+        """How long it is held from when it came: the smaller of the two counts, as for the broker."""
+        said = [] if self.ttl_ms is None else [self.ttl_ms]
+        expiration = None if properties is None else properties.expiration
+        if expiration is not None and expiration.isdigit():
+            said.append(min(int(expiration), _LONGEST_MS))
+        return min(said, default=None)
+
+    def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:
+        """Never early: what a message tells of when it came is believed between now and the whole wait from now.
+
+        A message that came when it says would be gone if its time were over: then it does not say when it came here,
+        but when it was first sent, and it may have come just now.
+        """
+        latest_ms = now_ms + wait_ms
+        came = _came_ms(properties)
+        if came is None or came + wait_ms <= now_ms:
+            return latest_ms
+        due_ms = min(came + wait_ms, latest_ms)
+        if self.ttl_ms is not None and wait_ms == self.ttl_ms:
+            due_ms = self.last_ms = max(due_ms, min(self.last_ms, latest_ms))
+        return due_ms
+
+
+def _came_ms(properties: Properties | None) -> int | None:
+    """The latest of what the message says about when it came, at the end of that second."""
+    if properties is None:
+        return None
+    told = [] if properties.timestamp is None else [properties.timestamp]
+    deaths = decoded(properties, (X_DEATH,)).get(X_DEATH)
+    if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict):
+        at = deaths[0].get("time")
+        if isinstance(at, Timestamp):
+            told.append(int(at))
+    return (max(told) + 1) * 1000 if told else None
+
+
+def _without_expiration(raw: bytes, properties: Properties | None) -> bytes:
+    """As the broker dead-letters: an expiration has acted, and does not act again."""
+    return raw if properties is None or properties.expiration is None else splice(properties, drop=("expiration",))
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a person says about all the queues, where nobody else does."""
+
+    ttl_ms: int | None = None
+    exchange: str | None = None
+    routing_key: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        said = {"ttl_ms": self.ttl_ms, "to_exchange": self.exchange, "to_key": self.routing_key}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+class HoldQueues(Queues):
+    """The queues that match ``patterns``, those of the shortest time first."""
+
+    def __init__(
+        self,
+        url: str,
+        management_url: str | None,
+        patterns: Sequence[str],
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        *,
+        rewrites: Sequence[Rewrite] = (),
+        vhost: str,
+        said: Said = Said(),
+    ) -> None:
+        super().__init__(NAME, url, meant, now, rewrites)
+        self._management = Management(management_url, vhost, timeout=30.0) if management_url else None
+        self._patterns = patterns
+        self._said = said
+
+    def more_parameters(self) -> Mapping[str, object]:
+        """See Queues."""
+        return {"queues": list(self._patterns), **self._said.as_dict()}
+
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """See Queues."""
+        told = await self._told()
+        holds = [self._hold(name, arguments) for name, arguments in sorted(told.items())]
+        if not holds:
+            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}")
+        holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
+        return list(holds)
+
+    async def _told(self) -> dict[str, Mapping[str, Any]]:
+        """Every queue that matches, with its arguments; a policy's under the names of arguments."""
+        if self._management is None:
+            if any(set("*?[") & set(pattern) for pattern in self._patterns):
+                raise ImportImpossible(
+                    "patterns need broker.management_url; without it, name each queue, and say --ttl and --to-exchange"
+                )
+            return {name: {} for name in self._patterns}
+        try:
+            told = await self._management.queues()
+        except (BrokerUnreachable, BrokerRefused) as error:
+            raise SourceLost(str(error)) from error
+        return {
+            name: arguments
+            for name, arguments in told.items()
+            if any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        }
+
+    def _hold(self, name: str, arguments: Mapping[str, Any]) -> Hold:
+        said = self._said
+        exchange = said.exchange if said.exchange is not None else arguments.get("x-dead-letter-exchange")
+        key = said.routing_key if said.routing_key is not None else arguments.get("x-dead-letter-routing-key")
+        ttl = said.ttl_ms if said.ttl_ms is not None else arguments.get("x-message-ttl")
+        if exchange is None:
+            raise ImportImpossible(
+                f"queue {name}: expected a dead-letter exchange, found none: it holds nothing for a time. Say "
+                "--to-exchange, or other queues"
+            )
+        return Hold(
+            name,
+            str(exchange).encode(),
+            None if key is None else str(key).encode(),
+            None if ttl is None else int(ttl),
+        )

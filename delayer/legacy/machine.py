@@ -1,0 +1,190 @@
+"""The state machine of an import: preview, run (stage, batches, resume), abort. See core/importing.py for its states.
+
+Every step is safe to repeat, and what has to be remembered between two steps is in the store: a run that is killed
+anywhere goes on where its last commit stands. A batch is committed together with the source's own note of how far it
+is; only then does the source remove it. So after a kill between the two the source removes, by that note, what it still
+has of the batch, and nothing is parked twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from delayer.core.importing import Batch, Goal, Item, Phase, Run, Survey
+from delayer.core.message import Target
+from delayer.faultpoint import reach
+from delayer.legacy.ports import Book, CountMismatch, ImportImpossible, Judge, Source
+
+Say = Callable[[str, int, int | None], None]
+"""Told what is being done, how much of it is done, and how much there is, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a run would do. ``problems``: the destinations whose messages would be held, and why."""
+
+    survey: Survey
+    problems: Mapping[Target, str]
+    unfinished: Run | None
+
+    @property
+    def to_hold(self) -> int:
+        return sum(self.survey.goals[target].messages for target in self.problems if target in self.survey.goals)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did, this time (``parked``, ``held``, ``again``) and altogether (``run``). ``again``: messages that
+    were committed before the last interruption, and only had to be removed. ``left``: why others stay there."""
+
+    run: Run
+    resumed: bool
+    parked: int = 0
+    held: int = 0
+    again: int = 0
+    seconds: float = 0.0
+    left: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def count(self, batch: Batch) -> None:
+        self.again += batch.again
+        for item in batch.items:
+            if item.problem:
+                self.held += 1
+                self.reasons[item.problem] = self.reasons.get(item.problem, 0) + 1
+            else:
+                self.parked += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """``put_back``: None where the source cannot count."""
+
+    run: Run
+    put_back: int | None
+
+
+async def preview(source: Source, book: Book, judge: Judge) -> Preview:
+    """Look, and change nothing. Raises SourceLost, ImportImpossible, StoreLost."""
+    survey = await source.survey()
+    problems = await judge.problems(survey.goals)
+    return Preview(survey, problems, await book.unfinished())
+
+
+async def run(source: Source, book: Book, judge: Judge, who: str, say: Say) -> Report:
+    """Begin, or go on. Raises SourceLost, ImportImpossible, CountMismatch, StoreLost; run it again then."""
+    began = time.monotonic()
+    found = await book.unfinished()
+    if found is None:
+        # Before anything moves: what nobody can read, or nobody could be asked about, stops it here.
+        survey = await source.survey()
+        await judge.problems(survey.goals)
+        current = await book.begin(source.name, source.parameters, who)
+        reach("import.begun")
+    else:
+        current = same(found, source)
+    if current.phase is Phase.STAGING:
+        say("staging", 0, None)
+        messages = await source.stage(current)
+        reach("import.staged")
+        current = await book.staged(current, messages)
+    report = Report(current, resumed=found is not None)
+    await source.resume(current)
+    await _batches(source, book, judge, report, say)
+    current = report.run
+    if current.staged is not None and current.committed != current.staged:
+        raise CountMismatch(
+            f"{current.staged} messages were staged, but {current.committed} are parked or held, and the source has "
+            "no more"
+        )
+    report.left = await source.finish()
+    reach("import.emptied")
+    report.run = await book.finish(current, Phase.DONE)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+async def _batches(source: Source, book: Book, judge: Judge, report: Report, say: Say) -> None:
+    """Batch after batch until nothing is left; ``report`` knows how far it is."""
+    while True:
+        current = report.run
+        say("importing", current.committed, current.staged)
+        batch = await source.next_batch()
+        if batch is None:
+            return
+        batch = await _judged(batch, judge)
+        reach("import.taken")
+        if current.staged is not None and current.committed + len(batch.items) > current.staged:
+            raise CountMismatch(
+                f"{current.staged} messages were staged, {current.committed} are committed, and {len(batch.items)} "
+                "more came"
+            )
+        if batch.items or batch.progress != current.progress:
+            report.run = await book.commit(current, batch)
+        report.count(batch)
+        removed = await source.remove(batch)
+        reach("import.removed")
+        expected = len(batch.items) + batch.again
+        if removed is not None and removed != expected:
+            raise CountMismatch(
+                f"{expected} messages of a batch are committed, but {removed} could be removed from the source: "
+                "somebody else removes them too"
+            )
+
+
+async def _judged(batch: Batch, judge: Judge) -> Batch:
+    """The batch, with what would not be taken to be held."""
+    goals: dict[Target, Goal] = {}
+    for item in batch.items:
+        goal = goals.setdefault(item.parcel.target, Goal(0, item.parcel.due_ms))
+        goal.messages += 1
+        goal.first_due_ms = min(goal.first_due_ms, item.parcel.due_ms)
+    problems = await judge.problems(goals)
+    if not problems:
+        return batch
+    items: Sequence[Item] = [
+        item if item.problem else Item(item.parcel, problems.get(item.parcel.target, "")) for item in batch.items
+    ]
+    return Batch(items, batch.progress, batch.again)
+
+
+async def abort(source: Source, book: Book) -> Aborted:
+    """End an unfinished run: what is committed stays, the rest goes back. Raises ImportImpossible if there is none."""
+    found = await book.unfinished()
+    if found is None:
+        raise ImportImpossible("there is no unfinished import to abort")
+    current = same(found, source)
+    back = await source.put_back(current)
+    reach("import.emptied")
+    return Aborted(await book.finish(current, Phase.ABORTED), back)
+
+
+def same(found: Run, source: Source) -> Run:
+    """``found``, if it is this import. Raises ImportImpossible."""
+    if found.source != source.name:
+        raise ImportImpossible(
+            f"import {found.id} from {found.source} is not finished ({_shown(found.parameters)}). Next: `delayer "
+            f"import {found.source} run` with its parameters, to go on, or `abort` with them"
+        )
+    if dict(found.parameters) == dict(source.parameters):
+        return found
+    names = sorted(found.parameters.keys() | source.parameters.keys())
+    differences = [
+        f"{name}: begun with {found.parameters.get(name, 'nothing')!r}, now {source.parameters.get(name, 'nothing')!r}"
+        for name in names
+        if found.parameters.get(name, _NOTHING) != source.parameters.get(name, _NOTHING)
+    ]
+    raise ImportImpossible(
+        f"import {found.id} from {found.source} is not finished, and was begun with other parameters ("
+        f"{'; '.join(differences)}). Next: `run` with those, to go on, or `abort` with them"
+    )
+
+
+_NOTHING: Final = object()
+
+
+def _shown(parameters: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(parameters.items())) or "no parameters"

@@ -1,0 +1,356 @@
+"""Sources that are tables of timeouts in a database: PostgreSQL, MySQL and MariaDB, SQL Server, by SQLAlchemy.
+
+*Staging* moves what is meant out of reach of any timeout manager (statements.py), in one transaction; a batch is read
+from there, and removed when it is committed here. *put_back* moves the rest back. So a row is at any time where it was,
+or staged, or in our store; after a kill between our commit and the removal it is in both of these, and the next run
+removes it, by the place that was committed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from fnmatch import fnmatchcase
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
+from typing import Any, Final
+
+from sqlalchemy import URL, inspect
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from delayer.core.importing import SOON_MS, Batch, Item, Meant, Rewrite, Run, Survey, renamed, rewriting
+from delayer.core.message import Target
+from delayer.legacy.ports import CountMismatch, ImportImpossible, SourceLost
+from delayer.legacy.statements import SUFFIX, Layout, Moving, Pick, Place
+from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of
+
+BATCH: Final = 2_000
+BATCH_BYTES: Final = 8 << 20
+DRIVERS: Final = {
+    "postgresql": "postgresql+asyncpg",
+    "mysql": "mysql+asyncmy",
+    "mariadb": "mariadb+asyncmy",
+    "mssql": "mssql+aioodbc",
+}
+PACKAGES: Final = {"asyncmy": "pip install 'delayer[mysql]'", "aioodbc": "pip install aioodbc, and Microsoft's driver"}
+SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
+SOONER: Final = "due before the cutoff"
+NO_TIME: Final = "without a due time"
+BEYOND_LIMIT: Final = "beyond the limit"
+
+
+def database_url(text: str) -> URL:
+    """The URL with an asynchronous driver. Raises ImportImpossible, never showing the text."""
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise ImportImpossible(
+            "the source's URL cannot be read: expected DIALECT://user:password@host/database"
+        ) from None
+    return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+
+
+class Tables:
+    """Satisfies ports.Source, for the tables that match ``patterns``. ``overdue_too``: no timeout manager runs."""
+
+    def __init__(
+        self,
+        name: str,
+        url: URL,
+        patterns: Sequence[str],
+        layout: Layout,
+        meant: Meant,
+        *,
+        schema: str | None = None,
+        endpoint: str | None = None,
+        rewrites: Sequence[Rewrite] = (),
+        overdue_too: bool = False,
+    ) -> None:
+        self.name = name
+        self._url = url
+        self._patterns = patterns
+        self._layout = layout
+        self._meant = meant
+        self._schema = schema
+        self._endpoint = endpoint
+        self._rewrites = rewrites
+        self._overdue_too = overdue_too
+        self._engine: AsyncEngine | None = None
+        self._tables: list[Moving] | None = None
+        self._taken: dict[str, Place] = {}
+        self._since: dict[str, datetime] = {}
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """See the port."""
+        shown = self._url.set(password=None).render_as_string(hide_password=True)
+        said: dict[str, object] = {"database": shown, "tables": list(self._patterns), "overdue_too": self._overdue_too}
+        if self._schema is not None:
+            said["schema"] = self._schema
+        if self._endpoint is not None:
+            said["endpoint"] = self._endpoint
+        return said | rewriting(self._rewrites) | self._meant.as_dict()
+
+    # ---- the port
+
+    async def survey(self) -> Survey:
+        """See the port."""
+        survey = Survey()
+        async with self._connected() as connection:
+            tables = await self._found(connection)
+            await self._refuse_leftovers(connection, tables)
+            pick = self._pick()
+            for one in tables:
+                for destination, count, first, last in await connection.execute(one.goals(pick)):
+                    survey.add(self._target(destination or ""), epoch_ms(first), epoch_ms(last), count)
+                row = (await connection.execute(one.others(pick))).one()
+                for why, count in zip((NO_TIME, SOONER, SOON), row, strict=True):
+                    survey.leave(why, int(count or 0))
+        found = survey.messages or 0
+        if self._meant.limit is not None and found > self._meant.limit:
+            survey.leave(BEYOND_LIMIT, found - self._meant.limit)
+            survey.messages = self._meant.limit
+        survey.remarks.append(f"tables: {', '.join(one.name for one in tables)}")
+        return survey
+
+    async def stage(self, run: Run) -> int:
+        """See the port."""
+        async with self._connected() as connection:
+            tables = await self._found(connection)
+            there = await self._staged(connection)
+            for one in tables:
+                if one.staged.name not in there:
+                    await connection.execute(one.create())
+                    await connection.execute(one.index())
+            await connection.commit()
+            # A stage that was committed is whole.
+            if not (count := await self._count(connection, tables)):
+                count = await self._take(connection, tables)
+                await connection.commit()
+        return count
+
+    async def _take(self, connection: AsyncConnection, tables: Sequence[Moving]) -> int:
+        pick = self._pick()
+        shares = await self._shares(connection, tables, pick)
+        total = 0
+        for one in tables:
+            taken = (await connection.execute(one.take(pick, shares.get(one.name)))).rowcount
+            forgotten = (await connection.execute(one.forget(connection.dialect.name))).rowcount
+            if taken != forgotten:
+                raise CountMismatch(
+                    f"table {one.name}: {taken} timeouts were copied, but {forgotten} deleted: nothing is moved"
+                )
+            total += taken
+        return total
+
+    async def _shares(self, connection: AsyncConnection, tables: Sequence[Moving], pick: Pick) -> dict[str, int]:
+        """How many of the soonest ``limit`` stand in each table; nothing without a limit."""
+        if self._meant.limit is None:
+            return {}
+        dues = []
+        for one in tables:
+            rows = await connection.execute(one.soonest(pick, self._meant.limit))
+            dues.append([(due, one.name) for (due,) in rows])
+        shares = dict.fromkeys((one.name for one in tables), 0)
+        for _, name in islice(merge(*dues), self._meant.limit):
+            shares[name] += 1
+        return shares
+
+    async def resume(self, run: Run) -> None:
+        """See the port."""
+        async with self._connected() as connection:
+            # After the last batch they may be gone already: a run that died before the store knew.
+            there = await self._staged(connection)
+            self._tables = [one for one in await self._found(connection) if one.staged.name in there]
+            for name, place in _read_progress(run.progress).items():
+                one = next((table for table in self._tables if table.name == name), None)
+                if one is not None:
+                    await connection.execute(one.remove(place))
+            await connection.commit()
+
+    async def next_batch(self) -> Batch | None:
+        """See the port."""
+        async with self._connected() as connection:
+            rows: list[tuple[datetime, Moving, Any]] = []
+            for one in await self._found(connection):
+                found = await connection.execute(one.batch(BATCH, self._since.get(one.name)))
+                rows += [(row[3], one, row) for row in found]
+        rows.sort(key=itemgetter(0))  # stable: in the order of ids where instants are equal
+        items: list[Item] = []
+        self._taken = {}
+        size = 0
+        for due, one, row in rows[:BATCH]:
+            items.append(self._item(row))
+            self._taken[one.name] = Place(due, row[0])
+            size += len(row[2] or b"")
+            if size >= BATCH_BYTES:
+                break
+        return Batch(items, _progress(self._taken)) if items else None
+
+    async def remove(self, batch: Batch) -> int:
+        """See the port."""
+        removed = 0
+        async with self._connected() as connection:
+            for one in await self._found(connection):
+                if one.name in self._taken:
+                    place = self._taken[one.name]
+                    removed += (await connection.execute(one.remove(place, self._since.get(one.name)))).rowcount
+                    self._since[one.name] = place.time
+            await connection.commit()
+        return removed
+
+    async def finish(self) -> dict[str, int]:
+        """See the port."""
+        left = Survey()
+        async with self._connected() as connection:
+            tables = await self._found(connection)
+            count = await self._count(connection, tables)
+            if count:
+                raise CountMismatch(f"{count} staged timeouts are left")
+            await self._drop(connection)
+            pick = self._pick()
+            self._tables = None
+            for one in await self._found(connection):
+                row = (await connection.execute(one.others(pick))).one()
+                for why, number in zip((NO_TIME, SOONER, SOON), row, strict=True):
+                    left.leave(why, int(number or 0))
+        return left.left
+
+    async def put_back(self, run: Run) -> int:
+        """See the port."""
+        await self.resume(run)
+        back = 0
+        async with self._connected() as connection:
+            for one in await self._found(connection):
+                back += (await connection.execute(one.give_back())).rowcount
+                await connection.execute(one.empty())
+            await connection.commit()
+            await self._drop(connection)
+        return back
+
+    async def close(self) -> None:
+        """See the port."""
+        if self._engine is not None:
+            await self._engine.dispose()
+            self._engine = None
+
+    # ---- messages
+
+    def _target(self, destination: str) -> Target:
+        return Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self._rewrites))
+
+    def _item(self, row: Any) -> Item:
+        id_, destination, state, due, headers = row
+        timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
+        return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key)
+
+    def _pick(self) -> Pick:
+        after = None if self._overdue_too else moment_of(_now_ms() + SOON_MS)
+        since = None if self._meant.cutoff_ms is None else moment_of(self._meant.cutoff_ms)
+        return Pick(after, since, self._endpoint)
+
+    # ---- tables
+
+    async def _found(self, connection: AsyncConnection) -> list[Moving]:
+        """The tables that are meant, as the database has them. Raises ImportImpossible where there are none."""
+        if self._tables is None:
+            self._tables = await connection.run_sync(self._look)
+        return self._tables
+
+    def _look(self, connection: Any) -> list[Moving]:
+        inspector = inspect(connection)
+        names = sorted(inspector.get_table_names(schema=self._schema))
+        meant = [
+            name
+            for name in names
+            if not name.endswith(SUFFIX) and any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        ]
+        tables = []
+        for name in meant:
+            columns = [str(one["name"]) for one in inspector.get_columns(name, schema=self._schema)]
+            try:
+                layout = self._layout.of(columns)
+            except KeyError as missing:
+                raise ImportImpossible(
+                    f"table {name}: expected the columns of a timeout table, {missing} is missing"
+                ) from None
+            tables.append(Moving(name, self._schema, columns, layout))
+        if not tables:
+            raise ImportImpossible(
+                f"no table matches {', '.join(self._patterns)}: found {', '.join(names[:20]) or 'no table at all'}"
+            )
+        return tables
+
+    async def _staged(self, connection: AsyncConnection) -> set[str]:
+        """The tables beside them that exist."""
+        names = await connection.run_sync(lambda sync: inspect(sync).get_table_names(schema=self._schema))
+        return {name for name in names if name.endswith(SUFFIX)}
+
+    async def _refuse_leftovers(self, connection: AsyncConnection, tables: Sequence[Moving]) -> None:
+        there = await self._staged(connection)
+        for one in tables:
+            if one.staged.name in there and (await connection.execute(one.count())).scalar_one():
+                raise ImportImpossible(
+                    f"table {one.staged.name} holds timeouts of another store's import: finish or abort that one"
+                )
+
+    async def _count(self, connection: AsyncConnection, tables: Sequence[Moving]) -> int:
+        there = await self._staged(connection)
+        return sum([(await connection.execute(one.count())).scalar_one() for one in tables if one.staged.name in there])
+
+    async def _drop(self, connection: AsyncConnection) -> None:
+        there = await self._staged(connection)
+        for one in self._tables or ():
+            if one.staged.name in there:
+                await connection.execute(one.drop())
+        await connection.commit()
+
+    # ---- the connection
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AsyncConnection]:
+        try:
+            if self._engine is None:
+                self._engine = create_async_engine(self._url)
+            async with self._engine.connect() as connection:
+                yield connection
+        except ModuleNotFoundError as error:
+            advice = PACKAGES.get(error.name or "", f"install {error.name}")
+            raise ImportImpossible(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
+        except (SQLAlchemyError, OSError) as error:
+            raise SourceLost(self._described(error)) from error
+
+    def _described(self, error: Exception) -> str:
+        """One line, without what a driver may quote."""
+        inner = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        text = str(inner).strip().split("\n", 1)[0]
+        password = str(self._url.password or "")
+        return f"{type(inner).__name__}: {text.replace(password, '***') if password else text}"
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _progress(places: dict[str, Place]) -> str:
+    said = {
+        name: [place.time.isoformat(), {"uuid": str(place.id)} if isinstance(place.id, uuid.UUID) else place.id]
+        for name, place in places.items()
+    }
+    return json.dumps(said, sort_keys=True)
+
+
+def _read_progress(text: str | None) -> dict[str, Place]:
+    if text is None:
+        return {}
+    return {
+        name: Place(datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
+        for name, (due, id_) in json.loads(text).items()
+    }

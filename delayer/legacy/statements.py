@@ -1,0 +1,256 @@
+"""The SQL of moving timeouts out of their table, for every dialect that SQLAlchemy knows. Pure.
+
+What is meant of a table is moved, in one transaction, into a table of the same columns beside it, which only we know:
+from then on no timeout manager sees it. What a timeout manager has locked at that moment is passed over and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Delete,
+    Executable,
+    Index,
+    Insert,
+    Integer,
+    MetaData,
+    Select,
+    Table,
+    and_,
+    case,
+    column,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    table,
+    text,
+)
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import CreateIndex, DropTable
+from sqlalchemy.sql.ddl import ExecutableDDLElement
+from sqlalchemy.sql.elements import quoted_name
+from sqlalchemy.sql.selectable import TableClause
+
+SUFFIX: Final = "_delayer"
+"""Behind a table's name: where its timeouts wait to be imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which column is what. ``endpoint``: whose timeout it is, where one table has those of many."""
+
+    id: str = "Id"
+    destination: str = "Destination"
+    state: str = "State"
+    time: str = "Time"
+    headers: str = "Headers"
+    endpoint: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.id, self.destination, self.state, self.time, self.headers)
+
+    def of(self, columns: Sequence[str]) -> Layout:
+        """As a table spells them: NHibernate quotes no name, and PostgreSQL makes such names lower case. Raises
+        KeyError for one that is missing."""
+        spelled = {name.lower(): name for name in columns}
+        id_, destination, state, time, headers = (spelled[name.lower()] for name in self.names)
+        endpoint = None if self.endpoint is None else spelled[self.endpoint.lower()]
+        return Layout(id_, destination, state, time, headers, endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Which rows are meant: due after ``after`` (and not in it), due from ``since`` on, of this endpoint."""
+
+    after: datetime | None = None
+    since: datetime | None = None
+    endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row's place in the order of due instants."""
+
+    time: datetime
+    id: Any
+
+
+class CreateLike(ExecutableDDLElement):
+    """An empty table with the columns of another."""
+
+    inherit_cache = False
+
+    def __init__(self, new: Table, like: Table) -> None:
+        self.new = new
+        self.like = like
+
+
+@compiles(CreateLike)
+def _create_like(element: CreateLike, compiler: Any, **_: Any) -> str:
+    format_table = compiler.preparer.format_table
+    new, like = format_table(element.new), format_table(element.like)
+    match compiler.dialect.name:
+        case "mssql":
+            return f"SELECT * INTO {new} FROM {like} WHERE 1 = 0"
+        case "postgresql":
+            return f"CREATE TABLE {new} (LIKE {like})"
+        case "oracle":
+            return f"CREATE TABLE {new} AS SELECT * FROM {like} WHERE 1 = 0"
+        case _:
+            return f"CREATE TABLE {new} LIKE {like}"
+
+
+class Moving:
+    """The statements for one table; ``columns`` are all it has."""
+
+    def __init__(self, name: str, schema: str | None, columns: Sequence[str], layout: Layout) -> None:
+        self.name = name
+        self.layout = layout
+        self.source = _table(name, schema, columns)
+        self.staged = _table(name + SUFFIX, schema, columns)
+        self._names = list(columns)
+
+    # ---- the table beside it
+
+    def create(self) -> CreateLike:
+        metadata = MetaData()
+        return CreateLike(
+            Table(self.staged.name, metadata, schema=self.staged.schema, quote=True),
+            Table(self.source.name, metadata, schema=self.source.schema, quote=True),
+        )
+
+    def index(self) -> CreateIndex:
+        """What the batches are read by."""
+        names = (self.layout.time, self.layout.id)
+        made = Table(
+            self.staged.name, MetaData(), *(Column(name, Integer, quote=True) for name in names),
+            schema=self.staged.schema, quote=True,
+        )  # fmt: skip
+        return CreateIndex(Index(f"{self.staged.name}_ix"[-63:], *(made.c[name] for name in names)))
+
+    def drop(self) -> DropTable:
+        return DropTable(Table(self.staged.name, MetaData(), schema=self.staged.schema, quote=True))
+
+    # ---- looking
+
+    def goals(self, pick: Pick) -> Select[Any]:
+        """By destination: how many, and when the first and the last is due."""
+        time, destination = self.source.c[self.layout.time], self.source.c[self.layout.destination]
+        return (
+            select(destination, func.count(), func.min(time), func.max(time))
+            .where(self._meant(pick))
+            .group_by(destination)
+        )
+
+    def others(self, pick: Pick) -> Select[Any]:
+        """Why rows are not meant: how many are without an instant, due sooner than ``since``, not due after ``after``.
+        Each counts once, in this order."""
+        time = self.source.c[self.layout.time]
+        ours = self._of(self.source, pick)
+
+        def count(condition: ColumnElement[bool] | None) -> ColumnElement[Any]:
+            if condition is None:
+                return func.sum(0)
+            return func.sum(case((condition, 1), else_=0))
+
+        sooner = None if pick.since is None else time < pick.since
+        soon = None if pick.after is None else time <= pick.after
+        if soon is not None and pick.since is not None:
+            soon = and_(soon, time >= pick.since)
+        query = select(count(time.is_(None)), count(sooner), count(soon)).select_from(self.source)
+        return query if ours is None else query.where(ours)
+
+    def soonest(self, pick: Pick, limit: int) -> Select[Any]:
+        """The due instants of the first rows that are meant."""
+        time = self.source.c[self.layout.time]
+        return select(time).where(self._meant(pick)).order_by(time).limit(limit)
+
+    # ---- moving
+
+    def take(self, pick: Pick, limit: int | None) -> Insert:
+        """Copy what is meant, the rows locked; :meth:`forget` follows in the same transaction."""
+        time, id_ = self.source.c[self.layout.time], self.source.c[self.layout.id]
+        rows = select(*(self.source.c[name] for name in self._names)).where(self._meant(pick))
+        if limit is not None:
+            rows = rows.order_by(time, id_).limit(limit)
+        rows = rows.with_for_update(skip_locked=True).with_hint(
+            self.source, "WITH (UPDLOCK, ROWLOCK, READPAST)", "mssql"
+        )
+        return insert(self.staged).from_select(self._names, rows)
+
+    def forget(self, dialect: str) -> Executable:
+        """Delete what was copied. MySQL would look through the whole table for that, and wait for every row in it that
+        somebody has locked, unless it is told to begin with what was copied."""
+        id_ = self.layout.id
+        if dialect in ("mysql", "mariadb"):
+            source, staged, key = (_backquoted(name) for name in (self._place(), self._place(SUFFIX), (id_,)))
+            return text(f"DELETE {source} FROM {staged} STRAIGHT_JOIN {source} ON {source}.{key} = {staged}.{key}")
+        return delete(self.source).where(self.source.c[id_].in_(select(self.staged.c[id_])))
+
+    def _place(self, suffix: str = "") -> tuple[str, ...]:
+        schema = self.source.schema
+        return (self.name + suffix,) if schema is None else (schema, self.name + suffix)
+
+    def give_back(self) -> Insert:
+        """What is left there goes where it was; :meth:`empty` follows in the same transaction."""
+        return insert(self.source).from_select(self._names, select(*(self.staged.c[name] for name in self._names)))
+
+    def empty(self) -> Delete:
+        return delete(self.staged)
+
+    # ---- batches
+
+    def batch(self, limit: int, since: datetime | None = None) -> Select[Any]:
+        """The soonest of what was moved, all of it due at ``since`` or later: an index is read over its deleted entries
+        as well, unless it is told where to begin."""
+        time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
+        query = select(*(self.staged.c[name] for name in self.layout.names)).order_by(time, id_).limit(limit)
+        return query if since is None else query.where(time >= since)
+
+    def remove(self, upto: Place, since: datetime | None = None) -> Delete:
+        """What stands up to there is committed; ``since`` as above."""
+        time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
+        query = delete(self.staged).where(time <= upto.time, or_(time < upto.time, id_ <= upto.id))
+        return query if since is None else query.where(time >= since)
+
+    def count(self) -> Select[Any]:
+        return select(func.count()).select_from(self.staged)
+
+    def _meant(self, pick: Pick) -> ColumnElement[bool]:
+        time = self.source.c[self.layout.time]
+        conditions: list[ColumnElement[bool]] = [time.is_not(None)]
+        if pick.after is not None:
+            conditions.append(time > pick.after)
+        if pick.since is not None:
+            conditions.append(time >= pick.since)
+        ours = self._of(self.source, pick)
+        if ours is not None:
+            conditions.append(ours)
+        return and_(*conditions)
+
+    def _of(self, rows: TableClause, pick: Pick) -> ColumnElement[bool] | None:
+        if pick.endpoint is None or self.layout.endpoint is None:
+            return None
+        return rows.c[self.layout.endpoint] == pick.endpoint
+
+
+def _backquoted(words: Sequence[str]) -> str:
+    """A name for MySQL; a colon in it would be a parameter to SQLAlchemy."""
+    return ".".join("`" + word.replace("`", "``").replace(":", "\\:") + "`" for word in words)
+
+
+def _table(name: str, schema: str | None, columns: Sequence[str]) -> TableClause:
+    return table(
+        quoted_name(name, quote=True),
+        *(column(quoted_name(one, quote=True)) for one in columns),
+        schema=None if schema is None else quoted_name(schema, quote=True),
+    )

@@ -1,0 +1,148 @@
+"""A timeout that NServiceBus's timeout manager stored, as the message that its transport would publish. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+from delayer.core import nservicebus
+from delayer.core.delay import UnreadableDelay
+from delayer.core.importing import Item
+from delayer.core.message import Parcel, Target
+from delayer.core.plan import LATEST_MS, SHORT_STRING
+from delayer.wire.fields import entry, long_string
+from delayer.wire.properties import FLAGS
+
+RELATED: Final = "NServiceBus.RelatedToTimeoutId"
+"""What the timeout manager adds when it dispatches."""
+UNREAD: Final = b"x-delayer-import-headers"
+"""Carries a headers column that cannot be read, as it is."""
+ROUNDED_MS: Final = 1_000
+"""Databases round the due instant: SQL Server to 3 ms, MySQL to a second. The header has it exactly."""
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - the columns have no zone, and mean UTC
+
+
+class Timeout(NamedTuple):
+    """A stored timeout: ``headers`` is the JSON of the column, ``address`` the destination as it was stored."""
+
+    id: str
+    address: str
+    due_ms: int
+    headers: str | Mapping[str, object] | None
+    body: bytes
+
+
+def epoch_ms(moment: datetime) -> int:
+    """A column's instant (UTC, without a zone) in epoch ms, rounded up."""
+    return -((_EPOCH - moment.replace(tzinfo=None)) // timedelta(milliseconds=1))
+
+
+def moment_of(epoch: int) -> datetime:
+    """The other way round."""
+    return _EPOCH + timedelta(milliseconds=epoch)
+
+
+def item_of(timeout: Timeout, source: bytes, queue: bytes) -> Item:
+    """The message, for ``queue`` through the default exchange. Everything that is wrong with it becomes its problem."""
+    problem = ""
+    headers: Mapping[str, object] = {}
+    raw = b""
+    try:
+        headers = _headers(timeout.headers)
+    except ValueError as error:
+        problem = f"import: its headers cannot be read: {error}"
+        raw = str(timeout.headers).encode("utf-8", "surrogateescape")
+    if not 0 < len(queue) <= SHORT_STRING:
+        problem = f"import: its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}"
+        raw = raw or queue
+        queue = queue[:SHORT_STRING]
+    due_ms = _due_ms(timeout.due_ms, headers)
+    if not 0 <= due_ms <= LATEST_MS:
+        due_ms = min(max(due_ms, 0), LATEST_MS)
+    properties = _properties(timeout.id, headers, raw)
+    address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
+    return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), problem)
+
+
+def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
+    """Raises ValueError."""
+    if given is None or given == "":
+        return {}
+    found = json.loads(given) if isinstance(given, str) else given
+    if isinstance(found, list):
+        # .NET's own serializer writes a dictionary as a list of pairs unless it is told otherwise.
+        found = {
+            str(one["Key"]): one["Value"] for one in found if isinstance(one, dict) and {"Key", "Value"} <= set(one)
+        }
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 - of data, not of code
+    if any(len(str(name).encode("utf-8", "replace")) > SHORT_STRING for name in found):
+        raise ValueError(f"a name has more than {SHORT_STRING} bytes")
+    return found
+
+
+def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
+    """The column's instant, as exact as the header knows it."""
+    expire = headers.get(nservicebus.EXPIRE.decode())
+    if expire is None:
+        return column_ms
+    try:
+        exact = nservicebus.read_wire_instant_ms(expire)
+    except UnreadableDelay:
+        return column_ms
+    return exact if 0 < exact - column_ms <= ROUNDED_MS else column_ms
+
+
+def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
+    """As NServiceBus's transport for RabbitMQ fills them in: headers as strings, and what has a property as one too."""
+    texts = {str(name): _text(value) for name, value in headers.items()}
+    texts.setdefault(RELATED, id_)
+    table = b"".join(entry(name.encode("utf-8", "replace"), long_string(text)) for name, text in _encoded(texts))
+    if raw:
+        table += entry(UNREAD, long_string(raw))
+    kind = texts.get("NServiceBus.EnclosedMessageTypes", "").partition(";")[0].partition(",")[0].strip()
+    return encode(
+        {
+            "content_type": texts.get("NServiceBus.ContentType", "application/octet-stream"),
+            "correlation_id": texts.get("NServiceBus.CorrelationId", ""),
+            "reply_to": texts.get("NServiceBus.ReplyToAddress", ""),
+            "message_id": texts.get("NServiceBus.MessageId", "") or id_,
+            "type": kind,
+        },
+        table,
+    )
+
+
+def _encoded(texts: Mapping[str, str]) -> list[tuple[str, bytes]]:
+    return [(name, text.encode("utf-8", "surrogatepass")) for name, text in texts.items()]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def encode(shorts: Mapping[str, str], table: bytes) -> bytes:
+    """Property bytes of a persistent message: these short strings where they are not empty and fit, and the headers."""
+    fit = {
+        name: raw
+        for name, text in shorts.items()
+        if 0 < len(raw := text.encode("utf-8", "surrogatepass")) <= SHORT_STRING
+    }
+    flags = FLAGS["headers"] | FLAGS["delivery_mode"]
+    for name in fit:
+        flags |= FLAGS[name]
+    parts = [flags.to_bytes(2, "big")]
+    for name in FLAGS:
+        if name == "headers":
+            parts.append(len(table).to_bytes(4, "big") + table)
+        elif name == "delivery_mode":
+            parts.append(b"\x02")
+        elif name in fit:
+            parts.append(bytes((len(fit[name]),)) + fit[name])
+    return b"".join(parts)

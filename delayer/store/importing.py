@@ -1,0 +1,252 @@
+"""Legacy imports in the store: their state, and the parking of what they bring, in the same transactions.
+
+The rows go into lanes of daemons that are running, told as anything is told that others put there (telling.py): what is
+due soon is released on time while the import still runs. Without a daemon they wait in a lane without an owner.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import asyncpg
+
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.importing import Batch, Phase, Run
+from delayer.faultpoint import reach
+from delayer.store import parking, partitions, schema, session, telling
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.partitions import DAY_MS, Days
+from delayer.store.segments import Fence
+
+ATTEMPTS: Final = 20
+"""How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
+PARTITION_SECONDS: Final = 5.0
+"""How long one batch may take to make partitions; what has none then waits in the default one."""
+_LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
+_COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, progress"
+_LANES: Final = """
+SELECT l.number, l.epoch, EXISTS (
+    SELECT FROM pg_locks AS k
+    WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
+      AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
+) AS owned
+FROM lane AS l ORDER BY owned DESC, l.number
+"""
+_NEW_LANE: Final = "INSERT INTO lane (number, epoch, owner) VALUES (1, 0, 'delayer import') ON CONFLICT DO NOTHING"
+_COMMIT: Final = (
+    "UPDATE import_run SET parked = parked + $2, held = held + $3, progress = $4"
+    " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $5 RETURNING parked, held"
+)
+
+
+class ImportBusy(Exception):
+    """Another import is at work in this store, at this moment."""
+
+
+class ImportStore:
+    """The state of imports over one connection, which has the lock of all of them. Made by :meth:`open`.
+
+    Every method may raise StoreLost; then nothing of it is committed, or, if the connection broke at the commit, that
+    is in doubt and seen by the next :meth:`unfinished`.
+    """
+
+    def __init__(self, connection: asyncpg.Connection, days: Days) -> None:
+        self._connection = connection
+        self._days = days
+        self._turn = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, url: str) -> AsyncIterator[ImportStore]:
+        """Raises StoreLost, BadStoreUrl, SchemaOutdated, ImportBusy."""
+        connection = await session.connect(url, "delayer import")
+        try:
+            with translated("import"):
+                await schema.check(connection)
+                if not await connection.fetchval(f"SELECT {_LOCK}"):
+                    raise ImportBusy("another `delayer import` is at work in this store")
+                days = Days(await partitions.existing(connection))
+            yield cls(connection, days)
+        finally:
+            await session.close(connection)
+
+    # ---- the run
+
+    async def now_ms(self) -> int:
+        """The store's clock."""
+        with translated("import"):
+            now: int = await self._connection.fetchval("SELECT clock_timestamp()")
+        return now
+
+    async def unfinished(self) -> Run | None:
+        """The run that is not done, if there is one."""
+        with translated("import"):
+            row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
+        return None if row is None else _run(row)
+
+    async def last(self, source: str) -> Run | None:
+        """The latest run of ``source``, whatever became of it."""
+        with translated("import"):
+            row = await self._connection.fetchrow(
+                f"SELECT {_COLUMNS} FROM import_run WHERE source = $1 ORDER BY id DESC LIMIT 1", source
+            )
+        return None if row is None else _run(row)
+
+    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
+        """Write down that a run begins. There must be none that is unfinished."""
+        text = json.dumps(parameters, sort_keys=True, ensure_ascii=True)
+        with translated("import"):
+            row = await self._connection.fetchrow(
+                "INSERT INTO import_run (who, source, parameters, phase) VALUES ($1, $2, $3, 'staging')"
+                f" RETURNING {_COLUMNS}",
+                who,
+                source,
+                text,
+            )
+        return _run(row)
+
+    async def staged(self, run: Run, messages: int | None) -> Run:
+        """Staging is over: so many are to come; None where the source cannot know."""
+        await self._set(run, "phase = 'running', staged = $2", messages)
+        return replace(run, phase=Phase.RUNNING, staged=messages)
+
+    async def commit(self, run: Run, batch: Batch) -> Run:
+        """Park and hold the batch, with its progress: all of it, or nothing."""
+        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._commit(run, batch)
+            except (LaneLost, *WORTH_REPEATING):
+                continue
+        try:
+            return await self._commit(run, batch)
+        except WORTH_REPEATING as error:
+            raise StoreLost(f"import: {describe(error)}, {ATTEMPTS} times") from error
+
+    async def finish(self, run: Run, phase: Phase) -> Run:
+        """It is done, or aborted."""
+        with translated("import"):
+            async with session.transaction(self._connection):
+                await self._connection.execute("DELETE FROM import_item WHERE run = $1", run.id)
+                await self._connection.execute(
+                    "UPDATE import_run SET phase = $2, ended_at = now() WHERE id = $1", run.id, phase.value
+                )
+        return replace(run, phase=phase)
+
+    async def _set(self, run: Run, what: str, *values: Any) -> None:
+        with translated("import"):
+            await self._connection.execute(f"UPDATE import_run SET {what} WHERE id = $1", run.id, *values)
+
+    # ---- parking
+
+    async def _commit(self, run: Run, batch: Batch) -> Run:
+        try:
+            parked, held = await self._transact(run, batch)
+        except WORTH_REPEATING:
+            raise
+        except DRIVER_ERRORS as error:
+            raise StoreLost(f"import: {describe(error)}") from error
+        reach("import.committed")
+        return replace(run, parked=parked, held=held, progress=batch.progress)
+
+    async def _transact(self, run: Run, batch: Batch) -> tuple[int, int]:
+        """One transaction. How many were parked and held by now."""
+        parcels = [item.parcel for item in batch.items if not item.problem]
+        held = [(item.parcel, item.problem) for item in batch.items if item.problem]
+        fence = await self._lane()
+        async with session.transaction(self._connection):
+            now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
+            # Before the counting, which takes a share of the lane's row: others wait for both in this order.
+            soonest = min((parcel.due_ms for parcel in parcels), default=0)
+            await telling.tell(
+                self._connection,
+                {fence.number: soonest} if parcels else {},
+                {fence.number: now_ms} if held else {},
+            )
+            row = await self._connection.fetchrow(
+                _COMMIT, run.id, len(parcels), len(held), batch.progress, run.progress
+            )
+            if row is None:
+                raise StoreLost(f"import {run.id}: somebody else went on with it")
+            if any(parcel.key is not None for parcel in parcels):
+                await parking.park_keyed(self._connection, fence, parcels, [])
+            elif parcels:
+                await parking.park_plain(self._connection, fence, parcels)
+            if held:
+                await parking.hold_new(self._connection, fence, held, now_ms)
+        return row["parked"], row["held"]
+
+    async def _lane(self) -> Fence:
+        """The next of the lanes that have an owner; else the first one; else a new one."""
+        rows = await self._connection.fetch(_LANES)
+        if not rows:
+            await self._connection.execute(_NEW_LANE)
+            rows = await self._connection.fetch(_LANES)
+        owned = [row for row in rows if row["owned"]] or rows[:1]
+        self._turn += 1
+        chosen = owned[self._turn % len(owned)]
+        return Fence(chosen["number"], chosen["epoch"])
+
+    async def _make_days(self, wanted: Collection[int]) -> None:
+        with translated("make partitions"):
+            now_ms = await self._connection.fetchval("SELECT clock_timestamp()")
+            until = time.monotonic() + PARTITION_SECONDS
+            today = now_ms // DAY_MS
+            while (at := time.monotonic()) < until and (missing := self._days.missing(wanted, today, at)):
+                await self._days.make(self._connection, missing, today, at, until - at)
+
+    # ---- records of a file
+
+    async def write_items(self, run: Run, items: AsyncIterable[Sequence[tuple[int, int, int]]]) -> int:
+        """Note what there is to read: (due instant, where it begins, its length), by portions. How many; whatever was
+        noted before is gone. All of it, or nothing."""
+        count = 0
+        with translated("import"):
+            async with session.transaction(self._connection):
+                await self._connection.execute("DELETE FROM import_item WHERE run = $1", run.id)
+                async for some in items:
+                    await self._connection.copy_records_to_table(
+                        "import_item",
+                        records=[(run.id, *one) for one in some],
+                        columns=("run", "due_ms", "position", "size"),
+                    )
+                    count += len(some)
+        return count
+
+    async def keep_items(self, run: Run, limit: int) -> int:
+        """Of what was noted, only the soonest ``limit``. How many are left."""
+        with translated("import"):
+            await self._connection.execute(
+                "DELETE FROM import_item WHERE run = $1 AND (due_ms, position) > (SELECT due_ms, position"
+                " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
+                run.id,
+                limit - 1,
+            )
+            count: int = await self._connection.fetchval("SELECT count(*) FROM import_item WHERE run = $1", run.id)
+        return count
+
+    async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]:
+        """The next of them behind ``after`` (due instant, position), soonest due first."""
+        with translated("import"):
+            rows = await self._connection.fetch(
+                "SELECT due_ms, position, size FROM import_item WHERE run = $1 AND (due_ms, position) > ($2, $3)"
+                " ORDER BY due_ms, position LIMIT $4",
+                run.id,
+                *after,
+                limit,
+            )
+        return [tuple(row) for row in rows]
+
+
+def _run(row: asyncpg.Record) -> Run:
+    values = dict(row)
+    began_ms = values.pop("began_at")
+    values["parameters"] = json.loads(values["parameters"])
+    values["phase"] = Phase(values["phase"])
+    return Run(**values, began_ms=began_ms)

@@ -1,0 +1,161 @@
+"""`delayer export` and `delayer import jsonl`: a backlog from one store into another, exact to the byte."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import asyncpg
+
+from delayer.core.message import Parcel, Target
+from delayer.store import upgrades
+from delayer.store.partitions import DAY_MS
+from tests.conformance.store_contract import owned
+from tests.integration.test_cli import Run, delayer
+from tests.integration.test_store_lane import opened, sql
+from tests.rig.rows import compact, conserved
+from tests.rig.servers import Postgres
+
+__all__ = ["delayer"]
+
+_CONTENT = "due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key"
+
+
+@asynccontextmanager
+async def other_store(postgres: Postgres) -> AsyncIterator[str]:
+    name = postgres.add_database()
+    try:
+        await upgrades.upgrade(postgres.url(name))
+        yield postgres.url(name)
+    finally:
+        postgres.drop_database(name)
+
+
+async def content(admin: asyncpg.Connection) -> list[tuple[object, ...]]:
+    """What waits and what is held, without what a store adds of its own."""
+    waiting = await admin.fetch(f"SELECT {_CONTENT}, NULL AS reason FROM message")
+    held = await admin.fetch(f"SELECT {_CONTENT}, reason FROM held")
+    return sorted((tuple(row) for row in (*waiting, *held)), key=repr)
+
+
+def letters(count: int, now_ms: int, chance: random.Random) -> list[Parcel]:
+    """Messages of all kinds, some of them equal, some with keys, with bytes that are no text anywhere."""
+
+    def name(longest: int) -> bytes:
+        return chance.choice([b"orders", "ö☃".encode(), chance.randbytes(chance.randrange(longest))])
+
+    def one(n: int) -> Parcel:
+        return Parcel(
+            now_ms + chance.randrange(3, 500) * DAY_MS, name(200), name(200), name(200), Target(b"", b"inbox"),
+            b"\x10\x00\x02", chance.randbytes(chance.choice([0, 10, 3_000])), b"key-%d" % n if n % 7 == 0 else None,
+        )  # fmt: skip
+
+    made = [one(n) for n in range(count)]
+    return [*made, made[1]._replace(key=None), made[1]._replace(key=None)]
+
+
+async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_path: Path) -> None:
+    """Rows, segments and held messages, keys included; and what was not sound stays so, in held."""
+    delayer("db", "upgrade")
+    file = tmp_path / "backlog.jsonl"
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
+        await compact(admin, after_ms=place.now_ms() + 100 * DAY_MS)
+        await place.hold(lane, [(one, f"reason {n} ☃") for n, one in enumerate(letters(5, 0, random.Random(2)))])
+        await place.park(lane, letters(30, place.now_ms() + DAY_MS, random.Random(3)), [])
+        there = {"message": await admin.fetchval("SELECT count(*) FROM message"), "in segments": 0}
+        there["in segments"] = await admin.fetchval("SELECT sum(messages) FROM segment")
+        assert min(there.values()) > 0, there
+        delayer("export", str(file))
+        delayer("export", str(file), expect=2)
+        delayer("export", str(file), "--force")
+        assert file.stat().st_mode & 0o077 == 0
+        lines = file.read_bytes().splitlines()
+        assert json.loads(lines[-1]) == {"v": 1, "messages": sum(there.values()) + 7}
+        dues = [json.loads(line)["due_ms"] for line in lines[: sum(there.values())]]
+        assert dues == sorted(dues)
+    async with other_store(postgres) as target:
+        args = ("import", "jsonl", "run", str(file), "--unverified", "--json", "--yes")
+        report = json.loads(delayer(*args, expect=1, DELAYER_STORE__URL=target).stdout)
+        assert (report["parked"], report["held"], report["phase"]) == (sum(there.values()), 7, "done")
+        again = tmp_path / "again.jsonl"
+        delayer("export", str(again), DELAYER_STORE__URL=target)
+        assert sorted(again.read_bytes().splitlines()) == sorted(lines)
+        async with opened(target) as place, sql(target) as admin:
+            assert await content(admin) == await content_unpacked(database)
+            await conserved(admin)
+            assert await admin.fetchval("SELECT count(*) FROM import_item") == 0
+
+
+async def content_unpacked(database: str) -> list[tuple[object, ...]]:
+    """The same of a store whose segments are restored first."""
+    from delayer.store import segments
+
+    async with sql(database) as admin:
+        for segment in await segments.listed(admin):
+            await segments.restore(admin, segments.Fence(1, await _epoch(admin)), segment.id)
+        return await content(admin)
+
+
+async def _epoch(admin: asyncpg.Connection) -> int:
+    epoch: int = await admin.fetchval("SELECT epoch FROM lane WHERE number = 1")
+    return epoch
+
+
+async def test_what_was_damaged_is_held_and_not_made_sound(delayer: Run, tmp_path: Path, database: str) -> None:
+    delayer("db", "upgrade")
+    file = tmp_path / "backlog.jsonl"
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        await place.park(lane, letters(3, place.now_ms(), random.Random(1)), [])
+        await admin.execute("UPDATE message SET body = 'tampered' WHERE id = 2")
+        delayer("export", str(file))
+        await admin.execute("TRUNCATE message")
+        delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", expect=1)
+        assert await admin.fetchval("SELECT count(*) FROM message") == 4
+        [(body, reason)] = await admin.fetch("SELECT body, reason FROM held")
+        assert (body, "checksum" in reason) == (b"tampered", True)
+
+
+async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_path: Path) -> None:
+    delayer("db", "upgrade")
+    delayer("topology", "apply")
+    file = tmp_path / "hand-made.jsonl"
+    rows = [
+        {"v": 1, "due_ms": 4_000_000_000_000 + n, "to_exchange": "", "to_key": key, "body": f"{n}"}
+        for n, key in enumerate(["delays.refused", "gone@HOST", "delays.refused@HOST", "gone"])
+    ]
+    text = "\n".join(json.dumps(row) for row in rows)
+    file.write_text(f"{text}\n\nnonsense\n")
+    args = (str(file), "--cutoff", "2096-10-02T07:06:40.001Z", "--rewrite-destination", "s/@.*//", "--json")
+    seen = json.loads(delayer("import", "jsonl", "preview", *args).stdout)
+    assert (seen["messages"], seen["would_be_held"]) == (3, 2)
+    assert seen["left"] == {"due before the cutoff": 1, "unreadable": 1}
+    assert "line 6 is unreadable" in seen["remarks"][0]
+    assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run").stdout) == seen
+    async with sql(database) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM import_run") == 0
+        delayer("import", "jsonl", "run", *args, expect=2)  # nobody can be asked
+        delayer("import", "jsonl", "run", *args, "--yes", "--limit", "2", expect=1)
+        assert [tuple(row) for row in await admin.fetch("SELECT to_key, body FROM message")] == [
+            (b"delays.refused", b"2")
+        ]
+        [(key, reason)] = await admin.fetch("SELECT to_key, reason FROM held")
+        assert (key, reason) == (b"gone", "import: there is no such queue or exchange")
+    nobody = {"DELAYER_BROKER__URL": "amqp://guest:s3cret@127.0.0.1:1/"}
+    told = delayer("import", "jsonl", "run", *args, "--yes", expect=1, **nobody).stderr
+    assert "Nothing was moved" in told
+    assert "s3cret" not in told
+
+
+async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
+    delayer("db", "upgrade")
+    assert "No such file" in delayer("import", "jsonl", "preview", str(tmp_path / "nothing"), expect=3).stderr
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text('{"v":1,"due_ms":1}\n{"v":1,"messages":2}\n')
+    assert "expected 2 messages" in delayer("import", "jsonl", "run", str(cut), "--yes", expect=1).stderr
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert "0 parked" in delayer("import", "jsonl", "run", str(empty), "--yes").stdout

@@ -1,0 +1,111 @@
+"""What a held message in another system's queue is: when it is due, where it goes, and how it is known again."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.core.message import Delivery, Target
+from delayer.legacy.drain import fingerprint
+from delayer.legacy.hold_queues import Hold
+from delayer.wire.properties import Properties
+from tests.rig.raw import Props, Value, array, number, table, text
+
+NOW = 1_900_000_000_500
+SECOND = 1_900_000_000
+
+
+def delivery(props: Props, body: bytes = b"body", redelivered: bool = False) -> Delivery:
+    return Delivery(1, redelivered, b"", b"hold", props.encode(), body)
+
+
+def item(hold: Hold, props: Props, now_ms: int = NOW) -> tuple[int, str]:
+    one = delivery(props)
+    found = hold.item(one, Properties.parse(one.properties), now_ms)
+    return found.parcel.due_ms, found.problem
+
+
+def died(seconds: int) -> tuple[tuple[bytes, Value], ...]:
+    return ((b"x-death", array(table((b"time", number("T", seconds)), (b"queue", text("work"))))),)
+
+
+@pytest.mark.parametrize(
+    ("ttl_ms", "props", "due_ms"),
+    [
+        (60_000, Props(), NOW + 60_000),
+        (60_000, Props(expiration=b"5000"), NOW + 5_000),
+        (60_000, Props(expiration=b"90000"), NOW + 60_000),
+        (None, Props(expiration=b"5000"), NOW + 5_000),
+        (60_000, Props(expiration=b"nonsense"), NOW + 60_000),
+        (60_000, Props(timestamp=SECOND - 20), (SECOND - 19) * 1000 + 60_000),
+        (60_000, Props(headers=died(SECOND - 20)), (SECOND - 19) * 1000 + 60_000),
+        # The later of the two: it was published long ago, and rejected since.
+        (60_000, Props(timestamp=SECOND - 50, headers=died(SECOND - 20)), (SECOND - 19) * 1000 + 60_000),
+        # It would be gone by now, so it does not say when it came here.
+        (60_000, Props(timestamp=SECOND - 61), NOW + 60_000),
+        (60_000, Props(timestamp=SECOND - 86_400), NOW + 60_000),
+        (60_000, Props(timestamp=0), NOW + 60_000),
+        # Nor from the future.
+        (60_000, Props(timestamp=SECOND + 10), NOW + 60_000),
+        (60_000, Props(timestamp=(1 << 64) - 1), NOW + 60_000),
+        (0, Props(), NOW),
+    ],
+)
+def test_due(ttl_ms: int | None, props: Props, due_ms: int) -> None:
+    assert item(Hold("hold", b"", b"work", ttl_ms), props) == (due_ms, "")
+
+
+def test_nobody_says_for_how_long() -> None:
+    assert "for how long" in item(Hold("hold", b"", b"work", None), Props())[1]
+
+
+def test_what_stands_behind_came_later() -> None:
+    hold = Hold("hold", b"", b"work", 60_000)
+    first, _ = item(hold, Props(timestamp=SECOND - 5))
+    assert item(hold, Props(timestamp=SECOND - 30))[0] == first
+    assert item(hold, Props())[0] == NOW + 60_000
+
+
+def test_where_it_goes() -> None:
+    one = delivery(Props(expiration=b"5"))
+    properties = Properties.parse(one.properties)
+    assert Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel.target == Target(b"x", b"work")
+    assert "to itself" in Hold("hold", b"", None, 5).item(one, properties, NOW).problem
+    own = Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel
+    assert (own.target, own.route, own.properties) == (Target(b"x", b"hold"), b"hold", Props().encode())
+
+
+def known(props: Props, body: bytes = b"body") -> str:
+    one = delivery(props, body)
+    return fingerprint(one, Properties.parse(one.properties))
+
+
+def test_known_again_whatever_the_broker_counts() -> None:
+    counted = ((b"x-delivery-count", number("l", 3)),)
+    bare = Props(message_id=b"1", delivery_mode=2)
+    assert known(bare) == known(Props(message_id=b"1", delivery_mode=2, headers=counted)) != ""
+    more = ((b"a", text("b")),)
+    assert known(Props(message_id=b"1", headers=more)) == known(Props(message_id=b"1", headers=(*more, *counted)))
+    assert known(Props(headers=((b"id", text("celery")),))) != ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Props(message_id=b"1"), Props(message_id=b"2")),
+        (Props(message_id=b"1"), Props(message_id=b"1", delivery_mode=2)),
+        (Props(message_id=b"1", headers=((b"a", text("b")),)), Props(message_id=b"1", headers=((b"a", text("c")),))),
+        (Props(message_id=b"1", headers=((b"ab", text("")),)), Props(message_id=b"1", headers=((b"a", text("b")),))),
+        (
+            Props(message_id=b"1", headers=((b"a", number("I", 1)),)),
+            Props(message_id=b"1", headers=((b"a", number("i", 1)),)),
+        ),
+        (Props(message_id=b"1", type=b"x"), Props(message_id=b"1", app_id=b"x")),
+    ],
+)
+def test_others_are_others(one: Props, other: Props) -> None:
+    assert known(one) != known(other)
+
+
+def test_no_identity() -> None:
+    assert known(Props()) == known(Props(headers=((b"a", text("b")),))) == ""
+    assert fingerprint(delivery(Props()), None) == ""

@@ -1,0 +1,110 @@
+"""The statements that move timeouts, as each database gets them. PostgreSQL and MariaDB run them for real elsewhere."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from sqlalchemy import Dialect
+from sqlalchemy.dialects import mssql, mysql, postgresql
+
+from delayer.legacy.statements import Layout, Moving, Pick, Place
+
+COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
+NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
+DIALECTS: dict[str, Dialect] = {"mssql": mssql.dialect(), "mysql": mysql.dialect(), "postgresql": postgresql.dialect()}
+
+
+def said(statement: object, dialect: str) -> str:
+    return " ".join(str(statement.compile(dialect=DIALECTS[dialect])).split())  # type: ignore[attr-defined]
+
+
+def moving(schema: str | None = None) -> Moving:
+    return Moving("Sales_TimeoutData", schema, COLUMNS, Layout())
+
+
+def test_sql_server_takes_rows_with_their_locks_and_passes_locked_ones_over() -> None:
+    assert said(moving("dbo").take(Pick(NOON), None), "mssql") == (
+        "INSERT INTO [dbo].[Sales_TimeoutData_delayer] ([Id], [Destination], [SagaId], [State], [Time], [Headers], "
+        "[PersistenceVersion]) SELECT [dbo].[Sales_TimeoutData].[Id], [dbo].[Sales_TimeoutData].[Destination], "
+        "[dbo].[Sales_TimeoutData].[SagaId], [dbo].[Sales_TimeoutData].[State], [dbo].[Sales_TimeoutData].[Time], "
+        "[dbo].[Sales_TimeoutData].[Headers], [dbo].[Sales_TimeoutData].[PersistenceVersion] "
+        "FROM [dbo].[Sales_TimeoutData] WITH (UPDLOCK, ROWLOCK, READPAST) "
+        "WHERE [dbo].[Sales_TimeoutData].[Time] IS NOT NULL AND [dbo].[Sales_TimeoutData].[Time] > :Time_1"
+    )
+
+
+def test_sql_server_limits_by_top() -> None:
+    text = said(moving().take(Pick(), 10), "mssql")
+    assert "SELECT TOP " in text
+    assert text.endswith("ORDER BY [Sales_TimeoutData].[Time], [Sales_TimeoutData].[Id]")
+    assert "SELECT TOP " in said(moving().batch(10), "mssql")
+
+
+def test_sql_server_makes_the_table_beside_it() -> None:
+    assert said(moving("dbo").create(), "mssql") == (
+        "SELECT * INTO [dbo].[Sales_TimeoutData_delayer] FROM [dbo].[Sales_TimeoutData] WHERE 1 = 0"
+    )
+    assert said(moving("dbo").index(), "mssql") == (
+        "CREATE INDEX [Sales_TimeoutData_delayer_ix] ON [dbo].[Sales_TimeoutData_delayer] ([Time], [Id])"
+    )
+    assert said(moving("dbo").drop(), "mssql") == "DROP TABLE [dbo].[Sales_TimeoutData_delayer]"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "create"),
+    [
+        ("postgresql", 'CREATE TABLE "Sales_TimeoutData_delayer" (LIKE "Sales_TimeoutData")'),
+        ("mysql", "CREATE TABLE `Sales_TimeoutData_delayer` LIKE `Sales_TimeoutData`"),
+    ],
+)
+def test_the_others_lock_by_the_statement(dialect: str, create: str) -> None:
+    assert said(moving().create(), dialect) == create
+    assert said(moving().take(Pick(), 5), dialect).endswith("FOR UPDATE SKIP LOCKED")
+    assert "WITH (" not in said(moving().take(Pick(), None), dialect)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_batch_is_removed_by_the_place_of_its_last_row(dialect: str) -> None:
+    bare = said(moving().remove(Place(NOON, "x"), NOON), dialect).translate(str.maketrans("", "", '"`[]'))
+    table = "Sales_TimeoutData_delayer"
+    assert bare.startswith(f"DELETE FROM {table} WHERE {table}.Time <= ")
+    assert f"({table}.Time < " in bare
+    assert f"OR {table}.Id <= " in bare
+    assert f"AND {table}.Time >= " in bare
+
+
+@pytest.mark.parametrize(
+    ("dialect", "expected"),
+    [
+        (
+            "mysql",
+            "DELETE t.Sales_TimeoutData FROM t.Sales_TimeoutData_delayer STRAIGHT_JOIN t.Sales_TimeoutData "
+            "ON t.Sales_TimeoutData.Id = t.Sales_TimeoutData_delayer.Id",
+        ),
+        *(
+            (
+                name,
+                "DELETE FROM t.Sales_TimeoutData WHERE t.Sales_TimeoutData.Id IN "
+                "(SELECT t.Sales_TimeoutData_delayer.Id FROM t.Sales_TimeoutData_delayer)",
+            )
+            for name in ("postgresql", "mssql")
+        ),
+    ],
+)
+def test_what_was_copied_is_forgotten_and_comes_back(dialect: str, expected: str) -> None:
+    bare = said(moving("t").forget(dialect), dialect).translate(str.maketrans("", "", '"`[]'))
+    assert bare == expected
+    back = said(moving().give_back(), dialect).translate(str.maketrans("", "", '"`[]'))
+    assert back.startswith("INSERT INTO Sales_TimeoutData (Id, Destination, SagaId, State, Time, Headers, ")
+    assert back.endswith("FROM Sales_TimeoutData_delayer")
+
+
+def test_an_endpoint_of_a_table_of_many() -> None:
+    columns = ("id", "destination", "sagaid", "state", "endpoint", "time", "headers")
+    layout = Layout(endpoint="Endpoint").of(columns)
+    assert layout == Layout("id", "destination", "state", "time", "headers", "endpoint")
+    text = said(Moving("timeoutentity", None, columns, layout).goals(Pick(endpoint="Sales")), "postgresql")
+    assert 'WHERE "timeoutentity"."time" IS NOT NULL AND "timeoutentity"."endpoint" = %(endpoint_1)s' in text
+    with pytest.raises(KeyError, match="state"):
+        Layout().of([name for name in columns if name != "state"])

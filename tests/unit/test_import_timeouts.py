@@ -1,0 +1,113 @@
+"""A stored timeout becomes the message that NServiceBus's transport would have published."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import pytest
+
+from delayer.core.nservicebus import wire_instant
+from delayer.core.plan import LATEST_MS
+from delayer.legacy.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of
+from delayer.wire.properties import Properties
+
+DUE_MS = 1_900_000_000_000
+HEADERS = {
+    "NServiceBus.MessageId": "4711",
+    "NServiceBus.CorrelationId": "c-1",
+    "NServiceBus.ReplyToAddress": "sales@HOST",
+    "NServiceBus.ContentType": "text/xml",
+    "NServiceBus.EnclosedMessageTypes": "Shop.Remind, Shop, Version=1.0.0.0;Shop.IRemind, Shop",
+    "NServiceBus.Timeout.RouteExpiredTimeoutTo": "sales",
+    "ümlaut": "☃",
+}
+
+
+def made(headers: object = HEADERS, **more: object) -> tuple[Properties, str]:
+    given = headers if headers is None or isinstance(headers, str) else json.dumps(headers)
+    values = {"id": "id-1", "address": "sales", "due_ms": DUE_MS, "headers": given, "body": b"\0body"} | more
+    item = item_of(Timeout(**values), b"nservicebus-sql", str(values["address"]).encode())  # type: ignore[arg-type]
+    return Properties.parse(item.parcel.properties), item.problem
+
+
+def test_properties_and_headers() -> None:
+    properties, problem = made()
+    assert problem == ""
+    assert {name: properties.short(name) for name in ("content_type", "correlation_id", "reply_to", "type")} == {
+        "content_type": b"text/xml",
+        "correlation_id": b"c-1",
+        "reply_to": b"sales@HOST",
+        "type": b"Shop.Remind",
+    }
+    assert (properties.message_id, properties.delivery_mode, properties.expiration) == (b"4711", 2, None)
+    assert {one.name.decode(): one.value for one in properties.headers_items()} == {**HEADERS, RELATED: "id-1"}
+    assert {chr(one.type) for one in properties.headers_items()} == {"S"}
+
+
+def test_a_timeout_without_a_message_id_has_its_own() -> None:
+    assert made({})[0].message_id == b"id-1"
+
+
+@pytest.mark.parametrize("headers", [None, "", "null", "{}", "[]"])
+def test_no_headers(headers: str | None) -> None:
+    properties, problem = made(headers)
+    assert problem == ""
+    assert [one.name.decode() for one in properties.headers_items()] == [RELATED]
+
+
+def test_both_ways_of_net_to_write_a_dictionary() -> None:
+    pairs = [{"Key": name, "Value": value} for name, value in HEADERS.items()]
+    assert made(pairs)[0].raw == made(HEADERS)[0].raw
+
+
+def test_values_that_are_no_strings_and_names_with_surrogates() -> None:
+    properties, problem = made('{"n": 1, "null": null, "t": true, "o": {"a": [1]}, "s": "\\ud800"}')
+    found = {one.name: one.content for one in properties.headers_items()}
+    assert (found[b"n"], found[b"null"], found[b"t"], found[b"o"]) == (b"1", b"", b"true", b'{"a": [1]}')
+    assert problem == ""
+
+
+@pytest.mark.parametrize("headers", ["{", "7", '"text"', json.dumps({"n" * 256: "x"}), '{"a": '])
+def test_headers_that_cannot_be_read_go_along_as_they_are(headers: str) -> None:
+    properties, problem = made(headers)
+    assert problem.startswith("import: its headers cannot be read")
+    raw = properties.get(UNREAD)
+    assert raw is not None
+    assert raw.content == headers.encode()
+
+
+def test_long_values_are_headers_only() -> None:
+    properties, problem = made({"NServiceBus.CorrelationId": "x" * 256})
+    assert (properties.short("correlation_id"), problem) == (None, "")
+
+
+@pytest.mark.parametrize("address", ["", "a" * 256])
+def test_destinations_that_are_none(address: str) -> None:
+    assert "its destination has" in made(address=address)[1]
+
+
+@pytest.mark.parametrize(
+    ("expire_ms", "due_ms"),
+    [(DUE_MS + 499, DUE_MS + 499), (DUE_MS + 1_000, DUE_MS + 1_000), (DUE_MS - 1, DUE_MS), (DUE_MS + 1_001, DUE_MS)],
+)
+def test_what_the_database_rounded_down_is_exact_in_the_header(expire_ms: int, due_ms: int) -> None:
+    headers = json.dumps({"NServiceBus.Timeout.Expire": wire_instant(expire_ms)})
+    item = item_of(Timeout("1", "q", DUE_MS, headers, b""), b"", b"q")
+    assert item.parcel.due_ms == due_ms
+
+
+def test_an_expire_that_cannot_be_read_says_nothing() -> None:
+    headers = json.dumps({"NServiceBus.Timeout.Expire": "tomorrow"})
+    assert item_of(Timeout("1", "q", DUE_MS, headers, b""), b"", b"q").parcel.due_ms == DUE_MS
+
+
+@pytest.mark.parametrize(("due_ms", "expected"), [(-5, 0), (LATEST_MS, LATEST_MS), (LATEST_MS + 1, LATEST_MS)])
+def test_the_ends_of_time(due_ms: int, expected: int) -> None:
+    assert item_of(Timeout("1", "q", due_ms, None, b""), b"", b"q").parcel.due_ms == expected
+
+
+def test_instants_round_up() -> None:
+    assert epoch_ms(datetime(1970, 1, 1, 0, 0, 1, 1)) == 1_001  # noqa: DTZ001
+    assert epoch_ms(datetime(1970, 1, 1, 0, 0, 1)) == 1_000  # noqa: DTZ001
+    assert epoch_ms(moment_of(DUE_MS)) == DUE_MS
