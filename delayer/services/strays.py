@@ -88,13 +88,15 @@ class Reader(NamedTuple):
         if id is None or due is None or len(id.content) > edits.ID_BYTES or not self.addressed(address):
             return None
         due_ms = int.from_bytes(due.content[:8], "big", signed=True)
+        # Without the broker's notes of every level: an envelope around them might fit no frame.
+        kept = edits.released(properties, id.content, due_ms)
         parcel = Parcel(
             due_ms,
             b"",
             delivery.exchange,
             delivery.routing_key,
             Target(b"", address),
-            delivery.properties,
+            kept,
             delivery.body,
         )
         return Stray(delivery, id.content, parcel, 0, due_ms)

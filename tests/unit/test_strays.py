@@ -141,6 +141,20 @@ async def test_what_the_broker_could_not_finish_is_brought_to_its_queue() -> Non
     assert len(it.sent(REFUSED)) == 2, "one is for a queue of ours, one is somebody else's"
 
 
+async def test_what_the_broker_noted_of_every_level_is_not_kept() -> None:
+    died = entry(b"x-death", b"A" + long_string(bytes(9_000))[1:])
+    full = unbound(1)
+    properties = encode_headers(
+        entry(edits.ID, long_string(b"i")) + entry(edits.DUE, int64(NOW)) + died + entry(b"mine", int64(1))
+    )
+    it = Scene([full._replace(properties=properties)], answers={b"/sales": NO_ROUTE})
+    await it.look()
+    [again] = it.sent(QUEUE.encode())
+    envelope = edits.opened(Properties.parse(again.properties), again.body, 10_000)
+    inner = Properties.parse(envelope.parcel.properties)
+    assert [one.name for one in inner.headers_items()] == [b"mine", edits.ID, edits.DUE]
+
+
 @pytest.mark.parametrize(
     "junk",
     [
