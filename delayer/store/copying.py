@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import Any, Final
 
 import pyarrow as pa
@@ -88,10 +87,13 @@ def _every(content: Any, width: int) -> Any:
 
 
 def _strings(content: bytes, lengths: bytes) -> Any:
-    offsets = array("i", accumulate(_native("i", lengths), initial=0))
-    if offsets[-1] != len(content):
-        raise ValueError(f"expected {offsets[-1]} bytes by the lengths, found {len(content)}")
-    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)])
+    count = len(lengths) // 4
+    each = pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(_native("i", lengths))])
+    ends = pc.cumulative_sum_checked(each)
+    if (end := ends[-1].as_py() if count else 0) != len(content):
+        raise ValueError(f"expected {end} bytes by the lengths, found {len(content)}")
+    offsets = bytes(4) + bytes(memoryview(ends.buffers()[1])[: count * 4])
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(offsets), pa.py_buffer(content)])
 
 
 def _numbers(content: bytes, name: str) -> Any:
