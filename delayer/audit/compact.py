@@ -170,11 +170,19 @@ def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
 
 async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
     try:
-        connection = await session.connect(url, "delayer compact", {"idle_in_transaction_session_timeout": IDLE})
+        more = {"idle_in_transaction_session_timeout": IDLE, **session.LAZY}
+        connection = await session.connect(url, "delayer compact", more)
     except StoreLost as error:
         return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
+    packed: list[Packed] = []
     try:
-        return [await pack_window(connection, window, rows) for window in windows]
+        for window in windows:
+            packed.append(await pack_window(connection, window, rows))
+        await session.flush(connection)
+    except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
+        return [one._replace(lost=one.lost or describe(error)) for one in packed]
+    else:
+        return packed
     finally:
         await session.close(connection)
 

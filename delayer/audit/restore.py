@@ -178,11 +178,19 @@ def work(url: str, fence: Fence, ids: Iterable[int]) -> list[Back]:
 
 async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
     try:
-        connection = await session.connect(url, "delayer restore", {"idle_in_transaction_session_timeout": IDLE})
+        more = {"idle_in_transaction_session_timeout": IDLE, **session.LAZY}
+        connection = await session.connect(url, "delayer restore", more)
     except StoreLost as error:
         return [Back(one, 0, lost=str(error)) for one in ids]
+    back: list[Back] = []
     try:
-        return [await restore_segment(connection, fence, one) for one in ids]
+        for one in ids:
+            back.append(await restore_segment(connection, fence, one))
+        await session.flush(connection)
+    except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
+        return [one if one.lost or one.broken else one._replace(lost=describe(error)) for one in back]
+    else:
+        return back
     finally:
         await session.close(connection)
 

@@ -25,6 +25,12 @@ BEGINNING_MS = -(1 << 62)
 """Before every instant: ``-infinity`` in Postgres."""
 
 
+LAZY: Mapping[str, str] = {"synchronous_commit": "off"}
+"""For a session whose transactions may come undone by a crash of the server, as each only moves what is there. They
+come undone whole, and the last ones first, since the log is read to where it ends. Nobody depends on one that is
+undone: whoever commits, and waits for that, has waited for all that was committed before. Ends with :func:`flush`."""
+
+
 def _to_wire(due_ms: int) -> tuple[int]:
     if due_ms == BEGINNING_MS:
         return (-_FOREVER_US - 1,)
@@ -167,6 +173,13 @@ async def sample(connection: asyncpg.Connection, clock: StoreClock, timeout: flo
         "SELECT (extract(epoch FROM clock_timestamp()) * 1000)::float8", timeout=timeout
     )
     clock.observe(before, server_ms, clock.monotonic())
+
+
+async def flush(connection: asyncpg.Connection) -> None:
+    """Wait until all that a LAZY session committed is on disk. Raises the driver's errors."""
+    await connection.execute("SET synchronous_commit = on")
+    # A commit of its own. One that wrote nothing to the log before would not wait: a transaction's id is not enough.
+    await connection.fetchval("SELECT pg_logical_emit_message(true, 'delayer', '')")
 
 
 async def close(connection: asyncpg.Connection) -> None:
