@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import psutil
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
-from bench import rows
+from bench import compaction, rows
 from bench.meter import Meter, Neighbours, Pids, tree
 from bench.servers import POSTGRES
 from delayer import telemetry
@@ -110,7 +111,9 @@ def _spark() -> list[int]:
 def full_read(session: SparkSession, url: str) -> int:
     """Every column that there is, bodies too, to the JVM and into one figure."""
     session.dataSource.register(source.bound(SecretUrl(url)))
-    stored = ",".join(name for name in relations.KINDS["message"].columns if name not in ("crc", "body_digest"))
+    stored = ",".join(
+        name for name in relations.KINDS["message"].columns if name not in ("crc", "body_digest", "damage")
+    )
     frame = session.read.format("delayer").option("relation", "message").option("columns", stored).load()
     lengths = [
         sql.sum(sql.length(name)) for name in ("body", "properties", "to_key", "route", "exchange", "routing_key")
@@ -131,12 +134,22 @@ def audit(session: SparkSession, url: str) -> dict[str, int]:
     return {rule.rule: rule.violations for rule in report.rules if rule.violations}
 
 
+@dataclass
+class _At:
+    """A place with a store, and nothing else."""
+
+    store_url: str
+
+
 @contextmanager
-def store(count: int, size: int) -> Iterator[tuple[str, Pids]]:
+def store(count: int, size: int, *, orders: bool = False) -> Iterator[tuple[str, Pids]]:
     with Postgres(settings=SETTINGS) as server:
         url = server.url(server.add_database())
         asyncio.run(upgrades.upgrade(url))
-        asyncio.run(rows.put_backlog(url, count, size, say))
+        if orders:
+            asyncio.run(compaction.fill(_At(url), count, say))
+        else:
+            asyncio.run(rows.put_backlog(url, count, size, say))
         yield url, server.pids
 
 
@@ -144,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--size", type=int, default=512, help="bytes of a body")
+    parser.add_argument("--orders", action="store_true", help="bodies of bench/orders.py, for the size of the extract")
     parser.add_argument("--master", default="local[2]")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--url", help="a store that is there already, with --rows rows; it is only read")
@@ -154,7 +168,7 @@ def main() -> None:
         if given.url:
             told |= measure(given, given.url, list, work)
         else:
-            with store(given.rows, given.size) as (url, pids):
+            with store(given.rows, given.size, orders=given.orders) as (url, pids):
                 told |= measure(given, url, pids, work)
     print(json.dumps(told, indent=2))
 

@@ -25,17 +25,19 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "segments": Advice(
         "Segments",
-        "A segment does not hold what it says: its count, its digest or its cancelled messages disagree, or it "
-        "does not read back.",
+        "A segment does not hold what it says: its count, its digest, its ranges or its cancelled messages disagree, "
+        "or it does not read back. Or it was not restored in time.",
         "Do not delete it: its bytes are kept and it stops nobody. Restore the row of `segment` from a backup or "
-        "a replica, or ask for help with its id.",
+        "a replica, or ask for help with its id. Late ones: is a daemon running, and what does its log say? "
+        "`delayer restore` brings them back at once.",
     ),
     "integrity": Advice(
         "Integrity",
         "Rows whose bytes are not what was parked, cannot be decoded, are of an unknown format, or lie in the "
-        "wrong partition. A daemon holds such a message and does not send it.",
-        "Check the disks and the checksums of Postgres (`pg_amcheck`). An unknown format is a daemon that is "
-        "older than its store: upgrade it.",
+        "wrong partition: a daemon holds such a message and does not send it. Or places of a table that the database "
+        "itself cannot read.",
+        "Check the disks and the checksums of Postgres (`pg_amcheck`); what it cannot read comes back from a backup "
+        "or a replica only. An unknown format is a daemon that is older than its store: upgrade it.",
     ),
     "overdue": Advice(
         "Overdue",

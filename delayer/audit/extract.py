@@ -6,7 +6,7 @@ delayer/audit/frames.py), but keys, headers and destinations: its directory is f
 
 from __future__ import annotations
 
-import shutil
+import functools
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from delayer.audit import snapshot
+from delayer.audit import places, snapshot
 from delayer.audit import spark as sessions
-from delayer.audit.frames import SCHEMAS, Facts, Frames
+from delayer.audit.frames import CAME_OUT, DAMAGE, OF_SEGMENTS, SCHEMAS, Facts, Frames
 from delayer.audit.snapshot import Rows
 from delayer.settings.secret import SecretUrl
 
@@ -40,14 +40,13 @@ class _Part(NamedTuple):
     """Whether a share of it is enough for a sample."""
 
 
-_CAME_OUT: Final = ", unpacked bigint, fault string"
 _PARTS: Final = {
     "messages": _Part("message", "message", SCHEMAS["messages"], "reading messages", sampled=True),
     "unpacked": _Part(
-        "segment_message", "segment", SCHEMAS["messages"] + _CAME_OUT, "unpacking segments", sampled=True
+        "segment_message", "segment", f"{SCHEMAS['messages']}, {CAME_OUT}", "unpacking segments", sampled=True
     ),
     "held": _Part("held", "held", SCHEMAS["held"], "reading held messages"),
-    "segments": _Part("segment", "segment", SCHEMAS["segments"].removesuffix(_CAME_OUT), "reading segments"),
+    "segments": _Part("segment", "segment", OF_SEGMENTS, "reading segments"),
     "tombstones": _Part("segment_cancelled", "segment_cancelled", SCHEMAS["tombstones"], "reading cancelled messages"),
     "keys": _Part("message_key", "message_key", SCHEMAS["keys"], "reading keys"),
 }
@@ -55,26 +54,25 @@ _PARTS: Final = {
 
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
-    """A fresh directory below ``work`` (a path, or a URL of what the cluster shares), removed at the end.
+    """A fresh directory below ``work`` (a path, or a URL of what the cluster shares), removed at the end; on this
+    machine also what killed runs left there.
 
     None: below the system's directory for temporary files. ``spark`` is needed for a URL.
     """
     if work is None or not urlsplit(work).scheme:
         if work is not None:
             Path(work).mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix="delayer-audit-", dir=work))  # for this user only
-        try:
-            yield made.as_uri()
-        except (SystemExit, KeyboardInterrupt):
-            # Tasks in the middle of their work would make the directory again, behind the back of who removes it.
-            if spark is not None:
-                sessions.end_machine(spark)
-            raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        with places.place(Path(work or tempfile.gettempdir()), places.EXTRACT) as made:
+            try:
+                yield made.as_uri()
+            except (SystemExit, KeyboardInterrupt):
+                # Tasks in the middle of their work would make it again, behind the back of who removes it.
+                if spark is not None:
+                    sessions.end_machine(spark)
+                raise
         return
     assert spark is not None
-    url = f"{work.rstrip('/')}/delayer-audit-{uuid.uuid4().hex}"
+    url = f"{work.rstrip('/')}/{places.EXTRACT}{uuid.uuid4().hex}"
     try:
         yield url
     finally:
@@ -106,21 +104,31 @@ def take(
         for name, part in parts.items():
             share = sample if part.sampled else 1.0
             options = {"snapshot": held.id, "relation": part.relation, "sample": str(share), "seed": str(seed)}
-            read = spark.read.format(source.NAME).options(**options, columns=",".join(_names(part.ddl)))
+            read = spark.read.format(source.NAME).options(**options, columns=",".join(_names(_told(part))))
             with watch(part.said):
                 read.load().write.parquet(f"{place}/{name}")
         facts = replace(held.facts, sample=sample)
     files = {
-        name: spark.read.schema(part.ddl).parquet(f"{place}/{name}") if name in parts else _made(spark, (), part.ddl)
+        name: spark.read.schema(_told(part)).parquet(f"{place}/{name}")
+        if name in parts
+        else _made(spark, (), _told(part))
         for name, part in _PARTS.items()
     }
     return _frames(facts, files, {name: _made(spark, rows, SCHEMAS[name]) for name, rows in small.items()})
 
 
-def _frames(facts: Facts, files: Mapping[str, DataFrame], small: Mapping[str, DataFrame]) -> Frames:
+def _told(part: _Part) -> str:
+    """The columns of its files."""
+    return f"{part.ddl}, {DAMAGE}"
+
+
+def _frames(facts: Facts, told: Mapping[str, DataFrame], small: Mapping[str, DataFrame]) -> Frames:
+    files = {name: frame.where("damage IS NULL").drop("damage") for name, frame in told.items()}
+    first, *others = (frame.select("damage") for frame in told.values())
+    damage = functools.reduce(lambda one, other: one.unionByName(other), others, first)
     unpacked = files["unpacked"]
     messages = _names(SCHEMAS["messages"])
-    came_out = unpacked.where("id IS NULL").selectExpr("segment AS id", "unpacked", "fault")
+    came_out = unpacked.where("id IS NULL").selectExpr("segment AS id", *_names(CAME_OUT))
     return Frames(
         facts=facts,
         messages=files["messages"].unionByName(unpacked.where("id IS NOT NULL").select(*messages)),
@@ -128,6 +136,9 @@ def _frames(facts: Facts, files: Mapping[str, DataFrame], small: Mapping[str, Da
         segments=files["segments"].join(came_out, "id", "left").select(*_names(SCHEMAS["segments"])),
         tombstones=files["tombstones"],
         keys=files["keys"],
+        damage=damage.where("damage IS NOT NULL")
+        .selectExpr(f"from_json(damage, '{SCHEMAS['damage']}') AS told")
+        .select("told.*"),
         **small,
     )
 

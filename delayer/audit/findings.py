@@ -178,8 +178,9 @@ class RuleRun:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An audit. ``store_now_ms`` is the store's clock when the snapshot was taken, ``sample`` the share of rows read
-    (None: all). ``seconds`` is how long the audit took."""
+    """An audit. ``store_now_ms`` is the store's clock when the snapshot was taken, or on a replica that was behind by
+    ``behind_ms`` the instant that it had come to. ``sample``: the share of rows read (None: all). ``seconds`` is how
+    long the audit took."""
 
     store_now_ms: int
     seconds: float
@@ -190,6 +191,7 @@ class Report:
     rules: tuple[RuleRun, ...]
     findings: tuple[Finding, ...]
     growth: Growth | None = None
+    behind_ms: int = 0
     version: int = VERSION
 
     @property

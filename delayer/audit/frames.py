@@ -25,19 +25,30 @@ _CONTENT: Final = (
 )
 _OF_BODY: Final = "body_bytes bigint, crc bigint, body_digest binary"
 
+OF_SEGMENTS: Final = (
+    "id bigint, lane int, first_due_ms bigint, last_due_ms bigint, first_id bigint, last_id bigint,"
+    " messages bigint, cancelled bigint, raw_bytes bigint, packed_bytes bigint, format int, made_ms bigint,"
+    " broken_ms bigint, broken string"
+)
+"""What a segment says of itself."""
+CAME_OUT: Final = (
+    "unpacked bigint, live bigint, found_first_due_ms bigint, found_last_due_ms bigint, found_first_id bigint,"
+    " found_last_id bigint, found_raw_bytes bigint, fault string"
+)
+"""What came out of it now."""
+DAMAGE: Final = "damage string"
+"""A column that only rows have which stand for a place that cannot be read: salvage.Damage as JSON."""
+
 SCHEMAS: Final = {
     "messages": f"origin string, partition string, segment bigint, {_CONTENT}, {_OF_BODY}",
     "held": f"{_CONTENT}, {_OF_BODY}, held_ms bigint, retry_ms bigint, attempts int, reason string",
-    "segments": (
-        "id bigint, lane int, first_due_ms bigint, last_due_ms bigint, first_id bigint, last_id bigint,"
-        " messages bigint, cancelled bigint, raw_bytes bigint, packed_bytes bigint, format int, made_ms bigint,"
-        " broken_ms bigint, broken string, unpacked bigint, fault string"
-    ),
+    "segments": f"{OF_SEGMENTS}, {CAME_OUT}",
     "tombstones": "segment bigint, id bigint",
     "keys": "key binary, lane int, due_ms bigint, id bigint",
     "lanes": "number int, epoch bigint, owner string, watermark_ms bigint, alive boolean",
     "counters": "lane int, kind string, n bigint",
     "partitions": "name string, first_ms bigint, after_ms bigint, bytes bigint",
+    "damage": "relation string, place string, reason string, lane int, id bigint, due_ms bigint",
 }
 """Columns of each frame, as Spark's DDL. All of them can be null as far as Spark knows.
 
@@ -49,10 +60,12 @@ messages    every live waiting message, those in segments too (without the cance
             ``checksum``     as stored; ``crc`` is what the content's bytes give now (store.envelope.checksum)
             ``body_digest``  BLAKE2b of the body, 16 bytes
 held        the same for messages that their destination would not take
-segments    ``messages`` were packed and ``cancelled`` of these since; ``unpacked`` came out now, and ``fault`` says why
-            it did not read back. ``broken`` is what a daemon wrote down about that
+segments    ``messages`` were packed and ``cancelled`` of these since; ``unpacked`` came out now, ``live`` without its
+            tombstones, and ``found_…`` is what they are; ``fault`` says why it did not read back. ``broken`` is what a
+            daemon wrote down about that
 lanes       ``alive``: a daemon holds the lane's lock; null where that cannot be seen (on a replica)
 partitions  the day that each partition has, as a half-open interval; both null for message_default
+damage      places that Postgres cannot read (salvage.Damage)
 """
 
 
@@ -60,7 +73,7 @@ partitions  the day that each partition has, as a half-open interval; both null 
 class Facts:
     """What is known of the snapshot as a whole.
 
-    now_ms   the store's clock when it was taken
+    now_ms   the store's clock when it was taken; on a replica that is behind, the instant that it had come to
     sample   the share of the pages of ``message`` and of the segments that was read, 0 < sample <= 1. Below 1 nothing
              can be said about sums, keys that dangle and repeats
     replica  the server is one: the lanes' locks cannot be seen there
@@ -70,6 +83,8 @@ class Facts:
     sample: float = 1.0
     replica: bool = False
     server: str = ""
+    behind_ms: int = 0
+    """How far a replica was behind its primary."""
 
     @property
     def whole(self) -> bool:
@@ -89,3 +104,4 @@ class Frames:
     lanes: DataFrame
     counters: DataFrame
     partitions: DataFrame
+    damage: DataFrame

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Final
 from delayer.audit import extract
 from delayer.audit.errors import JobMisused
 from delayer.audit.findings import Report
+from delayer.audit.rules import calendar
 from delayer.audit.rules.growth import growth
 from delayer.audit.watching import Say, Watching
 from delayer.settings.secret import SecretUrl
 from delayer.store import schema
+from delayer.store.status import RESTORED_MS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -43,7 +45,8 @@ class Broker:
 @dataclass(frozen=True, slots=True)
 class Options:
     """What an audit is to do. ``work``, ``out``: a path, or a URL of what the cluster shares. ``sample``: the share of
-    the store to read, above 0 and up to 1. ``release_rate``: messages a second; None for the rules' own."""
+    the store to read, above 0 and up to 1. ``release_rate``: messages a second; None for the rules' own.
+    ``restored_ms``: how long before its first message is due a segment should have been restored."""
 
     store: SecretUrl
     broker: Broker | None = None
@@ -53,6 +56,7 @@ class Options:
     sample: float = 1.0
     seed: int = 0
     release_rate: float | None = None
+    restored_ms: int = RESTORED_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,15 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
 def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
     from delayer.audit import judging  # noqa: PLC0415 - Spark
 
+    rate = calendar.RELEASE_RATE if options.release_rate is None else options.release_rate
     with watching("judging"):
-        if options.release_rate is None:
-            return judging.run(frames)
-        return judging.run(frames, release_rate=options.release_rate)
+        return judging.run(frames, release_rate=rate, restored_ms=options.restored_ms)
 
 
 def _asked(report: Report, frames: Frames, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
     """The report with the broker's answers, and what kept it from answering."""
-    from delayer.audit import destination_findings, destinations  # noqa: PLC0415 - aio-pika, which not everybody needs
+    from delayer.audit import destination_findings  # noqa: PLC0415
+    from delayer.broker import destinations  # noqa: PLC0415 - aio-pika, which not everybody needs
 
     with watching("gathering destinations"):
         targets = destination_findings.targets(frames.messages, TARGETS)

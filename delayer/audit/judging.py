@@ -21,13 +21,15 @@ from pyspark.sql import functions as sql
 from delayer.audit import columns
 from delayer.audit.findings import Report
 from delayer.audit.frames import SEGMENT, Frames
-from delayer.audit.rules import calendar, judge, keys, repeats
+from delayer.audit.rules import calendar, damage, judge, keys, repeats
 from delayer.audit.rules.counting import counted, counted_segments
+from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import Claim, judged
 from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Lane, Message, Segment
 from delayer.audit.rules.summary import merged, spread, summarized
 from delayer.audit.rules.tally import Key, Partial, Tally
+from delayer.store.status import RESTORED_MS
 
 BATCH: Final = 20_000
 """Tallies in an Arrow batch."""
@@ -49,11 +51,11 @@ Batches = Iterator[pa.RecordBatch]
 T = TypeVar("T")
 
 
-def run(frames: Frames, *, release_rate: float = calendar.RELEASE_RATE) -> Report:
+def run(frames: Frames, *, release_rate: float = calendar.RELEASE_RATE, restored_ms: int = RESTORED_MS) -> Report:
     """Judge the frames. Raises ValueError for a release rate that is none; Spark's errors."""
     began = time.monotonic()
     facts = frames.facts
-    context = Context(facts.now_ms, _intervals(frames), facts.whole)
+    context = Context(facts.now_ms, _intervals(frames), facts.whole, restored_ms)
     evidence = Evidence(merged(_from_rows(_collected(frames, context))))
     lanes = [
         Lane(row.number, row.owner, row.alive) for row in frames.lanes.select("number", "owner", "alive").collect()
@@ -66,6 +68,7 @@ def run(frames: Frames, *, release_rate: float = calendar.RELEASE_RATE) -> Repor
         context,
         release_rate=release_rate,
         sample=None if facts.whole else facts.sample,
+        behind_ms=facts.behind_ms,
         seconds=round(time.monotonic() - began, 3),
     )
 
@@ -86,6 +89,9 @@ def _collected(frames: Frames, context: Context) -> list[Any]:
         .mapInArrow(_summarizing(context.now_ms), columns.PARTIAL_DDL)
     )
     found = summary.unionByName(_segments(frames).mapInArrow(_counting_segments(context), columns.PARTIAL_DDL))
+    # One task: nearly always there is none, and the files say so without being read.
+    damaged = frames.damage.coalesce(1).mapInArrow(_counting_damage(context.now_ms), columns.PARTIAL_DDL)
+    found = found.unionByName(damaged)
     if context.whole:
         claims = _claims(frames).repartition("key").sortWithinPartitions("key", "source", "id")
         found = found.unionByName(claims.mapInArrow(_judging_keys, columns.PARTIAL_DDL))
@@ -97,14 +103,10 @@ def _collected(frames: Frames, context: Context) -> list[Any]:
 
 def _messages(frames: Frames) -> DataFrame:
     """Waiting, packed and held messages, with the columns of :class:`Message`."""
-    ranges = frames.segments.select(
-        sql.col("id").alias("segment"), sql.col("first_due_ms").alias("low_ms"), sql.col("last_due_ms").alias("high_ms")
-    )
     packed = sql.col("origin") == SEGMENT
-    # Only what came from a segment is joined: the rows need not move for it.
     kinds = (
         (WAITING, frames.messages.where(~packed)),
-        (PACKED, frames.messages.where(packed).join(ranges, "segment", "left")),
+        (PACKED, frames.messages.where(packed)),
         (HELD, frames.held),
     )
     return functools.reduce(DataFrame.unionByName, (_with_every_column(frame, where) for where, frame in kinds))
@@ -113,8 +115,9 @@ def _messages(frames: Frames) -> DataFrame:
 def _with_every_column(frame: DataFrame, where: str) -> DataFrame:
     """The columns of :class:`Message`; those that the frame has not are null."""
     made = {"where": sql.lit(where), "home": sql.col("partition") if where == WAITING else _nothing("string")}
-    missing = {name: _nothing("bigint") for name in ("low_ms", "high_ms", "retry_ms") if name not in frame.columns}
-    return frame.select(*((made | missing).get(name, sql.col(name)).alias(name) for name in Message._fields))
+    if "retry_ms" not in frame.columns:
+        made["retry_ms"] = _nothing("bigint")
+    return frame.select(*(made.get(name, sql.col(name)).alias(name) for name in Message._fields))
 
 
 def _nothing(type_: str) -> Column:
@@ -125,7 +128,8 @@ def _segments(frames: Frames) -> DataFrame:
     """Segments, and tombstones of segments that are not there, with the columns of :class:`Segment`."""
     tombstones = frames.tombstones.groupBy("segment").agg(sql.count(sql.lit(1)).alias("tombstones"))
     joined = frames.segments.join(tombstones, sql.col("id") == sql.col("segment"), "full_outer")
-    missing = {"first_due_ms", "last_due_ms", "messages", "cancelled", "packed_bytes", "tombstones"}
+    found = {"first_due_ms", "last_due_ms", "first_id", "last_id", "messages", "cancelled", "raw_bytes", "packed_bytes"}
+    missing = {*found, "tombstones"}
 
     def column(name: str) -> Column:
         if name == "id":
@@ -157,6 +161,13 @@ def _counting(context: Context) -> Callable[[Batches], Batches]:
 
 def _counting_segments(context: Context) -> Callable[[Batches], Batches]:
     return lambda batches: _batches(counted_segments(_rows(batches, Segment._make), context))
+
+
+def _counting_damage(now_ms: int) -> Callable[[Batches], Batches]:
+    def of(batches: Batches) -> Batches:
+        return _batches(summarized(sorted(damage.counted(_rows(batches, Damage._make))), now_ms))
+
+    return of
 
 
 def _summarizing(now_ms: int) -> Callable[[Batches], Batches]:

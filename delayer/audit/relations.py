@@ -27,7 +27,7 @@ _TYPES: Final[Mapping[str, pa.DataType]] = {
 }
 # An instant of infinity, or of a year that Arrow has no number for, is as good as one at the end of the calendar. These
 # two functions pass over NULL, so not for columns that can be NULL.
-_CLAMPED: Final = "greatest(least({}, '9999-12-31 00:00+00'), '0001-01-01 00:00+00')"
+CLAMPED: Final = "greatest(least({}, '9999-12-31 00:00+00'), '0001-01-01 00:00+00')"
 
 
 class Origin(NamedTuple):
@@ -100,7 +100,7 @@ def _plain(kind: str, name: str, sql: str | None = None) -> Column:
 
 
 def _instant(name: str) -> Column:
-    return Column(pa.int64(), {name: _CLAMPED.format(name)}, lambda given, _origin, _rows: epoch_ms(given[name]))
+    return Column(pa.int64(), {name: CLAMPED.format(name)}, lambda given, _origin, _rows: epoch_ms(given[name]))
 
 
 def epoch_ms(instants: pa.Array) -> pa.Array:
@@ -166,8 +166,8 @@ _OTHER_LENGTH: Final[Mapping[str, Mapping[str, Column]]] = {
 }
 
 
-def _kind(name: str, table: str, ddl: str, more: Mapping[str, Column] | None = None) -> Kind:
-    special = {**_SPECIAL, **_OTHER_LENGTH.get(name, {}), **(more or {})}
+def _kind(name: str, table: str, ddl: str) -> Kind:
+    special = {**_SPECIAL, **_NULLS, **_OTHER_LENGTH.get(name, {})}
     columns = {}
     for field in ddl.split(","):
         column, kind = field.split()
@@ -181,23 +181,24 @@ def without_body(columns: Mapping[str, Column]) -> dict[str, Column]:
     return dict(columns) if others else {name: _OTHER_LENGTH["body"].get(name, one) for name, one in columns.items()}
 
 
-_FAULT: Final = ", unpacked bigint, fault string"
-_SEGMENT_DDL: Final = frames.SCHEMAS["segments"].removesuffix(_FAULT)
+# What only rows of their own have: see unpacking.py and salvage.py.
 _NULLS: Final[Mapping[str, Column]] = {
-    "unpacked": _same("bigint", lambda _origin: None),
-    "fault": _same("string", lambda _origin: None),
+    field.split()[0]: _same(field.split()[1], lambda _origin: None)
+    for field in f"{frames.CAME_OUT}, {frames.DAMAGE}".split(",")
 }
+
+_MORE: Final = f"body binary, {frames.DAMAGE}"
 
 KINDS: Final[Mapping[str, Kind]] = {
     kind.name: kind
     for kind in (
-        _kind("message", "message", frames.SCHEMAS["messages"] + ", body binary"),
-        _kind("held", "held", frames.SCHEMAS["held"] + ", body binary"),
+        _kind("message", "message", f"{frames.SCHEMAS['messages']}, {_MORE}"),
+        _kind("held", "held", f"{frames.SCHEMAS['held']}, {_MORE}"),
         # What stands in segments, as messages; and one row a segment, without an id, with what became of it.
-        _kind("segment_message", "segment", frames.SCHEMAS["messages"] + _FAULT + ", body binary", _NULLS),
-        _kind("segment", "segment", _SEGMENT_DDL),
-        _kind("segment_cancelled", "segment_cancelled", frames.SCHEMAS["tombstones"]),
-        _kind("message_key", "message_key", frames.SCHEMAS["keys"]),
+        _kind("segment_message", "segment", f"{frames.SCHEMAS['messages']}, {frames.CAME_OUT}, {_MORE}"),
+        _kind("segment", "segment", f"{frames.OF_SEGMENTS}, {frames.DAMAGE}"),
+        _kind("segment_cancelled", "segment_cancelled", f"{frames.SCHEMAS['tombstones']}, {frames.DAMAGE}"),
+        _kind("message_key", "message_key", f"{frames.SCHEMAS['keys']}, {frames.DAMAGE}"),
         _kind("lane", "lane", "number int, epoch bigint, owner string"),
         _kind("counter", "counter", frames.SCHEMAS["counters"]),
     )

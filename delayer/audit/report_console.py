@@ -194,6 +194,8 @@ def _rules(report: Report, console: Console) -> None:
 
 
 def _verdict(report: Report, console: Console) -> None:
+    if behind := words.behind(report):
+        console.print(Text(behind, "yellow"))
     if report.sample is not None:
         console.print(Text(f"A sample: {report.sample * 100:.3g} % of the rows were read.", "yellow"))
     violations = sum(run.violations for run in report.rules)

@@ -35,6 +35,7 @@ _TONES: Final = {
 }
 _HELPERS: Final = (
     "instant", "away", "duration", "size", "width", "change", "counted", "about", "name", "destination", "details",
+    "behind",
 )  # fmt: skip
 
 

@@ -36,6 +36,16 @@ _EXPORT: Final = """
 SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
        current_setting('server_version') AS server
 """
+# What a replica has come to. While it is connected to its primary and has replayed all that it received, that is now,
+# however long ago the last commit was. Otherwise it is the last commit that it replayed; or, where it has replayed none
+# since its start, the checkpoint that it started from. Who may not see the receiver's status sees that there is one.
+_REPLAYED: Final = """
+SELECT CASE WHEN pg_last_wal_receive_lsn() = pg_last_wal_replay_lsn()
+                 AND EXISTS (SELECT FROM pg_stat_wal_receiver WHERE coalesce(status, 'streaming') = 'streaming')
+            THEN clock_timestamp()
+            ELSE coalesce(pg_last_xact_replay_timestamp(), (SELECT checkpoint_time FROM pg_control_checkpoint()))
+       END
+"""
 _LANES: Final = """
 SELECT l.number, l.epoch, l.owner, l.watermark,
        CASE WHEN pg_is_in_recovery() THEN NULL ELSE EXISTS (
@@ -61,11 +71,11 @@ Rows = list[tuple[Any, ...]]
 class Snapshot:
     """An exported snapshot, and what the driver itself reads on it: tables of a few rows. Made by :func:`hold`."""
 
-    def __init__(self, connection: asyncpg.Connection, runner: asyncio.Runner, taken: asyncpg.Record) -> None:
+    def __init__(self, connection: asyncpg.Connection, runner: asyncio.Runner, id_: str, facts: Facts) -> None:
         self._connection = connection
         self._runner = runner
-        self.id: str = taken["id"]
-        self.facts = Facts(now_ms=taken["now_ms"], replica=taken["replica"], server=taken["server"])
+        self.id = id_
+        self.facts = facts
 
     def lanes(self) -> Rows:
         """The rows of frames.SCHEMAS["lanes"]. Raises StoreLost, as the others do."""
@@ -101,7 +111,7 @@ def hold(url: SecretUrl) -> Iterator[Snapshot]:
     with asyncio.Runner() as runner:
         connection = runner.run(_open(url))
         try:
-            yield Snapshot(connection, runner, runner.run(_take(connection)))
+            yield Snapshot(connection, runner, *runner.run(_take(connection)))
         finally:
             runner.run(session.close(connection))
 
@@ -110,13 +120,15 @@ async def _open(url: SecretUrl) -> asyncpg.Connection:
     return await session.connect(url.reveal(), "delayer audit snapshot", _MORE)
 
 
-async def _take(connection: asyncpg.Connection) -> asyncpg.Record:
+async def _take(connection: asyncpg.Connection) -> tuple[str, Facts]:
     with translated("take a snapshot"):
         await schema.check(connection)
         await connection.execute(NO_TIMEOUT.format("false"))
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
-        return await connection.fetchrow(_EXPORT)
+        id_, now_ms, replica, server = await connection.fetchrow(_EXPORT)
+        replayed_ms = min(now_ms, await connection.fetchval(_REPLAYED)) if replica else now_ms
+    return id_, Facts(now_ms=replayed_ms, replica=replica, server=server, behind_ms=now_ms - replayed_ms)
 
 
 def _day(partition: str) -> tuple[int | None, int | None]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from delayer.audit import places
 from delayer.audit.errors import JavaMissing, JobMisused, SparkMissing
 
 if TYPE_CHECKING:
@@ -93,20 +95,33 @@ def session(
     from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
-    builder = SparkSession.builder.appName(name)
-    if chosen is not None:
-        builder = builder.master(chosen)
-    for key, value in settings(chosen, work, more or {}).items():
-        builder = builder.config(key, value)
-    try:
-        spark = builder.getOrCreate()
-    except (PySparkException, RuntimeError) as error:
-        raise JobMisused(f"Spark did not start with master {chosen}: {str(error).splitlines()[0]}") from error
-    try:
-        with _orderly():
-            yield spark
-    finally:
-        _stop(spark)
+    with _scratch(chosen, work) as scratch:
+        builder = SparkSession.builder.appName(name)
+        if chosen is not None:
+            builder = builder.master(chosen)
+        for key, value in settings(chosen, scratch, more or {}).items():
+            builder = builder.config(key, value)
+        try:
+            spark = builder.getOrCreate()
+        except (PySparkException, RuntimeError) as error:
+            raise JobMisused(f"Spark did not start with master {chosen}: {str(error).splitlines()[0]}") from error
+        try:
+            with _orderly():
+                yield spark
+        finally:
+            _stop(spark)
+
+
+@contextmanager
+def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
+    """A directory for what Spark spills on this machine, which a killed run would leave there: keys and headers."""
+    if not is_local(master) or submitted():
+        yield None
+        return
+    parent = Path(tempfile.gettempdir() if work is None or urlsplit(work).scheme else work)
+    parent.mkdir(parents=True, exist_ok=True)
+    with places.place(parent, places.SCRATCH) as made:
+        yield str(made)
 
 
 def _stop(spark: SparkSession) -> None:

@@ -96,7 +96,7 @@ def told_by(error: Exception) -> str:
 
 def failure(doing: str, text: str) -> StoreLost | JobFailed:
     """The error that Spark's text means. Pure."""
-    from delayer.audit.source import advice_for  # noqa: PLC0415 - needs the extra
+    from delayer.audit.connection import advice_for  # noqa: PLC0415 - needs the extra
 
     if lost := _STORE_LOST.search(text):
         return StoreLost(mask(lost[1]), advice_for(lost[1]))

@@ -12,6 +12,7 @@ from delayer.telemetry import readable
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 _SECOND_MS, _MINUTE_MS, _HOUR_MS, _DAY_MS = 1_000, 60_000, 3_600_000, 86_400_000
 _WORTH: Final = 0.05
+_BEHIND_MS: Final = 1_000
 _WIDTHS: Final = {_SECOND_MS: "second", _MINUTE_MS: "minute", _HOUR_MS: "hour", _DAY_MS: "day"}
 
 
@@ -87,8 +88,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def about(finding: Finding) -> str:
     """How much a finding is about, in what: ``3 messages``, ``2 segments``."""
-    segments = finding.rule == "segments" and "segments" in finding.details
-    return counted(finding.count, "segment" if segments else "message")
+    noun = "place" if "places" in finding.details else "message"
+    return counted(finding.count, noun)
 
 
 def change(number: int) -> str:
@@ -122,6 +123,14 @@ def verdict(report: Report) -> str:
     parts = [counted(sum(run.violations for run in report.rules), "violation")]
     parts.append(counted(sum(run.warnings for run in report.rules), "warning"))
     return ", ".join(parts)
+
+
+def behind(report: Report) -> str:
+    """What a replica that lags means for the report; empty where none does."""
+    if report.behind_ms < _BEHIND_MS:
+        return ""
+    lag = duration(report.behind_ms / 1000)
+    return f"Read from a replica {lag} behind its primary: judged as of the instant that it had come to."
 
 
 def details(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ from delayer.commands.db import store_url
 from delayer.commands.jobs import json_option, master_option, progress
 from delayer.settings import Settings
 from delayer.settings.secret import SecretUrl
+from delayer.store.status import restored_ms
 
 if TYPE_CHECKING:
     from delayer.audit.findings import Report
@@ -119,6 +120,7 @@ def audit(
         state=state,
         sample=sample,
         release_rate=release_rate,
+        restored_ms=restored_ms(settings.store.restore_ahead_ms),
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")

@@ -154,7 +154,7 @@ async def _store(settings: Settings) -> list[Row]:
         longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
         return [Row("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")]
     try:
-        seen = await store_status.overview(url)
+        seen = await store_status.overview(url, settings.store.restore_ahead_ms)
     except StoreLost as lost:
         return [Row("store", "out of reach", str(lost), lost.advice or "check store.url, and that Postgres runs")]
     except BadStoreUrl as bad:
@@ -166,6 +166,9 @@ async def _store(settings: Settings) -> list[Row]:
     if seen.held:
         advice = "declare or bind their destinations; they are tried again by themselves"
         rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
+    if seen.late.segments:
+        found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
+        rows.append(Row("segments", "off", found, "see the daemons' logs, or run `delayer restore`"))
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         rows.append(Row("segments", "off", found, "see docs/backlog.md; their bytes are kept"))

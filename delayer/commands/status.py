@@ -98,7 +98,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
     if settings.store_url is None:
         return None
     try:
-        seen = await store_status.overview(settings.store_url)
+        seen = await store_status.overview(settings.store_url, settings.store.restore_ahead_ms)
     except StoreLost as error:
         return {"error": str(error), "upgrade_pending": False, "advice": error.advice}
     except BadStoreUrl as error:
@@ -134,6 +134,8 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
             "next_due_ms": seen.segments.next_due_ms,
             "broken": seen.segments.broken,
             "broken_messages": seen.segments.broken_messages,
+            "late": seen.late.segments,
+            "late_messages": seen.late.messages,
         },
     }
 
@@ -176,6 +178,11 @@ def _print_segments(segments: dict[str, Any], now_ms: int) -> None:
         f"compacted: {segments['messages']} in {segments['count']} segments   "
         f"next due: {when(segments['next_due_ms'], now_ms)}"
     )
+    if segments["late"]:
+        click.echo(
+            f"LATE: {segments['late']} segments with {segments['late_messages']} messages should be restored by now; "
+            "see the daemons' logs, or run `delayer restore`"
+        )
     if segments["broken"]:
         click.echo(
             f"BROKEN: {segments['broken']} segments with {segments['broken_messages']} messages do not read back; "

@@ -146,13 +146,3 @@ def with_near(counts: Counts, near: Counts) -> Counts:
     """The buckets of the coming hour from ``near``, the others as they are; a difference goes to nobody. Pure."""
     last = horizon.OFFSETS.index(horizon.HOUR)
     return {place: count for place, count in counts.items() if place[1] > last} | near
-
-
-async def overdue_segments(connection: asyncpg.Connection) -> tuple[int, int]:
-    """Segments that should have been restored by now, as something in them is due, and their messages. Those that are
-    marked as broken are told apart elsewhere (segments.count). Raises the driver's errors."""
-    count, messages = await connection.fetchrow(
-        "SELECT count(*), coalesce(sum(messages - cancelled), 0)::bigint FROM segment"
-        " WHERE first_due < now() AND broken_at IS NULL AND messages > cancelled"
-    )
-    return count, messages

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import asyncpg
 
 from delayer.store import partitions, schema, segments, session, statements
 from delayer.store.errors import translated
+from delayer.store.partitions import DAY_MS
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
+RESTORED_MS = 3_600_000
+"""How long before its first message is due a segment should have been restored: daemons begin a day before, and take
+seconds for a million messages."""
 NO_SEGMENTS = segments.Counted(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
+
+
+# Few, by the index; those that do not read back are counted as such.
+_LATE = """
+SELECT count(*), coalesce(sum(messages - cancelled), 0)::bigint, min(first_due)
+FROM segment WHERE first_due < $1 AND broken_at IS NULL AND messages > cancelled
+"""
+
+
+class Late(NamedTuple):
+    """Segments that should have been restored by now, and their live messages."""
+
+    segments: int
+    messages: int
+    first_due_ms: int | None
+
+
+NOT_LATE = Late(0, 0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +66,7 @@ class StoreOverview:
     store_now_ms: int
     lanes: Sequence[LaneOverview]
     segments: segments.Counted
+    late: Late
 
     @property
     def upgrade_pending(self) -> bool:
@@ -73,23 +97,28 @@ def waiting(counters: Mapping[str, int]) -> int:
     return counters["parked"] + counters["restored"] - out
 
 
-async def overview(url: str) -> StoreOverview:
+def restored_ms(restore_ahead_ms: int) -> int:
+    """RESTORED_MS, or less where daemons begin so late that segments may be there as late by right."""
+    return min(RESTORED_MS, restore_ahead_ms // 2)
+
+
+async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
     """Look at the store behind ``url``. Raises StoreLost, BadStoreUrl; an outdated schema is part of the answer."""
     connection = await session.connect(url, "delayer status")
     try:
         with translated("status"):
             # One snapshot, so that the figures fit each other while daemons work.
             async with connection.transaction(isolation="repeatable_read", readonly=True):
-                return await _overview(connection)
+                return await _overview(connection, restored_ms(restore_ahead_ms))
     finally:
         await session.close(connection)
 
 
-async def _overview(connection: asyncpg.Connection) -> StoreOverview:
+async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOverview:
     found, expected = await schema.current_of(connection), schema.HEAD
     now_ms = await connection.fetchval("SELECT clock_timestamp()")
     if found != expected:
-        return StoreOverview(found, expected, now_ms, (), NO_SEGMENTS)
+        return StoreOverview(found, expected, now_ms, (), NO_SEGMENTS, NOT_LATE)
     rows = await connection.fetch(statements.OVERVIEW)
     counters = {
         row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
@@ -106,7 +135,8 @@ async def _overview(connection: asyncpg.Connection) -> StoreOverview:
         )
         for row in rows
     ]
-    return StoreOverview(found, expected, now_ms, lanes, await segments.count(connection))
+    late = Late(*await connection.fetchrow(_LATE, now_ms + restored_ms))
+    return StoreOverview(found, expected, now_ms, lanes, await segments.count(connection), late)
 
 
 async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> dict[int, int]:

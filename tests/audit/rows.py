@@ -9,6 +9,7 @@ from typing import Any
 
 from delayer.audit.findings import Finding, Report
 from delayer.audit.rules import judge
+from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.keys import POINTER, WAITING, Claim
 from delayer.audit.rules.message import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
 from delayer.audit.rules.message import WAITING as ROW
@@ -30,8 +31,6 @@ def message(number: int = 1, **other: Any) -> Message:
     sound = Message(
         where=ROW,
         home=None,
-        low_ms=None,
-        high_ms=None,
         id=number,
         lane=1,
         due_ms=NOW + 3_600_000,
@@ -52,22 +51,37 @@ def message(number: int = 1, **other: Any) -> Message:
 
 
 def segment(number: int = 1, **other: Any) -> Segment:
-    """A sound segment of ten messages."""
+    """A sound segment of ten messages; what came out of it is what it says, unless it is told otherwise."""
+    said: dict[str, Any] = {
+        "first_due_ms": NOW + 8 * DAY_MS,
+        "last_due_ms": NOW + 9 * DAY_MS,
+        "first_id": 100,
+        "last_id": 999,
+        "messages": 10,
+        "cancelled": 0,
+        "raw_bytes": 5000,
+    }
+    said |= {name: value for name, value in other.items() if name in said}
+    found = {f"found_{name}": said[name] for name in FOUND}
     sound = Segment(
         id=number,
         lane=1,
-        first_due_ms=NOW + 8 * DAY_MS,
-        last_due_ms=NOW + 9 * DAY_MS,
-        messages=10,
-        cancelled=0,
+        **said,
         packed_bytes=1000,
-        unpacked=10,
+        unpacked=said["messages"],
+        live=said["messages"] - said["cancelled"],
+        **found,
         fault=None,
         broken_ms=None,
         broken=None,
         tombstones=0,
     )
     return sound._replace(**other)
+
+
+FOUND = ("first_due_ms", "last_due_ms", "first_id", "last_id", "raw_bytes")
+NOTHING_FOUND = {"unpacked": None, "live": None, **{f"found_{name}": None for name in FOUND}}
+"""Of a segment that was not read, or did not read back."""
 
 
 def pointer(key: bytes, number: int, **other: Any) -> Claim:
@@ -109,11 +123,12 @@ def judged(
     lanes: Iterable[Lane] = (Lane(1, "one", True),),
     counters: Mapping[tuple[int, str], int] | None = None,
     context: Context = _CONTEXT,
+    damage: Iterable[Damage] = (),
     **more: Any,
 ) -> Report:
     """The report on these rows; counters that fit them unless others are given."""
     messages, segments = list(messages), list(segments)
-    evidence = judge.evidence_of(messages, segments, claims, context)
+    evidence = judge.evidence_of(messages, segments, claims, context, damage)
     counters = fitting(messages, segments) if counters is None else counters
     return judge.report(evidence, lanes, counters, context, **more)
 
@@ -127,6 +142,20 @@ def brief(found: Finding) -> tuple[str, str, str, int]:
     return found.rule, found.severity, found.subject, found.count
 
 
+def damaged(random: Random) -> list[Damage]:
+    """Places that cannot be read, some of them of messages that are known."""
+    return [
+        random.choice(
+            (
+                Damage("segment", f"page {n}", "invalid page"),
+                Damage(f"message_{DAY}", f"({n},1)", random.choice("ab"), random.randrange(1, 5), 3000 + n, NOW + n),
+                Damage("held", f"({n},2)", "missing chunk", 1, 4000 + n, NOW - n),
+            )
+        )
+        for n in range(random.randrange(130))
+    ]
+
+
 def drawn(random: Random, count: int) -> tuple[list[Message], list[Segment], list[Claim], dict[tuple[int, str], int]]:
     """A store at random, with something of everything wrong in it: few times, keys and names, so that they meet."""
     messages = [_drawn_message(random) for _ in range(count)]
@@ -138,6 +167,10 @@ def drawn(random: Random, count: int) -> tuple[list[Message], list[Segment], lis
             cancelled=random.randrange(3),
             tombstones=random.randrange(3),
             unpacked=random.choice((None, 1, 2)),
+            live=random.choice((None, 1, 2)),
+            first_due_ms=NOW + random.choice((0, 8)) * DAY_MS,
+            found_first_id=random.choice((100, 101)),
+            found_raw_bytes=random.choice((5000, 5001)),
             fault=random.choice((None, None, "expected the digest 00, found 01")),
             broken_ms=random.choice((None, NOW)),
         )
@@ -161,8 +194,6 @@ def _drawn_message(random: Random) -> Message:
         random.randrange(1, 3000),
         where=where,
         home=random.choice((f"message_{day}", "message_default", "message_1")) if where == ROW else None,
-        low_ms=NOW if where == PACKED else None,
-        high_ms=NOW + 3 * DAY_MS if where == PACKED else None,
         lane=random.randrange(1, 5),
         due_ms=due_ms,
         parked_ms=NOW - random.randrange(100),

@@ -8,12 +8,28 @@ from typing import Any
 import pytest
 
 from delayer.audit.findings import Report
-from delayer.audit.rules import calendar, integrity, overdue
+from delayer.audit.rules import calendar, integrity, overdue, segments
+from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.growth import growth
 from delayer.audit.rules.keys import HELD as CLAIM_HELD
 from delayer.audit.rules.message import DAY_MS, GRACE_MS, HELD, PACKED, STUCK_MS, Context, Lane, Segment
 from delayer.store.envelope import FORMAT
-from tests.audit.rows import DAY, NOW, fitting, judged, message, pointer, properties, said, segment, waiting
+from delayer.store.status import RESTORED_MS
+from tests.audit.rows import (
+    DAY,
+    FOUND,
+    NOTHING_FOUND,
+    NOW,
+    brief,
+    fitting,
+    judged,
+    message,
+    pointer,
+    properties,
+    said,
+    segment,
+    waiting,
+)
 
 SOUND = [
     message(1),
@@ -23,12 +39,12 @@ SOUND = [
     message(5, properties=properties(b""), body_digest=b"x" * 16),  # no id: nothing can be said
     message(6, where=HELD, due_ms=NOW - 10 * DAY_MS),
     message(7, key=b"k"),
-    message(8, where=PACKED, low_ms=NOW, high_ms=NOW + DAY_MS),
+    message(8, where=PACKED),
     message(9, due_ms=NOW - GRACE_MS + 1),
     message(10, home=f"message_{DAY}", due_ms=DAY * DAY_MS + DAY_MS - 1),
     message(11, home="message_default", due_ms=(DAY + 500) * DAY_MS),
 ]
-SEGMENTS = [segment(1), segment(2, cancelled=3, tombstones=3), segment(3, unpacked=None)]
+SEGMENTS = [segment(1), segment(2, cancelled=3, tombstones=3), segment(3, **NOTHING_FOUND)]
 CLAIMS = [pointer(b"k", 7), waiting(b"k", 7), pointer(b"h", 6), waiting(b"h", 6, source=CLAIM_HELD, lane=5)]
 CONTEXT = Context(NOW, {f"message_{DAY}": (DAY * DAY_MS, (DAY + 1) * DAY_MS)})
 
@@ -54,7 +70,6 @@ def test_nothing_is_found_in_a_sound_store() -> None:
         ({"home": f"message_{DAY}", "due_ms": (DAY + 1) * DAY_MS}, integrity.PARTITION),
         ({"home": f"message_{DAY}", "due_ms": DAY * DAY_MS - 1}, integrity.PARTITION),
         ({"home": "message_default", "due_ms": DAY * DAY_MS + 5, "lane": 2}, integrity.PARTITION),
-        ({"where": PACKED, "low_ms": NOW + 3_600_001, "high_ms": NOW + DAY_MS}, integrity.SEGMENT),
     ],
 )
 def test_what_is_wrong_with_one_message(changed: dict[str, Any], fault: str) -> None:
@@ -103,13 +118,35 @@ def test_two_lanes_that_are_off_by_one_in_opposite_ways_are_both_found() -> None
     assert report.totals.expected == report.totals.waiting == 2
 
 
+def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
+    messages = [message(1, lane=1), message(2, lane=2), message(3, lane=2, where=HELD)]
+    counters = {(1, "parked"): 3, (2, "parked"): 2, (2, "held"): 2}
+    report = judged(messages, lanes=[Lane(1, "", True), Lane(2, "", True)], counters=counters)
+    assert sorted(said(report)) == [
+        ("conservation", "violation", "all lanes: held", 1),
+        ("conservation", "violation", "all lanes: waiting", 1),
+        ("conservation", "violation", "lane 1: waiting", 2),
+        ("conservation", "violation", "lane 2: held", 1),
+        ("conservation", "violation", "lane 2: waiting", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("wrong", "severity", "subject", "count"),
     [
-        (segment(9, fault="expected 10 messages, found 9", unpacked=None), "violation", "does not read back", 10),
-        (segment(9, unpacked=9), "violation", "other messages came out than were packed", 10),
+        (segment(9, **NOTHING_FOUND, fault="the bytes changed"), "violation", segments.UNREADABLE, 10),
+        (segment(9, **{**NOTHING_FOUND, "unpacked": 10}, fault="another digest"), "violation", segments.UNREADABLE, 10),
+        (segment(9, **{**NOTHING_FOUND, "unpacked": 9}, fault="expected 10"), "violation", segments.COUNT, 10),
+        (segment(9, found_first_due_ms=NOW + 8 * DAY_MS - 1), "violation", segments.DUE, 10),
+        (segment(9, found_last_due_ms=NOW + 9 * DAY_MS + 1), "violation", segments.DUE, 10),
+        (segment(9, found_first_id=99), "violation", segments.IDS, 10),
+        (segment(9, found_last_id=998), "violation", segments.IDS, 10),
+        (segment(9, found_raw_bytes=4999), "violation", segments.SIZE, 10),
+        (segment(9, cancelled=2, tombstones=2, live=9), "violation", segments.FOREIGN, 8),
+        (segment(9, first_due_ms=NOW + RESTORED_MS - 1), "violation", segments.LATE, 10),
         (segment(9, broken_ms=NOW), "violation", "a daemon could not restore it", 10),
         (segment(9, broken_ms=NOW, fault="x"), "violation", "does not read back", 10),
+        (segment(9, broken_ms=NOW, first_due_ms=NOW), "violation", segments.MARKED, 10),
         (
             segment(9, cancelled=1),
             "violation",
@@ -131,10 +168,22 @@ def test_segments(wrong: Segment, severity: str, subject: str, count: int) -> No
 
 
 def test_tombstones_without_a_segment() -> None:
-    lost = Segment(9, None, 0, 0, 0, 0, 0, None, None, None, None, 4)
+    said_nothing = dict.fromkeys((*FOUND, "messages", "cancelled", "packed_bytes"), 0)
+    lost = segment(9, **said_nothing, **NOTHING_FOUND, lane=None, tombstones=4)
     report = judged(SOUND, [lost], CLAIMS, context=CONTEXT)
     assert said(report) == [("segments", "warning", "tombstones of a segment that is not there", 4)]
     assert report.findings[0].first_due_ms is None
+
+
+def test_a_segment_is_late_only_from_when_it_should_have_been_restored() -> None:
+    assert judged(segments=[segment(1, first_due_ms=NOW + RESTORED_MS)]).findings == ()
+    sooner = Context(NOW, restored_ms=1000)
+    assert judged(segments=[segment(1, first_due_ms=NOW + 1000)], context=sooner).findings == ()
+    assert said(judged(segments=[segment(1, first_due_ms=NOW + 999)], context=sooner)) == [
+        ("segments", "violation", f"lane 1: {segments.LATE}", 10)
+    ]
+    nothing_left = segment(1, first_due_ms=NOW, cancelled=10, tombstones=10)
+    assert said(judged(segments=[nothing_left])) == [("segments", "warning", f"lane 1: {segments.EMPTY}", 0)]
 
 
 def test_the_law_of_segments() -> None:
@@ -184,9 +233,13 @@ def test_overdue_says_how_late_and_of_which_routes() -> None:
 
 
 def test_segments_that_are_late_need_an_owner_of_any_lane() -> None:
-    late = message(1, where=PACKED, due_ms=NOW - GRACE_MS, low_ms=0, high_ms=NOW)
+    late = message(
+        1,
+        where=PACKED,
+        due_ms=NOW - GRACE_MS,
+    )
     counters = {(1, "parked"): 1, (1, "compacted"): 1}
-    packed = [segment(1, messages=1, unpacked=1)]
+    packed = [segment(1, messages=1, first_due_ms=NOW + DAY_MS)]
     for lanes, severity in (([Lane(1, "", False), Lane(2, "", True)], "warning"), ([Lane(1, "", False)], "violation")):
         report = judged([late], packed, lanes=lanes, counters=counters)
         assert said(report) == [("overdue", severity, "segments of lane 1", 1)]
@@ -242,7 +295,7 @@ def test_other_messages_are_no_repeats(other: dict[str, Any]) -> None:
 def test_one_id_in_two_places_is_a_violation_and_not_a_repeat_too() -> None:
     first = message(1, properties=properties(b"order-1"))
     copies = [first, first._replace(where=PACKED)]
-    report = judged(copies, [segment(1, messages=1, unpacked=1)])
+    report = judged(copies, [segment(1, messages=1)])
     assert said(report) == [("repeats", "violation", "one id, more than one message", 2)]
     assert report.findings[0].details == {"groups": 1, "surplus": 1, "examples": [1]}
 
@@ -342,6 +395,46 @@ def test_findings_of_one_rule_are_bounded_violations_first() -> None:
     assert (run.violations, run.warnings, run.unlisted) == (120, 30, 50)
     assert len([found for found in report.findings if found.rule == overdue.RULE]) == 100
     assert all(found.severity == "violation" for found in report.findings if found.rule == overdue.RULE)
+
+
+PAGE = Damage(f"message_{DAY}", "page 7", "invalid page in block 7")
+TOAST = Damage(f"message_{DAY}", "(9,3)", "missing chunk number 0", lane=1, id=77, due_ms=NOW + DAY_MS)
+
+
+def test_what_the_database_cannot_read_is_found_by_table_and_place() -> None:
+    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, damage=[TOAST, PAGE])
+    damage, conservation = sorted(report.findings, key=lambda found: found.rule, reverse=True)
+    assert brief(damage) == ("integrity", "violation", f"table message_{DAY}: the database cannot read it", 2)
+    assert damage.first_due_ms == TOAST.due_ms
+    assert damage.details == {
+        "places": ["(9,3)", "page 7"],
+        "reasons": ["missing chunk number 0", "invalid page in block 7"],
+        "due_from_ms": DAY * DAY_MS,
+        "due_before_ms": (DAY + 1) * DAY_MS,
+        "examples": [77],
+    }
+    # The counters fit the rows without it.
+    assert brief(conservation) == ("conservation", "violation", "lane 1: waiting", 1)
+
+
+def test_a_message_of_which_the_place_is_readable_is_one_of_its_lane() -> None:
+    held = Damage("held", "(1,1)", "missing chunk number 0", lane=1, id=78, due_ms=NOW)
+    counters = fitting(SOUND, SEGMENTS)
+    counters[1, "parked"] += 2
+    counters[1, "held"] += 1
+    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, counters=counters, damage=[TOAST, held])
+    assert [found.subject for found in report.findings] == [
+        "table held: the database cannot read it",
+        f"table message_{DAY}: the database cannot read it",
+    ]
+
+
+def test_damage_is_listed_up_to_a_bound_and_counted_beyond() -> None:
+    places = [Damage("segment", f"page {n}", "invalid page") for n in range(3000)]
+    (found,) = judged(damage=places, context=Context(NOW, whole=False)).findings
+    assert found.count == 3000
+    assert len(found.details["places"]) == 20
+    assert found.details["reasons"] == ["invalid page"]
 
 
 def test_growth() -> None:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from delayer.audit.rules import judge, repeats
 from delayer.audit.rules.counting import counted, counted_by_columns, counted_segments
+from delayer.audit.rules.damage import counted as counted_damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import judged as judged_keys
 from delayer.audit.rules.message import DAY_MS, EXAMPLES, Context, Lane
 from delayer.audit.rules.summary import merged, spread, summarized
 from delayer.audit.rules.tally import Key, Partial, Tally, combined
-from tests.audit.rows import DAY, NOW, drawn, judged, message, properties
+from tests.audit.rows import DAY, NOW, damaged, drawn, judged, message, properties
 
 PARTITIONS = {f"message_{day}": (day * DAY_MS, (day + 1) * DAY_MS) for day in range(DAY - 1, DAY + 3)}
 CONTEXT = Context(NOW, PARTITIONS)
@@ -46,8 +47,9 @@ def test_it_does_not_matter_where_and_in_how_many_portions_rows_are_counted(
 ) -> None:
     """As on a cluster: rows anywhere, every portion counted for itself, tallies that belong together in one place."""
     messages, segments, claims, counters = drawn(random, count)
+    damage = damaged(random)
     context = Context(NOW, PARTITIONS, whole)
-    here = judge.report(judge.evidence_of(messages, segments, claims, context), LANES, counters, context)
+    here = judge.report(judge.evidence_of(messages, segments, claims, context, damage), LANES, counters, context)
 
     random.shuffle(messages)
     parts = [messages[start::portions] for start in range(portions)]
@@ -66,6 +68,9 @@ def test_it_does_not_matter_where_and_in_how_many_portions_rows_are_counted(
         for number in range(portions)
         for partial in judged_keys(claim for claim in by_key if claim.key[0] % portions == number)
     ]
+    random.shuffle(damage)
+    for start in range(portions):
+        summary += summarized(sorted(counted_damage(damage[start::portions])), NOW)
     random.shuffle(summary)
     there = judge.report(Evidence(merged(summary)), LANES, counters, context)
     assert there == here

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from delayer.audit import judging
 from delayer.audit.frames import ROW, SCHEMAS, SEGMENT, Facts, Frames
 from delayer.audit.rules import judge, repeats
+from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.keys import HELD as CLAIM_HELD
 from delayer.audit.rules.keys import POINTER, WAITING, Claim
 from delayer.audit.rules.message import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
 from delayer.audit.rules.summary import summarized
 from delayer.audit.rules.tally import Key, Partial, Tally
-from tests.audit.rows import DAY, NOW, drawn
+from tests.audit.rows import DAY, NOW, damaged, drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,15 +42,14 @@ class Store:
         self.segments = [each for each in segments if each.lane is not None or each.tombstones]
         there = [each for each in self.segments if each.lane is not None]
         self.packed_in = {number: random.choice(there) for number in range(len(messages))} if there else {}
-        self.messages = [self._keyed(random, each, number) for number, each in enumerate(messages)]
+        self.messages = [self._keyed(random, each) for each in messages]
+        self.damage = damaged(random)
         pointers = {claim.key: claim for claim in claims if claim.source == POINTER}
         self.claims = [*pointers.values(), *self._claims()]
 
-    def _keyed(self, random: Random, each: Message, number: int) -> Message:
+    def _keyed(self, random: Random, each: Message) -> Message:
         key = bytes((97 + random.randrange(8),)) if each.where != PACKED and random.random() < 0.05 else None
-        inside = self.packed_in.get(number)
-        low, high = (inside.first_due_ms, inside.last_due_ms) if inside and each.where == PACKED else (None, None)
-        return each._replace(key=key, low_ms=low, high_ms=high)
+        return each._replace(key=key)
 
     def _claims(self) -> Iterator[Claim]:
         for each in self.messages:
@@ -77,6 +77,7 @@ class Store:
             counters=of(
                 "counters", ({"lane": lane, "kind": kind, "n": n} for (lane, kind), n in self.counters.items())
             ),
+            damage=of("damage", (one._asdict() for one in self.damage)),
             partitions=of(
                 "partitions",
                 [
@@ -116,7 +117,7 @@ def test_spark_and_plain_python_report_the_same(
     store = Store(seed, count)
     whole = sample >= 1.0
     context = Context(NOW, PARTITIONS, whole)
-    evidence = judge.evidence_of(store.messages, store.segments, store.claims if whole else (), context)
+    evidence = judge.evidence_of(store.messages, store.segments, store.claims if whole else (), context, store.damage)
     plain = judge.report(evidence, LANES, store.counters, context, release_rate=7.0, sample=None if whole else sample)
     assert not whole or {found.rule for found in plain.findings} == set(judge.RULES) - {"peaks"}
     with batches_of(spark, batch):
@@ -126,7 +127,7 @@ def test_spark_and_plain_python_report_the_same(
 
 def test_an_empty_store(spark: SparkSession) -> None:
     store = Store(0, 0)
-    store.segments, store.claims, store.counters = [], [], {}
+    store.segments, store.claims, store.counters, store.damage = [], [], {}, []
     context = Context(NOW, PARTITIONS)
     plain = judge.report(judge.evidence_of([], [], [], context), LANES, {}, context)
     assert replace(judging.run(store.frames(spark, sample=1.0)), seconds=0.0) == plain
@@ -169,7 +170,8 @@ def test_the_ids_of_most_messages_never_reach_python() -> None:
 
 def test_columns_of_the_frames_are_those_of_the_rows() -> None:
     columns = {name: {field.split()[0] for field in ddl.split(",")} for name, ddl in SCHEMAS.items()}
-    made = {"where", "home", "low_ms", "high_ms", "retry_ms"}
+    made = {"where", "home", "retry_ms"}
     assert set(Message._fields) - made <= columns["messages"] & columns["held"]
     assert set(Segment._fields) - {"tombstones"} <= columns["segments"]
     assert set(Lane._fields) <= columns["lanes"]
+    assert list(Damage._fields) == [field.split()[0] for field in SCHEMAS["damage"].split(",")]

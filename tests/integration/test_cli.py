@@ -340,8 +340,8 @@ def test_status(delayer: Run) -> None:
     assert answer["broker"]["queues"]["delays.refused"] == 0
     assert len(answer["broker"]["cascade"]) == LEVELS
     assert (answer["store"]["waiting"], answer["store"]["held"], answer["store"]["lanes"]) == (0, 0, [])
-    nothing = {"count": 0, "messages": 0, "next_due_ms": None, "broken": 0, "broken_messages": 0}
-    assert answer["store"]["segments"] == nothing
+    nothing = {"count": 0, "messages": 0, "broken": 0, "broken_messages": 0, "late": 0, "late_messages": 0}
+    assert answer["store"]["segments"] == {**nothing, "next_due_ms": None}
     assert "compacted" not in told.stdout
 
 
@@ -358,6 +358,15 @@ async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, databa
     assert "compacted: 14 in 2 segments   next due: 2" in told
     assert "(in 29h)" in told
     assert "BROKEN" not in told
+    await connection.execute("UPDATE segment SET first_due = now() + interval '10 minutes' WHERE id = 2")
+    assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout
+    found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
+    assert (found["late"], found["late_messages"]) == (1, 7)
+    checks = json.loads(delayer("check", "--json", expect=1).stdout)["checks"]
+    assert [row["found"] for row in checks if row["what"] == "segments"] == [
+        "1 with 7 messages should be restored by now"
+    ]
+    await connection.execute("UPDATE segment SET first_due = now() + interval '30 hours' WHERE id = 2")
     await connection.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
     await connection.close()
     assert "BROKEN: 1 segments with 7 messages do not read back" in delayer("status").stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delayer.store.partitions import DAY_MS
-from delayer.store.status import overview
+from delayer.store.status import RESTORED_MS, overview, restored_ms
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql
@@ -48,3 +48,25 @@ async def test_segments(database: str) -> None:
         assert whole.counters["compacted"] == 50
         await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE first_due < $1", first_ms + 1)
         assert (await overview(database)).segments == (2, 50, 1, 30, first_ms + DAY_MS)
+
+
+async def test_segments_that_should_be_rows_again_are_late(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        now = store.now_ms()
+        await store.park(lane, [parcel(now + RESTORED_MS + 30_000 + n) for n in range(30)], [])
+        assert await compact_all(admin) == 1
+        assert (await overview(database)).late == (0, 0, None)
+        await admin.execute("UPDATE segment SET first_due = first_due - interval '1 minute'")
+        assert (await overview(database)).late == (1, 30, now + RESTORED_MS - 30_000)
+        # Who restores half an hour before may well have it as a segment yet.
+        assert (await overview(database, RESTORED_MS // 2)).late == (0, 0, None)
+        await admin.execute("UPDATE segment SET cancelled = messages")
+        assert (await overview(database)).late == (0, 0, None)
+        await admin.execute("UPDATE segment SET cancelled = 0, broken_at = now()")
+        assert (await overview(database)).late == (0, 0, None), "another alarm tells of these"
+
+
+def test_how_late_is_late_follows_from_when_daemons_restore() -> None:
+    assert [restored_ms(ahead_ms) for ahead_ms in (DAY_MS, 7_200_000, 3_600_000, 1000)] == [
+        RESTORED_MS, RESTORED_MS, 1_800_000, 500,
+    ]  # fmt: skip

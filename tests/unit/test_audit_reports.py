@@ -203,3 +203,12 @@ def test_odd_calendars_are_drawn(bars: list[Bar]) -> None:
 @pytest.mark.parametrize("bars", [[], [Bar(NOW_MS, 60_000, 0, 0)], [Bar(10**18, 60_000, 3, 0)]])
 def test_nothing_to_draw(bars: list[Bar]) -> None:
     assert charts.calendar(bars, NOW_MS, 1.0, "x") is None
+
+
+@pytest.mark.parametrize(("behind_ms", "told"), [(0, ""), (999, ""), (7_200_000, "Read from a replica 2 h behind its")])
+def test_a_replica_that_is_behind_is_told(behind_ms: int, told: str) -> None:
+    report = replace(FULL, behind_ms=behind_ms)
+    for text in ("\n".join(report_console.lines(report)), report_html.page(report)):
+        assert ("behind its primary" in text) == bool(told)
+        assert told in text
+    assert Report.from_json(report.to_json()) == report

@@ -14,6 +14,7 @@ kinds of keys       number        first             second
   oldest, farthest, largest       id, everything else about it
   segments          lane
   segment fault     lane          what is wrong
+  damage                          table             where, and why (damage)
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delayer.audit.rules.message import PACKED, WAITING, Context, Message
+from delayer.audit.rules.message import WAITING, Context, Message
 from delayer.store.envelope import FORMAT
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
@@ -10,7 +10,6 @@ CHECKSUM = "the checksum does not fit its bytes"
 UNKNOWN_FORMAT = "the format is not known"
 PROPERTIES = "the properties cannot be decoded"
 PARTITION = "it is due outside its partition"
-SEGMENT = "it is due outside its segment's range"
 
 
 def parsed(message: Message) -> Properties | None:
@@ -41,15 +40,12 @@ def faults(message: Message, properties: Properties | None, context: Context) ->
         if properties is None:
             found = (*found, PROPERTIES)
     if misplaced(message, context):
-        found = (*found, PARTITION if message.where == WAITING else SEGMENT)
+        found = (*found, PARTITION)
     return found
 
 
 def misplaced(message: Message, context: Context) -> bool:
-    """Is it due at a time that its partition, or segment, does not have? Claims and restores look for it by those."""
-    if message.where == PACKED:
-        low, high = message.low_ms, message.high_ms
-        return low is not None and high is not None and not low <= message.due_ms <= high
+    """Is it due at a time that its partition does not have? Claims look for it by that."""
     if message.where != WAITING or not message.home:
         return False
     interval = context.partitions.get(message.home)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Report, RuleRun, Severity, Totals
-from delayer.audit.rules import calendar, conservation, keys, overdue, repeats, segments
+from delayer.audit.rules import calendar, conservation, damage, keys, overdue, repeats, segments
 from delayer.audit.rules.counting import counted, counted_by_columns, counted_segments
+from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import Claim
 from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Lane, Message, Segment
@@ -37,12 +38,17 @@ LISTED: Final = 100
 
 
 def evidence_of(
-    messages: Iterable[Message], found: Iterable[Segment], claims: Iterable[Claim], context: Context
+    messages: Iterable[Message],
+    found: Iterable[Segment],
+    claims: Iterable[Claim],
+    context: Context,
+    damaged: Iterable[Damage] = (),
 ) -> Evidence:
     """Everything counted, from rows in any order."""
     kept = list(messages)
     partials = sorted([*counted(kept, context), *counted_by_columns(kept, context)])
     summary = [*summarized(partials, context.now_ms), *counted_segments(found, context), *keys.judged(sorted(claims))]
+    summary += summarized(sorted(damage.counted(damaged)), context.now_ms)
     return Evidence(merged(summary))
 
 
@@ -54,15 +60,17 @@ def report(
     *,
     release_rate: float = calendar.RELEASE_RATE,
     sample: float | None = None,
+    behind_ms: int = 0,
     seconds: float = 0.0,
 ) -> Report:
-    """The report of one audit; ``counters`` by lane and kind. ``sample`` None: of the whole (as ``context`` says)."""
+    """The report of one audit; ``counters`` by lane and kind. ``sample`` None: of the whole (as ``context`` says).
+    ``behind_ms``: how far a replica was behind its primary."""
     known = {lane.number: lane for lane in lanes}
     figures = _figures(evidence, known, counters)
     coming = calendar.calendar(evidence, release_rate)
     found: dict[str, list[Finding]] = {
         segments.RULE: segments.findings(evidence),
-        INTEGRITY: _integrity(evidence),
+        INTEGRITY: [*damage.findings(INTEGRITY, evidence, context), *_integrity(evidence)],
         overdue.RULE: overdue.findings(evidence, figures),
         overdue.LANES: overdue.lane_findings(evidence, figures, frozenset(known), context.now_ms),
         calendar.RULE: calendar.findings(coming),
@@ -79,6 +87,7 @@ def report(
         store_now_ms=context.now_ms,
         seconds=seconds,
         sample=sample,
+        behind_ms=behind_ms,
         totals=totals,
         lanes=tuple(figures),
         calendar=coming,

@@ -9,6 +9,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Final, NamedTuple
 
+from delayer.store.status import RESTORED_MS
+
 WAITING, HELD, PACKED = "waiting", "held", "segment"
 """Where a message stands: a row of ``message``, a row of ``held``, inside a segment."""
 
@@ -22,14 +24,11 @@ EXAMPLES: Final = 5
 
 
 class Message(NamedTuple):
-    """``home`` is the partition's name, and empty in held and in segments. ``low_ms`` and ``high_ms`` (inclusive) bound
-    the due times of its segment, and are None elsewhere. ``retry_ms``: when a held one is to be tried again. ``crc`` is
-    what the checksum of its bytes is now."""
+    """``home`` is the partition's name, and empty in held and in segments. ``retry_ms``: when a held one is to be tried
+    again. ``crc`` is what the checksum of its bytes is now."""
 
     where: str
     home: str | None
-    low_ms: int | None
-    high_ms: int | None
     id: int
     lane: int
     due_ms: int
@@ -48,17 +47,27 @@ class Message(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One segment. ``unpacked`` messages came out of it now; ``fault`` says why it did not read back, or is None.
+    """One segment. ``unpacked`` messages came out of it now, ``live`` of them without a tombstone, and what is
+    ``found_…`` of them should be what the segment says of itself; ``fault`` says why it did not read back, or is None.
     ``tombstones`` are its rows of segment_cancelled. A segment without ``lane`` is not there: only its tombstones."""
 
     id: int
     lane: int | None
     first_due_ms: int
     last_due_ms: int
+    first_id: int
+    last_id: int
     messages: int
     cancelled: int
+    raw_bytes: int
     packed_bytes: int
     unpacked: int | None
+    live: int | None
+    found_first_due_ms: int | None
+    found_last_due_ms: int | None
+    found_first_id: int | None
+    found_last_id: int | None
+    found_raw_bytes: int | None
     fault: str | None
     broken_ms: int | None
     broken: str | None
@@ -76,11 +85,13 @@ class Lane(NamedTuple):
 @dataclass(frozen=True)
 class Context:
     """What judging one message needs beside it. ``partitions``: the interval [first, after) of each partition of days,
-    in epoch ms; the default partition is not in it. ``whole``: every row is read, not a sample."""
+    in epoch ms; the default partition is not in it. ``whole``: every row is read, not a sample. ``restored_ms``: how
+    long before its first message is due a segment should have been restored."""
 
     now_ms: int
     partitions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     whole: bool = True
+    restored_ms: int = RESTORED_MS
 
     @cached_property
     def _intervals(self) -> list[tuple[int, int]]:

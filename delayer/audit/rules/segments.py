@@ -8,10 +8,15 @@ from delayer.audit.rules.message import Context, Segment
 
 RULE = "segments"
 UNREADABLE = "does not read back"
-COUNT = "other messages came out than were packed"
+COUNT = "more or fewer messages are in it than it says"
+DUE = "its first and last due time are not those of its messages"
+IDS = "its first and last id are not those of its messages: a cancel would miss them"
+SIZE = "its messages have another size than it says"
+LATE = "it was not restored in time"
 MARKED = "a daemon could not restore it"
 CANCELLED = "its count of cancelled messages is not that of its tombstones"
 EMPTY = "all of its messages are cancelled, and it is still there"
+FOREIGN = "it counts messages as cancelled that are not in it: it cannot be restored"
 ORPHANED = "tombstones of a segment that is not there"
 
 _SEVERITY: dict[str, Severity] = {EMPTY: "warning", ORPHANED: "warning"}
@@ -21,18 +26,38 @@ def faults(segment: Segment, context: Context) -> tuple[str, ...]:
     """What is wrong with one segment. One that does not read back is not asked what came out of it."""
     if segment.lane is None:
         return (ORPHANED,) if context.whole else ()
+    live = segment.messages - segment.cancelled
     found = []
-    if segment.fault is not None:
-        found.append(UNREADABLE)
-    elif segment.unpacked is not None and segment.unpacked != segment.messages:
+    if segment.unpacked is not None and segment.unpacked != segment.messages:
         found.append(COUNT)
+    elif segment.fault is not None:
+        found.append(UNREADABLE)
     elif segment.broken_ms is not None:
         found.append(MARKED)
+    elif live > 0 and segment.first_due_ms < context.now_ms + context.restored_ms:
+        found.append(LATE)
     if segment.cancelled != segment.tombstones:
         found.append(CANCELLED)
-    elif segment.cancelled >= segment.messages:
+    elif segment.live is not None and segment.live != live:
+        found.append(FOREIGN)
+    elif live <= 0:
         found.append(EMPTY)
+    if segment.fault is None and segment.unpacked is not None:
+        found += [fault for fault, said, came_out in _told(segment) if said != came_out]
     return tuple(found)
+
+
+def _told(segment: Segment) -> tuple[tuple[str, object, object], ...]:
+    """What it says of its messages, and what they are."""
+    return (
+        (
+            DUE,
+            (segment.first_due_ms, segment.last_due_ms),
+            (segment.found_first_due_ms, segment.found_last_due_ms),
+        ),
+        (IDS, (segment.first_id, segment.last_id), (segment.found_first_id, segment.found_last_id)),
+        (SIZE, segment.raw_bytes, segment.found_raw_bytes),
+    )
 
 
 def findings(evidence: Evidence) -> list[Finding]:

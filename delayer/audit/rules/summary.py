@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from delayer.audit.rules import repeats, standouts
+from delayer.audit.rules import damage, repeats, standouts
 from delayer.audit.rules.message import DAY_MS
 from delayer.audit.rules.tally import Key, Partial, Tally, combined, folded
 
@@ -50,6 +50,7 @@ _TOP: Final[Mapping[str, tuple[int, _Rank]]] = {
     "route": (50, _most),
     "target": (200, _most),
     "overdue route": (500, _most),
+    damage.PLACE: (100, _most),
     repeats.MESSAGE: (20, _most),
     repeats.ID: (20, _most),
     **dict.fromkeys(standouts.KINDS, (standouts.KEPT, standouts.rank_of)),

@@ -92,7 +92,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "store_lanes": _gauge("state", "lanes", "lanes with a living owner, and without"),
     "unowned_messages": _gauge("", "messages", "rows that wait in lanes without a living owner"),
     "store_messages_total": _counter("kind", "what happened to messages since the store was made, by all daemons"),
-    "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored though due"),
+    "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),
     "segment_messages": _gauge("state", "messages", "the messages in them"),
     # of the broker, the same from every daemon that looks at it
     "broker_up": _gauge("", "0 or 1", "whether its queues could be looked at"),

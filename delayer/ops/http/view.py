@@ -13,9 +13,9 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.ops.http.ports import Depths, Inside
-from delayer.store import census, listing, schema, session, status
+from delayer.store import census, listing, status
 from delayer.store.census import Census
-from delayer.store.errors import BadStoreUrl, SchemaOutdated, translated
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.status import StoreOverview
 
 T = TypeVar("T")
@@ -123,16 +123,8 @@ class View:
         return url
 
     async def _store(self) -> StoreSeen:
-        url = self._url()
-        seen = await status.overview(url)
-        if schema.outdated(seen.schema_found) is not None:
-            return StoreSeen(seen, (0, 0))
-        connection = await session.connect(url, "delayer look")
-        try:
-            with translated("look at segments"):
-                return StoreSeen(seen, await census.overdue_segments(connection))
-        finally:
-            await session.close(connection)
+        seen = await status.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
+        return StoreSeen(seen, (seen.late.segments, seen.late.messages))
 
     async def _census(self) -> Census:
         async with listing.looking(self._url(), "count the backlog") as connection:
