@@ -12,7 +12,8 @@ from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.legacy.drain import Queues, Reader, decoded
+from delayer.legacy.drain import Queues, Reader
+from delayer.legacy.known import decoded
 from delayer.wire.properties import Properties
 
 NAME: Final = "cascade"

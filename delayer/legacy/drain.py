@@ -8,10 +8,9 @@ without an identity is parked again: a duplicate is allowed, a merged pair is a 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from delayer.broker.admin import Admin
@@ -21,9 +20,10 @@ from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
 from delayer.core.message import Delivery
+from delayer.legacy.known import fingerprint, parsed
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.address import Address
-from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+from delayer.wire.properties import Properties
 
 T = TypeVar("T")
 BATCH: Final = 1_000
@@ -34,7 +34,6 @@ GATHER_SECONDS: Final = 0.05
 PATIENCE: Final = 3
 """Empty answers, a second each, after which the rest of a queue is in somebody else's hands."""
 HEARTBEAT: Final = 20.0
-DELIVERY_COUNT: Final = b"x-delivery-count"
 BEFORE_CUTOFF: Final = "due before the cutoff"
 NAME: Final = "delayer import"
 
@@ -146,7 +145,7 @@ class Queues:
         now_ms = await self._now()
         items: list[Item] = []
         for delivery in deliveries:
-            properties = _parsed(delivery.properties)
+            properties = parsed(delivery.properties)
             digest = fingerprint(delivery, properties)
             if delivery.redelivered and digest and self._known[digest] > 0:
                 self._known[digest] -= 1
@@ -185,7 +184,7 @@ class Queues:
             self._readers = [reader for reader in await self._all(admin) if reader.queue == queue]
         while self._known.total() and (subscription := await self._next_subscription()) is not None:
             for delivery in await self._deliveries(subscription):
-                digest = fingerprint(delivery, _parsed(delivery.properties))
+                digest = fingerprint(delivery, parsed(delivery.properties))
                 if delivery.redelivered and digest and self._known[digest] > 0:
                     self._known[digest] -= 1
                     subscription.ack(delivery.tag, multiple=False)
@@ -286,42 +285,3 @@ def _address(url: str) -> Address:
         return Address.parse(url)
     except ValueError as error:
         raise ImportImpossible(f"the source's {error}") from None
-
-
-def _parsed(raw: bytes) -> Properties | None:
-    try:
-        properties = Properties.parse(raw)
-        properties.entries()
-    except (MalformedProperties, MalformedTable):
-        return None
-    return properties
-
-
-def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
-    """The first header of each of these names; nothing where a value is broken inside."""
-    found: dict[bytes, object] = {}
-    wanted = frozenset(names)
-    for field in properties.headers_items() if properties is not None else ():
-        if field.name in wanted and field.name not in found:
-            try:
-                found[field.name] = field.value
-            except MalformedTable:
-                continue
-    return found
-
-
-def fingerprint(delivery: Delivery, properties: Properties | None) -> str:
-    """What a message is known again by: its bytes, but for the broker's count of deliveries. "" for one that has no
-    identity of its own, neither a message id nor Celery's header ``id``."""
-    if properties is None or (properties.message_id is None and properties.get(b"id") is None):
-        return ""
-    digest = hashlib.sha256()
-    for part in (delivery.exchange, delivery.routing_key, delivery.body):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    for name, (start, end) in properties.spans.items():
-        if name != "headers":
-            digest.update(name.encode() + properties.raw[start:end])
-    for field in properties.headers_items():
-        if field.name != DELIVERY_COUNT:
-            digest.update(len(field.name).to_bytes(1, "big") + field.name + field.type_and_value)
-    return digest.hexdigest()[:32]

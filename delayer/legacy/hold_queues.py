@@ -18,7 +18,8 @@ from delayer.broker.management import Management
 from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.values import Timestamp
-from delayer.legacy.drain import Queues, Reader, decoded
+from delayer.legacy.drain import Queues, Reader
+from delayer.legacy.known import decoded
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.properties import Properties, splice
 

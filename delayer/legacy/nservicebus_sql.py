@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from delayer.core.importing import Meant, Rewrite
-from delayer.legacy.sql import Tables, database_url
+from delayer.legacy.databases import database_url
+from delayer.legacy.sql import Tables
 from delayer.legacy.statements import Layout
 
 SQL: Final = "nservicebus-sql"

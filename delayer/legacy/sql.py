@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from heapq import merge
@@ -21,40 +20,21 @@ from operator import itemgetter
 from typing import Any, Final
 
 from sqlalchemy import URL, inspect
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from delayer.core.importing import SOON_MS, Batch, Item, Meant, Rewrite, Run, Survey, renamed, rewriting
 from delayer.core.message import Target
-from delayer.legacy.ports import CountMismatch, ImportImpossible, SourceLost
+from delayer.legacy.databases import Database
+from delayer.legacy.ports import CountMismatch, ImportImpossible
 from delayer.legacy.statements import SUFFIX, Layout, Moving, Pick, Place
 from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of
 
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
-DRIVERS: Final = {
-    "postgresql": "postgresql+asyncpg",
-    "mysql": "mysql+asyncmy",
-    "mariadb": "mariadb+asyncmy",
-    "mssql": "mssql+aioodbc",
-}
-PACKAGES: Final = {"asyncmy": "pip install 'delayer[mysql]'", "aioodbc": "pip install aioodbc, and Microsoft's driver"}
 SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
 SOONER: Final = "due before the cutoff"
 NO_TIME: Final = "without a due time"
 BEYOND_LIMIT: Final = "beyond the limit"
-
-
-def database_url(text: str) -> URL:
-    """The URL with an asynchronous driver. Raises ImportImpossible, never showing the text."""
-    try:
-        url = make_url(text)
-    except (ArgumentError, ValueError):
-        raise ImportImpossible(
-            "the source's URL cannot be read: expected DIALECT://user:password@host/database"
-        ) from None
-    return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
 
 
 class Tables:
@@ -74,7 +54,7 @@ class Tables:
         overdue_too: bool = False,
     ) -> None:
         self.name = name
-        self._url = url
+        self._database = Database(url)
         self._patterns = patterns
         self._layout = layout
         self._meant = meant
@@ -82,7 +62,6 @@ class Tables:
         self._endpoint = endpoint
         self._rewrites = rewrites
         self._overdue_too = overdue_too
-        self._engine: AsyncEngine | None = None
         self._tables: list[Moving] | None = None
         self._taken: dict[str, Place] = {}
         self._since: dict[str, datetime] = {}
@@ -90,8 +69,11 @@ class Tables:
     @property
     def parameters(self) -> dict[str, object]:
         """See the port."""
-        shown = self._url.set(password=None).render_as_string(hide_password=True)
-        said: dict[str, object] = {"database": shown, "tables": list(self._patterns), "overdue_too": self._overdue_too}
+        said: dict[str, object] = {
+            "database": self._database.shown,
+            "tables": list(self._patterns),
+            "overdue_too": self._overdue_too,
+        }
         if self._schema is not None:
             said["schema"] = self._schema
         if self._endpoint is not None:
@@ -103,7 +85,7 @@ class Tables:
     async def survey(self) -> Survey:
         """See the port."""
         survey = Survey()
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             tables = await self._found(connection)
             await self._refuse_leftovers(connection, tables)
             pick = self._pick()
@@ -122,7 +104,7 @@ class Tables:
 
     async def stage(self, run: Run) -> int:
         """See the port."""
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             tables = await self._found(connection)
             there = await self._staged(connection)
             for one in tables:
@@ -165,7 +147,7 @@ class Tables:
 
     async def resume(self, run: Run) -> None:
         """See the port."""
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             # After the last batch they may be gone already: a run that died before the store knew.
             there = await self._staged(connection)
             self._tables = [one for one in await self._found(connection) if one.staged.name in there]
@@ -177,7 +159,7 @@ class Tables:
 
     async def next_batch(self) -> Batch | None:
         """See the port."""
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             rows: list[tuple[datetime, Moving, Any]] = []
             for one in await self._found(connection):
                 found = await connection.execute(one.batch(BATCH, self._since.get(one.name)))
@@ -197,7 +179,7 @@ class Tables:
     async def remove(self, batch: Batch) -> int:
         """See the port."""
         removed = 0
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             for one in await self._found(connection):
                 if one.name in self._taken:
                     place = self._taken[one.name]
@@ -209,7 +191,7 @@ class Tables:
     async def finish(self) -> dict[str, int]:
         """See the port."""
         left = Survey()
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             tables = await self._found(connection)
             count = await self._count(connection, tables)
             if count:
@@ -227,7 +209,7 @@ class Tables:
         """See the port."""
         await self.resume(run)
         back = 0
-        async with self._connected() as connection:
+        async with self._database.connected() as connection:
             for one in await self._found(connection):
                 back += (await connection.execute(one.give_back())).rowcount
                 await connection.execute(one.empty())
@@ -237,9 +219,7 @@ class Tables:
 
     async def close(self) -> None:
         """See the port."""
-        if self._engine is not None:
-            await self._engine.dispose()
-            self._engine = None
+        await self._database.close()
 
     # ---- messages
 
@@ -311,28 +291,6 @@ class Tables:
             if one.staged.name in there:
                 await connection.execute(one.drop())
         await connection.commit()
-
-    # ---- the connection
-
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[AsyncConnection]:
-        try:
-            if self._engine is None:
-                self._engine = create_async_engine(self._url)
-            async with self._engine.connect() as connection:
-                yield connection
-        except ModuleNotFoundError as error:
-            advice = PACKAGES.get(error.name or "", f"install {error.name}")
-            raise ImportImpossible(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
-        except (SQLAlchemyError, OSError) as error:
-            raise SourceLost(self._described(error)) from error
-
-    def _described(self, error: Exception) -> str:
-        """One line, without what a driver may quote."""
-        inner = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-        text = str(inner).strip().split("\n", 1)[0]
-        password = str(self._url.password or "")
-        return f"{type(inner).__name__}: {text.replace(password, '***') if password else text}"
 
 
 def _now_ms() -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from delayer.core.message import Delivery, Target
-from delayer.legacy.drain import fingerprint
 from delayer.legacy.hold_queues import Hold
+from delayer.legacy.known import fingerprint
 from delayer.wire.properties import Properties
 from tests.rig.raw import Props, Value, array, number, table, text
 

@@ -1,0 +1,52 @@
+"""What a delivery's bytes say, and by what it is known again. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Final
+
+from delayer.core.message import Delivery
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+
+DELIVERY_COUNT: Final = b"x-delivery-count"
+
+
+def parsed(raw: bytes) -> Properties | None:
+    """None where the bytes are broken, properties or the table of headers."""
+    try:
+        properties = Properties.parse(raw)
+        properties.entries()
+    except (MalformedProperties, MalformedTable):
+        return None
+    return properties
+
+
+def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
+    """The first header of each of these names; nothing where a value is broken inside."""
+    found: dict[bytes, object] = {}
+    wanted = frozenset(names)
+    for field in properties.headers_items() if properties is not None else ():
+        if field.name in wanted and field.name not in found:
+            try:
+                found[field.name] = field.value
+            except MalformedTable:
+                continue
+    return found
+
+
+def fingerprint(delivery: Delivery, properties: Properties | None) -> str:
+    """What a message is known again by: its bytes, but for the broker's count of deliveries. "" for one that has no
+    identity of its own, neither a message id nor Celery's header ``id``."""
+    if properties is None or (properties.message_id is None and properties.get(b"id") is None):
+        return ""
+    digest = hashlib.sha256()
+    for part in (delivery.exchange, delivery.routing_key, delivery.body):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    for name, (start, end) in properties.spans.items():
+        if name != "headers":
+            digest.update(name.encode() + properties.raw[start:end])
+    for field in properties.headers_items():
+        if field.name != DELIVERY_COUNT:
+            digest.update(len(field.name).to_bytes(1, "big") + field.name + field.type_and_value)
+    return digest.hexdigest()[:32]

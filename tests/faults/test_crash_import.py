@@ -1,0 +1,184 @@
+"""An import that is killed at every step, on a real store: run again it goes on, and everything is there just once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delayer.core import lines
+from delayer.core.lines import Line
+from delayer.core.message import Parcel, Target
+from delayer.legacy import files
+from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
+from tests.integration.test_store_lane import sql
+from tests.rig.rows import conserved
+from tests.rig.servers import Postgres
+
+__all__ = ["mariadb"]
+
+COUNT = 50
+BATCH = 20
+FAR_MS = 4_000_000_000_000
+PROGRAM = f"""
+import sys
+from delayer.legacy import files, sql
+files.BATCH = sql.BATCH = {BATCH}
+from delayer.cli import main
+main()
+"""
+
+
+def write(path: Path) -> list[bytes]:
+    bodies = [b"%d" % n for n in range(COUNT)]
+    made = [
+        Line(Parcel(FAR_MS - n % 7, b"", b"", b"", Target(b"", b"q"), b"\x10\0\2", body))
+        for n, body in enumerate(bodies)
+    ]
+    path.write_bytes(b"".join(map(lines.write, made)) + lines.write_end(COUNT))
+    return bodies
+
+
+async def delayer(store: str, *arguments: str, fault: str = "", **more: str) -> tuple[int, str, str]:
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")},
+        "DELAYER_CONFIG": os.devnull,
+        "DELAYER_STORE__URL": store,
+        "DELAYER_FAULT": fault,
+        **more,
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, *arguments, env=environ,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+STEPS = [
+    ("import.begun", 0),
+    ("import.staged", 0),
+    ("import.taken:2", BATCH),
+    ("park.copied:2", BATCH),
+    ("import.committed:2", 2 * BATCH),
+    ("import.removed:2", 2 * BATCH),
+    ("import.emptied", COUNT),
+]
+
+
+def of_steps(*default: str) -> list[Any]:
+    """All of them; those that are not ``default`` take longer than one wants to wait every day."""
+    return [pytest.param(*step, marks=() if step[0] in default else pytest.mark.long) for step in STEPS]
+
+
+async def gone(store: str) -> None:
+    """Wait until the server has noticed that the import died."""
+    async with sql(store) as admin:
+        while await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'delayer import'"):
+            pass
+
+
+@pytest.mark.parametrize(("fault", "committed"), STEPS)
+async def test_run_again(store: str, tmp_path: Path, fault: str, committed: int) -> None:
+    assert files.BATCH > BATCH
+    path = tmp_path / "backlog.jsonl"
+    bodies = write(path)
+    arguments = ("import", "jsonl", "run", str(path), "--unverified", "--yes", "--json")
+    code, _, told = await delayer(store, *arguments, fault=fault)
+    assert code == -signal.SIGKILL, told
+    await gone(store)
+    async with sql(store) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM message") == committed
+        if committed == COUNT:
+            refused, _, told = await delayer(store, *arguments, "--limit", "49")
+            assert (refused, "begun with other parameters" in told) == (1, True), told
+        code, out, told = await delayer(store, *arguments)
+        assert code == 0, told
+        report = json.loads(out)
+        assert (report["resumed"], report["parked"]) == (True, COUNT)
+        assert report["this_time"]["parked"] == COUNT - committed
+        assert sorted(body for (body,) in await admin.fetch("SELECT body FROM message")) == sorted(bodies)
+        assert (await conserved(admin))["parked"] == COUNT
+
+
+@pytest.mark.parametrize(("fault", "committed"), [STEPS[1], STEPS[4]])
+async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: int) -> None:
+    path = tmp_path / "backlog.jsonl"
+    write(path)
+    arguments = (str(path), "--unverified", "--yes", "--json")
+    await delayer(store, "import", "jsonl", "run", *arguments, fault=fault)
+    await gone(store)
+    code, out, told = await delayer(store, "import", "jsonl", "abort", *arguments)
+    assert code == 0, told
+    report = json.loads(out)
+    assert (report["phase"], report["parked"]) == ("aborted", committed)
+    async with sql(store) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM message") == committed
+        assert await admin.fetchval("SELECT count(*) FROM import_item") == 0
+    code, out, told = await delayer(store, "import", "jsonl", "run", *arguments)
+    assert json.loads(out)["parked"] == COUNT, told  # from the beginning: that is a new import
+
+
+TABLES = ("A_TimeoutData", "B_TimeoutData")
+
+
+@pytest.fixture(params=["postgresql", pytest.param("mysql", marks=pytest.mark.long)])
+def source(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[Source]:
+    yield from source_of(request.param, request, postgres)
+
+
+async def fill(source: Source) -> list[bytes]:
+    rows = [source.timeout(n, NOON + timedelta(seconds=n % 7)) for n in range(COUNT)]
+    for name, some in zip(TABLES, (rows[::3], [row for n, row in enumerate(rows) if n % 3]), strict=True):
+        await source.create(name)
+        await source.put(name, some)
+    return sorted(row["State"] for row in rows)
+
+
+@pytest.mark.parametrize(("fault", "committed"), of_steps("import.staged", "import.committed:2", "import.emptied"))
+async def test_tables_are_in_one_place_only(store: str, source: Source, fault: str, committed: int) -> None:
+    """Killed anywhere, each timeout is in its table, or staged, or in the store; and run again it is in the store."""
+    states = await fill(source)
+    arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
+    url = {"DELAYER_IMPORT_URL": source.url}
+    code, _, told = await delayer(store, *arguments, fault=fault, **url)
+    assert code == -signal.SIGKILL, told
+    await gone(store)
+    async with sql(store) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM message") == committed
+        code, out, told = await delayer(store, *arguments, **url)
+        assert code == 0, told
+        assert json.loads(out)["parked"] == COUNT
+        assert sorted(body for (body,) in await admin.fetch("SELECT body FROM message")) == states
+        assert (await conserved(admin))["parked"] == COUNT
+    assert await source.tables() == list(TABLES)
+    assert [await source.rows(name) for name in TABLES] == [[], []]
+
+
+@pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2")[:-1])
+async def test_tables_get_the_rest_back(store: str, source: Source, fault: str, committed: int) -> None:
+    states = await fill(source)
+    before = [await source.rows(name) for name in TABLES]
+    arguments = ("--unverified", "--yes", "--json")
+    url = {"DELAYER_IMPORT_URL": source.url}
+    await delayer(store, "import", "nservicebus-sql", "run", *arguments, fault=fault, **url)
+    await gone(store)
+    code, out, told = await delayer(store, "import", "nservicebus-sql", "abort", *arguments, **url)
+    assert code == 0, told
+    assert json.loads(out)["parked"] == committed
+    after = [await source.rows(name) for name in TABLES]
+    assert all(set(map(repr, rest)) <= set(map(repr, all_)) for rest, all_ in zip(after, before, strict=True))
+    async with sql(store) as admin:
+        here = [body for (body,) in await admin.fetch("SELECT body FROM message")]
+    there = [row[3] for rest in after for row in rest]
+    assert sorted([*here, *there]) == states
+    assert await source.tables() == list(TABLES)

@@ -1,0 +1,267 @@
+"""`delayer import nservicebus-sql` and `-nhibernate`, from a real PostgreSQL and a real MariaDB."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from delayer.legacy.databases import database_url
+from delayer.wire.properties import Properties
+from tests.integration.test_cli import Run, delayer
+from tests.integration.test_store_lane import sql
+from tests.rig.mariadb import MariaDB
+from tests.rig.rows import conserved
+from tests.rig.servers import Postgres
+
+__all__ = ["delayer"]
+
+CREATE = {
+    "postgresql": """CREATE TABLE "{name}" ("Id" uuid PRIMARY KEY, "Destination" character varying(200),
+        "SagaId" uuid, "State" bytea, "Time" timestamp, "Headers" text, "PersistenceVersion" character varying(23))""",
+    "mysql": """CREATE TABLE `{name}` (Id varchar(38) NOT NULL, Destination nvarchar(200), SagaId varchar(38),
+        State longblob, Time datetime, Headers json NOT NULL, PersistenceVersion varchar(23) NOT NULL, PRIMARY KEY (Id),
+        INDEX Index_Time (Time))""",
+}
+NHIBERNATE = {
+    # As NHibernate makes it there: names that nobody quotes.
+    "postgresql": """CREATE TABLE TimeoutEntity (Id uuid PRIMARY KEY, Destination varchar(1024), SagaId uuid,
+        State bytea, Endpoint varchar(440), Time timestamp, Headers varchar(4000))""",
+    "mysql": """CREATE TABLE TimeoutEntity (Id varchar(40) NOT NULL PRIMARY KEY, Destination varchar(1024),
+        SagaId varchar(40), State longblob, Endpoint varchar(440), Time datetime, Headers longtext)""",
+}
+NOON = datetime.now(UTC).replace(microsecond=0, hour=12, tzinfo=None) + timedelta(days=30)
+
+
+@dataclass
+class Source:
+    """A database with timeouts in it. ``url`` is what a person would write."""
+
+    kind: str
+    url: str
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[AsyncConnection]:
+        engine = create_async_engine(database_url(self.url))
+        try:
+            async with engine.begin() as connection:
+                yield connection
+        finally:
+            await engine.dispose()
+
+    async def create(self, name: str) -> None:
+        async with self.connected() as connection:
+            await connection.execute(text(CREATE[self.kind].format(name=name)))
+
+    async def put(self, name: str, rows: list[dict[str, Any]]) -> None:
+        quote = '"' if self.kind == "postgresql" else "`"
+        columns = ", ".join(f"{quote}{one}{quote}" for one in rows[0])
+        values = ", ".join(f":{one}" for one in rows[0])
+        async with self.connected() as connection:
+            await connection.execute(text(f"INSERT INTO {quote}{name}{quote} ({columns}) VALUES ({values})"), rows)
+
+    async def rows(self, name: str) -> list[tuple[Any, ...]]:
+        quote = '"' if self.kind == "postgresql" else "`"
+        async with self.connected() as connection:
+            found = await connection.execute(text(f"SELECT * FROM {quote}{name}{quote}"))
+            return sorted((tuple(row) for row in found), key=repr)
+
+    async def tables(self) -> list[str]:
+        async with self.connected() as connection:
+            from sqlalchemy import inspect
+
+            return sorted(await connection.run_sync(lambda sync: inspect(sync).get_table_names()))
+
+    def timeout(self, n: int, due: datetime, destination: str = "sales", **more: Any) -> dict[str, Any]:
+        id_ = uuid.UUID(int=n)
+        headers = {"NServiceBus.MessageId": f"m-{n}", "NServiceBus.EnclosedMessageTypes": "Shop.Remind, Shop"}
+        return {
+            "Id": id_ if self.kind == "postgresql" else str(id_),
+            "Destination": destination,
+            "SagaId": uuid.UUID(int=0) if self.kind == "postgresql" else str(uuid.UUID(int=0)),
+            "State": b"\0body %d \xff" % n,
+            "Time": due,
+            "Headers": json.dumps(headers, indent=2),
+            "PersistenceVersion": "4.0.0.0",
+        } | more
+
+
+@pytest.fixture(scope="module")
+def mariadb() -> Iterator[MariaDB]:
+    with MariaDB() as server:
+        yield server
+
+
+@pytest.fixture(params=["postgresql", "mysql"])
+def source(request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[Source]:
+    yield from source_of(request.param, request, postgres)
+
+
+def source_of(kind: str, request: pytest.FixtureRequest, postgres: Postgres) -> Iterator[Source]:
+    """A fresh database there; MariaDB is started when it is first asked for."""
+    if kind == "postgresql":
+        name = postgres.add_database()
+        yield Source("postgresql", postgres.url(name))
+        postgres.drop_database(name)
+        return
+    server: MariaDB = request.getfixturevalue("mariadb")
+    name = server.add_database()
+    yield Source("mysql", server.url(name))
+    server.drop_database(name)
+
+
+def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
+    """Import from there; the URL by the environment, as somebody with a password would."""
+
+    def call(verb: str, *arguments: str, expect: int = 0) -> Any:
+        args = ("import", "nservicebus-sql", verb, *more, *arguments, "--unverified", "--json")
+        args += () if verb == "preview" else ("--yes",)
+        result = delayer(*args, expect=expect, DELAYER_IMPORT_URL=source.url)
+        assert MariaDB.PASSWORD not in result.output
+        return json.loads(result.stdout) if result.stdout else result.stderr
+
+    return call
+
+
+async def test_all_tables_into_the_store(delayer: Run, database: str, source: Source) -> None:
+    """Everything that is meant arrives once, when it is due, as it was; the rest stays where it was."""
+    delayer("db", "upgrade")
+    for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
+        await source.create(name)
+    soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
+    exact = NOON + timedelta(microseconds=1) if source.kind == "postgresql" else NOON
+    sales = [source.timeout(n, NOON - timedelta(minutes=n % 5), f"sales.{n % 3}@HOST{n}") for n in range(30)]
+    special = [
+        source.timeout(100, exact, "exact"),
+        source.timeout(101, NOON, "no-state", State=None),
+        source.timeout(102, NOON, "empty", State=b"", Headers="{}"),
+        source.timeout(103, datetime(9999, 12, 31, 23, 59, 59), "never"),  # noqa: DTZ001
+        source.timeout(104, NOON, "", Headers="[1"),
+    ]
+    if source.kind == "mysql":
+        special[-1]["Headers"] = "{}"  # the column refuses it
+    left = [source.timeout(200, soon, "overdue"), source.timeout(201, soon + timedelta(seconds=30), "soon")]
+    nothing = source.timeout(202, NOON, "never")
+    nothing["Time"] = None
+    await source.put("Sales_TimeoutData", [*sales, *left, nothing])
+    await source.put("Mail_Out_TimeoutData", special)
+    await source.put("Orders", [source.timeout(300, NOON)])
+    before = await source.rows("Sales_TimeoutData")
+    call = run_of(delayer, source, "--rewrite-destination", "s/@.*//")
+    seen = call("preview")
+    assert seen["messages"] == 35
+    assert sorted(seen["left"].values()) == [1, 2]
+    assert await source.rows("Sales_TimeoutData") == before
+    report = call("run", expect=1)
+    assert (report["parked"], report["held"], report["staged"]) == (34, 1, 35)
+    assert sorted(report["left"].values()) == [1, 2]
+    assert len(await source.rows("Sales_TimeoutData")) == 3
+    assert await source.rows("Mail_Out_TimeoutData") == []
+    assert len(await source.rows("Orders")) == 1
+    assert await source.tables() == ["Mail_Out_TimeoutData", "Orders", "Sales_TimeoutData"]
+    async with sql(database) as admin:
+        rows = {row["body"]: row for row in await admin.fetch("SELECT * FROM message")}
+        for one in sales:
+            row = rows[one["State"]]
+            due_ms = int(one["Time"].replace(tzinfo=UTC).timestamp() * 1000)
+            assert (row["due_at"], row["to_exchange"], row["to_key"]) == (
+                due_ms, b"", one["Destination"].partition("@")[0].encode(),
+            )  # fmt: skip
+            properties = Properties.parse(row["properties"])
+            assert properties.message_id == b"m-%d" % uuid.UUID(str(one["Id"])).int
+            assert properties.short("type") == b"Shop.Remind"
+        of = {row["to_key"]: row for row in rows.values()}
+        due_ms = int(NOON.replace(tzinfo=UTC).timestamp() * 1000)
+        assert of[b"exact"]["due_at"] == due_ms + (1 if source.kind == "postgresql" else 0)  # never early
+        assert of[b"never"]["due_at"] == 253_402_300_799_000
+        # The soonest due first: that is the order of their numbers.
+        dues = [row["due_at"] for row in await admin.fetch("SELECT due_at FROM message ORDER BY id")]
+        assert dues == sorted(dues)
+        [(reason,)] = await admin.fetch("SELECT reason FROM held")
+        assert "destination" in reason
+        assert (await conserved(admin))["parked"] == 35
+        parameters = await admin.fetchval("SELECT parameters FROM import_run")
+        assert MariaDB.PASSWORD not in parameters
+    assert call("run")["parked"] == 0
+    overdue = call("run", "--overdue-too")
+    assert (overdue["parked"], list(overdue["left"].values())) == (2, [1])
+
+
+async def test_a_row_in_a_timeout_managers_hands_is_passed_over(delayer: Run, source: Source) -> None:
+    delayer("db", "upgrade")
+    await source.create("Sales_TimeoutData")
+    await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(10)])
+    call = run_of(delayer, source)
+    quote = '"' if source.kind == "postgresql" else "`"
+    async with source.connected() as manager:
+        await manager.execute(
+            text(f"DELETE FROM {quote}Sales_TimeoutData{quote} WHERE {quote}Id{quote} = :id"),
+            {"id": source.timeout(3, NOON)["Id"]},
+        )
+        assert call("run")["parked"] == 9
+        await manager.rollback()
+    assert call("run")["parked"] == 1
+    assert await source.rows("Sales_TimeoutData") == []
+
+
+async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, source: Source) -> None:
+    delayer("db", "upgrade")
+    told = run_of(delayer, source)("preview", expect=1)
+    assert "no table matches *TimeoutData" in told
+    await source.create("A_TimeoutData")
+    await source.create("B_TimeoutData")
+    await source.put("A_TimeoutData", [source.timeout(n, NOON + timedelta(hours=n)) for n in range(0, 20, 2)])
+    await source.put("B_TimeoutData", [source.timeout(n, NOON + timedelta(hours=n)) for n in range(1, 20, 2)])
+    cutoff = (NOON + timedelta(hours=5)).isoformat() + "Z"
+    report = run_of(delayer, source, "--cutoff", cutoff, "--limit", "7")("run")
+    assert (report["staged"], report["parked"]) == (7, 7)
+    async with sql(database) as admin:
+        bodies = [body for (body,) in await admin.fetch("SELECT body FROM message ORDER BY id")]
+    assert bodies == [b"\0body %d \xff" % n for n in range(5, 12)]
+    assert len(await source.rows("A_TimeoutData")) + len(await source.rows("B_TimeoutData")) == 13
+    assert run_of(delayer, source, "--table", "A_*")("run")["parked"] == 7
+    report = run_of(delayer, source, "--table", "C_*")("run", expect=1)
+    assert "no table matches C_*" in report
+
+
+async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
+    delayer("db", "upgrade")
+    scheme = source.url.partition(":")[0]
+    nowhere = Source(source.kind, f"{scheme}://me:{MariaDB.PASSWORD}@127.0.0.1:1/x")
+    assert "the source is out of reach" in run_of(delayer, nowhere)("run", expect=3)
+    nonsense = Source(source.kind, f"{MariaDB.PASSWORD}::")
+    assert "cannot be read" in run_of(delayer, nonsense)("run", expect=1)
+
+
+async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:
+    delayer("db", "upgrade")
+    async with source.connected() as connection:
+        await connection.execute(text(NHIBERNATE[source.kind]))
+    rows = [source.timeout(n, NOON, f"billing@HOST{n}") for n in range(6)]
+    for n, row in enumerate(rows):
+        del row["PersistenceVersion"]
+        row["Endpoint"] = "Billing" if n % 2 else "Sales"
+    rows[1]["Headers"] = None
+    rows[3]["Headers"] = json.dumps([{"Key": "NServiceBus.MessageId", "Value": "m-3"}])
+    name = "timeoutentity" if source.kind == "postgresql" else "TimeoutEntity"
+    if source.kind == "postgresql":
+        rows = [{key.lower(): value for key, value in row.items()} for row in rows]
+    await source.put(name, rows)
+    args = ("import", "nservicebus-nhibernate", "run", "--endpoint", "Billing", "--rewrite-destination", "s/@.*//")
+    run = delayer(*args, "--unverified", "--yes", "--json", DELAYER_IMPORT_URL=source.url)
+    assert json.loads(run.stdout)["parked"] == 3
+    assert len(await source.rows(name)) == 3
+    async with sql(database) as admin:
+        found = {
+            Properties.parse(raw).message_id: key
+            for raw, key in await admin.fetch("SELECT properties, to_key FROM message")
+        }
+    assert found == {str(uuid.UUID(int=1)).encode(): b"billing", b"m-3": b"billing", b"m-5": b"billing"}
