@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import shlex
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -46,6 +40,7 @@ from bench import (
     steady,
     targets,
 )
+from bench.about import about
 from bench.figures import Result
 from bench.meter import Neighbours
 from bench.run import Bench, Options, quick
@@ -125,26 +120,6 @@ def options_of(asked: argparse.Namespace) -> Options:
         "restored",
     )
     return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
-
-
-def about(options: Options, versions: dict[str, str]) -> dict[str, Any]:
-    """Where and of what the figures are."""
-    git = ["git", "-C", str(HERE)]
-    revision = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    memory = psutil.virtual_memory().total / 2**30
-    return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "kind": "quick" if options.quick else "full",
-        "command": shlex.join(["python", "-m", *sys.orig_argv[sys.orig_argv.index("-m") + 1 :]])
-        if "-m" in sys.orig_argv
-        else shlex.join(sys.argv),
-        "revision": revision.stdout.strip(),
-        "machine": f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}",
-        "versions": {"Python": platform.python_version(), **versions},
-        "cores_of_other_programs": {},
-        "options": asdict(options),
-        "rates_between": "10 % and 90 % of the count",
-    }
 
 
 @contextmanager

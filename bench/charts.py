@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
 from matplotlib.ticker import FuncFormatter
 
-from bench import ceilings
+from bench import ceilings, targets
 from bench.figures import Figure, Result
 from bench.report import number
 
@@ -25,7 +25,7 @@ STYLE = {
     "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT, "xtick.color": INK,
     "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
     "axes.axisbelow": True, "axes.titlelocation": "left", "axes.titlesize": 12, "axes.titleweight": "bold",
-    "legend.frameon": False, "figure.constrained_layout.use": True, "savefig.dpi": 110,
+    "legend.frameon": False, "figure.constrained_layout.use": True, "savefig.dpi": 80,
 }  # fmt: skip
 
 
@@ -165,14 +165,18 @@ def burst(result: Result) -> Sheet | None:
 
 def peers(result: Result) -> Sheet | None:
     """What others do, beside ours."""
-    ours = [(result.find("native", "into the cascade"), "delayer, into the cascade")]
-    found = [(one, one.what) for one in result.all("peers", "aio-pika relay into the cascade")]
-    found += [(one, one.what) for one in result.all("peers", "kombu with countdown into its cascade")]
-    ours2 = [(result.find("release", "release", body=512, backlog=0), "delayer, release from the store")]
-    found2 = [(one, one.what) for one in result.figures if one.section == "peers" and "SKIP LOCKED" in one.what]
-    bars = [(one, name) for one, name in ours + found + ours2 + found2 if one is not None]
-    if not found and not found2:
+    rivals = result.all("peers", "aio-pika relay into the cascade")
+    rivals += result.all("peers", "kombu with countdown into its cascade")
+    pollers = [one for one in result.figures if one.section == "peers" and "SKIP LOCKED" in one.what]
+    if not rivals and not pollers:
         return None
+    native = result.find("native", "into the cascade")
+    bars = [(native, "delayer, into the cascade")] if native else []
+    bars += [(one, one.what) for one in rivals]
+    # Beside a poller with rows that wait stands our release with rows that wait, as in the table.
+    released = targets.ours(result, pollers[0]) if pollers else None
+    bars += [(one, f"delayer, release, {waiting(one)}") for one in [released] if one]
+    bars += [(one, f"{one.what}, {waiting(one)}") for one in pollers]
     figure, axes = sheet("The same work by others", height=1.4 + 0.5 * len(bars))
     colors = [BLUE if name.startswith("delayer") else GREY for _, name in bars]
     drawn = axes.barh([name for _, name in bars], [one.value for one, _ in bars], color=colors, height=0.6)
@@ -231,20 +235,21 @@ CHARTS: dict[str, Callable[[Result], Sheet | None]] = {
 }  # fmt: skip
 
 
-def draw(result: Result, directory: Path, stem: str) -> list[Path]:
+def draw(result: Result, directory: Path, stem: str, names: Collection[str] = CHARTS) -> list[Path]:
     """Every chart there are figures for, as ``<stem>-<name>.png``; charts of an earlier result are removed."""
+    directory.mkdir(parents=True, exist_ok=True)
     drawn = []
     about = result.about
     foot = ", ".join(str(about.get(name, "")) for name in ("kind", "revision", "at", "machine"))
     with mpl.rc_context(STYLE):
-        for name, chart in CHARTS.items():
+        for name in sorted(names):
             path = directory / f"{stem}-{name}.png"
             path.unlink(missing_ok=True)
-            figure = chart(result)
+            figure = CHARTS[name](result)
             if figure is None:
                 continue
             figure.supxlabel(foot, fontsize=7, color=FAINT, x=0.01, ha="left")
-            figure.savefig(path)
+            figure.savefig(path, pil_kwargs={"optimize": True})
             plt.close(figure)
             drawn.append(path)
     return drawn

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench.about import provenance
 from delayer import telemetry
 from delayer.store import partitions, session, statements, upgrades
 from delayer.store.claiming import HORIZON_MS
@@ -289,7 +290,14 @@ def main() -> None:
         costs = asyncio.run(measure(options.rows, progress))
     show(costs, options.rows)
     if options.json:
-        figures = {"rows": options.rows, "days": DAYS, "lanes": LANES, "held": HELD, "runs": RUNS}
+        figures = {
+            "about": provenance(),
+            "rows": options.rows,
+            "days": DAYS,
+            "lanes": LANES,
+            "held": HELD,
+            "runs": RUNS,
+        }
         figures["statements"] = [cost._asdict() for cost in costs]
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
         print(f"figures: {options.json}")

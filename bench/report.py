@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -12,6 +15,7 @@ from rich.text import Text
 from bench.figures import Figure, Result
 
 _UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "workers": " processes", "count": " messages"}
+_OF_ONE = {"workers": " process", "count": " message"}
 
 
 def figures_table(result: Result) -> RenderableType:
@@ -22,10 +26,10 @@ def figures_table(result: Result) -> RenderableType:
         for heading, justify in (("", "left"), ("", "right"), ("", "left"), ("ratio", "right"), ("of", "left")):
             table.add_column(heading, justify=justify, header_style="dim", no_wrap=heading != "of")
         table.add_column("target", header_style="dim")
-        for row in rows(list(figures)):
+        for row in rows(grouped(list(figures))):
             table.add_row(*row)
         parts += [table, Text()]
-    parts += [Text(f"! {note}", style="yellow") for note in result.notes]
+    parts += [Text(f"! {note(one)}", style="yellow") for one in result.notes]
     return Group(*parts)
 
 
@@ -36,12 +40,33 @@ def rows(figures: Sequence[Figure]) -> Iterable[tuple[RenderableType, ...]]:
         if figure.at != told and figure.at:
             yield (Text(conditions(figure.at), style="italic dim"),)
         told = figure.at
-        ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+        ratio = "" if figure.ratio is None else share(figure.ratio)
         yield (f"  {figure.what}", number(figure.value), figure.unit, ratio, figure.of, verdicts(figure))
 
 
 def conditions(at: dict[str, int]) -> str:
-    return ", ".join(f"{value:,}{_UNITS.get(name, f' {name}')}" for name, value in at.items())
+    return ", ".join(_condition(name, value) for name, value in at.items())
+
+
+def _condition(name: str, value: int) -> str:
+    units = _UNITS | _OF_ONE if value == 1 else _UNITS
+    return f"{value:,}{units.get(name, f' {name}')}"
+
+
+def grouped(figures: Sequence[Figure]) -> list[Figure]:
+    """What was measured under the same conditions stands together, in the order of the first of each."""
+    seen = list(dict.fromkeys(conditions(figure.at) for figure in figures))
+    return sorted(figures, key=lambda figure: (bool(figure.at), seen.index(conditions(figure.at))))
+
+
+def note(text: str) -> str:
+    """In words: notes of older runs have conditions as Python prints them."""
+    return re.sub(r"\{[^{}]*\}", lambda found: conditions(ast.literal_eval(found[0])), text)
+
+
+def share(ratio: float) -> str:
+    """Three digits: with two, 0.8994 would be the 0.90 that it misses."""
+    return f"{ratio:.3f}"
 
 
 def number(value: float) -> str:
@@ -57,6 +82,12 @@ def verdicts(figure: Figure) -> Text:
         mark, style = ("✓", "green") if target["met"] else ("✗", "red")
         text.append(f"{mark} {target['text']}  ", style=style)
     return text
+
+
+def judged(figure: Figure, target: dict[str, Any]) -> str:
+    """What a target looked at: the figure itself, or a ratio."""
+    itself = target["found"] == round(figure.value, 3)
+    return f"{number(figure.value)} {figure.unit}".strip() if itself else share(target["found"])
 
 
 def heading(result: Result) -> str:

@@ -21,7 +21,8 @@ import asyncpg
 from rich.console import Console
 
 from bench import ending, report
-from bench.__main__ import RESULTS, about
+from bench.__main__ import RESULTS
+from bench.about import about
 from bench.figures import Figure, Result, percentile
 from bench.given import at_least
 from bench.run import Options, rounded
