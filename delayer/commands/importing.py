@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +13,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
 from delayer.commands.acting import agreed, whoami, yes_option
 from delayer.commands.common import FOUND, Failure, Off, Unreached, note, request_of
 from delayer.commands.db import store_url
@@ -20,11 +22,16 @@ from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, 
 from delayer.commands.looking import as_json
 from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
 from delayer.legacy import machine
+from delayer.legacy.carrying import CascadeBook
 from delayer.legacy.destinations import Destinations
+from delayer.legacy.drain import HEARTBEAT
 from delayer.legacy.machine import Report, Say
 from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
+from delayer.services import edits
 from delayer.settings import Settings
 from delayer.store.importing import ImportBusy, ImportStore
+from delayer.wire.address import Address
+from delayer.wiring import cascade_of
 
 T = TypeVar("T")
 
@@ -108,6 +115,11 @@ def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> 
     command(
         "run",
         "Import, or go on with an import that was interrupted. Exit code 1 if something had to be left or held.",
+        click.option(
+            "--into",
+            type=click.Choice(("store", "cascade")),
+            help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
+        ),
         click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing."),
         yes_option,
     )(_run)
@@ -126,6 +138,8 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 
 def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json, dry_run, yes = given.pop("as_json"), given.pop("dry_run"), given.pop("yes")
+    settings = request_of(context).settings()
+    into = given.pop("into") or ("cascade" if settings.mode == "native" else "store")
     if dry_run or not yes:
         look = _with(context, make, dict(given), machine.preview)
         if dry_run:
@@ -139,7 +153,10 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
         with _progress() as say:
-            return await machine.run(source, book, judge, whoami(), say)
+            if into == "store":
+                return await machine.run(source, book, judge, whoami(), say)
+            async with _cascade(settings, source, book) as carrying:
+                return await machine.run(source, carrying, judge, whoami(), say)
 
     report = _with(context, make, given, go)
     tell_report(report, json)
@@ -184,6 +201,23 @@ def _with(
         return asyncio.run(work())
     except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
         raise _failure(error) from error
+
+
+@asynccontextmanager
+async def _cascade(settings: Settings, source: Source, book: ImportStore) -> AsyncIterator[CascadeBook]:
+    """Into the cascade of ``[native]``. Raises ImportImpossible for what would come out of it just to go in again."""
+    here, cascade = Address.parse(settings.broker_url), cascade_of(settings)
+    said = source.parameters
+    if source.name == "cascade" and (said["broker"], said["cascade"]) == (str(here), cascade.kind):
+        raise ImportImpossible("these messages wait in this cascade already. Next: say --into store")
+    relay = Relay(here, "delayer import", heartbeat=HEARTBEAT)
+    relay.start()
+    publisher = RelayPublisher(relay)
+    try:
+        yield CascadeBook(book, publisher, cascade, settings.native.due_queue, edits.enveloped)
+    finally:
+        await publisher.close()
+        await relay.close()
 
 
 def _failure(error: Exception) -> Failure:

@@ -90,14 +90,6 @@ class ImportStore:
             row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
         return None if row is None else _run(row)
 
-    async def last(self, source: str) -> Run | None:
-        """The latest run of ``source``, whatever became of it."""
-        with translated("import"):
-            row = await self._connection.fetchrow(
-                f"SELECT {_COLUMNS} FROM import_run WHERE source = $1 ORDER BY id DESC LIMIT 1", source
-            )
-        return None if row is None else _run(row)
-
     async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
         """Write down that a run begins. There must be none that is unfinished."""
         text = json.dumps(parameters, sort_keys=True, ensure_ascii=True)
@@ -116,16 +108,17 @@ class ImportStore:
         await self._set(run, "phase = 'running', staged = $2", messages)
         return replace(run, phase=Phase.RUNNING, staged=messages)
 
-    async def commit(self, run: Run, batch: Batch) -> Run:
-        """Park and hold the batch, with its progress: all of it, or nothing."""
+    async def commit(self, run: Run, batch: Batch, published: int = 0) -> Run:
+        """Park and hold the batch, with its progress: all of it, or nothing. ``published``: how many of the source's
+        messages went elsewhere, into a cascade, and count as parked."""
         await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
         for _ in range(ATTEMPTS - 1):
             try:
-                return await self._commit(run, batch)
+                return await self._commit(run, batch, published)
             except (LaneLost, *WORTH_REPEATING):
                 continue
         try:
-            return await self._commit(run, batch)
+            return await self._commit(run, batch, published)
         except WORTH_REPEATING as error:
             raise StoreLost(f"import: {describe(error)}, {ATTEMPTS} times") from error
 
@@ -133,7 +126,7 @@ class ImportStore:
         """It is done, or aborted."""
         with translated("import"):
             async with session.transaction(self._connection):
-                await self._connection.execute("DELETE FROM import_item WHERE run = $1", run.id)
+                await self._connection.execute("TRUNCATE import_item")  # there is no other run that is open
                 await self._connection.execute(
                     "UPDATE import_run SET phase = $2, ended_at = now() WHERE id = $1", run.id, phase.value
                 )
@@ -145,9 +138,9 @@ class ImportStore:
 
     # ---- parking
 
-    async def _commit(self, run: Run, batch: Batch) -> Run:
+    async def _commit(self, run: Run, batch: Batch, published: int) -> Run:
         try:
-            parked, held = await self._transact(run, batch)
+            parked, held = await self._transact(run, batch, published)
         except WORTH_REPEATING:
             raise
         except DRIVER_ERRORS as error:
@@ -155,7 +148,7 @@ class ImportStore:
         reach("import.committed")
         return replace(run, parked=parked, held=held, progress=batch.progress)
 
-    async def _transact(self, run: Run, batch: Batch) -> tuple[int, int]:
+    async def _transact(self, run: Run, batch: Batch, published: int) -> tuple[int, int]:
         """One transaction. How many were parked and held by now."""
         parcels = [item.parcel for item in batch.items if not item.problem]
         held = [(item.parcel, item.problem) for item in batch.items if item.problem]
@@ -170,7 +163,7 @@ class ImportStore:
                 {fence.number: now_ms} if held else {},
             )
             row = await self._connection.fetchrow(
-                _COMMIT, run.id, len(parcels), len(held), batch.progress, run.progress
+                _COMMIT, run.id, len(parcels) + published, len(held), batch.progress, run.progress
             )
             if row is None:
                 raise StoreLost(f"import {run.id}: somebody else went on with it")
@@ -209,7 +202,7 @@ class ImportStore:
         count = 0
         with translated("import"):
             async with session.transaction(self._connection):
-                await self._connection.execute("DELETE FROM import_item WHERE run = $1", run.id)
+                await self._connection.execute("TRUNCATE import_item")
                 async for some in items:
                     await self._connection.copy_records_to_table(
                         "import_item",
@@ -222,13 +215,18 @@ class ImportStore:
     async def keep_items(self, run: Run, limit: int) -> int:
         """Of what was noted, only the soonest ``limit``. How many are left."""
         with translated("import"):
-            await self._connection.execute(
-                "DELETE FROM import_item WHERE run = $1 AND (due_ms, position) > (SELECT due_ms, position"
-                " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
-                run.id,
-                limit - 1,
-            )
-            count: int = await self._connection.fetchval("SELECT count(*) FROM import_item WHERE run = $1", run.id)
+            async with session.transaction(self._connection):
+                await self._connection.execute("SET LOCAL statement_timeout = 0")  # of millions it may take a minute
+                await self._connection.execute(
+                    "DELETE FROM import_item WHERE run = $1 AND (due_ms, position) > (SELECT due_ms, position"
+                    " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
+                    run.id,
+                    limit - 1,
+                    timeout=None,
+                )
+                count: int = await self._connection.fetchval(
+                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=None
+                )
         return count
 
     async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]:

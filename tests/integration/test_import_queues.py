@@ -11,14 +11,19 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delayer.broker.admin import Admin
+from delayer.core import lines
 from delayer.core.cascade import Cascade, routing_key
+from delayer.core.lines import Line
+from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from delayer.services.edits import enveloped
 from delayer.settings import Settings
 from delayer.wiring import topology_of
 from tests.conformance.store_contract import claim_when_due, owned
@@ -192,9 +197,6 @@ async def test_our_own_cascade_moves_into_the_store(delayer: Run, vhost: str, da
     settings = Settings.model_validate({"mode": "native", "broker": {"url": vhost}})
     await declared(vhost, topology_of(settings), Topology(exchanges=(Exchange("delayer.out", "topic"),)))
     delayer("db", "upgrade")
-    from delayer.core.message import Parcel, Target
-    from delayer.services.edits import enveloped
-
     cascade = Cascade()
     parcels = [
         Parcel(
@@ -300,3 +302,53 @@ async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, da
     async with await Admin.connect(vhost) as admin:
         assert (await admin.depths(["hold"]))["hold"] == 3
     assert set(await rows_of(database)) == {b"0", b"1"}
+
+
+async def test_into_the_cascade_and_back(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
+    """Native mode: published and confirmed; what a cascade cannot take waits in the store. Killed before it is noted, a
+    batch is there twice, under the same ids."""
+    native = {"DELAYER_MODE": "native"}
+    delayer("topology", "apply", **native)
+    delayer("db", "upgrade")
+    file = tmp_path / "backlog.jsonl"
+    target = Target(b"", b"delays.refused")
+    parcels = [
+        Parcel(
+            now_ms() + 3_600_000 * (n + 1), b"r", b"x", b"\xff", target, Props(message_id=b"%d" % n).encode(), b"%d" % n
+        )
+        for n in range(20)
+    ]
+    odd = [
+        parcels[0]._replace(body=b"keyed", key=b"k"),
+        parcels[0]._replace(body=b"far", due_ms=now_ms() + 300_000_000_000),
+        parcels[0]._replace(body=b"gone", target=Target(b"", b"gone")),
+    ]
+    file.write_bytes(b"".join(lines.write(Line(one)) for one in (*parcels, *odd)) + lines.write_end(23))
+    arguments = ("import", "jsonl", "run", str(file), "--yes", "--json")
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")},
+        "DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database, "DELAYER_BROKER__URL": vhost,
+        "DELAYER_FAULT": "import.published", **native,
+    }  # fmt: skip
+    program = "from delayer.cli import main; main()"
+    victim = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, env=environ)
+    assert await victim.wait() == -signal.SIGKILL
+    assert await rows_of(database) == {}
+    report = json.loads(delayer(*arguments, expect=1, **native).stdout)
+    assert (report["resumed"], report["parked"], report["held"]) == (True, 22, 1)
+    assert set(await rows_of(database)) == {b"keyed", b"far"}
+    assert set(await held_of(database)) == {b"gone"}
+    told = delayer("import", "cascade", "run", "--yes", expect=1, **native).stderr
+    assert "in this cascade already" in told
+    report = json.loads(delayer("import", "cascade", "run", "--into", "store", "--yes", "--json").stdout)
+    assert report["parked"] == 40
+    async with sql(database) as admin:
+        found = await admin.fetch("SELECT * FROM message WHERE body <> ALL($1)", [b"keyed", b"far"])
+    back = [
+        Parcel(
+            row["due_at"], row["route"], row["exchange"], row["routing_key"], Target(row["to_exchange"], row["to_key"]),
+            row["properties"], row["body"], row["key"],
+        )
+        for row in found
+    ]  # fmt: skip
+    assert sorted(back) == sorted([*parcels, *parcels])
