@@ -138,6 +138,36 @@ async def out(place: Place) -> list[bytes]:
         return [arrival.delivery.body for arrival in inbox.arrivals]
 
 
+@pytest.mark.deadline(90)
+async def test_a_queue_that_is_gone_when_the_broker_would_finish(rabbitmq: RabbitMQ) -> None:
+    """It was there when the message came, so the broker was to end the cascade in it. What stands among the strays then
+    is brought there when there is such a queue again."""
+    vhost = rabbitmq.add_vhost()
+    queue = f"/api/queues/{vhost}/late"
+    try:
+        place = await Place("native", rabbitmq.url(vhost)).declare()
+        rabbitmq.api("PUT", queue, {"durable": True})
+        environ = place.environ | {"ROUTE": json.dumps([{"from": "delayer.in", "to": ""}])}
+        async with DaemonProcess(environ, program=PROGRAM) as daemon, await Raw.connect(place.broker) as raw:
+            await daemon.ready()
+            props = Props(headers=(delay_header(2_500),), delivery_mode=2)
+            await raw.publish(Message("delayer.in", b"late", props, DOOMED[0]))
+            await eventually(lambda: place.depth("delays"), lambda depth: depth == 0)
+            await eventually(place.standing, lambda standing: any("level" in name for name in standing))
+            rabbitmq.api("DELETE", queue)
+            await daemon.event("message held", where=tried(2), timeout=40)
+            rabbitmq.api("PUT", queue, {"durable": True})
+            inbox = await raw.inbox("late")
+            await inbox.got(DOOMED[:1], timeout=40)
+            [arrival] = inbox.arrivals
+            assert arrival.delivery.routing_key == b"late"
+            assert not arrival.props.all(b"x-death")
+            assert await daemon.stop() == 0, daemon.tail()
+            assert await place.standing() == {}
+    finally:
+        rabbitmq.drop_vhost(vhost)
+
+
 async def either(daemon: DaemonProcess, *names: str, after: int) -> None:
     """Wait for an event of one of these names."""
 
