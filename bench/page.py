@@ -291,9 +291,10 @@ def newer() -> dict[str, Path]:
 
 def draw(page: str, runs: Runs) -> None:
     """The charts that the page shows."""
-    from bench import charts  # noqa: PLC0415 - matplotlib takes a second
-
-    for stem in sorted({stem for stem, _ in _CHART.findall(page)}):
+    shown = sorted({stem for stem, _ in _CHART.findall(page)})
+    if shown:
+        from bench import charts  # noqa: PLC0415 - matplotlib takes a second, and is not there without the extra
+    for stem in shown:
         names = {name for of, name in _CHART.findall(page) if of == stem}
         charts.draw(runs.results[f"{stem}.json"], CHARTS, stem, names)
 
