@@ -52,7 +52,7 @@ check: dev lint ## style, types and import rules; no server
 	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
 
 .PHONY: bench
-bench: ready-bench ## rates, lateness and CPU beside the ceilings of broker and database; an hour (BENCH_ARGS=…)
+bench: ready-bench ## rates, lateness and CPU beside the ceilings of broker and database; well over an hour (BENCH_ARGS=…)
 	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
 
 .PHONY: bench-quick
