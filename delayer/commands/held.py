@@ -14,6 +14,7 @@ from delayer.commands.common import DONE, note, print_json, print_table, request
 from delayer.commands.db import store_url
 from delayer.commands.filters import address, filter_of, filter_options, iso, json_of, limit_option, tokens
 from delayer.commands.looking import as_json
+from delayer.core import late
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.store import acting, acts, heldback, listing
@@ -23,7 +24,8 @@ from delayer.store.heldback import HeldEntry
 @click.group(short_help="List, retry or drop what destinations would not take.")
 def held() -> None:
     """List, retry or drop held messages: their destination would not take them. Each is tried again by itself, with
-    growing pauses; `delayer show ID` has the details of one."""
+    growing pauses; those that came too late for their route (late_limit) wait until somebody says so. `delayer show ID`
+    has the details of one."""
 
 
 @held.command("list")
@@ -55,7 +57,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
         iso(entry.place.due_us // 1000),
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
-        iso(hold.retry_ms),
+        "by hand" if late.for_good(hold.reason) else iso(hold.retry_ms),
         hold.reason,
     )
 

@@ -20,6 +20,7 @@ from delayer.commands.filters import (
     row_of,
 )
 from delayer.commands.status import when
+from delayer.core import late
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
 from delayer.settings import Settings
@@ -164,6 +165,8 @@ def fate(found: Whole) -> str:
     to = f"published to {address(entry.to_exchange, entry.to_key)}"
     if not found.sound:
         return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
+    if found.hold is not None and late.for_good(found.hold.reason):
+        return f"nothing, until somebody says so: `delayer held retry`, and it is {to}"
     if found.hold is not None:
         return f"it is {to} again at {iso(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}"
     who = f"by {found.owner}" if found.owned else "by the daemon that adopts its lane"
