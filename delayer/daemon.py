@@ -59,6 +59,14 @@ def new_id() -> bytes:
     return uuid.uuid4().hex.encode()
 
 
+async def _there(admin: Admin, queue: str) -> bool:
+    """RabbitMQ 4.3 shows a queue only to who may also configure it: to others there is none that they could consume."""
+    try:
+        return await admin.queue_exists(queue)
+    except BrokerRefused:
+        return False
+
+
 class Daemon:
     """One process of ``delayer run``."""
 
@@ -162,7 +170,7 @@ class Daemon:
         try:
             await admin.declare(topology_of(wanted))
             # Messages may still be on their way through a cascade that new delays do not take any more.
-            if self._due is None and (uses_cascade(wanted) or await admin.queue_exists(wanted.native.due_queue)):
+            if self._due is None and (uses_cascade(wanted) or await _there(admin, wanted.native.due_queue)):
                 carrier = DueCarrier(
                     now_ms=self._sure_ms,
                     names=self._names,
