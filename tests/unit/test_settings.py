@@ -394,6 +394,13 @@ def test_the_tables_that_stand_in_comments_are_valid_and_hold_every_key(tmp_path
     assert settings.takeovers == (Takeover(cascade="nservicebus-v2"),)
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "config" / "examples").glob("*.toml")), ids=lambda file: file.stem)
+def test_the_examples_are_valid(file: Path) -> None:
+    settings = load(file, {}, {})
+    assert settings.mode == "store"
+    assert settings != load(None, {}, {"store.url": "postgresql://localhost/delayer"})
+
+
 def test_errors_do_not_come_one_at_a_time() -> None:
     with pytest.raises(ConfigError) as caught:
         load(Path("/nowhere/at/all.toml"), {"DELAYER_MODE": "x"}, {"log.level": "y", "nope": "z"})
