@@ -29,6 +29,7 @@ from bench import (
     compaction,
     ending,
     given,
+    importing,
     looking,
     native,
     park,
@@ -54,7 +55,7 @@ PARTIAL = RESULTS / "partial.json"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
     "peers": peers, "processes": processes, "adoption": adoption, "bodies": bodies, "start": start,
-    "compaction": compaction, "looking": looking, "churn": churn,
+    "compaction": compaction, "importing": importing, "looking": looking, "churn": churn,
 }  # fmt: skip
 DISTURBED = 0.15
 """Cores that other programs may take before it is said."""
@@ -62,7 +63,7 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-TAKES_MINUTES = {"adoption", "churn", "compaction", "looking"}
+TAKES_MINUTES = {"adoption", "churn", "compaction", "importing", "looking"}
 """Say nothing in seconds: a quick run has them only if they are asked for."""
 
 
@@ -98,6 +99,7 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--churn-seconds", type=some, help="default 600")
     parser.add_argument("--compacted", type=some, help="rows that are compacted (default 5,000,000)")
     parser.add_argument("--restored", type=some, help="rows of these that are restored (default 1,000,000)")
+    parser.add_argument("--imported", type=some, help="timeouts that are imported (default 1,000,000)")
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
     parser.add_argument("--charts", type=Path, metavar="DIR", help="where charts go (default beside the JSON file)")
     parser.add_argument("--no-charts", action="store_true")
@@ -118,6 +120,7 @@ def options_of(asked: argparse.Namespace) -> Options:
         "churn_seconds",
         "compacted",
         "restored",
+        "imported",
     )
     return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
 

@@ -35,6 +35,7 @@ class Options:
     compacted: int = 5_000_000
     restored: int = 1_000_000
     slowest_compaction: int = 20_000
+    imported: int = 1_000_000
 
     def count_of(self, size: int) -> int:
         """Large messages are fewer, so that a section takes about as long for every size."""
@@ -42,11 +43,12 @@ class Options:
 
 
 def quick() -> Options:
-    """Every section once, in less than two minutes: whether it works, and figures to take with a pinch of salt."""
+    """Every section once that says something in seconds: whether it works, and figures to take with a pinch of salt."""
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
         burst=10_000, large=50, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, processes=(1, 2),
         churn_seconds=5, churn_rate=1000, compacted=100_000, restored=50_000,
+        imported=50_000,
     )  # fmt: skip
 
 

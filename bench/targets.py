@@ -73,6 +73,7 @@ TARGETS = (
     ),
     Target("steady", "early", 0, "none"),
     Target("steady", "missing", 0, "none"),
+    *(Target(one, "repeated", 0, "none") for one in ("steady", "churn")),
     Target("steady", "lateness p99", 15, "≤ 15 ms", at=AT_5000),
     Target("steady", "lateness p99.9", 50, "≤ 50 ms", at=AT_5000),
     *(
@@ -103,6 +104,7 @@ TARGETS = (
     Target("churn", "claim, at the end over before", 1.1, "≤ 1.1"),
     Target("churn", "partition, at the end over before", 1.1, "≤ 1.1"),
     Target("churn", "other tables, at the end over before", 1.1, "≤ 1.1"),
+    Target("importing", "import of TimeoutData", 10_000, "≥ 10 k/s", at_least=True, at=(("count", 1_000_000),)),
 )
 
 
