@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +35,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneJvm(config, log)
 
 
+class Failed:
+    """Writes down which tests failed, a line each, where the build server means to try them once more, alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ids: dict[str, None] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._ids[report.nodeid] = None
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text("".join(f"{one}\n" for one in self._ids))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    path = os.environ.get("FAILED_TESTS")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failed(Path(path)))
     config.addinivalue_line("markers", "long: takes a minute or so; only where asked for, by -m (make test-faults)")
 
 
