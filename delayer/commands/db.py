@@ -31,6 +31,11 @@ def upgrade(request: Request) -> None:
 
     The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. A store that a
     newer delayer upgraded stays as it is; exit code 1.
+
+    \b
+    Examples:
+      delayer db upgrade
+      CREDENTIALS_DIRECTORY=/etc/delayer delayer db upgrade     # where the service gets its URLs as credentials
     """
     url = store_url(request.settings())
 
@@ -55,7 +60,13 @@ def upgrade(request: Request) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def current(context: click.Context, as_json: bool) -> None:
-    """Say which schema the store has, and which one this program needs. Exit code 1 if they differ."""
+    """Say which schema the store has, and which one this program needs. Exit code 1 if they differ.
+
+    \b
+    Examples:
+      delayer db current
+      delayer db current --json
+    """
     url = store_url(context.find_object(Request).settings())  # type: ignore[union-attr]
 
     async def work() -> tuple[str | None, str]:

@@ -35,7 +35,14 @@ def held() -> None:
 @as_json
 @click.pass_context
 def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
-    """List held messages in the order of their arrival, with the reason, and when each is tried again."""
+    """List held messages in the order of their arrival, with the reason, and when each is tried again.
+
+    \b
+    Examples:
+      delayer held list
+      delayer held list --to orders.out --limit 200
+      delayer held list --json | jq -r '.messages[].reason' | sort | uniq -c
+    """
     wanted = filter_of(given)
     page = asyncio.run(_page(store_url(request_of(context).settings()), wanted, limit, after))
     if as_json:
@@ -96,7 +103,13 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
 @yes_option
 @click.pass_context
 def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
-    """Drop held messages for good: those of these ids, or all that a filter means. They count as cancelled."""
+    """Drop held messages for good: those of these ids, or all that a filter means. They count as cancelled.
+
+    \b
+    Examples:
+      delayer held drop 48213 48214
+      delayer held drop --route reminders.in --due-before 2031-01-31T08:00:00Z --dry-run
+    """
     _act(context, "drop", tokens, **given)
 
 

@@ -89,6 +89,13 @@ def import_() -> None:
     is committed here. It may be interrupted anywhere: `run` with the same parameters goes on, `abort` puts the rest
     back. Messages for destinations that do not exist are held (`delayer held list`), and stop nothing.
     docs/importing.md has a page for every source.
+
+    \b
+    Examples:
+      delayer import jsonl preview backlog.jsonl
+      delayer import jsonl run backlog.jsonl --yes
+      delayer import hold-queues run --queue 'delay_*' --limit 1000
+      delayer import cascade abort --kind nservicebus-v1
     """
 
 

@@ -234,6 +234,11 @@ def acts(context: click.Context, *, limit: int, before: int | None, as_json: boo
     """Show the audit trail, the latest first: every cancel, reschedule, retry and drop by hand.
 
     An act that was interrupted stands there with the number that it reached.
+
+    \b
+    Examples:
+      delayer acts
+      delayer acts --limit 5 --json
     """
     url = store_url(request_of(context).settings())
     found = asyncio.run(_acts(url, limit, before))

@@ -87,7 +87,13 @@ def refused() -> None:
 def list_(
     context: click.Context, /, *, ids: Sequence[str], reason: str, exchange: str | None, limit: int, as_json: bool
 ) -> None:
-    """List refused messages from the head of their queue, with the reason. They stay where they are."""
+    """List refused messages from the head of their queue, with the reason. They stay where they are.
+
+    \b
+    Examples:
+      delayer refused list
+      delayer refused list --reason x-delay --from orders.in
+    """
     settings = request_of(context).settings()
     wanted = Wanted(frozenset(ids), reason, exchange)
     found, depth = asyncio.run(look(settings, wanted, limit))
@@ -133,6 +139,12 @@ def retry(context: click.Context, /, **given: Any) -> None:
 
     Mend the cause first: what still cannot be delayed is refused again. A relative delay counts from now. Each is
     acknowledged in the refused queue only when the broker has confirmed it elsewhere.
+
+    \b
+    Examples:
+      delayer refused retry bdd217e2-6f1c-4f0e-9a51-0b2f5a3c8d11
+      delayer refused retry --from orders.in --dry-run
+      delayer refused retry --all --yes
     """
     _act(context, "retry", **given)
 
@@ -144,7 +156,13 @@ def retry(context: click.Context, /, **given: Any) -> None:
 @yes_option
 @click.pass_context
 def drop(context: click.Context, /, **given: Any) -> None:
-    """Drop refused messages for good."""
+    """Drop refused messages for good.
+
+    \b
+    Examples:
+      delayer refused drop bdd217e2-6f1c-4f0e-9a51-0b2f5a3c8d11
+      delayer refused drop --reason 'longer than' --yes
+    """
     _act(context, "drop", **given)
 
 

@@ -75,6 +75,11 @@ def verify(context: click.Context, as_json: bool) -> None:
     """Compare the broker with what is wanted, and change nothing. Exit code 1 if anything is off.
 
     Bindings and policies can only be seen through the management API: set broker.management_url.
+
+    \b
+    Examples:
+      delayer topology verify
+      delayer --set broker.management_url=http://localhost:15672 topology verify --json
     """
     settings = request_of(context).settings()
     cascade = cascade_of(settings) if uses_cascade(settings) else None
@@ -100,7 +105,13 @@ def verify(context: click.Context, as_json: bool) -> None:
 @as_json
 @click.pass_obj
 def show(request: Request, as_json: bool) -> None:
-    """Show the cascade's levels and how many messages wait in each."""
+    """Show the cascade's levels and how many messages wait in each.
+
+    \b
+    Examples:
+      delayer topology show
+      delayer topology show --json
+    """
     settings = request.settings()
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     picture = with_admin(settings, lambda admin: admin.picture(cascade_of(settings), queues))
@@ -129,6 +140,10 @@ def remove(context: click.Context, only_cascade: bool, force: bool) -> None:
 
     Without --force nothing at all is removed while a queue holds messages or has consumers. A cascade that is shared
     with another system stays.
+
+    \b
+    Examples:
+      delayer topology remove --only-cascade
     """
     settings = request_of(context).settings()
     intake, cascade = intake_of(settings), native_of(settings)
