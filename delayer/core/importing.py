@@ -22,6 +22,11 @@ SOON_MS: Final = 60_000
 """What is due within this, or is overdue, may be in the hands of the system that it is taken from."""
 
 
+MOST_GOALS: Final = 100_000
+"""Destinations that a survey tells one by one: its memory does not grow with the backlog."""
+MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are asked about when their messages come"
+
+
 class Phase(StrEnum):
     """Where a run stands."""
 
@@ -105,7 +110,10 @@ class Survey:
         self.last_due_ms = last_due_ms if self.last_due_ms is None else max(self.last_due_ms, last_due_ms)
         goal = self.goals.get(target)
         if goal is None:
-            self.goals[target] = Goal(messages, first_due_ms)
+            if len(self.goals) < MOST_GOALS:
+                self.goals[target] = Goal(messages, first_due_ms)
+            elif MORE_GOALS not in self.remarks:
+                self.remarks.append(MORE_GOALS)
         else:
             goal.messages += messages
             goal.first_due_ms = min(goal.first_due_ms, first_due_ms)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from delayer.broker.destinations import Asked, Limits, Target, ask
 from delayer.broker.routing import Verdict
-from delayer.core.importing import Goal
+from delayer.core.importing import MOST_GOALS, Goal
 from delayer.core.message import Target as Destination
 from delayer.legacy.ports import ImportImpossible
 
@@ -30,6 +30,8 @@ class Destinations:
 
     async def problems(self, goals: Mapping[Destination, Goal]) -> Mapping[Destination, str]:
         """See the port."""
+        if len(self._known) > 2 * MOST_GOALS:
+            self._known.clear()
         if self._verified:
             await self._ask({target: goal for target, goal in goals.items() if target not in self._known})
         return {target: why for target in goals if (why := self._known.get(target, ""))}

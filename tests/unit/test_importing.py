@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from delayer.core import lines
+from delayer.core import importing, lines
 from delayer.core.importing import (
     Batch,
     Goal,
@@ -434,6 +434,14 @@ async def test_a_preview_changes_nothing() -> None:
     seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
     assert (seen.survey.messages, seen.to_hold, seen.unfinished) == (COUNT, 3, None)
     assert (len(shelf.there), book.run) == (COUNT, None)
+
+
+def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "MOST_GOALS", 3)
+    survey = Survey()
+    for n in range(10):
+        survey.add(Target(b"", b"%d" % n), n)
+    assert (survey.messages, len(survey.goals), survey.remarks) == (10, 3, [importing.MORE_GOALS])
 
 
 @pytest.mark.parametrize(
