@@ -110,12 +110,16 @@ class Tables:
             for one in tables:
                 if one.staged.name not in there:
                     await connection.execute(one.create())
-                    await connection.execute(one.index())
             await connection.commit()
             # A stage that was committed is whole.
             if not (count := await self._count(connection, tables)):
                 count = await self._take(connection, tables)
                 await connection.commit()
+            # Afterwards: an index of what is there is made in a tenth of the time that adding to it takes.
+            for one in tables:
+                if not await connection.run_sync(self._indexed, one):
+                    await connection.execute(one.index())
+            await connection.commit()
         return count
 
     async def _take(self, connection: AsyncConnection, tables: Sequence[Moving]) -> int:
@@ -267,6 +271,10 @@ class Tables:
                 f"no table matches {', '.join(self._patterns)}: found {', '.join(names[:20]) or 'no table at all'}"
             )
         return tables
+
+    def _indexed(self, connection: Any, one: Moving) -> bool:
+        indexes = inspect(connection).get_indexes(one.staged.name, schema=self._schema)
+        return one.index_name in {index["name"] for index in indexes}
 
     async def _staged(self, connection: AsyncConnection) -> set[str]:
         """The tables beside them that exist."""

@@ -135,7 +135,11 @@ class Moving:
             self.staged.name, MetaData(), *(Column(name, Integer, quote=True) for name in names),
             schema=self.staged.schema, quote=True,
         )  # fmt: skip
-        return CreateIndex(Index(f"{self.staged.name}_ix"[-63:], *(made.c[name] for name in names)))
+        return CreateIndex(Index(self.index_name, *(made.c[name] for name in names)))
+
+    @property
+    def index_name(self) -> str:
+        return f"{self.staged.name}_ix"[-63:]
 
     def drop(self) -> DropTable:
         return DropTable(Table(self.staged.name, MetaData(), schema=self.staged.schema, quote=True))

@@ -80,7 +80,9 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 - of data, not of code
-    if any(len(str(name).encode("utf-8", "replace")) > SHORT_STRING for name in found):
+    if any(
+        len(name) > SHORT_STRING // 4 and len(name.encode("utf-8", "surrogatepass")) > SHORT_STRING for name in found
+    ):
         raise ValueError(f"a name has more than {SHORT_STRING} bytes")
     return found
 
@@ -99,9 +101,13 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
 
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
     """As NServiceBus's transport for RabbitMQ fills them in: headers as strings, and what has a property as one too."""
-    texts = {str(name): _text(value) for name, value in headers.items()}
+    texts = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
-    table = b"".join(entry(name.encode("utf-8", "replace"), long_string(text)) for name, text in _encoded(texts))
+    parts = []
+    for name, text in texts.items():
+        key, value = name.encode("utf-8", "surrogatepass"), text.encode("utf-8", "surrogatepass")
+        parts.append(b"%c%bS%b%b" % (len(key), key, len(value).to_bytes(4, "big"), value))
+    table = b"".join(parts)
     if raw:
         table += entry(UNREAD, long_string(raw))
     kind = texts.get("NServiceBus.EnclosedMessageTypes", "").partition(";")[0].partition(",")[0].strip()
@@ -115,10 +121,6 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
         },
         table,
     )
-
-
-def _encoded(texts: Mapping[str, str]) -> list[tuple[str, bytes]]:
-    return [(name, text.encode("utf-8", "surrogatepass")) for name, text in texts.items()]
 
 
 def _text(value: object) -> str:
