@@ -1,0 +1,279 @@
+"""Applications that nobody changes: NServiceBus endpoints and Celery, whose long delays the daemon takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import asyncpg
+import pytest
+
+from delayer.broker.admin import Admin
+from delayer.core.cascade import LEVELS, Cascade, Kind, routing_key
+from delayer.core.nservicebus import wire_instant
+from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+from tests.faults.place import eventually
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Inbox, Message, Props, Raw, now_ms, number, text
+from tests.rig.servers import Postgres, RabbitMQ
+
+ENDPOINTS = ("Sales.Orders", "Orders", "Billing")
+LATE_MS = 3_000
+"""A dead-letter hop, and a busy machine."""
+HELD = "SELECT count(*) FROM held"
+DUES = "SELECT extract(epoch FROM due_at) * 1000 FROM message ORDER BY due_at"
+
+
+def endpoints(cascade: Cascade) -> Topology:
+    """What the endpoints of NServiceBus declare at their start: the cascade, and a queue behind an exchange each."""
+    return cascade.topology() + Topology(
+        tuple(Exchange(name, "fanout") for name in ENDPOINTS),
+        tuple(Queue(name, arguments({"x-queue-type": "quorum"})) for name in ENDPOINTS),
+        tuple(Binding(name, name, "queue", "") for name in ENDPOINTS)
+        + tuple(Binding(cascade.delivery, name, "exchange", f"#.{name}") for name in ENDPOINTS),
+    )
+
+
+def nservicebus_message(cascade: Cascade, seconds: int, address: str, body: str, **more: str) -> Message:
+    """As the transport publishes it: to the level of the highest bit, with a 32-bit delay and the time of sending."""
+    said = {
+        "NServiceBus.MessageId": body,
+        "NServiceBus.MessageIntent": "Send",
+        "NServiceBus.EnclosedMessageTypes": "Shop.Remind, Shop, Version=1.0.0.0",
+        "NServiceBus.TimeSent": wire_instant(now_ms()),
+        **more,
+    }
+    headers = (
+        *((name.encode(), text(value)) for name, value in said.items()),
+        (b"NServiceBus.Transport.RabbitMQ.DelayInSeconds", number("I", seconds)),
+    )
+    props = Props(
+        content_type=b"text/xml", headers=headers, delivery_mode=2, correlation_id=b"c-1", reply_to=b"Billing",
+        message_id=body.encode(), type=b"Shop.Remind",
+    )  # fmt: skip
+    return Message(cascade.entry(seconds), routing_key(seconds, address.encode()), props, body.encode())
+
+
+@dataclass
+class Shop:
+    """A vhost, a store, and what reads the queues."""
+
+    rabbitmq: RabbitMQ
+    vhost: str
+    postgres: Postgres
+    database: str
+    raw: Raw
+    inboxes: dict[str, Inbox]
+
+    async def numbers(self, statement: str) -> list[int]:
+        """The first column of what the store answers."""
+        connection = await asyncpg.connect(self.postgres.url(self.database))
+        try:
+            return [int(row[0]) for row in await connection.fetch(statement)]
+        finally:
+            await connection.close()
+
+    def topology(self) -> Any:
+        """What of others stands on the broker: nothing of it may be changed, added to or removed."""
+        found: dict[str, object] = {}
+        for kind in ("exchanges", "queues", "bindings"):
+            rows = self.rabbitmq.api("GET", f"/api/{kind}/{quote(self.vhost, safe='')}")
+            keys = ("source", "destination", "routing_key", "name", "type", "durable", "arguments")
+            facts = [{key: row[key] for key in keys if key in row} for row in rows]
+            ours = ("delays", "delayer.")
+            found[kind] = sorted(
+                json.dumps(fact, sort_keys=True)
+                for fact in facts
+                if not any(str(fact.get(key, "")).startswith(ours) for key in ("name", "source", "destination"))
+            )
+        return found
+
+    @asynccontextmanager
+    async def daemon(self, kind: Kind, levels_from: int, *, ends: int = 0) -> AsyncIterator[DaemonProcess]:
+        """With the rights of docs/security.md: it could not declare, bind or delete anything of the owner's."""
+        cascade, own = Cascade(kind), r"delays|delays\.refused|delayer\.in"
+        levels = "|".join(re.escape(cascade.level(level)) for level in range(levels_from, LEVELS))
+        self.rabbitmq.add_user(
+            "taker", "sesame", vhost=self.vhost,
+            configure=f"^({own})$", write=f"^({own}|{re.escape(cascade.delivery)})$", read=f"^({own}|{levels})$",
+        )  # fmt: skip
+        environ = {
+            "BROKER__URL": self.rabbitmq.url(self.vhost, user="taker:sesame"),
+            "STORE__URL": self.postgres.url(self.database),
+            "TAKEOVER": json.dumps([{"cascade": kind, "levels_from": levels_from}]),
+        }
+        async with DaemonProcess(environ) as daemon:
+            await daemon.ready()
+            yield daemon
+            assert await (daemon.wait() if ends else daemon.stop()) == ends, daemon.tail()
+            assert not daemon.stray_lines
+
+
+@asynccontextmanager
+async def shop(rabbitmq: RabbitMQ, postgres: Postgres, database: str) -> AsyncIterator[Shop]:
+    vhost = rabbitmq.add_vhost()
+    async with await Raw.connect(rabbitmq.url(vhost)) as raw:
+        yield Shop(rabbitmq, vhost, postgres, database, raw, {})
+    rabbitmq.drop_vhost(vhost)
+
+
+def judged(sent: Mapping[str, tuple[Message, int]], inbox: Inbox, names: Sequence[str]) -> None:
+    """Each once, not early, not late, byte for byte but for our two headers."""
+    for name in names:
+        message, due_ms = sent[name]
+        arrival = inbox.only(name.encode())
+        assert due_ms <= arrival.at_ms <= due_ms + LATE_MS, (name, arrival.at_ms - due_ms)
+        assert arrival.delivery.routing_key == message.routing_key
+        assert isinstance(message.props, Props)
+        left = arrival.props.without(
+            b"x-delayer-id", b"x-delayer-due", b"x-death", prefixes=(b"x-first-death-", b"x-last-death-")
+        )
+        assert sorted(left.headers or ()) == sorted(message.props.headers or ())
+        assert Props.encode(left)[:2] == message.props.encode()[:2]
+        assert left.message_id == message.props.message_id
+
+
+@pytest.mark.parametrize("kind", ["nservicebus-v2", "nservicebus-v1"])
+async def test_endpoints_of_nservicebus_do_not_notice(
+    kind: Kind, rabbitmq: RabbitMQ, postgres: Postgres, schema: str
+) -> None:
+    """From level 1 up: what waits a second is the broker's, the rest is taken over. Both arrive alike."""
+    cascade = Cascade(kind)
+    async with shop(rabbitmq, postgres, schema) as it:
+        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+            await admin.declare(endpoints(cascade))
+        before = it.topology()
+        for name in ENDPOINTS:
+            it.inboxes[name] = await it.raw.inbox(name)
+        async with it.daemon(kind, 1) as daemon:
+            sent: dict[str, tuple[Message, int]] = {}
+            for address in (*ENDPOINTS, "Missing.Endpoint"):
+                for seconds in (0, 1, 2, 3, 5) if address != "Missing.Endpoint" else (2, 3):
+                    body = f"{address} after {seconds}"
+                    sent[body] = (nservicebus_message(cascade, seconds, address, body), now_ms() + seconds * 1000)
+            # A delayed retry: everything but the time of the failure is of a sending long ago.
+            retry = "Billing retried after 4"
+            old = {"NServiceBus.TimeSent": wire_instant(now_ms() - 86_400_000), "NServiceBus.Retries": "2"}
+            old["NServiceBus.Retries.Timestamp"] = wire_instant(now_ms())
+            sent[retry] = (nservicebus_message(cascade, 4, "Billing", retry, **old), now_ms() + 4_000)
+            await it.raw.publish(*(message for message, _ in sent.values()))
+            wanted = [name for name in sent if not name.startswith("Missing")]
+            for name in ENDPOINTS:
+                # Whoever is bound with #.Orders gets what is for Sales.Orders too: that is how its owner made it.
+                own = [one for one in wanted if one.startswith(name) or (name == "Orders" and "Orders" in one)]
+                await it.inboxes[name].got([one.encode() for one in own])
+                judged(sent, it.inboxes[name], own)
+                assert set(it.inboxes[name].counts) == {one.encode() for one in own}
+            held = await daemon.event("message held")
+            assert held["exchange"] == cascade.delivery
+            await eventually(lambda: it.numbers(HELD), lambda found: found == [2])
+            assert sum(await it.numbers("SELECT n FROM counter WHERE kind = 'parked'")) == 3 * 3 + 2 + 1
+            assert it.topology() == before
+            async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+                assert set((await admin.depths(one.name for one in cascade.levels())).values()) == {0}
+
+
+async def test_what_is_long_is_parked_with_its_due_instant(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
+    """From level 6, as it is by default; what stood in the levels before the daemon came is taken too."""
+    cascade = Cascade("nservicebus-v2")
+    async with shop(rabbitmq, postgres, schema) as it:
+        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+            await admin.declare(endpoints(cascade))
+        delays = (63, 64, 65, 3600, 86_400, 268_435_455)
+        began = now_ms()
+        await it.raw.publish(*(nservicebus_message(cascade, one, "Billing", f"{one}") for one in delays))
+        async with it.daemon("nservicebus-v2", 6):
+            dues = await eventually(lambda: it.numbers(DUES), lambda found: len(found) == len(delays) - 1)
+            for due_ms, seconds in zip(dues, delays[1:], strict=True):
+                assert 0 <= due_ms - began - seconds * 1000 <= 2_000
+            async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+                depths = await admin.depths(one.name for one in cascade.levels())
+            assert {name: depth for name, depth in depths.items() if depth} == {"nsb.v2.delay-level-05": 1}
+
+
+async def test_a_daemon_that_is_killed_at_it_loses_nothing(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
+    """Twice, while it takes over and while it releases; between the two nobody is there but the cascade."""
+    cascade, count = Cascade("nservicebus-v2"), 600
+    async with shop(rabbitmq, postgres, schema) as it:
+        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+            await admin.declare(endpoints(cascade))
+        inbox = await it.raw.inbox("Billing")
+        dues: dict[bytes, int] = {}
+        for n in range(count):
+            seconds = 2 + n % 7
+            one = nservicebus_message(cascade, seconds, "Billing", f"{n}")
+            dues[one.body] = now_ms() + seconds * 1000
+            await it.raw.publish(one)
+            if n in (count // 3, count // 2):
+                async with it.daemon("nservicebus-v2", 1, ends=-signal.SIGKILL) as daemon:
+                    await eventually(lambda: it.numbers("SELECT count(*) FROM message"), lambda found: found > [0])
+                    daemon.signal(signal.SIGKILL)
+        async with it.daemon("nservicebus-v2", 1):
+            await inbox.got(list(dues))
+            await eventually(lambda: it.numbers("SELECT count(*) FROM message"), lambda found: found == [0])
+        await it.raw.round_trip()
+        for body, due_ms in dues.items():
+            assert min(arrival.at_ms for arrival in inbox.of(body)) >= due_ms
+        assert set(inbox.counts) == set(dues)
+
+
+async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
+    """Declared, bound and published by kombu itself."""
+    kombu = pytest.importorskip("kombu")
+    from kombu.transport import native_delayed_delivery as delayed
+
+    async with shop(rabbitmq, postgres, schema) as it:
+        dues: dict[bytes, int] = {}
+
+        def declare(connection: Any) -> None:
+            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+            tasks = kombu.Queue(
+                "tasks", kombu.Exchange("tasks", type="topic"), routing_key="tasks",
+                queue_arguments={"x-queue-type": "quorum"},
+            )  # fmt: skip
+            tasks.bind(connection.default_channel).declare()
+            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks)
+
+        def publish(connection: Any) -> None:
+            producer = connection.Producer(connection.default_channel)
+            for seconds in (1, 2, 3, 6):
+                for key, expected in (("tasks", True), ("nobody", False)):
+                    body = f"{key} after {seconds}".encode()
+                    producer.publish(
+                        body,
+                        exchange=delayed.level_name(delayed.MAX_LEVEL),
+                        routing_key=delayed.calculate_routing_key(seconds, key),
+                        headers={"task": "shop.remind", "id": body.decode(), "eta": None, "retries": 0},
+                        content_type="application/octet-stream",
+                        content_encoding="binary",
+                    )
+                    if expected:
+                        dues[body] = now_ms() + seconds * 1000
+
+        def by_kombu(*work: Any) -> None:
+            options = {"confirm_publish": True}
+            with kombu.Connection(rabbitmq.url(it.vhost), transport_options=options) as connection:
+                for one in work:
+                    one(connection)
+
+        await asyncio.to_thread(by_kombu, declare)
+        inbox = await it.raw.inbox("tasks")
+        before = it.topology()
+        async with it.daemon("celery", 1):
+            await asyncio.to_thread(by_kombu, publish)
+            await inbox.got(list(dues))
+            for body, due_ms in dues.items():
+                arrival = inbox.only(body)
+                # kombu notes no time, and the broker none where it entered: up to the level's own time later.
+                assert due_ms - 100 <= arrival.at_ms <= due_ms + LATE_MS, (body, arrival.at_ms - due_ms)
+                assert arrival.props.one(b"task") == text("shop.remind")
+            assert set(inbox.counts) == set(dues)
+            await eventually(lambda: it.numbers(HELD), lambda found: found == [3])
+            assert it.topology() == before
