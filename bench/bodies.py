@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from bench.marks import distinct
 from bench.meter import peak_mb
 from bench.rows import KEY
 from bench.run import Bench
@@ -27,6 +28,7 @@ async def run(bench: Bench) -> None:
     async with await Counters.open(place) as counters, place.daemon() as daemon:
         await daemon.ready()
         reading = {"url": place.broker_url, "queue": INBOX, "count": count, "patience": 60}
+        reading |= {"distinct": distinct(count, SIZE, 1)}
         plan = {
             "count": count,
             "due_ms": round((time.time() + LEAD_SECONDS + count / SLOWEST_PARK) * 1000),
@@ -41,6 +43,6 @@ async def run(bench: Bench) -> None:
         await daemon.stop()
     bench.add("passed within", seen["last_ms"] / 1000 - began, "s", count=count, body=SIZE)
     bench.add("parked", parked, "msg", count=count, body=SIZE)
-    bench.add("missing", count - seen["received"], "msg", count=count, body=SIZE)
+    bench.add("missing", count - seen["came"], "msg", count=count, body=SIZE)
     bench.add("early", seen["early"], "msg", count=count, body=SIZE)
     bench.add("memory of daemon", memory, "MB", count=count, body=SIZE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from bench.marks import distinct
 from bench.meter import peak_mb
 from bench.rows import KEY
 from bench.run import Bench, thousands
@@ -35,7 +36,8 @@ async def run(bench: Bench) -> None:
         bench.add("parked before it is due", spare, "s", count=count)
         if spare < 0:
             bench.note("parking took until the messages were due: the figures are not those of a burst")
-        order = {"url": place.broker_url, "queue": INBOX, "count": count, "patience": max(spare, 0) + 30}
+        numbers = {"count": count, "distinct": distinct(count, SIZE)}
+        order = {"url": place.broker_url, "queue": INBOX, "patience": max(spare, 0) + 30, **numbers}
         with Helper("consume", order) as consumer:
             bench.say(f"{count:,} messages are due in {max(spare, 0):.0f} s")
             await asyncio.sleep(max(due / 1000 - time.time() - 0.1, 0))
@@ -53,7 +55,7 @@ async def run(bench: Bench) -> None:
         if seen["late"]:
             bench.add(f"lateness {name}", seen["late"][share], "ms", count=count)
     bench.add("early", seen["early"], "msg", count=count)
-    bench.add("missing", count - seen["received"], "msg", count=count)
+    bench.add("missing", count - seen["came"], "msg", count=count)
     for of, spent in cpu.items():
         bench.add(f"CPU of {of}", spent * 1e6 / count, "µs/msg", count=count)
     bench.add("memory of daemon", memory, "MB", count=count)

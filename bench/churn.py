@@ -78,7 +78,7 @@ async def run(bench: Bench) -> None:
         await asyncio.wait([watching])
     if not watching.cancelled():
         watching.result()  # it ended by itself: of a failure, which must not look like a table that does not grow
-    report(bench, steady, **at)
+    report(bench, [steady], **at)
     # The first rows are out after the longest delay, the last come in that much before the end.
     warm = options.longest_delay + 3
     looks = [look for look in looks if warm <= look.at <= options.churn_seconds + warm]

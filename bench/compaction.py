@@ -134,9 +134,8 @@ def tell_lateness(bench: Bench, name: str, found: Beside, rows: int) -> None:
         if late:
             bench.add(f"beside {name}, lateness {what}", late[share], "ms", rows=rows, rate=RATE)
     bench.add(f"beside {name}, due meanwhile", found.late["counted"], "msg", rows=rows, rate=RATE)
-    sent, seen = found.load.sent, found.load.seen
-    bench.add(f"beside {name}, missing", max(sent - seen["received"], 0), "msg", rows=rows, rate=RATE)
-    bench.add(f"beside {name}, early", seen["early"], "msg", rows=rows, rate=RATE)
+    bench.add(f"beside {name}, missing", found.load.missing, "msg", rows=rows, rate=RATE)
+    bench.add(f"beside {name}, early", found.load.seen["early"], "msg", rows=rows, rate=RATE)
     seconds = found.late["by_second"]
     bench.draw(f"beside {name}, p99 by second", [row[0] for row in seconds], [row[1] for row in seconds], rows=rows)
 

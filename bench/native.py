@@ -102,6 +102,6 @@ async def run(bench: Bench) -> None:
         if trip.seen["late"]:
             bench.add(f"lateness {name}", trip.seen["late"][share], "ms", rate=TRIP_RATE)
     bench.add("early", trip.seen["early"], "msg", rate=TRIP_RATE)
-    bench.add("missing", max(trip.sent - trip.seen["received"], 0), "msg", rate=TRIP_RATE)
+    bench.add("missing", trip.missing, "msg", rate=TRIP_RATE)
     for of in CPU[:2]:
         bench.add(f"CPU of {of}", trip.cpu_us[of], "µs/msg", rate=TRIP_RATE)

@@ -20,10 +20,10 @@ import asyncpg
 import uvloop
 
 from bench.figures import Sample, rate_between
+from bench.marks import DUE_HEADER, NUMBER_HEADER, NUMBERED
 from bench.plain import Plain, message, number, properties
 from bench.rows import KEY
 from bench.servers import OUT
-from bench.traffic import DUE, DUE_HEADER
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Outgoing
 from delayer.services.release import COMPANY
@@ -105,9 +105,9 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
             arrived.clear()
             now_ms = time.time_ns() // 1_000_000
             for one in batch:
-                found = DUE.search(one.properties)
-                due_ms = int.from_bytes(found[1], "big") if found else now_ms
-                content = properties(number(DUE_HEADER, due_ms))
+                found = NUMBERED.search(one.properties)
+                due_ms, n = (int.from_bytes(raw, "big") for raw in found.groups()) if found else (now_ms, 0)
+                content = properties(number(DUE_HEADER, due_ms) + number(NUMBER_HEADER, n))
                 out = Outgoing(OUT.encode(), one.routing_key, content, one.body, b"%d" % one.tag)
                 heapq.heappush(waiting, (due_ms, one.tag, out))
             if batch:

@@ -13,9 +13,7 @@ import array
 import asyncio
 import json
 import random
-import re
 import select
-import struct
 import subprocess
 import sys
 import time
@@ -24,20 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.figures import percentile
-from bench.plain import PORTION, Plain, message, number, portions, properties
+from bench.marks import DUE, NUMBERED, PLACEHOLDER, UNREAD, Chunk, Tally, distinct, due_at, instant
+from bench.plain import PORTION, Plain, message, portions
 
 ROOT = Path(__file__).parents[1]
 TICK = 0.01
 CHUNKS = 200
 """Different writes that the publisher goes round in."""
-PLACEHOLDER = 1 << 62
-_INSTANT = struct.Struct(">q")
-DUE_HEADER = "bench-due"
-"""When the publisher wants it delivered (epoch ms). Its own word, which travels with the message: lateness counts from
-that, and not from what a daemon took it for."""
-DUE = re.compile(rb"\x09bench-due[lL](.{8})", re.DOTALL)
-UNREAD = 18
-"""What of a read may be the beginning of that header."""
 SMALL_READ = 1 << 14
 ACKNOWLEDGED_TOGETHER = 500
 REST_SECONDS = 0.0005
@@ -48,21 +39,13 @@ SHARES = (0.5, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999, 1.0)
 # ---- the publisher
 
 
-def due_at(instant_ms: int) -> bytes:
-    """Properties of a message for that instant: the header that a daemon reads, and the one that the consumer reads."""
-    return properties(number("x-deliver-at", instant_ms) + number(DUE_HEADER, instant_ms))
-
-
 def publish(order: dict[str, Any]) -> dict[str, Any]:
     """Messages with random delays (shortest, longest, step), ``rate`` a second from ``start`` (epoch seconds) on."""
     each = max(round(order["rate"] * TICK), 1)
     chance = random.Random(1)
     body = b"x" * order["size"]
     few, many, step = order["delays_ms"]
-
-    one = message(order["exchange"], order["key"], due_at(PLACEHOLDER), body)
-    places = [found.start() for found in re.finditer(re.escape(_INSTANT.pack(PLACEHOLDER)), one * each)]
-    chunk = bytearray(one * each)
+    chunk = Chunk(order["exchange"], order["key"], body, each)
     delays = cycle([[chance.randrange(few, many + 1, step) for _ in range(each)] for _ in range(CHUNKS)])
     plain = Plain(order["url"])
     ticks, behind = round(order["seconds"] * order["rate"] / each), 0.0
@@ -75,10 +58,7 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
         else:
             behind = max(behind, -pause)
         now = int(time.time() * 1000)
-        for at, delay in enumerate(next(delays)):
-            for place in places[2 * at : 2 * at + 2]:
-                _INSTANT.pack_into(chunk, place, now + delay)
-        plain.socket.sendall(chunk)
+        plain.socket.sendall(chunk.fill((now + delay for delay in next(delays)), tick * each))
     plain.depth(order["queue"])  # the answer comes behind everything that was sent
     plain.close()
     return {"sent": ticks * each, "behind_ms": behind * 1000, "cpu_seconds": time.process_time()}
@@ -87,8 +67,8 @@ def publish(order: dict[str, Any]) -> dict[str, Any]:
 def stamped(order: dict[str, Any]) -> dict[str, Any]:
     """``rate`` messages a second that are due when they are published: what the broker by itself makes of them."""
     each = max(round(order["rate"] * TICK), 1)
-    placeholder = _INSTANT.pack(PLACEHOLDER)
-    one = message(order["exchange"], order["key"], due_at(PLACEHOLDER), b"x" * order["size"])
+    placeholder = instant(PLACEHOLDER)
+    one = message(order["exchange"], order["key"], due_at(PLACEHOLDER, 0), b"x" * order["size"])
     chunk = one * each
     plain = Plain(order["url"])
     ticks = round(order["seconds"] * order["rate"] / each)
@@ -96,7 +76,7 @@ def stamped(order: dict[str, Any]) -> dict[str, Any]:
         pause = order["start"] + tick * each / order["rate"] - time.time()
         if pause > 0:
             time.sleep(pause)
-        now = _INSTANT.pack(int(time.time() * 1000))
+        now = instant(int(time.time() * 1000))
         plain.socket.sendall(chunk.replace(placeholder, now))
     plain.depth(order["queue"])
     plain.close()
@@ -108,13 +88,13 @@ def flood(order: dict[str, Any]) -> dict[str, Any]:
     chance = random.Random(2)
     body = b"x" * order["size"]
 
-    def one() -> bytes:
+    def one(n: int) -> bytes:
         due = order["due_ms"] + chance.randrange(order["spread_ms"])
-        return message(order["exchange"], order["key"], due_at(due), body)
+        return message(order["exchange"], order["key"], due_at(due, n), body)
 
     plain = Plain(order["url"])
     each = min(order.get("each", PORTION), PORTION)
-    writes = portions([one() for _ in range(each * 20 if len(body) < 10_000 else each)], each)
+    writes = portions([one(n) for n in range(distinct(order["count"], order["size"], each))], each)
     samples = plain.publish(writes, order["count"], each, order.get("window", 4000))
     plain.close()
     return {"sent": order["count"], "seconds": samples[-1][0] - samples[0][0], "cpu_seconds": time.process_time()}
@@ -133,19 +113,23 @@ class Arrivals(NamedTuple):
 def consume(order: dict[str, Any]) -> dict[str, Any]:
     """Until ``count`` messages are here, or nothing came for ``patience`` seconds.
 
+    Where ``distinct`` says how many numbers they go round in, each of them is waited for, and a repeated one is none.
     Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``. ``keep`` names a file for all that
     was seen, where the window is only known later: see :func:`kept`.
     """
     plain = Plain(order["url"])
     plain.consume_from(order["queue"], 20_000)
     print("consuming", flush=True)
-    seen = _read(plain, order["count"], order["patience"])
+    tally = Tally(order["count"], order["distinct"]) if "distinct" in order else None
+    seen = _read(plain, order["count"], order["patience"], tally)
     plain.close()
     if "keep" in order:
         Path(order["keep"]).write_bytes(seen.at.tobytes() + seen.late.tobytes())
     counted = due_between(seen, order.get("since_ms", 0), order.get("until_ms", float("inf")))
     return {
         "received": len(seen.at),
+        "came": tally.came if tally else len(seen.at),
+        "repeated": tally.repeated if tally else 0,
         "early": sum(late < 0 for late in seen.late),
         "first_ms": min(seen.at, default=0.0),
         "last_ms": max(seen.at, default=0.0),
@@ -176,11 +160,12 @@ def lateness(counted: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def _read(plain: Plain, count: int, patience: float) -> Arrivals:
+def _read(plain: Plain, count: int, patience: float, tally: Tally | None = None) -> Arrivals:
     seen = Arrivals(array.array("d"), array.array("d"))
     tail = b""
     acknowledged = 0
-    while len(seen.at) < count:
+    headers = NUMBERED if tally else DUE
+    while (tally.came if tally else len(seen.at)) < count:
         if not select.select([plain.socket], [], [], patience)[0]:
             break
         read = plain.socket.recv(1 << 20)
@@ -189,14 +174,17 @@ def _read(plain: Plain, count: int, patience: float) -> Arrivals:
             raise EOFError("the broker closed the connection")
         data = tail + read
         end = 0
-        for found in DUE.finditer(data):
+        for found in headers.finditer(data):
             seen.at.append(now)
             seen.late.append(now - int.from_bytes(found[1], "big"))
+            if tally:
+                tally.take(int.from_bytes(found[2], "big"))
             end = found.end()
         tail = data[max(end, len(data) - UNREAD) :]
         small = len(read) < SMALL_READ
         fresh = len(seen.at) - acknowledged
-        if fresh >= ACKNOWLEDGED_TOGETHER or (fresh and (small or len(seen.at) >= count)):
+        done = (tally.came if tally else len(seen.at)) >= count
+        if fresh >= ACKNOWLEDGED_TOGETHER or (fresh and (small or done)):
             # One consumer on a channel of its own: the tags are 1, 2, 3, …
             acknowledged = len(seen.at)
             plain.acknowledge(acknowledged)

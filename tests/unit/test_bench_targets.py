@@ -42,8 +42,13 @@ def test_lateness_beside_a_backlog_is_judged_by_that_of_an_empty_store(share: st
     assert not met(result(11.01), "steady", f"lateness {share}", backlog=FULL)["≤ 1.1 of no backlog"]
 
 
-@pytest.mark.parametrize("section", ["steady", "churn", "native", "burst"])
-@pytest.mark.parametrize("what", ["early", "missing"])
+@pytest.mark.parametrize(
+    ("section", "what"),
+    [
+        *((one, what) for one in ("steady", "churn", "native", "burst") for what in ("early", "missing")),
+        *((one, "repeated") for one in ("steady", "churn")),
+    ],
+)
 def test_nothing_may_be_early_or_missing_anywhere(section: str, what: str) -> None:
     assert met(Result({}, [Figure(section, what, 1, "msg")]), section, what) == {"none": False}
     assert met(Result({}, [Figure(section, what, 0, "msg")]), section, what) == {"none": True}

@@ -1,0 +1,85 @@
+"""What a message of the load carries, and how it is known again: when its publisher wanted it delivered, and which one
+it is. Written into prebuilt frames, and found in what was read by a regular expression."""
+
+from __future__ import annotations
+
+import array
+import re
+import struct
+from collections.abc import Iterable
+
+from bench.plain import PORTION, message, number, properties
+
+_INSTANT = struct.Struct(">q")
+PLACEHOLDER, PLACE_OF_NUMBER = 1 << 62, 3 << 61
+DUE_HEADER = "bench-due"
+"""When the publisher wants it delivered (epoch ms). Its own word, which travels with the message: lateness counts from
+that, and not from what a daemon took it for."""
+DUE = re.compile(rb"\x09bench-due[lL](.{8})", re.DOTALL)
+NUMBER_HEADER = "bench-n"
+"""Which message it is. Its name follows upon the other's by the alphabet, too: brokers from 4.0 on sort them."""
+NUMBERED = re.compile(rb"\x09bench-due[lL](.{8})\x07bench-n[lL](.{8})", re.DOTALL)
+UNREAD = 35
+"""What of a read may be the beginning of these headers."""
+DISTINCT_BYTES = 64_000_000
+"""Of messages made beforehand: so many of them differ."""
+
+
+def instant(ms: int) -> bytes:
+    return _INSTANT.pack(ms)
+
+
+def due_at(instant_ms: int, n: int) -> bytes:
+    """Properties of a message for that instant: the header that a daemon reads, and those that the consumer reads."""
+    return properties(number("x-deliver-at", instant_ms) + number(DUE_HEADER, instant_ms) + number(NUMBER_HEADER, n))
+
+
+class Chunk:
+    """Some messages in one write, whose instants and numbers are written into it again and again."""
+
+    def __init__(self, exchange: str, key: str, body: bytes, each: int) -> None:
+        one = message(exchange, key, due_at(PLACEHOLDER, PLACE_OF_NUMBER), body)
+        self.data = bytearray(one * each)
+        instants, self._numbers = self._places(PLACEHOLDER), self._places(PLACE_OF_NUMBER)
+        self._instants = list(zip(instants[::2], instants[1::2], strict=True))
+        if not len(self._instants) == len(self._numbers) == each:
+            raise ValueError("a body that looks like a placeholder")
+
+    def _places(self, value: int) -> list[int]:
+        return [found.start() for found in re.finditer(re.escape(_INSTANT.pack(value)), bytes(self.data))]
+
+    def fill(self, instants_ms: Iterable[int], first: int) -> bytearray:
+        """The messages with these instants, numbered from ``first`` on."""
+        for n, (ms, places, place) in enumerate(zip(instants_ms, self._instants, self._numbers, strict=True), first):
+            for one in places:
+                _INSTANT.pack_into(self.data, one, ms)
+            _INSTANT.pack_into(self.data, place, n)
+        return self.data
+
+
+def distinct(count: int, size: int, each: int = PORTION) -> int:
+    """How many of ``count`` messages of a flood differ: all of them, unless they are large. Whole writes."""
+    most = max(DISTINCT_BYTES // size // each, 1) * each
+    return min(-(-count // each) * each, most)
+
+
+class Tally:
+    """Which messages came, by their numbers: one that came twice does not stand in for one that is lost.
+
+    ``count`` were sent, going round in ``distinct`` numbers.
+    """
+
+    def __init__(self, count: int, distinct: int) -> None:
+        rounds, more = divmod(count, distinct)
+        self._expected = array.array("q", [rounds + 1]) * more + array.array("q", [rounds]) * (distinct - more)
+        self.came = 0
+        self.repeated = 0
+
+    def take(self, n: int) -> None:
+        if n >= len(self._expected):  # a publisher rounds to whole ticks
+            self._expected.extend([1] * (n + 1 - len(self._expected)))
+        if self._expected[n]:
+            self._expected[n] -= 1
+            self.came += 1
+        else:
+            self.repeated += 1
