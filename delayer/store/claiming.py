@@ -17,6 +17,7 @@ BEGINNING: Place = before(session.BEGINNING_MS)
 READ_AT_ONCE = 5_000
 """Rows that a claim of some routes reads at most, to find theirs among others'."""
 HORIZON_MS = 61_000  # what can be due before somebody sleeps for LONGEST_SLEEP and wakes
+NEVER_MS = 1 << 60
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class Claim:
 
     watermark_after: int = session.BEGINNING_MS
     full: bool = False
+    next_ms: int | None = None
+    """When the next waiting row is due, if nothing waiting was taken; NEVER_MS if nothing is by the horizon."""
     rows: list[Due] = field(default_factory=list)
     passed_over_ms: int = session.BEGINNING_MS
     """Held rows whose retry was due by this instant were asked for, and not one was to be had: they are locked."""
@@ -60,9 +63,16 @@ async def take(
     )
     rows = sorted(map(envelope.read, records), key=_due_then_arrival)
     taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
-    claim = Claim(watermark_after=before, full=len(rows) >= limit - retries or taken >= max_bytes, rows=rows)
-    if claim.full:
-        claim.watermark_after = rows[-1].due_ms if rows else watermark
+    claim = Claim(watermark, full=len(rows) >= limit - retries or taken >= max_bytes, rows=rows)
+    if rows:
+        # Also where there are fewer than could be: what somebody cancelled while we waited for it is missing, and there
+        # may be more behind it.
+        claim.watermark_after = rows[-1].due_ms
+    elif not claim.full:
+        # Nothing at all may be such a claim as well, of which every row was cancelled. So what is next is asked for.
+        soonest = await connection.fetchval(statements.NEXT_DUE, number, watermark, upper + HORIZON_MS)
+        claim.next_ms = NEVER_MS if soonest is None else soonest
+        claim.watermark_after = min(before, claim.next_ms)
     if retries and (taken < max_bytes or not rows):
         held = await connection.fetch(statements.CLAIM_HELD, number, retries, max(max_bytes - taken, 1))
         rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]

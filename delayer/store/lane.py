@@ -7,7 +7,8 @@ lane.
 The *watermark* is a due instant before which this lane has no rows. Claims start there, so they never read again what
 they deleted: dead index entries at the head are what makes other Postgres queues slow. It only moves at three places:
 
-    settle     to the last row of a full batch, or to the store's now (by its lower bound) after a short one
+    settle     to the last row of a batch; after an empty one to the next row that is due, or to the store's now (by its
+               lower bound) if that is sooner
     note       back to the row that was parked, or moved there by hand (telling.py), before it; what is noted during a
                claim is kept until its end
     look back  once a minute the lane is read from its beginning, for rows that were put there without a note; on
@@ -32,7 +33,7 @@ from delayer.core.message import Due
 from delayer.core.pace import Scope
 from delayer.faultpoint import reach
 from delayer.store import claiming, session, settling, statements, telling
-from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
+from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, NEVER_MS, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.link import Link
@@ -42,7 +43,6 @@ from delayer.store.telling import Told
 
 log = structlog.get_logger()
 
-NEVER_MS = 1 << 60
 FEED_SECONDS = 1.0
 WRITE_SECONDS = 5.0
 FIRST_LOOK_SECONDS = 5.0
@@ -70,6 +70,7 @@ class PostgresLane:
         self._retry = NEVER_MS if start.retry_ms is None else start.retry_ms  # soonest retry of a held row
         self._marks = Marks()
         self._more = True
+        self._next: int | None = None  # when the next row is due that the last claim saw, if it took none
         self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
         connection.add_termination_listener(self._on_termination)
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
@@ -98,7 +99,7 @@ class PostgresLane:
             raise RuntimeError(f"lane {self.number}: claim before the last one was settled or given up")
         async with self._talking("claim") as connection:
             self._forget_after_step()
-            self._noted = NEVER_MS
+            self._noted, self._next = NEVER_MS, None
             try:
                 self._claim = await self._take(connection, limit, max_bytes, scope)
             except asyncpg.DeadlockDetectedError:
@@ -153,6 +154,7 @@ class PostgresLane:
             self._marks.passed(claim.scope, claim.place_after, self._noted)
             self._watermark = self._marks.lowest_ms
         self._more = claim.full
+        self._next = claim.next_ms
         if claim.size:
             reach("release.committed")
 
@@ -190,9 +192,11 @@ class PostgresLane:
             self._forget_after_step()
             if self._more and not self._marks:  # of limited routes there may be more, and no reason to hurry
                 return 0.0
-            horizon = self._clock.now_ms() + HORIZON_MS
-            start = self._marks.highest_ms if self._marks else self._watermark
-            soonest = await connection.fetchval(statements.NEXT_DUE, self.number, start, horizon)
+            soonest = self._next
+            if soonest is None:
+                horizon = self._clock.now_ms() + HORIZON_MS
+                start = self._marks.highest_ms if self._marks else self._watermark
+                soonest = await connection.fetchval(statements.NEXT_DUE, self.number, start, horizon)
         next_ms = min(self._noted, self._retry, NEVER_MS if soonest is None else soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
 

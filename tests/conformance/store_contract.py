@@ -324,6 +324,31 @@ class StoreContract:
             await store.park(lane, [], [KeyGroup(b"\xff"), b"h:1"])
             assert sorted(bodies(await release_all(lane))) == [b"g", b"g;", b"new"]
 
+    @pytest.mark.parametrize("limit", [1, 2])
+    async def test_a_claim_that_a_cancel_makes_shorter_hides_nothing(self, place: str, limit: int) -> None:
+        """It waits for a row that is then gone: what it took, perhaps nothing, is not all that was due."""
+        async with self.daemon(place) as store, owned(store, 2) as lanes:
+            lane, other = sorted(lanes, key=lambda each: each.number)
+            now = store.now_ms()
+            await store.park(lane, [parcel(now - 9 + n, b"%d" % n, key=None if n else b"k") for n in range(8)], [])
+            await store.park(other, [parcel(now, key=b"l")], [])
+            in_flight = await other.claim(MANY, ROOM)
+            cancelling = asyncio.create_task(store.park(other, [], [b"k", b"l"]))
+            await asyncio.wait([cancelling], timeout=0.2)
+            claiming = asyncio.create_task(lane.claim(limit, ROOM))
+            done, _ = await asyncio.wait([claiming], timeout=0.2)
+            assert not done
+            await other.settle(in_flight, [])
+            rows = await claiming
+            assert b"0" not in bodies(rows)
+            await cancelling
+            await lane.settle(rows, [])
+            while len(rows) < 7:
+                assert await lane.sleep_hint() == 0.0
+                rows += (more := await lane.claim(limit, ROOM))
+                await lane.settle(more, [])
+            assert bodies(rows) == [b"%d" % n for n in range(1, 8)]
+
     async def test_a_cancel_waits_for_the_release_in_flight(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await store.park(lane, [parcel(store.now_ms(), b"old", key=b"k")], [])
