@@ -47,6 +47,7 @@ class LaneTaker:
         self._thorough_at = -math.inf
         self._timeouts = {
             "idle_session_timeout": f"{idle * 1000:.0f}ms",
+            "tcp_user_timeout": f"{idle * 1000:.0f}ms",
             "idle_in_transaction_session_timeout": f"{idle_in_transaction * 1000:.0f}ms",
             # The claim's plan must be an index range and a join by place, whatever the statistics say of a partition
             # that was filled a second ago: a wrong guess was measured at 122 ms a claim instead of 4.
