@@ -93,6 +93,7 @@ TARGETS = (
     Target("processes", "smallest share, park", 0.25, "≥ a quarter", at_least=True, at=(("workers", 2),)),
     Target("processes", "smallest share, release", 0.25, "≥ a quarter", at_least=True, at=(("workers", 2),)),
     Target("adoption", "adopted, killed", 5, "≤ 5 s"),
+    Target("adoption", "adopted, hanging", 5, "≤ 5 s"),
     Target("compaction", "shrinks by", 8, "≥ 8", at_least=True),
     Target("compaction", "compact, rate", 50_000, "≥ 50 k/s", at_least=True),
     Target("compaction", "restore, rate", 50_000, "≥ 50 k/s (1 M in 20 s)", at_least=True),

@@ -54,8 +54,16 @@ class PostgresLane:
     """Satisfies services.ports.Lane. Made by lanes.py, which took the lock on ``connection``."""
 
     def __init__(
-        self, number: int, start: Start, connection: asyncpg.Connection, clock: StoreClock, look: Look
+        self,
+        number: int,
+        start: Start,
+        connection: asyncpg.Connection,
+        clock: StoreClock,
+        look: Look,
+        *,
+        release_seconds: float,
     ) -> None:
+        """``release_seconds``: for how long an open release is fed."""
         self.epoch = start.epoch
         self._link = Link(number, connection)
         self._clock = clock
@@ -69,6 +77,8 @@ class PostgresLane:
         self._noted = NEVER_MS  # soonest row parked since the last claim began
         self._retry = NEVER_MS if start.retry_ms is None else start.retry_ms  # soonest retry of a held row
         self._marks = Marks()
+        self._release_seconds = release_seconds
+        self._fed_until = math.inf
         self._more = True
         self._next: int | None = None  # when the next row is due that the last claim saw, if it took none
         self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
@@ -107,6 +117,7 @@ class PostgresLane:
                 await connection.execute("ROLLBACK")
                 self._claim = await self._take(connection, limit, max_bytes, scope)
         if self._claim.rows:
+            self._fed_until = self._clock.monotonic() + self._release_seconds
             reach("release.claimed")
         return self._claim.rows
 
@@ -147,7 +158,7 @@ class PostgresLane:
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
-            self._claim = None
+            self._claim, self._fed_until = None, math.inf
         if claim.scope is None:
             self._watermark = min(claim.watermark_after, self._noted)
         else:
@@ -177,7 +188,7 @@ class PostgresLane:
         """See the port."""
         if self._claim is None:
             return
-        self._claim = None
+        self._claim, self._fed_until = None, math.inf
         self._more = True
         await self._link.roll_back()
 
@@ -271,23 +282,24 @@ class PostgresLane:
                 yield connection
         except BaseException:
             # Whatever was claimed is rolled back.
-            self._claim = None
+            self._claim, self._fed_until = None, math.inf
             self._more = True
             raise
 
     async def _keep(self) -> None:
         """Feed the session's idle timeout from the event loop, and ask for the store's time by the way.
 
-        A process whose loop hangs stops feeding, and loses the lane: that is the point. An open transaction has a
-        timeout of its own, which nothing feeds.
+        A process whose loop hangs stops feeding, and loses the lane: that is the point. An open release is fed as
+        well, as its broker may be slow to confirm, but not for longer than it may take.
         """
         while not await self._released_within(FEED_SECONDS) and self._link.alive:
-            if not self._link.idle:
+            if not self._link.quiet or self._clock.monotonic() > self._fed_until:
                 continue
             try:
-                async with self._link.talking("feed") as connection:
+                async with self._talking("feed") as connection:
                     await session.sample(connection, self._clock, timeout=5 * FEED_SECONDS)
-                    await self._write_down(connection)
+                    if not connection.is_in_transaction():
+                        await self._write_down(connection)
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
             if self._clock_steps != self._clock.steps:

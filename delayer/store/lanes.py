@@ -38,17 +38,20 @@ class LaneTaker:
         *,
         owner: str,
         idle: float,
-        idle_in_transaction: float,
+        releasing: float,
     ) -> None:
+        """``idle``: seconds after which the server ends a lane's connection that says nothing, in a transaction or not;
+        ``releasing``: for how long a release is kept from that."""
         self._url = url
         self._pool = pool
         self._clock = clock
         self._owner = owner
+        self._releasing = releasing
         self._thorough_at = -math.inf
         self._timeouts = {
             "idle_session_timeout": f"{idle * 1000:.0f}ms",
             "tcp_user_timeout": f"{idle * 1000:.0f}ms",
-            "idle_in_transaction_session_timeout": f"{idle_in_transaction * 1000:.0f}ms",
+            "idle_in_transaction_session_timeout": f"{idle * 1000:.0f}ms",
             # The claim's plan must be an index range and a join by place, whatever the statistics say of a partition
             # that was filled a second ago: a wrong guess was measured at 122 ms a claim instead of 4.
             "enable_seqscan": "off",
@@ -132,7 +135,8 @@ class LaneTaker:
         except BaseException:
             connection.terminate()
             raise
-        lane = PostgresLane(number, Start(epoch, watermark, retry_ms), connection, self._clock, self._look)
+        start = Start(epoch, watermark, retry_ms)
+        lane = PostgresLane(number, start, connection, self._clock, self._look, release_seconds=self._releasing)
         mailbox.open(lane.hear)
         return lane
 

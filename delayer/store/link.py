@@ -30,9 +30,14 @@ class Link:
         return not self._released and not self._connection.is_closed()
 
     @property
+    def quiet(self) -> bool:
+        """Alive, and nobody is talking."""
+        return self.alive and not self._turn.locked()
+
+    @property
     def idle(self) -> bool:
-        """Alive, nobody is talking, and no transaction is open."""
-        return self.alive and not self._turn.locked() and not self._connection.is_in_transaction()
+        """Quiet, and no transaction is open."""
+        return self.quiet and not self._connection.is_in_transaction()
 
     @property
     def connection(self) -> asyncpg.Connection:

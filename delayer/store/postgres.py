@@ -25,6 +25,8 @@ from delayer.store.partitions import DAY_MS, Days
 ATTEMPTS = 3
 """How often a park is tried when it loses against another transaction."""
 CREATE_ATTEMPTS = 100
+IDLE_SECONDS = 4.0
+"""Fed every second (lane.py), and others look once a second: what a process that hangs had is adopted in about 5."""
 CLOSE_SECONDS = 5.0
 
 
@@ -43,15 +45,16 @@ class PostgresStore:
         url: str,
         *,
         owner: str | None = None,
-        idle_timeout: float = 5.0,
+        idle_timeout: float = IDLE_SECONDS,
         transaction_timeout: float = 10.0,
         parkers: int = 4,
     ) -> PostgresStore:
         """Connect, compare the schema, and learn the store's time and partitions.
 
         ``owner`` names this process in the table of lanes (default: host and process id). ``idle_timeout`` (seconds) is
-        after how long the server takes the lanes of a process that hangs, ``transaction_timeout`` the same inside a
-        transaction: it must be longer than the slowest publish. ``parkers`` is how many parks can run at once.
+        after how long the server takes the lanes of a process that hangs, ``transaction_timeout`` for how long a
+        release may take, and after how long a park that says nothing is rolled back: it must be longer than the slowest
+        publish. ``parkers`` is how many parks can run at once.
 
         Raises StoreLost, BadStoreUrl, SchemaOutdated.
         """
@@ -69,7 +72,7 @@ class PostgresStore:
         except BaseException:
             pool.terminate()
             raise
-        taker = LaneTaker(url, pool, clock, owner=owner, idle=idle_timeout, idle_in_transaction=transaction_timeout)
+        taker = LaneTaker(url, pool, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout)
         return cls(pool, clock, taker, days)
 
     async def close(self) -> None:

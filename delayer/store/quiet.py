@@ -36,7 +36,7 @@ async def quiet_lane(url: str, owner: str) -> AsyncIterator[PostgresLane]:
             async with session.borrowed(pool) as connection:
                 await schema.check(connection)
                 await session.sample(connection, clock)
-        taker = LaneTaker(url, pool, clock, owner=owner, idle=IDLE_SECONDS, idle_in_transaction=TRANSACTION_SECONDS)
+        taker = LaneTaker(url, pool, clock, owner=owner, idle=IDLE_SECONDS, releasing=TRANSACTION_SECONDS)
         lane = await _take(taker, pool, clock)
         try:
             yield lane

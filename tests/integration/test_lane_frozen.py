@@ -79,7 +79,7 @@ async def adopted_after(store: PostgresStore, frozen: float) -> float:
     return after
 
 
-@pytest.mark.parametrize("doing", ["nothing", "sending a claim"])
+@pytest.mark.parametrize("doing", ["nothing", "sending a claim", "releasing"])
 async def test_a_frozen_process_loses_its_lane(database: str, doing: str) -> None:
     """While Postgres sends it more than sockets hold it does not wait for the client's next word, but for it to read:
     what ends sessions that are idle does not end that one."""

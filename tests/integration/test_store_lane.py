@@ -83,10 +83,12 @@ async def test_a_hanging_process_loses_its_lanes(database: str) -> None:
         await adopted[0].release()
 
 
-async def test_an_open_release_has_a_timeout_of_its_own(database: str) -> None:
-    async with opened(database, transaction_timeout=0.2) as store, owned(store) as [lane]:
+async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
+    async with opened(database, idle_timeout=2.0, transaction_timeout=4.0) as store, owned(store) as [lane]:
         await store.park(lane, [parcel(store.now_ms())], [])
         rows = await lane.claim(MANY, ROOM)
+        await lane.wait(3.5)
+        assert lane.held_by_us, "its broker is slow, and the process lives"
         await lane.wait(30.0)
         with pytest.raises(LaneLost):
             await lane.settle(rows, [])

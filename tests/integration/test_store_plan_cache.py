@@ -130,5 +130,5 @@ async def test_sessions_are_set_whatever_the_database_says(database: str) -> Non
         assert await shown(ours["lane"], *STEERED) == dict.fromkeys(STEERED, "off")
         assert await shown(ours["pool"], *STEERED) == dict.fromkeys(STEERED, "on")
         names = ("idle_session_timeout", "idle_in_transaction_session_timeout")
-        assert list((await shown(ours["lane"], *names)).values()) == ["7s", "9s"]
+        assert list((await shown(ours["lane"], *names)).values()) == ["7s", "7s"]
         assert list((await shown(ours["pool"], *names)).values()) == ["0", "9s"]
