@@ -175,11 +175,17 @@ class Lanes:
         if self._store is None:
             self._store = await self._connect()
             log.info("store connected")
-        await self._own_lanes(self._store, stopping)
-        await self._let_go(self._store)
-        if self._complete > PATIENCE:
-            await self._adopt(self._store, stopping)
+        losses = []
+        # One of these may fail where the others do not: taking a lane needs a connection more.
+        for doing in (self._own_lanes, self._let_go, self._adopt):
+            self._pulse.beat("lanes")
+            try:
+                await doing(self._store, stopping)
+            except StoreLost as lost:
+                losses.append(lost)
         self._keep_up(self._store, look)
+        if losses:
+            raise losses[0]
 
     def _keep_up(self, store: Store, look: int) -> None:
         """Upkeep goes on beside the looks: it may wait for locks, and the lanes of the dead must not wait for it.
@@ -207,13 +213,17 @@ class Lanes:
 
         The share doubles while there is more, so that whoever is alone has the lanes of many dead within seconds.
         """
-        lanes = await store.adopt(self._share)
+        if self._complete <= PATIENCE:
+            return
+        share, self._share = self._share, self._wanted  # what fails is asked for less the next time
+        lanes = await store.adopt(share)
         for lane in lanes:
             log.info("lane adopted", lane=lane.number)
             self._adopted[lane] = self._start(lane, stopping)
-        self._share = 2 * self._share if len(lanes) == self._share else self._wanted
+        if len(lanes) == share:
+            self._share = 2 * share
 
-    async def _let_go(self, store: Store) -> None:
+    async def _let_go(self, store: Store, _stopping: asyncio.Event) -> None:
         """Tell the loops of adopted lanes to end in which nothing is due soon, or that somebody else will own."""
         wanted = await store.wanted([lane.number for lane in self._adopted]) if self._adopted else set()
         for lane in [lane for lane in self._adopted if lane.idle or lane.number in wanted]:

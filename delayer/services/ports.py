@@ -164,12 +164,12 @@ class Store(Protocol):
 
     async def own_lanes(self, count: int) -> list[Lane]:
         """Take ``count`` lanes: free ones with rows first, then free empty ones, then some that others have adopted and
-        hand over (which takes seconds), then new ones."""
+        hand over (which takes seconds), then new ones. Fewer when the store fails after the first. Raises StoreLost."""
 
     async def adopt(self, count: int) -> list[Lane]:
         """Take up to ``count`` of the lanes without a living owner in which something is due within the next two
         minutes, or tried again: the soonest first. Empty list most of the time. Lanes whose rows are all due later
-        stay free for :meth:`own_lanes`."""
+        stay free for :meth:`own_lanes`. Fewer when the store fails after the first. Raises StoreLost."""
 
     async def wanted(self, numbers: Collection[int]) -> set[int]:
         """Which of the adopted lanes ``numbers`` a daemon that found none to own asks for. Raises StoreLost."""

@@ -8,12 +8,16 @@ from collections.abc import Iterable
 from typing import Final
 
 import asyncpg
+import structlog
 
+from delayer.core.errors import StoreLost
 from delayer.store import handover, outlook, owners, session, statements, telling
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lane import PostgresLane
 from delayer.store.outlook import Outlook, Start
+
+log = structlog.get_logger()
 
 _LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
 _RAISE = "UPDATE lane SET epoch = epoch + 1, owner = $2 WHERE number = $1 RETURNING epoch, watermark"
@@ -74,8 +78,9 @@ class LaneTaker:
         return await outlook.due_soon(asker, self._clock.now_ms(), from_the_beginning=thorough)
 
     async def take(self, numbers: Iterable[int], count: int, *, spare: bool = False) -> list[PostgresLane]:
-        """Up to ``count`` of the lanes ``numbers``. Another daemon may be quicker: then fewer. ``spare``: to look after
-        until somebody asks for them. Raises StoreLost."""
+        """Up to ``count`` of the lanes ``numbers``. Another daemon may be quicker: then fewer; and fewer when the store
+        fails after the first, as when it has no connections left. ``spare``: to look after until somebody asks for
+        them. Raises StoreLost if there are none for it."""
         taken: list[PostgresLane] = []
         try:
             for number in numbers:
@@ -84,9 +89,10 @@ class LaneTaker:
                 lane = await self._take(number, spare)
                 if lane is not None:
                     taken.append(lane)
+        except StoreLost as lost:
+            _made_do(taken, lost)
         except BaseException:
-            for lane in taken:
-                await lane.release()
+            await _let_go(taken)
             raise
         return taken
 
@@ -103,9 +109,10 @@ class LaneTaker:
                     taken += await self.take(await handover.free(asker, left), len(left))
                     left -= {lane.number for lane in taken}
                     await asyncio.sleep(handover.LOOK_SECONDS)
+        except StoreLost as lost:
+            _made_do(taken, lost)
         except BaseException:
-            for lane in taken:
-                await lane.release()
+            await _let_go(taken)
             raise
         finally:
             await session.close(asker)
@@ -143,3 +150,15 @@ class LaneTaker:
     async def _look(self, number: int, horizon_ms: int) -> Outlook:
         async with session.borrowed(self._pool) as connection:
             return await outlook.ahead(connection, number, horizon_ms)
+
+
+def _made_do(taken: list[PostgresLane], lost: StoreLost) -> None:
+    """What is in hand is better than nothing, and the next look goes on. Raises ``lost`` for nothing."""
+    if not taken:
+        raise lost
+    log.warning("store unreachable", doing="take lanes", taken=len(taken), reason=str(lost))
+
+
+async def _let_go(taken: list[PostgresLane]) -> None:
+    for lane in taken:
+        await lane.release()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
+import structlog
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
@@ -21,6 +22,8 @@ from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, trans
 from delayer.store.lane import PostgresLane
 from delayer.store.lanes import LaneTaker
 from delayer.store.partitions import DAY_MS, Days
+
+log = structlog.get_logger()
 
 ATTEMPTS = 3
 """How often a park is tried when it loses against another transaction."""
@@ -190,27 +193,32 @@ class PostgresStore:
         """See the port. Raises StoreLost."""
         lanes: list[PostgresLane] = []
         try:
-            lanes += await self._taker.take(await self._free_lanes(), count)
-            if len(lanes) < count:
-                lanes += await self._taker.handed_over(count - len(lanes))
-            if len(lanes) == count:
-                return lanes
-            for _ in range(CREATE_ATTEMPTS):
-                with translated("own lanes"):
-                    async with session.borrowed(self._pool) as connection:
-                        free = await self._taker.free(connection)
-                        if not free:
-                            new = await self._taker.create(connection)
-                            free = [] if new is None else [new]
-                lanes += await self._taker.take(free, count - len(lanes))
-                if len(lanes) == count:
-                    return lanes
+            await self._own(lanes, count)
+        except StoreLost as lost:
+            if not lanes:
+                raise
+            log.warning("store unreachable", doing="own lanes", taken=len(lanes), reason=str(lost))
         except BaseException:
             for lane in lanes:
                 await lane.release()
             raise
-        for lane in lanes:
-            await lane.release()
+        return lanes
+
+    async def _own(self, lanes: list[PostgresLane], count: int) -> None:
+        """Fill ``lanes`` up to ``count``. Raises StoreLost."""
+        lanes += await self._taker.take(await self._free_lanes(), count)
+        if len(lanes) < count:
+            lanes += await self._taker.handed_over(count - len(lanes))
+        for _ in range(CREATE_ATTEMPTS):
+            if len(lanes) == count:
+                return
+            with translated("own lanes"):
+                async with session.borrowed(self._pool) as connection:
+                    free = await self._taker.free(connection)
+                    if not free:
+                        new = await self._taker.create(connection)
+                        free = [] if new is None else [new]
+            lanes += await self._taker.take(free, count - len(lanes))
         raise StoreLost(f"own lanes: {count} wanted, but other daemons were quicker {CREATE_ATTEMPTS} times")
 
     async def _free_lanes(self) -> list[int]:

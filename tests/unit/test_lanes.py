@@ -209,6 +209,39 @@ async def test_a_share_of_the_orphans_a_look_and_twice_as_many_while_there_are_m
         assert seen == {15, 13, 9, 1, 0}
 
 
+async def test_what_fails_is_asked_for_less_and_stops_nothing_else() -> None:
+    """A store with few connections left: lanes are let go, and upkeep is done, all the same."""
+    store = ScriptedStore(*(ScriptedLane(80 + n) for n in range(20)))
+    asked: list[int] = []
+
+    async def adopt(count: int) -> list[ScriptedLane]:
+        asked.append(count)
+        if count > 2:
+            raise StoreLost("too many clients already")
+        lanes, store.adoptable = store.adoptable[:count], store.adoptable[count:]
+        return lanes
+
+    store.adopt = adopt  # type: ignore[method-assign]
+    async with scene(store, wanted=2) as it:
+        await until(lambda: len(asked) == 6)
+        assert asked == [2, 4, 2, 4, 2, 4]
+        assert it.lanes.adopted == [80, 81, 82, 83, 84, 85]
+
+
+async def test_own_lanes_that_cannot_be_had_stop_nothing_else() -> None:
+    spare = ScriptedLane(99)
+    async with scene(ScriptedStore(spare), wanted=1) as it:
+        await until(lambda: it.lanes.numbers == [1, 99])
+        it.store.failure = StoreLost("too many clients already")
+        it.store.made[0]._claims.append(LaneLost("its connection is gone"))
+        it.store.made[0].note_parked(NOW)
+        await until(lambda: 1 not in it.lanes.numbers)
+        maintained = it.store.maintained
+        spare.idle = True
+        await until(lambda: it.lanes.numbers == [])
+        await until(lambda: it.store.maintained > maintained)
+
+
 async def test_who_has_just_begun_leaves_the_orphans_to_others() -> None:
     """Their owners may be on their way; and after a loss of the store all are in this position."""
     async with scene(ScriptedStore(), wanted=1) as it:
