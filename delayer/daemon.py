@@ -131,7 +131,12 @@ class Daemon:
                 return await PostgresStore.connect(url)
 
             self.shelf.lanes = lanes = Lanes(
-                connect, settings.store.lanes, self._release, pulse=self._pulse, counters=self.counters
+                connect,
+                settings.store.lanes,
+                self._release,
+                pulse=self._pulse,
+                counters=self.counters,
+                publishing=lambda: self._publisher.ready,
             )
             self.life.add("lanes", lanes.run, last=True)
             restoring = Restoring(lanes, ahead_ms=self._restore_ahead_ms, counters=self.counters)

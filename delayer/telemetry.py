@@ -65,7 +65,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "store unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
     "lane owned": "this process parks into this lane and releases from it",
     "lane adopted": "a lane without a living owner, and with something due soon, is ours until nothing is",
-    "lane let go": "nothing in an adopted lane is due soon, or a daemon that has just begun asks for it: it is free",
+    "lane let go": "an adopted lane is free: nothing in it is due soon, a new daemon asks for it, our broker is away",
     "lane lost": "the lane's lock is gone: releasing from it stopped at once",
     "lane given up": "the lane is left to others",
     "lane connection broken": "the connection that holds a lane's lock broke",

@@ -4,6 +4,9 @@ A lane is a connection, so there must not be more of them with every restart. He
 nothing in it is due soon, or when a daemon that begins asks for it. Only those are adopted that need it, and not at
 once by a daemon that has just begun: after the store or a whole service was away, every daemon finds its share of the
 old lanes before others adopt what is left.
+
+A daemon without its broker can release nothing: it adopts nothing, and lets go of what it has adopted after some
+seconds. Its own lanes it keeps: a broker that takes no messages may still give some, and they must be parked.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ LOOK_AROUND: Final = 1.0
 """Seconds between two looks for lanes without an owner."""
 PATIENCE: Final = 2
 """Looks with all lanes of our own in hand before the first that adopts: others may be about to own what is free."""
+MUTE_SECONDS: Final = 10.0
+"""How long a daemon that can publish nothing keeps adopted lanes: others may have a broker."""
 UPKEEP: Final = 60
 """Looks between two rounds of partition upkeep."""
 
@@ -53,7 +58,11 @@ class Lanes:
         *,
         pulse: Pulse,
         counters: Counters,
+        publishing: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``publishing``: whether messages can be published at present."""
+        self._publishing = publishing
+        self._mute_since: float | None = None
         self._connect = connect
         self._wanted = wanted
         self._release = release
@@ -213,7 +222,7 @@ class Lanes:
 
         The share doubles while there is more, so that whoever is alone has the lanes of many dead within seconds.
         """
-        if self._complete <= PATIENCE:
+        if self._complete <= PATIENCE or not self._publishing():
             return
         share, self._share = self._share, self._wanted  # what fails is asked for less the next time
         lanes = await store.adopt(share)
@@ -224,11 +233,24 @@ class Lanes:
             self._share = 2 * share
 
     async def _let_go(self, store: Store, _stopping: asyncio.Event) -> None:
-        """Tell the loops of adopted lanes to end in which nothing is due soon, or that somebody else will own."""
+        """Tell the loops of adopted lanes to end in which nothing is due soon, or that somebody else will own, or that
+        cannot be released from."""
+        mute = self._mute_for() > MUTE_SECONDS
         wanted = await store.wanted([lane.number for lane in self._adopted]) if self._adopted else set()
-        for lane in [lane for lane in self._adopted if lane.idle or lane.number in wanted]:
-            log.info("lane let go", lane=lane.number, reason="asked for" if lane.number in wanted else "idle")
+        for lane in [lane for lane in self._adopted if lane.idle or lane.number in wanted or mute]:
+            reason = "asked for" if lane.number in wanted else "no broker" if mute else "idle"
+            log.info("lane let go", lane=lane.number, reason=reason)
             self._adopted.pop(lane).leave()
+
+    def _mute_for(self) -> float:
+        """For how many seconds nothing could be published."""
+        now = asyncio.get_running_loop().time()
+        if self._publishing():
+            self._mute_since = None
+            return 0.0
+        if self._mute_since is None:
+            self._mute_since = now
+        return now - self._mute_since
 
     def _start(self, lane: Lane, stopping: asyncio.Event) -> Release:
         release = self._release(lane)

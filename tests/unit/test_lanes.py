@@ -39,7 +39,15 @@ class Scene:
         async def at_once() -> ScriptedStore:
             return store
 
-        self.lanes = Lanes(connect or at_once, wanted, self.release, pulse=self.pulse, counters=self.counters)
+        self.publishing = True
+        self.lanes = Lanes(
+            connect or at_once,
+            wanted,
+            self.release,
+            pulse=self.pulse,
+            counters=self.counters,
+            publishing=lambda: self.publishing,
+        )
         self.running = asyncio.create_task(self.lanes.run(self.stopping))
 
     def release(self, lane: Lane) -> Release:
@@ -289,6 +297,27 @@ async def test_an_adopted_lane_that_is_asked_for_is_let_go_and_no_lane_of_our_ow
             assert spare.released.is_set()
             assert not other.released.is_set()
     assert {"event": "lane let go", "lane": 98, "reason": "asked for", "log_level": "info"} in logged
+
+
+async def test_without_a_broker_nothing_is_adopted_and_adopted_lanes_are_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MUTE_SECONDS", 0.05)
+    first, second = ScriptedLane(98), ScriptedLane(99)
+    store = ScriptedStore(first)
+    with capture_logs() as logged:
+        async with scene(store, wanted=2) as it:
+            await until(lambda: it.lanes.numbers == [1, 2, 98])
+            it.publishing = False
+            store.adoptable = [second]
+            await until(first.released.is_set)
+            looks = it.pulse.beats.count("lanes")
+            await until(lambda: it.pulse.beats.count("lanes") > looks + 40)
+            assert it.lanes.numbers == [1, 2], "its own lanes it keeps"
+            assert store.adoptable == [second]
+            it.publishing = True
+            await until(lambda: it.lanes.numbers == [1, 2, 99])
+    assert {"event": "lane let go", "lane": 98, "reason": "no broker", "log_level": "info"} in logged
 
 
 async def test_a_lane_let_go_while_it_releases_settles_first() -> None:
