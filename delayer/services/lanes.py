@@ -210,12 +210,23 @@ class Lanes:
     async def _own_lanes(self, store: Store, stopping: asyncio.Event) -> None:
         missing = self._wanted - len(self._own)
         self._complete = 0 if missing > 0 else self._complete + 1
+        while self._adopted and len(self._own) < self._wanted:
+            await self._keep_one()
+        missing = self._wanted - len(self._own)
         for lane in await store.own_lanes(missing) if missing > 0 else []:
             log.info("lane owned", lane=lane.number)
             self._own.append(lane)
             self._start(lane, stopping)
         if self._own:
             self._ready.set()
+
+    async def _keep_one(self) -> None:
+        """Make an adopted lane one of our own: at once, and without a connection more."""
+        lane = next(iter(self._adopted))
+        await lane.keep()
+        if self._adopted.pop(lane, None) is not None:
+            log.info("lane owned", lane=lane.number)
+            self._own.append(lane)
 
     async def _adopt(self, store: Store, stopping: asyncio.Event) -> None:
         """Not more than a share at a time: several daemons that find a long backlog release it together.

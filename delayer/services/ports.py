@@ -121,6 +121,9 @@ class Lane(Protocol):
         """Whether nothing in this lane, waiting or held, is due for so long that :meth:`Store.adopt` would not take it
         again soon. As the store said when it was last asked, about once a minute; False until it was."""
 
+    async def keep(self) -> None:
+        """An adopted lane becomes one of our own: nobody is offered it any more. Raises LaneLost, StoreLost."""
+
     async def release(self) -> None:
         """Unlock and close. Safe to call twice."""
 

@@ -33,6 +33,11 @@ async def say_spare(connection: asyncpg.Connection, number: int) -> None:
     await connection.fetchval(_TRY, SPARE + number)
 
 
+async def keep(connection: asyncpg.Connection, number: int) -> None:
+    """``connection`` looks after lane ``number`` no longer, but owns it. Raises the driver's errors."""
+    await connection.fetchval("SELECT pg_advisory_unlock('lane'::regclass::oid::int, $1)", SPARE + number)
+
+
 async def wanted(connection: asyncpg.Connection, numbers: Collection[int]) -> set[int]:
     """Which of the lanes ``numbers`` somebody asks for. Raises the driver's errors."""
     return set(numbers) & await _said(connection, WANTED)

@@ -32,7 +32,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Due
 from delayer.core.pace import Scope
 from delayer.faultpoint import reach
-from delayer.store import claiming, session, settling, statements, telling
+from delayer.store import claiming, handover, session, settling, statements, telling
 from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, NEVER_MS, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
@@ -218,6 +218,11 @@ class PostgresLane:
             self._watermark = session.BEGINNING_MS
             self._marks.again(session.BEGINNING_MS)
             self._more = True
+
+    async def keep(self) -> None:
+        """See the port."""
+        async with self._talking("keep") as connection:
+            await handover.keep(connection, self.number)
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""

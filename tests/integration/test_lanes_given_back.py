@@ -155,6 +155,16 @@ async def test_what_somebody_asks_for_is_not_adopted_by_a_third(database: str) -
         await taken.release()
 
 
+async def test_a_lane_that_is_kept_is_offered_to_nobody(database: str) -> None:
+    async with opened(database) as store, sql(database) as asker:
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms() + 60_000)], [])
+        [spare] = await store.adopt(MANY)
+        await spare.keep()
+        assert await handover.ask(asker, 5) == set()
+        await spare.release()
+
+
 async def test_a_question_ends_with_its_connection(database: str) -> None:
     """An asker that dies, or hangs (the server ends an idle session), keeps no lane from those who adopt."""
     async with opened(database) as store, sql(database) as asker:

@@ -223,6 +223,9 @@ class ScriptedLane:
                 async with asyncio.timeout(left):
                     await self._woken.wait()
 
+    async def keep(self) -> None:
+        self.events.append("keep")
+
     async def release(self) -> None:
         self.events.append("release")
         self.held_by_us = False

@@ -237,16 +237,13 @@ async def test_what_fails_is_asked_for_less_and_stops_nothing_else() -> None:
 
 
 async def test_own_lanes_that_cannot_be_had_stop_nothing_else() -> None:
-    spare = ScriptedLane(99)
-    async with scene(ScriptedStore(spare), wanted=1) as it:
-        await until(lambda: it.lanes.numbers == [1, 99])
+    async with scene(wanted=2) as it:
+        await it.lanes.ready.wait()
         it.store.failure = StoreLost("too many clients already")
         it.store.made[0]._claims.append(LaneLost("its connection is gone"))
         it.store.made[0].note_parked(NOW)
-        await until(lambda: 1 not in it.lanes.numbers)
+        await until(lambda: it.lanes.numbers == [2])
         maintained = it.store.maintained
-        spare.idle = True
-        await until(lambda: it.lanes.numbers == [])
         await until(lambda: it.store.maintained > maintained)
 
 
@@ -318,6 +315,25 @@ async def test_without_a_broker_nothing_is_adopted_and_adopted_lanes_are_let_go(
             it.publishing = True
             await until(lambda: it.lanes.numbers == [1, 2, 99])
     assert {"event": "lane let go", "lane": 98, "reason": "no broker", "log_level": "info"} in logged
+
+
+async def test_an_adopted_lane_takes_the_place_of_a_lost_one() -> None:
+    adopted = ScriptedLane(99)
+    async with scene(ScriptedStore(adopted), wanted=1) as it:
+        await until(lambda: it.lanes.adopted == [99])
+        it.store.failure = StoreLost("no lane but that one is to be had")
+        it.store.made[0]._claims.append(LaneLost("its connection is gone"))
+        it.store.made[0].note_parked(NOW)
+        await until(lambda: it.lanes.numbers == [99] and it.lanes.adopted == [])
+        assert adopted.events.count("keep") == 1
+        await it.lanes.ready.wait()
+        await it.lanes.park([due(1).parcel], [])
+        assert [number for number, _, _ in it.store.parked] == [99]
+        adopted.idle = True
+        it.store.asked_for = {99}
+        looks = it.pulse.beats.count("lanes")
+        await until(lambda: it.pulse.beats.count("lanes") > looks + 20)
+        assert not adopted.released.is_set()
 
 
 async def test_a_lane_let_go_while_it_releases_settles_first() -> None:
