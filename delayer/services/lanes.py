@@ -73,6 +73,7 @@ class Lanes:
         self._loops: dict[asyncio.Task[None], Lane] = {}
         self._adopted: dict[Lane, Release] = {}
         self._upkeep: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[list[Lane]] | None = None
         self._share = wanted
         self._complete = 0  # looks in a row that found all lanes of our own in hand
         self._turn = count()
@@ -167,12 +168,27 @@ class Lanes:
                         log.warning("store unreachable", reason=str(lost), **advice)
                     await retry.pause()
                 await self._until_next_look(stopping)
+            await self._ask_no_more()
             await self._all_let_go()
         finally:
             # After a bug, and when the time to stop in is over, nobody has told the loops.
             for loop in self._loops:
                 loop.cancel()
             await self._all_let_go()
+            await self._ask_no_more()
+
+    async def _ask_no_more(self) -> None:
+        """Raises what the asking failed of, if that was a bug."""
+        if self._asking is None:
+            return
+        asked, self._asking = self._asking, None
+        asked.cancel()
+        [lanes] = await asyncio.gather(asked, return_exceptions=True)
+        if isinstance(lanes, BaseException):
+            raise_first([lanes], unless=(*LOSSES, asyncio.CancelledError))
+            return
+        for lane in lanes:  # it was over just now
+            await lane.release()
 
     async def _all_let_go(self) -> None:
         """Wait until every loop has ended."""
@@ -208,12 +224,24 @@ class Lanes:
             self._upkeep = asyncio.create_task(store.maintain(), name="upkeep")
 
     async def _own_lanes(self, store: Store, stopping: asyncio.Event) -> None:
-        missing = self._wanted - len(self._own)
-        self._complete = 0 if missing > 0 else self._complete + 1
-        while self._adopted and len(self._own) < self._wanted:
+        """What is free is released from at once; asking others for more takes seconds, and goes on beside the looks."""
+        if self._asking is not None and self._asking.done():
+            asked, self._asking = self._asking, None
+            self._begin(asked.result(), stopping)
+        self._complete = 0 if self._missing > 0 else self._complete + 1
+        while self._adopted and self._missing > 0:
             await self._keep_one()
-        missing = self._wanted - len(self._own)
-        for lane in await store.own_lanes(missing) if missing > 0 else []:
+        if self._missing > 0 and self._asking is None:
+            self._begin(await store.own_free(self._missing), stopping)
+            if self._missing > 0:
+                self._asking = asyncio.create_task(store.own_lanes(self._missing), name="ask for lanes")
+
+    @property
+    def _missing(self) -> int:
+        return self._wanted - len(self._own)
+
+    def _begin(self, lanes: Sequence[Lane], stopping: asyncio.Event) -> None:
+        for lane in lanes:
             log.info("lane owned", lane=lane.number)
             self._own.append(lane)
             self._start(lane, stopping)
@@ -227,6 +255,7 @@ class Lanes:
         if self._adopted.pop(lane, None) is not None:
             log.info("lane owned", lane=lane.number)
             self._own.append(lane)
+            self._ready.set()
 
     async def _adopt(self, store: Store, stopping: asyncio.Event) -> None:
         """Not more than a share at a time: several daemons that find a long backlog release it together.
@@ -284,7 +313,8 @@ class Lanes:
     async def _until_next_look(self, stopping: asyncio.Event) -> None:
         """Wait for a loop to end, for the order to stop, or for the time of the next look."""
         stop = asyncio.create_task(stopping.wait(), name="stopping")
-        await asyncio.wait([stop, *self._loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED)
+        asking = [] if self._asking is None else [self._asking]
+        await asyncio.wait([stop, *asking, *self._loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         self._collect()
 

@@ -165,6 +165,9 @@ class Store(Protocol):
         """Try to restore one of :meth:`doubtful`; otherwise like :meth:`restore`. None: it is gone, or somebody else
         has it."""
 
+    async def own_free(self, count: int) -> list[Lane]:
+        """Take up to ``count`` lanes that are free at this moment, those with rows first. Raises StoreLost."""
+
     async def own_lanes(self, count: int) -> list[Lane]:
         """Take ``count`` lanes: free ones with rows first, then free empty ones, then some that others have adopted and
         hand over (which takes seconds), then new ones. Fewer when the store fails after the first. Raises StoreLost."""

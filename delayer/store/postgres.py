@@ -189,6 +189,10 @@ class PostgresStore:
             if status != "COMMIT":
                 raise StoreLost(f"the store answered COMMIT by {status}")
 
+    async def own_free(self, count: int) -> list[Any]:
+        """See the port. Raises StoreLost."""
+        return await self._taker.take(await self._free_lanes(), count)
+
     async def own_lanes(self, count: int) -> list[Any]:
         """See the port. Raises StoreLost."""
         lanes: list[PostgresLane] = []
@@ -206,7 +210,7 @@ class PostgresStore:
 
     async def _own(self, lanes: list[PostgresLane], count: int) -> None:
         """Fill ``lanes`` up to ``count``. Raises StoreLost."""
-        lanes += await self._taker.take(await self._free_lanes(), count)
+        lanes += await self.own_free(count)
         if len(lanes) < count:
             lanes += await self._taker.handed_over(count - len(lanes))
         for _ in range(CREATE_ATTEMPTS):

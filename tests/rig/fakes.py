@@ -246,6 +246,9 @@ class ScriptedStore:
         self.on_maintain: Callable[[], Awaitable[None]] | None = None
         self.adoptions = 0
         self.asked_for: set[int] = set()
+        self.free = 1_000
+        """So many lanes are there to be owned at once; for others, others are asked."""
+        self.on_ask: Callable[[], Awaitable[None]] | None = None
         self.closed = False
         self.adoptable = list(adoptable)
         self.failure: Exception | None = None
@@ -289,7 +292,15 @@ class ScriptedStore:
             del self.doubtful_ones[segment]
         return found
 
+    async def own_free(self, count: int) -> list[ScriptedLane]:
+        return await self._make(min(count, self.free))
+
     async def own_lanes(self, count: int) -> list[ScriptedLane]:
+        if self.on_ask is not None:
+            await self.on_ask()
+        return await self._make(count)
+
+    async def _make(self, count: int) -> list[ScriptedLane]:
         if self.failure is not None:
             raise self.failure
         lanes = [ScriptedLane(len(self.made) + n + 1) for n in range(count)]

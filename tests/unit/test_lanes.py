@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -315,6 +315,54 @@ async def test_without_a_broker_nothing_is_adopted_and_adopted_lanes_are_let_go(
             it.publishing = True
             await until(lambda: it.lanes.numbers == [1, 2, 99])
     assert {"event": "lane let go", "lane": 98, "reason": "no broker", "log_level": "info"} in logged
+
+
+@pytest.mark.parametrize("how", ["they answer", "stopped meanwhile", "a bug"])
+async def test_what_is_free_is_released_from_while_others_are_asked_for_more(how: str) -> None:
+    store, asked, answered = ScriptedStore(), asyncio.Event(), asyncio.Event()
+    store.free = 1
+
+    async def ask() -> None:
+        asked.set()
+        await answered.wait()
+        if how == "a bug":
+            raise ZeroDivisionError
+
+    store.on_ask = ask
+    async with scene(store, wanted=2) as it:
+        await it.lanes.ready.wait()
+        await asked.wait()
+        [lane] = store.made
+        await lane.sleeping.wait()
+        assert it.lanes.numbers == [1]
+        looks = it.pulse.beats.count("lanes")
+        await until(lambda: it.pulse.beats.count("lanes") > looks + 20)
+        if how == "stopped meanwhile":
+            await it.stop()
+            return
+        answered.set()
+        if how == "a bug":
+            with pytest.raises(ZeroDivisionError):
+                await it.running
+        else:
+            await until(lambda: it.lanes.numbers == [1, 2])
+    assert all(lane.released.is_set() for lane in store.made)
+
+
+async def test_lanes_that_others_hand_over_at_the_last_moment_are_let_go() -> None:
+    store, asked = ScriptedStore(), asyncio.Event()
+    store.free = 0
+
+    async def ask() -> None:
+        asked.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    store.on_ask = ask
+    async with scene(store, wanted=2) as it:
+        await asked.wait()
+        await it.stop()
+    assert [lane.released.is_set() for lane in store.made] == [True, True]
 
 
 async def test_an_adopted_lane_takes_the_place_of_a_lost_one() -> None:
