@@ -73,7 +73,7 @@ class Release:
         self._leaving = False
 
     def leave(self) -> None:
-        """End this loop alone, after its tick and within a slice of its rest, and let go of the lane."""
+        """End this loop alone, after its tick and within a slice of its rest or pause, and let go of the lane."""
         self._leaving = True
 
     def _over(self, stopping: asyncio.Event) -> bool:
@@ -82,7 +82,7 @@ class Release:
     async def run(self, stopping: asyncio.Event) -> None:
         """Tick until stopping is set, this loop is told to leave, or the lane is lost; then let go of the lane."""
         beat = partial(self._pulse.beat, self._loop)
-        retry = Retry(stopping, beat)
+        retry = Retry(stopping, beat, lambda: self._leaving)
         try:
             while not self._over(stopping):
                 beat()

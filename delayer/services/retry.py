@@ -13,7 +13,11 @@ from delayer.core.backoff import pause
 class Retry:
     """Counts failures in a row and sleeps accordingly, feeding the watchdog's ``beat`` meanwhile."""
 
-    def __init__(self, stopping: asyncio.Event, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, stopping: asyncio.Event, beat: Callable[[], None], leaving: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``leaving``: asked once a second whether this one is told to end, where the others go on."""
+        self._leaving = leaving
         self._stopping = stopping
         self._beat = beat
         self._failures = 0
@@ -35,7 +39,7 @@ class Retry:
 
     async def wait(self, seconds: float) -> None:
         """Sleep for ``seconds``; return at once when told to stop."""
-        while seconds > 0 and not self._stopping.is_set():
+        while seconds > 0 and not self._stopping.is_set() and not self._leaving():
             self._beat()
             step = min(seconds, 1.0)
             seconds -= step

@@ -189,6 +189,18 @@ async def test_a_lost_broker_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     await task
 
 
+async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 600.0)
+    publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
+    it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
+    task = asyncio.create_task(it.release.run(asyncio.Event()))
+    await until(lambda: "give up" in it.lane.events)
+    it.release.leave()
+    async with asyncio.timeout(10.0):
+        await task
+    assert it.lane.released.is_set()
+
+
 async def test_nothing_is_claimed_while_nothing_can_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLICE", 0.001)
     it = Scene(ScriptedLane(claims=[[due(1)]]))
