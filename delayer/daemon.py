@@ -32,6 +32,7 @@ from delayer.services.lifecycle import Life
 from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
+from delayer.services.room import Room
 from delayer.services.session import Carry, Intake, Session
 from delayer.services.shelf import Shelf
 from delayer.services.sorting import Names
@@ -85,6 +86,7 @@ class Daemon:
         }
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self._relays["publish"])
+        self._room = Room()
         self._bindings = DeliveryBindings(self._connect_admin, self._cascade)
         strays = (self._cascade.strays or settings.refused.queue).encode()
         self._notes = Notes(self._sure_ms, retry.pause_ms)
@@ -279,6 +281,7 @@ class Daemon:
             now_ms=self._sure_ms,
             late_limits=self._late_limits,
             pacer=self._pacer,
+            room=self._room,
         )
 
     def _late_limits(self) -> Limits:

@@ -21,12 +21,16 @@ from delayer.services.counting import Counters, host_ms
 from delayer.services.dispatch import why
 from delayer.services.ports import Lane, Publisher, Pulse
 from delayer.services.retry import Retry
+from delayer.services.room import Room, Share
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 log = structlog.get_logger(__name__)
 
 SLICE: Final = 1.0
 """Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
+
+FIRST_BYTES: Final = 1 << 20
+"""Of the first claim of a lane; each may be twice as large as the one before, up to a portion."""
 
 COMPANY: Final = 0.002
 """Seconds between a portion that took all that was due and the next claim: what comes due meanwhile shares its
@@ -57,9 +61,12 @@ class Release:
         now_ms: Callable[[], int] = host_ms,
         late_limits: Callable[[], late.Limits] = dict,
         pacer: Pacer | None = None,
+        room: Room | None = None,
     ) -> None:
         """``now_ms``: the clock that lateness is measured by. ``late_limits``: of the routes that hold what is late.
-        ``pacer``: how fast the routes may go that have a limit."""
+        ``pacer``: how fast the routes may go that have a limit. ``room``: for the bytes of all lanes."""
+        self._room = room or Room()
+        self._last_bytes = 0
         self._pacer = pacer or Pacer()
         self._scopes: tuple[Scope, ...] = ()
         self._late_limits = late_limits
@@ -147,13 +154,18 @@ class Release:
 
     async def _portion_of(self, limit: int, scope: Scope | None) -> int:
         """Claim, publish, settle; how many were claimed."""
+        # About as much as the last time, lest lanes of small messages take the room of each other.
+        with self._room.share(min(self._portion.body_bytes, max(FIRST_BYTES, 2 * self._last_bytes))) as share:
+            return await self._in_share(limit, scope, share)
+
+    async def _in_share(self, limit: int, scope: Scope | None, share: Share) -> int:
         began = time.perf_counter()
         # Without a scope as ever: whoever stands in for a lane need not know of them.
         rows = await (
-            self._lane.claim(limit, self._portion.body_bytes)
-            if scope is None
-            else self._lane.claim(limit, self._portion.body_bytes, scope)
+            self._lane.claim(limit, share.size) if scope is None else self._lane.claim(limit, share.size, scope)
         )
+        share.keep(sum(len(row.parcel.body) + len(row.parcel.properties) for row in rows))
+        self._last_bytes = share.size
         claimed = time.perf_counter()
         if not rows:
             await self._lane.settle([], [])
