@@ -18,9 +18,13 @@ def uptime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-DRIFT = 200e-6
-"""Seconds that two clocks may drift apart in a second; NTP keeps them within 500 ppm even while it slews, and a sample
-is taken every second or so, so that this widens the estimate by a fraction of a millisecond."""
+DRIFT = 500e-6
+"""Seconds that two clocks may drift apart in a second: the most that ntpd slews one by, while the other runs true. A
+sample is taken every second or so, so that this widens the estimate by half a millisecond.
+
+chrony may slew faster, by up to 83,333 ppm (``maxslewrate``), while it corrects a large offset. A sample that
+contradicts the last one by that is taken for a step (:func:`better`), so for a second the estimate may be wrong by what
+the clock gained or lost in it: 83 ms at the worst. docs/guarantees.md names this."""
 
 
 class Sample(NamedTuple):

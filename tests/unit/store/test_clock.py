@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store.clock import DRIFT, Sample, StoreClock, better, bounds
+from delayer.store.clock import Sample, StoreClock, better, bounds
 
 OFFSET_MS = 1_790_000_000_000.0
 seconds = st.floats(0.0, 10.0, allow_nan=False)
-rates = st.floats(-DRIFT / 2, DRIFT / 2)
+rates = st.floats(-499e-6, 499e-6)  # ntpd slews by 500 ppm
 
 
 class Local:
@@ -78,6 +78,18 @@ def test_a_step_is_believed_at_once(step_ms: float) -> None:
     clock.observe(999.989, OFFSET_MS + step_ms, 1000.0)
     assert clock.steps == 1
     assert abs(clock.now_ms() - OFFSET_MS - step_ms) <= 12
+
+
+@pytest.mark.parametrize("rate", [-0.083_333, 0.083_333])
+def test_a_clock_that_chrony_slews_is_followed_a_second_behind(rate: float) -> None:
+    """docs/guarantees.md names how far the estimate may be off meanwhile."""
+    local = Local()
+    clock = StoreClock(local)
+    for _ in range(20):
+        clock.observe(local.now, truth(local.now, rate), local.now)
+        assert abs(clock.now_ms() - truth(local.now, rate)) <= 1.0
+        local.now += 1.0
+        assert abs(clock.now_ms() - truth(local.now, rate)) <= 85.0
 
 
 def test_rounding_is_away_from_early() -> None:
