@@ -166,7 +166,7 @@ async def test_a_lane_that_is_kept_is_offered_to_nobody(database: str) -> None:
 
 
 async def test_a_question_ends_with_its_connection(database: str) -> None:
-    """An asker that dies, or hangs (the server ends an idle session), keeps no lane from those who adopt."""
+    """An asker that dies keeps no lane from those who adopt; test_handover_faults.py has those that hang."""
     async with opened(database) as store, sql(database) as asker:
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(store.now_ms() + 60_000)], [])
