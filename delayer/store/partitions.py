@@ -34,7 +34,9 @@ FARTHEST_DAYS = 400
 MOVED_AT_MOST = 30_000
 """Rows that making a partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
 READ_SECONDS = 1.0
-"""How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us."""
+"""How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us. With
+more of them (due after FARTHEST_DAYS, or parked while no partition could be made) none is made any more: attaching one
+reads all of them under the lock. All is parked and released all the same, and vacuumed away instead of dropped."""
 HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
 TRY_AGAIN_SECONDS = 60.0
@@ -51,6 +53,8 @@ _EPOCH = date(1970, 1, 1)
 _KNOWN = (
     "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
 )
+_TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 seconds') / 86400)::int"
+"""Of the store's clock, when the making will be over."""
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
 _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
@@ -106,7 +110,8 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):
                 return Making.DONE
-            await _attach(connection, day, today)
+            # Who made several may have begun the day before.
+            await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
     except _NotNow as error:
         log.warning("partition not made", partition=name_of(day), reason=str(error), next_step=_STAY)
         return Making.NOT_NOW

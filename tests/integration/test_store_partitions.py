@@ -88,7 +88,8 @@ async def test_a_day_that_cannot_be_made_waits_in_the_default_partition(
         await admin.execute(
             "UPDATE message SET due_at = statement_timestamp() WHERE id = (SELECT min(id) FROM message)"
         )
-        assert await partitions.make(admin, today, today) is Making.NOT_NOW, "its rows may be in a release"
+        for known in (today, today - 1):  # who began before midnight is told by the store
+            assert await partitions.make(admin, today, known) is Making.NOT_NOW, "its rows may be in a release"
         await store.park(lane, [parcel(store.now_ms(), b"due")], [])
         assert [row["name"] for row in await admin.fetch(COUNT)] == ["message_default"]
         assert len(await release_all(lane)) == 2
