@@ -16,7 +16,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.faultpoint import reach
-from delayer.store import dropping, handover, parking, partitions, restoring, schema, segments, session
+from delayer.store import handover, parking, partitions, restoring, schema, segments, session, upkeep
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
@@ -247,19 +247,7 @@ class PostgresStore:
         """See the port. Raises StoreLost."""
         with translated("maintain"):
             async with session.borrowed(self._pool) as connection:
-                await session.sample(connection, self._clock)
-                lock = "('message'::regclass::oid::int, 2)"
-                if not await connection.fetchval(f"SELECT pg_try_advisory_lock{lock}"):
-                    return
-                try:
-                    today = self._clock.now_ms() // DAY_MS
-                    await partitions.make_ahead(connection, today, self._days, self._clock.monotonic())
-                    await dropping.drop_passed(connection, today)
-                    self._days.learn(await partitions.existing(connection))
-                except BaseException:
-                    session.end(connection)  # and with it the lock
-                    raise
-                await connection.execute(f"SELECT pg_advisory_unlock{lock}")
+                await upkeep.keep_up(connection, self._clock, self._days)
 
 
 def _held(lane: object) -> PostgresLane:
