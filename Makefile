@@ -56,7 +56,7 @@ bench: ready-bench ## rates, lateness and CPU beside the ceilings of broker and 
 	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
 
 .PHONY: bench-quick
-bench-quick: ready-bench ## the same in small, in less than two minutes
+bench-quick: ready-bench ## the same in small, without the sections that take minutes
 	@$(PYTHON_OF_VENV) -m bench --quick $(BENCH_ARGS)
 
 .PHONY: clean

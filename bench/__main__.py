@@ -86,7 +86,7 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     some = given.at_least(1)
-    short = f"all sections in small but {', '.join(sorted(TAKES_MINUTES))}, which take minutes: in about two minutes"
+    short = f"all sections in small but {', '.join(sorted(TAKES_MINUTES))}, which say nothing in seconds"
     parser.add_argument("--quick", action="store_true", help=short)
     parser.add_argument("--only", default="", metavar="NAMES", help=f"some of: {', '.join(SECTIONS)}")
     parser.add_argument("--skip", default="", metavar="NAMES", help="all but these, e.g. churn")
