@@ -14,6 +14,7 @@ from delayer.commands.check import check
 from delayer.commands.common import EXPECTED_ERRORS, Request, failure
 from delayer.commands.compact import compact
 from delayer.commands.db import db
+from delayer.commands.drain import drain
 from delayer.commands.exporting import export
 from delayer.commands.held import held
 from delayer.commands.looking import acts, list_, show
@@ -115,8 +116,8 @@ def cli(
 
 
 for verb in (
-    run, check, topology, db, send, status, list_, show, cancel, reschedule, held, refused, acts, audit, compact,
-    restore, import_, export,
+    run, check, topology, db, send, status, list_, show, cancel, reschedule, held, refused, acts, drain, audit,
+    compact, restore, import_, export,
 ):  # fmt: skip
     cli.add_command(verb)
 

@@ -1,0 +1,238 @@
+"""delayer drain: move what waits to the other side, after the mode was switched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+import asyncpg
+import click
+
+from delayer.broker.admin import Admin
+from delayer.broker.consumer import RelayConsumer
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.commands.acting import Progress, agreed, dry_run_option, whoami, yes_option
+from delayer.commands.common import DONE, Misused, Off, note, request_of
+from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.errors import BrokerLost
+from delayer.core.filters import Filter
+from delayer.core.message import Confirmed, Due
+from delayer.services import draining as rules
+from delayer.settings import Settings
+from delayer.store import acting, acts, draining, listing
+from delayer.store import status as store_status
+from delayer.store.postgres import PostgresStore
+from delayer.wire.address import Address
+from delayer.wiring import cascade_of, native_of
+
+PORTION: Final = 500
+"""Messages of one transaction, or of one acknowledgement."""
+MARGIN_MS: Final = 60_000
+"""What is due sooner is left to the daemon, which is about to release it."""
+LOWEST: Final = 5
+"""The lowest level that is emptied, of 32 seconds: what stands below comes out before anybody is done here."""
+PATIENCE: Final = 2
+"""Seconds without a message after which a level counts as empty: what was there is gone, or in other hands."""
+HEARTBEAT: Final = 20.0
+
+
+class Moved(NamedTuple):
+    """How many were moved, and how many rows stay because their bytes do not fit their checksum."""
+
+    messages: int
+    unsound: int = 0
+
+
+@click.command(short_help="Move what waits into the cascade, or into the store.")
+@click.option("--to", "target", type=click.Choice(["native", "store"]), required=True, help="Where to.")
+@dry_run_option
+@yes_option
+@click.pass_context
+def drain(context: click.Context, *, target: str, dry_run: bool, yes: bool) -> None:
+    """Move what waits to where new delays go, so that the other side can be given up. First switch the mode and reload
+    the daemon: it goes on releasing what the store holds, and what comes out of the cascade, all the while.
+
+    Nothing gets another due instant, and nothing is lost: each portion is confirmed where it goes before it leaves
+    where it was. An interruption may leave one portion on both sides; run it again.
+
+    To native: rows that wait longer than a minute. Messages with a key stay, as the cascade knows no keys; what is
+    compacted stays until `delayer restore`. To the store: the levels of our own cascade of 32 seconds and more.
+
+    \b
+    Examples:
+      delayer --mode native drain --to native --dry-run
+      delayer drain --to store --yes
+    """
+    settings = request_of(context).settings()
+    if settings.mode != target:
+        raise Misused(
+            f'mode is {settings.mode!r}: what comes in would go on taking the other way. Set mode = "{target}" in the '
+            "daemon's configuration, reload it, and drain with the same configuration"
+        )
+    if settings.store_url is None:
+        raise Misused("no store is configured")
+    if settings.native.cascade != "delayer":
+        raise Misused("this cascade is shared with another system: see [[takeover]] in the configuration")
+    url = settings.store_url
+    if target == "native":
+        _to_native(context, settings, url, dry_run=dry_run, yes=yes)
+    else:
+        _to_store(context, settings, url, dry_run=dry_run, yes=yes)
+
+
+def _to_native(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool) -> None:
+    waiting, keyed, packed = asyncio.run(_count_rows(url))
+    about = f"{waiting - keyed:,} messages"
+    if keyed:
+        note(f"{keyed:,} messages with a key stay in the store: the cascade knows no keys.")
+    if packed:
+        note(f"{packed:,} messages are compacted and stay. Next: `delayer restore`, and this once more.")
+    if _asked(context, f"{about} into the cascade", waiting > keyed, dry_run=dry_run, yes=yes):
+        moved = asyncio.run(_rows_to_cascade(settings, url))
+        click.echo(f"Moved into the cascade: {moved.messages:,}.")
+        if moved.unsound:
+            raise Off(f"{moved.unsound:,} rows stay: their bytes do not fit their checksum. Next: delayer audit")
+
+
+def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool) -> None:
+    levels = cascade_of(settings)
+    depths = asyncio.run(_depths(settings, levels))
+    count = sum(depths.values())
+    if _asked(context, f"{count:,} messages into the store", count > 0, dry_run=dry_run, yes=yes):
+        click.echo(f"Moved into the store: {asyncio.run(_levels_to_store(settings, url, levels)):,}.")
+
+
+def _asked(context: click.Context, what: str, any_there: bool, *, dry_run: bool, yes: bool) -> bool:
+    """Whether to go on. Exits where there is nothing to do, or nobody wants it."""
+    if dry_run or not any_there:
+        click.echo(f"{what} would be moved." if dry_run else "Nothing is there to be moved.")
+        context.exit(DONE)
+    if not agreed(f"Move {what}?", yes=yes):
+        note("Nothing was done.")
+        context.exit(DONE)
+    return True
+
+
+async def _count_rows(url: str) -> tuple[int, int, int]:
+    seen = await store_status.overview(url)
+    async with listing.looking(url, "count what waits") as connection:
+        return seen.waiting, await draining.keyed(connection), seen.segments.messages
+
+
+async def _depths(settings: Settings, levels: Cascade) -> dict[int, int]:
+    """Messages in each level that is emptied; levels that are missing have none."""
+    names = {level.number: level.name for level in levels.levels() if level.number >= LOWEST}
+    async with await Admin.connect(settings.broker_url, name="delayer drain") as admin:
+        found = await admin.depths(names.values())
+    return {number: found[name] or 0 for number, name in names.items()}
+
+
+@asynccontextmanager
+async def _relay(settings: Settings) -> AsyncIterator[Relay]:
+    relay = Relay(Address.parse(settings.broker_url), "delayer drain", heartbeat=HEARTBEAT)
+    relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+# ---- rows into the cascade
+
+
+async def _rows_to_cascade(settings: Settings, url: str) -> Moved:
+    async with await Admin.connect(settings.broker_url, name="delayer drain") as admin:
+        await admin.declare(native_of(settings))
+    async with _relay(settings) as relay, acting.acting(url, "drain") as connection:
+        publisher = RelayPublisher(relay)
+        act = await acts.begin(connection, whoami(), "drain to native", {})
+        try:
+            return await _portions_out(connection, publisher, settings, act)
+        finally:
+            await publisher.close()
+
+
+async def _portions_out(
+    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int
+) -> Moved:
+    progress, done = Progress(), 0
+    left: set[int] = set()
+    now_ms = await connection.fetchval("SELECT now()")
+    wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
+    after: tuple[int, int] | None = listing.BEGINNING
+    while after is not None:
+        found = await listing.find(connection, wanted, None, PORTION, after)
+        places = [place for place in found.places if place.segment is None]
+        while places:
+            try:
+                async with draining.taken(connection, places, act) as rows:
+                    await _publish(connection, rows, publisher, settings)
+                    done += len(rows)
+                break
+            except draining.Unsound as unsound:
+                left |= unsound.ids
+                places = [place for place in places if place.id not in left]
+        progress(done)
+        after = found.after
+    return Moved(done, len(left))
+
+
+async def _publish(
+    connection: asyncpg.Connection, rows: Sequence[Due], publisher: RelayPublisher, settings: Settings
+) -> None:
+    now_ms = await connection.fetchval("SELECT clock_timestamp()")
+    queue, levels = settings.native.due_queue.encode(), cascade_of(settings)
+    outcomes = await publisher.publish([rules.into_cascade(row, levels, queue, now_ms) for row in rows])
+    refused = [outcome for outcome in outcomes if not isinstance(outcome, Confirmed)]
+    if refused:
+        raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)} messages: {refused[0]}; they stay")
+
+
+# ---- levels into the store
+
+
+async def _levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
+    store = await PostgresStore.connect(url)
+    done = 0
+    try:
+        (lane,) = await store.own_lanes(1)
+        try:
+            async with acting.acting(url, "drain") as connection, _relay(settings) as relay:
+                act = await acts.begin(connection, whoami(), "drain to store", {})
+                # From the top: what goes down meanwhile is met again below.
+                for level in reversed(range(LOWEST, LEVELS)):
+                    if not (await _depths(settings, levels))[level]:
+                        continue
+                    async for moved in _portions_in(store, lane, relay, levels, level):
+                        await acts.add(connection, act, moved)
+                        done += moved
+                        Progress()(done)
+        finally:
+            await lane.release()
+    finally:
+        await store.close()
+    return done
+
+
+async def _portions_in(
+    store: PostgresStore, lane: object, relay: Relay, levels: Cascade, level: int
+) -> AsyncIterator[int]:
+    """Park what stands in one level, portion by portion; each is acknowledged when it is committed."""
+    connection = await relay.connection(10.0)
+    subscription = await RelayConsumer(relay).subscribe(levels.level(level), PORTION)
+    try:
+        empty = 0
+        while empty < PATIENCE:
+            batch = await subscription.next_batch(PORTION, 0.02)
+            empty = 0 if batch else empty + 1
+            if batch:
+                now_ms = store.now_ms()
+                parcels = [rules.into_store(one, levels, level, now_ms, connection.frame_max - 20) for one in batch]
+                await store.park(lane, parcels, [])
+                subscription.ack(batch[-1].tag, multiple=True)
+                yield len(batch)
+    finally:
+        await subscription.close()

@@ -1,0 +1,90 @@
+"""delayer drain, there and back: each message keeps due instant, bytes and destination, and comes out once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.place import Place
+from tests.acceptance.world import secret_store_url
+from tests.faults.place import eventually
+from tests.rig.daemon import DaemonProcess, command
+from tests.rig.raw import Message, Props, number, text
+from tests.rig.servers import Postgres
+
+COUNT = 700
+HOUR = 3_600_000
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    return secret_store_url(postgres, schema)
+
+
+def letter(n: int) -> Message:
+    headers = ((b"x-delay", number("l", HOUR + n * 40_000)), (b"n", number("s", n)), (b"odd", text(b"\xff\xfe")))
+    props = Props(headers=headers, delivery_mode=2, message_id=b"m-%d" % n, expiration=b"7200000")
+    return Message("in", b"inbox", props, b"letter %d" % n)
+
+
+async def listed(config: Path) -> dict[str, Any]:
+    rows = json.loads(await command(config, "list", "--json", "--limit", "2000"))["messages"]
+    return {row["properties"]["message_id"]: row for row in rows}
+
+
+@pytest.mark.deadline(150)
+async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Path) -> None:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "store", {"store": {"url": store}})
+    async with DaemonProcess({}, config=config) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        keyed = Props(headers=((b"x-delay", number("l", HOUR)), (b"x-delay-key", text("k"))), message_id=b"keyed")
+        await raw.publish(*map(letter, range(COUNT)), Message("in", b"inbox", keyed, b"keyed"))
+        before = await eventually(lambda: listed(config), lambda rows: len(rows) == COUNT + 1)
+        with pytest.raises(RuntimeError, match="Set mode = "):
+            await command(config, "drain", "--to", "native", "--yes")
+
+        place.write(config, "native", {"store": {"url": store}})
+        daemon.reload()
+        await daemon.event("mode switched")
+        assert f"{COUNT} messages into the cascade" in await command(config, "drain", "--to", "native", "--dry-run")
+        assert len(await listed(config)) == COUNT + 1
+        assert f"Moved into the cascade: {COUNT}" in await command(config, "drain", "--to", "native", "--yes")
+        assert set(await listed(config)) == {"keyed"}, "the cascade knows no keys"
+
+        seen = len(daemon.events)
+        place.write(config, "store", {"store": {"url": store}})
+        daemon.reload()
+        await daemon.event("mode switched", after=seen)
+        assert f"Moved into the store: {COUNT}" in await command(config, "drain", "--to", "store", "--yes")
+        after = await eventually(lambda: listed(config), lambda rows: len(rows) == COUNT + 1)
+        for name, row in before.items():
+            for what in (
+                "due_ms",
+                "route",
+                "exchange",
+                "routing_key",
+                "to_exchange",
+                "to_key",
+                "headers",
+                "properties",
+            ):
+                assert after[name][what] == row[what], (name, what)
+        levels = json.loads(await command(config, "status", "--json"))["broker"]["cascade"]
+        assert sum(level["depth"] for level in levels) == 0
+
+        trail = {one["verb"]: one["messages"] for one in json.loads(await command(config, "acts", "--json"))}
+        assert trail == {"drain to native": COUNT, "drain to store": COUNT}
+        await command(config, "reschedule", "--all", "--at", "0s", "--yes")
+        await inbox.got([letter(n).body for n in range(COUNT)])
+        await inbox.got([b"keyed"])
+        assert set(inbox.counts.values()) == {1}
+        first = next(one for one in inbox.arrivals if one.delivery.body == b"letter 0")
+        assert first.props.one(b"odd") == text(b"\xff\xfe")
+        assert first.props.expiration == b"7200000"
+        assert await daemon.stop() == 0
+        assert not [one for one in daemon.events if one["level"] == "error"]

@@ -1,0 +1,53 @@
+"""From the store into the cascade and back: nothing of a message changes on the way, and nothing is early."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
+from delayer.core.levels import delay_in_key
+from delayer.core.message import Delivery, Due, Parcel, Target
+from delayer.services import edits
+from delayer.services.draining import into_cascade, into_store
+from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
+from tests.rig.fakes import NOW
+
+OURS = Cascade()
+DAY = 86_400_000
+
+
+def row(due_ms: int) -> Due:
+    properties = encode_headers(entry(b"x-delay", int64(5)) + entry(b"n", long_string(b"\xff")))
+    parcel = Parcel(due_ms, b"in", b"in", b"caf\xc3\xa9", Target(b"out", b"k"), properties, b"body")
+    return Due(48_213, due_ms, 0, parcel, True)
+
+
+@pytest.mark.parametrize("wait_ms", [1, 999, 1_000, 60_001, 40 * DAY, 3_650 * DAY])
+def test_there_and_back(wait_ms: int) -> None:
+    due = row(NOW + wait_ms)
+    sent = into_cascade(due, OURS, b"delays.due", NOW)
+    seconds = delay_in_key(sent.routing_key)
+    assert seconds is not None
+    assert min(wait_ms, MAX_SECONDS * 1000) <= seconds * 1000 < wait_ms + 1000 or seconds == MAX_SECONDS
+    assert sent.routing_key.endswith(b".delays.due")
+    token = Properties.parse(sent.properties).get(edits.ID)
+    assert token is not None
+    assert token.content == b"48213", "its copies are known by its id"
+    level = max(seconds.bit_length() - 1, 0)
+    assert sent.exchange.decode() == OURS.level(level)
+    met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
+    assert into_store(met, OURS, level, NOW + 5_000, 100_000) == due.parcel
+
+
+def test_what_the_broker_was_to_finish_goes_where_the_cascade_ends() -> None:
+    key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
+    properties = encode_headers(entry(edits.DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
+    met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
+    parcel = into_store(met, OURS, 5, NOW, 100_000)
+    assert parcel.target == Target(OURS.delivery.encode(), key)
+    assert (parcel.due_ms, parcel.properties, parcel.body) == (NOW + 30_000, properties, b"body")
+
+
+def test_what_cannot_be_read_is_parked_for_as_long_as_it_may_have_to_wait() -> None:
+    met = Delivery(1, False, b"x", b"0." * LEVELS + b"inbox", b"\xff\xff\xff", b"body")
+    assert into_store(met, OURS, 6, NOW, 100_000).due_ms == NOW + 64_000
