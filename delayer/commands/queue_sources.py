@@ -16,7 +16,6 @@ from delayer.legacy.ports import ImportImpossible, Source
 from delayer.services import edits
 from delayer.settings import duration_ms
 from delayer.store.importing import ImportStore
-from delayer.wire.address import Address
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 _broker_options = (
@@ -79,7 +78,6 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
             wanted.meant,
             book.now_ms,
             rewrites=wanted.rewrites,
-            vhost=Address.parse(url).vhost,
             said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"]),
         )
     except ValueError as error:

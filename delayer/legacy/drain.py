@@ -92,7 +92,7 @@ class Queues:
     def parameters(self) -> dict[str, object]:
         """See the port."""
         return {
-            "broker": str(_address(self._url)),
+            "broker": str(address_of(self._url)),
             **self.more_parameters(),
             **rewriting(self._rewrites),
             **self._meant.as_dict(),
@@ -232,7 +232,7 @@ class Queues:
                 return None
         try:
             if self._relay is None:
-                self._relay = Relay(_address(self._url), NAME, heartbeat=HEARTBEAT)
+                self._relay = Relay(address_of(self._url), NAME, heartbeat=HEARTBEAT)
                 self._relay.start()
             prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
             self._subscription = await RelayConsumer(self._relay).subscribe(self._reader().queue, prefetch)
@@ -280,7 +280,8 @@ async def _asked(question: Awaitable[T]) -> T:
         raise SourceLost(str(error)) from error
 
 
-def _address(url: str) -> Address:
+def address_of(url: str) -> Address:
+    """Where a source's broker is. Raises ImportImpossible, never showing the URL."""
     try:
         return Address.parse(url)
     except ValueError as error:

@@ -18,7 +18,7 @@ from delayer.broker.management import Management
 from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.values import Timestamp
-from delayer.legacy.drain import Queues, Reader
+from delayer.legacy.drain import Queues, Reader, address_of
 from delayer.legacy.known import decoded
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.properties import Properties, splice
@@ -125,11 +125,13 @@ class HoldQueues(Queues):
         now: Callable[[], Awaitable[int]],
         *,
         rewrites: Sequence[Rewrite] = (),
-        vhost: str,
         said: Said = Said(),
     ) -> None:
         super().__init__(NAME, url, meant, now, rewrites)
-        self._management = Management(management_url, vhost, timeout=30.0) if management_url else None
+        self._management = None
+        if management_url:
+            address = address_of(url)
+            self._management = Management(management_url, address.vhost, timeout=30.0, tls=address.tls)
         self._patterns = patterns
         self._said = said
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from delayer.core import nservicebus
@@ -80,9 +81,8 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 - of data, not of code
-    if any(
-        len(name) > SHORT_STRING // 4 and len(name.encode("utf-8", "surrogatepass")) > SHORT_STRING for name in found
-    ):
+    longest = max(map(len, found), default=0)
+    if longest > SHORT_STRING // 4 and any(len(_utf8(name)) > SHORT_STRING for name in found):
         raise ValueError(f"a name has more than {SHORT_STRING} bytes")
     return found
 
@@ -103,10 +103,10 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
     """As NServiceBus's transport for RabbitMQ fills them in: headers as strings, and what has a property as one too."""
     texts = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
-    parts = []
+    parts: list[bytes] = []
     for name, text in texts.items():
-        key, value = name.encode("utf-8", "surrogatepass"), text.encode("utf-8", "surrogatepass")
-        parts.append(b"%c%bS%b%b" % (len(key), key, len(value).to_bytes(4, "big"), value))
+        value = _utf8(text)
+        parts += (_head(name), len(value).to_bytes(4, "big"), value)
     table = b"".join(parts)
     if raw:
         table += entry(UNREAD, long_string(raw))
@@ -121,6 +121,17 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
         },
         table,
     )
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+@lru_cache(maxsize=1 << 12)
+def _head(name: str) -> bytes:
+    """What stands before the length of a string header of this name; a system uses a few dozen of them."""
+    key = _utf8(name)
+    return b"%c%bS" % (len(key), key)
 
 
 def _text(value: object) -> str:
