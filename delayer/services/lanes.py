@@ -23,6 +23,7 @@ from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
+from delayer.services.asking import Asking
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.holding import report
@@ -73,7 +74,7 @@ class Lanes:
         self._loops: dict[asyncio.Task[None], Lane] = {}
         self._adopted: dict[Lane, Release] = {}
         self._upkeep: asyncio.Task[None] | None = None
-        self._asking: asyncio.Task[list[Lane]] | None = None
+        self._asking = Asking()
         self._share = wanted
         self._complete = 0  # looks in a row that found all lanes of our own in hand
         self._turn = count()
@@ -168,27 +169,14 @@ class Lanes:
                         log.warning("store unreachable", reason=str(lost), **advice)
                     await retry.pause()
                 await self._until_next_look(stopping)
-            await self._ask_no_more()
+            await self._asking.stop()
             await self._all_let_go()
         finally:
             # After a bug, and when the time to stop in is over, nobody has told the loops.
             for loop in self._loops:
                 loop.cancel()
             await self._all_let_go()
-            await self._ask_no_more()
-
-    async def _ask_no_more(self) -> None:
-        """Raises what the asking failed of, if that was a bug."""
-        if self._asking is None:
-            return
-        asked, self._asking = self._asking, None
-        asked.cancel()
-        [lanes] = await asyncio.gather(asked, return_exceptions=True)
-        if isinstance(lanes, BaseException):
-            raise_first([lanes], unless=(*LOSSES, asyncio.CancelledError))
-            return
-        for lane in lanes:  # it was over just now
-            await lane.release()
+            await self._asking.stop()
 
     async def _all_let_go(self) -> None:
         """Wait until every loop has ended."""
@@ -225,16 +213,14 @@ class Lanes:
 
     async def _own_lanes(self, store: Store, stopping: asyncio.Event) -> None:
         """What is free is released from at once; asking others for more takes seconds, and goes on beside the looks."""
-        if self._asking is not None and self._asking.done():
-            asked, self._asking = self._asking, None
-            self._begin(asked.result(), stopping)
+        self._begin(self._asking.answer(), stopping)
         self._complete = 0 if self._missing > 0 else self._complete + 1
         while self._adopted and self._missing > 0:
             await self._keep_one()
-        if self._missing > 0 and self._asking is None:
+        if self._missing > 0 and not self._asking.tasks:
             self._begin(await store.own_free(self._missing), stopping)
             if self._missing > 0:
-                self._asking = asyncio.create_task(store.own_lanes(self._missing), name="ask for lanes")
+                self._asking.begin(store, self._missing)
 
     @property
     def _missing(self) -> int:
@@ -313,8 +299,9 @@ class Lanes:
     async def _until_next_look(self, stopping: asyncio.Event) -> None:
         """Wait for a loop to end, for the order to stop, or for the time of the next look."""
         stop = asyncio.create_task(stopping.wait(), name="stopping")
-        asking = [] if self._asking is None else [self._asking]
-        await asyncio.wait([stop, *asking, *self._loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [stop, *self._asking.tasks, *self._loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED
+        )
         stop.cancel()
         self._collect()
 
