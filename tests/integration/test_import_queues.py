@@ -72,8 +72,10 @@ def nservicebus(n: int, seconds: int, sent_ms: int, **more: Any) -> Props:
 
 
 @pytest.mark.parametrize("kind", ["nservicebus-v2", "nservicebus-v1"])
-async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, database: str, kind: Any) -> None:
+async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str, kind: Any) -> None:
     """Dotted addresses, one that is a suffix of another, one that does not exist, a delayed retry, no headers."""
+    if kind == "nservicebus-v1" and rabbitmq.version >= (4, 3):
+        pytest.skip("RabbitMQ 4.3 refuses x-queue-mode, and with it this cascade")
     cascade = Cascade(kind)
     await declared(vhost, cascade.topology(), queues("Orders", "Sales.Orders", "strange ☃"))
     delayer("db", "upgrade")
@@ -103,7 +105,8 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, database: str,
     for body, (seconds, address, props) in sent.items():
         row = (held if body == b"gone" else rows)[body]
         assert (row["to_exchange"], row["to_key"]) == (b"", address)
-        assert row["properties"] == (props if isinstance(props, bytes) else props.encode())
+        sent_as = Props() if isinstance(props, bytes) else props.sorted_if(rabbitmq.sorts_headers)
+        assert row["properties"] == sent_as.encode()
         # Never early, and not later than it could be known.
         assert began + seconds * 1000 <= row["due_at"] <= ended + seconds * 1000 + 1_000, body
     async with await Admin.connect(vhost) as admin:
