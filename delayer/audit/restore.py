@@ -23,7 +23,7 @@ import asyncpg
 from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import partitions, schema, segments, session
+from delayer.store import pagewise, partitions, schema, segments, session
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
 from delayer.store.quiet import quiet_lane
@@ -47,10 +47,12 @@ PARTITION_SECONDS: Final = 20.0
 
 
 class Plan(NamedTuple):
-    """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds."""
+    """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds. ``unreadable``:
+    damaged pages of the table, whose segments nobody knows."""
 
     now_ms: int
     segments: Sequence[Listed]
+    unreadable: Sequence[str] = ()
 
     @property
     def messages(self) -> int:
@@ -69,10 +71,11 @@ class Back(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a job did. ``seconds`` without the start of Spark."""
+    """What a job did. ``seconds`` without the start of Spark. ``unreadable``: of the plan."""
 
     back: Sequence[Back]
     seconds: float
+    unreadable: Sequence[str] = ()
 
     @property
     def messages(self) -> int:
@@ -92,7 +95,8 @@ class Done:
 
     @property
     def broken(self) -> list[str]:
-        return [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
+        broken = [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
+        return [*self.unreadable, *broken]
 
 
 async def plan(url: str, within_ms: int | None) -> Plan:
@@ -103,7 +107,10 @@ async def plan(url: str, within_ms: int | None) -> Plan:
             await schema.check(connection)
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
             before = None if within_ms is None else now_ms + within_ms
-            return Plan(now_ms, await segments.listed(connection, before))
+            try:
+                return Plan(now_ms, await segments.listed(connection, before))
+            except asyncpg.InternalServerError:  # XX000 and its kinds: a damaged page of the table
+                return Plan(now_ms, *await pagewise.listed(connection, before))
     finally:
         await session.close(connection)
 
@@ -130,7 +137,7 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
             say(name, done + count * tasks_done // max(of, 1), len(planned.segments))
 
         back += asyncio.run(_round(spark, url, part, told))
-    return Done(back, time.monotonic() - began)
+    return Done(back, time.monotonic() - began, planned.unreadable)
 
 
 async def _prepare(url: str, left: Sequence[Listed]) -> Sequence[Listed]:

@@ -71,7 +71,7 @@ def _run(url: str, planned: Plan, master: str | None, say: Say) -> Done:
     from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
 
     if not planned.segments:
-        return job.Done((), 0.0)
+        return job.Done((), 0.0, planned.unreadable)
     with session("delayer restore", master) as spark:
         return job.run(spark, url, planned, say)
 
@@ -81,6 +81,8 @@ def _tell_plan(planned: Plan, *, as_json: bool) -> None:
     first_ms = segments[0].first_due_ms if segments else None
     packed = sum(one.packed_bytes for one in segments)
     broken = sum(one.broken is not None for one in segments)
+    for reason in planned.unreadable:
+        note(f"Cannot be read, nor what lies there: {reason}.")
     if as_json:
         print_json(
             {

@@ -16,7 +16,17 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.faultpoint import reach
-from delayer.store import handover, parking, partitions, restoring, schema, segments, session, upkeep
+from delayer.store import (
+    handover,
+    pagewise,
+    parking,
+    partitions,
+    restoring,
+    schema,
+    segments,
+    session,
+    upkeep,
+)
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
@@ -142,7 +152,10 @@ class PostgresStore:
         """See the port. Raises StoreLost."""
         with translated("look for broken segments"):
             async with session.borrowed(self._pool) as connection:
-                return await segments.doubtful(connection, horizon_ms)
+                try:
+                    return await segments.doubtful(connection, horizon_ms)
+                except asyncpg.InternalServerError:  # a damaged page of the table
+                    return await pagewise.doubtful(connection, horizon_ms)
 
     async def restore_again(self, lane: object, segment: int) -> Restoration:
         """See the port."""

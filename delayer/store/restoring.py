@@ -11,7 +11,7 @@ from typing import Final
 import asyncpg
 
 from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
-from delayer.store import segments, session, statements
+from delayer.store import pagewise, segments, session, statements
 from delayer.store.lane import PostgresLane
 from delayer.store.partitions import DAY_MS
 
@@ -29,16 +29,36 @@ async def restore_soonest(
 ) -> Restoration:
     """Restore the soonest segment into ``lane``, if it begins by ``horizon_ms``, with partitions for its days.
 
-    Raises LaneLost, the driver's errors, and what ``ensure_days`` raises.
+    Segments on damaged pages of the table keep no others back; their error is raised when nothing else is due. Raises
+    LaneLost, the driver's errors, and what ``ensure_days`` raises.
     """
-    async with session.borrowed(pool) as connection:
-        soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
+    try:
+        async with session.borrowed(pool) as connection:
+            soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
+    except asyncpg.InternalServerError:  # XX000 and its kinds: a damaged page of the table keeps nothing else there
+        found = await _restore_readable(pool, lane, horizon_ms, ensure_days)
+        if found is None:
+            raise  # nothing else is due: an alarm
+        return found
     if soonest is None:
         return None
     # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
     first_ms, last_ms = soonest
     work = partial(segments.restore_one, into=lane, horizon_ms=horizon_ms)
     return await _restore(pool, lane, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
+
+
+async def _restore_readable(
+    pool: asyncpg.Pool, lane: PostgresLane, horizon_ms: int, ensure_days: EnsureDays
+) -> Restoration:
+    """The same beside pages that cannot be read."""
+    async with session.borrowed(pool) as connection:
+        soonest = await pagewise.soonest(connection, horizon_ms)
+    if soonest is None:
+        return None
+    dues = soonest.first_due_ms, soonest.last_due_ms
+    work = partial(segments.restore, into=lane, segment=soonest.id)
+    return await _restore(pool, lane, dues, ensure_days, work) or Locked(soonest.first_due_ms)
 
 
 async def restore_again(pool: asyncpg.Pool, lane: PostgresLane, segment: int, ensure_days: EnsureDays) -> Restoration:

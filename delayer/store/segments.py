@@ -26,6 +26,8 @@ _LOCK = (
     "SELECT id, first_due, messages, cancelled, format, digest FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
 )
+# Few segments would be read from the first to the last, and a damaged page would keep those beside it.
+_BY_INDEX = "SET LOCAL enable_seqscan = off"
 _LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
 _LOCK_ONE = _LOCK.format("id = $1")
 
@@ -165,6 +167,7 @@ async def _restore_at_once(
     from delayer.store.packing import SegmentBroken  # noqa: PLC0415
 
     async with session.transaction(connection):
+        await connection.execute(_BY_INDEX)
         segment = await connection.fetchrow(*which)
         if segment is None:
             return None

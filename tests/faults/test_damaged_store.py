@@ -1,71 +1,142 @@
-"""A page of the store that cannot be read any more costs the segment that lies on it, and nobody else."""
+"""A page of the store that cannot be read any more costs the segments that lie on it, and nobody else."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
+from delayer.audit import restore
+from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.store import segments, upgrades
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
-from tests.integration.test_store_lane import sql
+from tests.conformance.store_contract import owned
+from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NOW
 from tests.rig.postgres import Postgres
-from tests.rig.rows import compact, put, row
+from tests.rig.rows import compact, put, row, waiting
 
 PAGE = 8192
+EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE
 LANE = 9
+ROWS = 900
+OF_A_SEGMENT = 30
+BYTES_OF = "(SELECT reltoastrelid FROM pg_class WHERE oid = 'segment'::regclass)"
+TABLE = "'segment'"
 
 
-@pytest.fixture
-def postgres() -> Iterator[Postgres]:
-    """A server of its own, to be damaged."""
-    with Postgres() as server:
-        yield server
+class Damaged(NamedTuple):
+    """A store, and the segments that lie on its damaged page."""
+
+    url: str
+    lost: list[int]
 
 
-async def filled(url: str) -> str:
-    """Three segments of bytes that do not compress; returns the file that their bytes lie in."""
+async def fill(url: str) -> None:
+    """Segments of bytes that do not compress, some of them on each page of their table."""
     await upgrades.upgrade(url)
     chance = random.Random(1)
     async with sql(url) as admin:
         start = NOW + 10 * DAY_MS
-        await put(admin, [row(n + 1, start + n * 1000, 1, chance.randbytes(300)) for n in range(900)])
-        await compact(admin, rows=300)
+        await admin.execute("ALTER TABLE segment SET (fillfactor = 10)")
+        await put(admin, [row(n + 1, start + n * 1000, 1, chance.randbytes(300)) for n in range(ROWS)])
+        await compact(admin, rows=OF_A_SEGMENT)
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone')")
-        await admin.execute("CHECKPOINT")
-        path: str = await admin.fetchval(
-            "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE relname = 'segment'"
-        )
-    return path
 
 
-async def restored(url: str) -> list[Restored | Broken | None]:
+async def place(url: str, relation: str, page: int) -> str:
+    """The file of ``relation``, which has that page and more, all of it written."""
     async with sql(url) as admin:
-        return [await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS) for _ in range(4)]
+        await admin.execute("CHECKPOINT")
+        path, pages = await admin.fetchrow(
+            f"SELECT pg_relation_filepath({relation}), pg_relation_size({relation}) / {PAGE}"
+        )
+        assert pages > page + 1
+        return str(path)
 
 
-def test_a_damaged_page_costs_one_segment(postgres: Postgres) -> None:
-    url = postgres.url(postgres.add_database())
-    path = asyncio.run(filled(url))
-    postgres.stop()
-    with (postgres.data / path).open("r+b") as file:
-        file.seek(2 * PAGE)
-        file.write(bytes(PAGE))
-    postgres.start()
-    broken, *others, last = asyncio.run(restored(url))
-    assert isinstance(broken, Broken)
-    assert "the store cannot read its bytes" in broken.reason
-    assert [one.messages for one in others if isinstance(one, Restored)] == [300, 300]
-    assert last is None
+async def on_page(url: str, page: int) -> list[int]:
+    async with sql(url) as admin:
+        found = await admin.fetch(
+            "SELECT id FROM segment WHERE ctid >= $1 AND ctid < $2 ORDER BY id", (page, 0), (page + 1, 0)
+        )
+        return [id for (id,) in found]
 
-    async def left() -> tuple[int, int]:
-        async with sql(url) as admin:
-            counted = await segments.count(admin)
-            return counted.broken, counted.broken_messages
 
-    assert asyncio.run(left()) == (1, 300)
+@pytest.fixture(scope="module")
+def damaged() -> Iterator[dict[str, Damaged]]:
+    """Stores of one server: a page of the bytes of segments is gone, or one of the segments themselves."""
+    with Postgres() as server:
+        template = server.add_database()
+        asyncio.run(fill(server.url(template)))
+        stores, places = {}, []
+        for name, relation, page, content in [
+            ("bytes", BYTES_OF, 2, EMPTY),
+            ("daemon", TABLE, 0, NOISE),
+            ("bulk", TABLE, 1, NOISE),
+        ]:
+            url = server.url(server.add_database(template=template))
+            stores[name] = Damaged(url, asyncio.run(on_page(url, page)))
+            places.append((asyncio.run(place(url, relation, page)), page, content))
+        server.stop()
+        for path, page, content in places:
+            with (server.data / path).open("r+b") as file:
+                file.seek(page * PAGE)
+                file.write(content)
+        server.start()
+        yield stores
+
+
+async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
+    """Its pieces belong to a segment, or to two that are neighbours."""
+    found = []
+    async with sql(damaged["bytes"].url) as admin:
+        while one := await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS):
+            found.append(one)
+        broken = [one for one in found if isinstance(one, Broken)]
+        assert 1 <= len(broken) <= 2
+        assert "the store cannot read its bytes" in broken[0].reason
+        assert len(found) == ROWS // OF_A_SEGMENT
+        counted = await segments.count(admin)
+        assert (counted.broken, counted.broken_messages) == (len(broken), len(broken) * OF_A_SEGMENT)
+        assert len(await waiting(admin)) == ROWS - counted.broken_messages
+
+
+async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damaged]) -> None:
+    """It restores all others, those behind it too, and then it complains."""
+    url, lost = damaged["daemon"]
+    assert lost
+    found = []
+    async with opened(url) as store, owned(store) as [lane]:
+        assert await store.doubtful(segments.FOREVER_MS) == []
+        with pytest.raises(StoreLost, match=r"restore: .*invalid page in block 0"):
+            while one := await store.restore(lane, segments.FOREVER_MS):
+                assert isinstance(one, Restored)
+                found.append(one.segment)
+    assert len(found) == len(set(found)) == ROWS // OF_A_SEGMENT - len(lost)
+    assert not set(found) & set(lost)
+    async with sql(url) as admin:
+        assert len(await waiting(admin)) == len(found) * OF_A_SEGMENT
+
+
+def test_a_damaged_page_of_segments_and_bulk_restore(damaged: dict[str, Damaged]) -> None:
+    """What was planned before the page was lost is broken, and not lost: the same again would be no use."""
+    url, lost = damaged["bulk"]
+    planned = asyncio.run(restore.plan(url, None))
+    others = [one.id for one in planned.segments]
+    assert len(others) == ROWS // OF_A_SEGMENT - len(lost)
+    [unreadable] = planned.unreadable
+    assert unreadable.startswith("page 1 of table segment: ")
+    back = restore.work(url, Fence(LANE, 0), [lost[0], *others])
+    done = restore.Done(back, 0.0, planned.unreadable)
+    assert done.lost == []
+    assert done.segments == len(others)
+    assert done.messages == len(others) * OF_A_SEGMENT
+    [page, segment] = done.broken
+    assert page == unreadable
+    assert segment.startswith(f"segment {lost[0]}: the store cannot read it")
