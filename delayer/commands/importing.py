@@ -112,7 +112,8 @@ def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> 
                 act(context, make, given)
 
             made: Callable[..., Any] = click.pass_context(wrapped)
-            for option in reversed((*options, *_OPTIONS, *more)):
+            every: tuple[Option, ...] = (*options, *_OPTIONS, *more)
+            for option in reversed(every):
                 made = option(made)
             group.command(verb, help=text, short_help=text.partition(".")[0] + ".")(made)
 
