@@ -9,7 +9,8 @@ from typing import Final
 from delayer.core.message import Delivery
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
-DELIVERY_COUNT: Final = b"x-delivery-count"
+COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
+"""What the broker adds of its own to a message that it delivers again; the second from 4.3 on."""
 
 
 def parsed(raw: bytes) -> Properties | None:
@@ -47,6 +48,6 @@ def fingerprint(delivery: Delivery, properties: Properties | None) -> str:
         if name != "headers":
             digest.update(name.encode() + properties.raw[start:end])
     for field in properties.headers_items():
-        if field.name != DELIVERY_COUNT:
+        if field.name not in COUNTED:
             digest.update(len(field.name).to_bytes(1, "big") + field.name + field.type_and_value)
     return digest.hexdigest()[:32]

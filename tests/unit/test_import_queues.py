@@ -80,7 +80,7 @@ def known(props: Props, body: bytes = b"body") -> str:
 
 
 def test_known_again_whatever_the_broker_counts() -> None:
-    counted = ((b"x-delivery-count", number("l", 3)),)
+    counted = ((b"x-delivery-count", number("l", 3)), (b"x-acquired-count", number("l", 4)))
     bare = Props(message_id=b"1", delivery_mode=2)
     assert known(bare) == known(Props(message_id=b"1", delivery_mode=2, headers=counted)) != ""
     more = ((b"a", text("b")),)
