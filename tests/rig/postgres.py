@@ -132,6 +132,11 @@ class Postgres:
         """The directory of its files, for who damages them while it is stopped."""
         return self._data
 
+    @property
+    def programs(self) -> Path:
+        """The directory of Postgres's own programs: pg_dump, psql and so on."""
+        return self._programs
+
     def url(self, database: str = "postgres", *, port: int | None = None, user: str = SUPERUSER) -> str:
         """postgresql:// URL over TCP; `port` for a proxy before it."""
         return f"postgresql://{user}@{ports.HOST}:{port or self.port}/{database}"

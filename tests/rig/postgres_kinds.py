@@ -1,9 +1,11 @@
-"""Other kinds of Postgres: a hot standby, and one whose files are small enough to be limited."""
+"""Other kinds of Postgres: a hot standby, one whose files are small enough to be limited, one on a small disk."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +37,17 @@ class Standby(Postgres):
         with (self._data / "postgresql.conf").open("a") as config:
             config.write(f"port = '{self.port}'\n")
 
+    def copy(self) -> None:
+        """Take the copy now; start() goes on from it later."""
+        self._initialize()
+
+    def recover(self, restore_command: str) -> None:
+        """Read the archived WAL to its end at the next start, and be a primary then, not a standby."""
+        (self._data / "standby.signal").unlink()
+        (self._data / "recovery.signal").touch()
+        with (self._data / "postgresql.conf").open("a") as config:
+            config.write(f"restore_command = '{restore_command}'\narchive_mode = 'off'\n")
+
     def promote(self) -> None:
         """Become the primary; returns when it is one."""
         self.execute("SELECT pg_promote(true, 60)")
@@ -51,6 +64,42 @@ class SmallFiles(Postgres):
     def _initialize(self) -> None:
         super()._initialize()
         _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
+
+
+class SmallDisk(Postgres):
+    """On a disk of its own, of so many megabytes. As root, in a mount namespace of one's own (unshare --mount): then
+    nothing stays mounted, whatever happens."""
+
+    def __init__(self, megabytes: int) -> None:
+        super().__init__(settings={"max_wal_size": "64MB", "min_wal_size": "32MB"})
+        self._disk = self._directory / "disk"
+        self._disk.mkdir()
+        self._ballast = self._disk / "ballast"
+        options = f"size={megabytes}m,mode=0755"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", self._disk], check=True)
+        self._data = self._disk / "data"
+
+    def fill(self) -> None:
+        """Somebody else's file takes all the room that is left."""
+        with self._ballast.open("ab", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError as full:
+                if full.errno != errno.ENOSPC:
+                    raise
+
+    def free(self) -> None:
+        """That file is gone."""
+        self._ballast.unlink()
+
+    def answers(self) -> bool:
+        return self._is_ready()
+
+    def close(self) -> None:
+        self.kill()
+        subprocess.run(["umount", "--lazy", self._disk], check=True)
+        super().close()
 
 
 def _run(server: Postgres, program: str, *arguments: str) -> None:
