@@ -1,0 +1,72 @@
+"""The mode is switched while thousands of messages a second flow: store, native, store; every one is accounted for."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.place import Place
+from tests.rig.daemon import DaemonProcess
+from tests.rig.flow import flowing
+from tests.rig.servers import Postgres
+
+SEED = 2_007
+LONGEST_MS = 4_000
+BY_STORE = 32
+"""The ids of what the store released are shorter than that: it numbers its rows."""
+
+
+@pytest.mark.deadline(170)
+@pytest.mark.parametrize(
+    ("rate", "seconds"),
+    [pytest.param(1_000, 3.0, id="1000"), pytest.param(5_000, 15.0, id="5000", marks=pytest.mark.long)],
+)
+async def test_store_native_store(
+    vhost: str, postgres: Postgres, schema: str, tmp_path: Path, rate: int, seconds: float
+) -> None:
+    """``seconds`` in each mode. What the store holds at the switch to native is released by it all the same."""
+    # To the place, native mode with a store is everything there is: the cascade and the rows.
+    place = await Place("native", vhost, postgres.url(schema)).declare()
+    environ = {name: value for name, value in place.environ.items() if name != "MODE"}
+    file = tmp_path / "delayer.toml"
+
+    def write(mode: str) -> None:
+        file.write_text(f"mode = {json.dumps(mode)}\n")
+
+    write("store")
+    async with place.ledger(SEED) as ledger, DaemonProcess(environ, config=file) as daemon:
+        await daemon.ready()
+        async with flowing(ledger, rate, longest_ms=LONGEST_MS) as flow:
+
+            async def flowed() -> None:
+                enough = flow.count + rate * seconds
+                await ledger.until(lambda: flow.count >= enough, timeout=60)
+
+            async def switch(mode: str) -> None:
+                seen = len(daemon.events)
+                write(mode)
+                daemon.reload()
+                assert (await daemon.event("mode switched", after=seen))["now"] == mode
+
+            await flowed()
+            await switch("native")
+            native_ms = time.time() * 1000
+            await flowed()
+            await switch("store")
+            store_ms = time.time() * 1000
+            await flowed()
+        await ledger.all_back(timeout=90)
+        assert await daemon.stop() == 0
+        verdict = await place.settle_accounts(ledger)
+        counters = await place.conserved()
+    print(f"{flow.rate:.0f} messages a second; {verdict}; {counters}")
+    verdict.assert_kept()
+    assert counters["parked"] == counters["released"] > 2 * rate * seconds
+    assert (await daemon.event("stopped"))["cascaded"] > rate * seconds / 2
+    assert verdict.sent == flow.count
+    meanwhile = [one.id for (one,) in ledger.arrivals.values() if native_ms < one.at_ms < store_ms]
+    assert sum(len(id) < BY_STORE for id in meanwhile) > rate / 4, "the store went on releasing"
+    assert sum(len(id) >= BY_STORE for id in meanwhile) > rate / 4, "and the cascade began"
