@@ -55,7 +55,9 @@ SAID: Final = frozenset(
 )
 # x-death and its kin are the broker's own notes of a message's past. Kept, they would make RabbitMQ before 4.0 drop it
 # silently on its next trip through a cascade, which it takes for a dead-letter cycle.
-_REMOVED: Final = SAID | {b"x-death", b"x-delivery-count", ID, DUE}
+# x-acquired-count: what RabbitMQ from 4.3 on counts beside x-delivery-count.
+_COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
+_REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}
 _REFUSED: Final = b"x-delayer-refused"
 _EXCHANGE: Final = b"x-delayer-exchange"
 _ROUTING_KEY: Final = b"x-delayer-routing-key"
@@ -148,7 +150,7 @@ def failed(properties: Properties, failure: Failure, max_properties: int) -> byt
 
 
 def _noted(properties: Properties, append: bytes) -> bytes:
-    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH, b"x-delivery-count"}
+    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED
     return splice(properties, remove=remove, remove_prefixes=_REMOVED_PREFIXES, append=append)
 
 
