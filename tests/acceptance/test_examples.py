@@ -1,0 +1,278 @@
+"""config/examples: each applied to a broker as it stands, and its messages followed from end to end.
+
+Broker and store are the test's own; and what an example lets wait for a minute waits for seconds here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aio_pika
+import pytest
+
+from delayer.broker.admin import Admin
+from delayer.core.cascade import Cascade
+from delayer.core.nservicebus import wire_instant
+from tests.acceptance.test_takeover import endpoints, nservicebus_message
+from tests.faults.place import eventually
+from tests.rig.daemon import EXECUTABLE, DaemonProcess
+from tests.rig.raw import Arrival, Message, Props, Raw, now_ms, number, text
+from tests.rig.servers import Postgres, RabbitMQ
+
+EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
+LATE_MS = 3_000
+SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
+
+
+@dataclass
+class Example:
+    """One example at work. ``sent``: what was published, with its due instant and where it is to arrive."""
+
+    rabbitmq: RabbitMQ
+    vhost: str
+    raw: Raw
+    daemon: DaemonProcess
+    sent: list[tuple[Message, int, str]] = field(default_factory=list)
+
+    async def send(self, message: Message, due_ms: int, queue: str) -> None:
+        self.sent.append((message, due_ms, queue))
+        await self.raw.publish(message)
+
+    async def account(self) -> list[Arrival]:
+        """All in, all out: each once and where it belongs, none early, none late, bodies and ids as they were."""
+        queues = dict.fromkeys(queue for _, _, queue in self.sent)
+        inboxes = {queue: await self.raw.inbox(queue) for queue in queues}
+        for queue, inbox in inboxes.items():
+            await inbox.got([message.body for message, _, to in self.sent if to == queue])
+        await self.raw.round_trip()
+        arrivals = []
+        for message, due_ms, queue in self.sent:
+            arrival = inboxes[queue].only(message.body)
+            assert due_ms <= arrival.at_ms <= due_ms + LATE_MS, (message.body, arrival.at_ms - due_ms)
+            assert isinstance(message.props, Props)
+            assert arrival.props.message_id == message.props.message_id
+            arrivals.append(arrival)
+        assert sum(len(inbox.arrivals) for inbox in inboxes.values()) == len(self.sent)
+        return arrivals
+
+
+@asynccontextmanager
+async def example(
+    name: str, rabbitmq: RabbitMQ, store: str, *, before: Any = None, **changed: Any
+) -> AsyncIterator[Example]:
+    """`delayer topology apply` with the file, `delayer check`, and the daemon. ``changed``: keys of the file
+    with another value. ``before`` is awaited first, with the URL of the vhost."""
+    file = EXAMPLES / f"{name}.toml"
+    vhost = rabbitmq.add_vhost()
+    environ = {"BROKER__URL": rabbitmq.url(vhost), "STORE__URL": store}
+    environ |= {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    if before is not None:
+        await before(rabbitmq.url(vhost))
+    for words in (("topology", "apply"), ("check",)):
+        process = await asyncio.create_subprocess_exec(
+            str(EXECUTABLE), "--config", str(file), *words,
+            env=DaemonProcess(environ)._environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        said, _ = await process.communicate()
+        assert process.returncode == 0, f"{words}: {said.decode()}"
+    async with await Raw.connect(rabbitmq.url(vhost)) as raw, DaemonProcess(environ, config=file) as daemon:
+        await daemon.ready()
+        yield Example(rabbitmq, vhost, raw, daemon)
+        assert await daemon.stop() == 0, daemon.tail()
+    rabbitmq.drop_vhost(vhost)
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    """The URL of a fresh store."""
+    return postgres.url(schema)
+
+
+def read(name: str) -> dict[str, Any]:
+    return tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
+
+
+def message(exchange: str, key: str, body: bytes, *headers: tuple[bytes, Any], **more: Any) -> Message:
+    props = Props(headers=headers or None, delivery_mode=2, message_id=b"id of " + body[:40], **more)
+    return Message(exchange, key.encode(), props, body)
+
+
+def test_every_example_is_tested_here() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.toml")}
+    assert names == {"mailerq", "delayed-exchange", "nservicebus", "celery", "retry", "hybrid"}
+
+
+async def test_mailerq(rabbitmq: RabbitMQ, store: str) -> None:
+    async with example("mailerq", rabbitmq, store) as it:
+        for key in ("outbox", "retries"):
+            due_s = now_ms() // 1000 + 2
+            stamped = message("mailerq", key, b"stamped " + key.encode(), timestamp=due_s)
+            await it.send(stamped, due_s * 1000, "outbox")
+            told = f"{datetime.fromtimestamp(due_s, UTC):%Y-%m-%d %H:%M:%S}"
+            body = json.dumps({"envelope": "a@example.org", "key": key, "nextattempt": {"time": told}})
+            await it.send(message("mailerq", key, body.encode()), due_s * 1000, "outbox")
+            body = json.dumps({"envelope": "a@example.org", "key": key})
+            await it.send(message("mailerq", key, body.encode()), now_ms(), "outbox")
+        arrivals = await it.account()
+        for (sent, _, _), arrival in zip(it.sent, arrivals, strict=True):
+            assert arrival.delivery.routing_key == sent.routing_key
+            assert arrival.delivery.exchange == b"amqpdelayer"
+            assert arrival.props.timestamp == sent.props.timestamp  # type: ignore[union-attr]
+
+
+async def test_delayed_exchange(rabbitmq: RabbitMQ, store: str) -> None:
+    async with example("delayed-exchange", rabbitmq, store) as it:
+        for key in ("eu.de", "us"):
+            for delay in (0, 1, 1500):
+                body = f"{key} after {delay}".encode()
+                sent = message("orders", key, body, (b"x-delay", number("I", delay)))
+                await it.send(sent, now_ms() + delay, f"orders.{key[:2]}")
+        arrivals = await it.account()
+        assert [arrival.props.one(b"x-delay") for arrival in arrivals] == [
+            number("I", -delay) for _ in ("eu", "us") for delay in (0, 1, 1500)
+        ]
+
+
+async def test_nservicebus(rabbitmq: RabbitMQ, store: str) -> None:
+    cascade = Cascade("nservicebus-v2")
+    [takeover] = read("nservicebus")["takeover"]
+    assert takeover == {"cascade": "nservicebus-v2", "levels_from": 6}
+
+    async def endpoints_start(url: str) -> None:
+        async with await Admin.connect(url) as admin:
+            await admin.declare(endpoints(cascade))
+
+    shortened = [takeover | {"levels_from": 1}]
+    async with example("nservicebus", rabbitmq, store, before=endpoints_start, TAKEOVER=shortened) as it:
+        for seconds in (1, 2, 3, 4):
+            body = f"Billing after {seconds}"
+            now = now_ms()
+            await it.send(nservicebus_message(cascade, seconds, "Billing", body), now + seconds * 1000, "Billing")
+
+        def timeout(body: bytes, due_ms: int, *headers: tuple[bytes, Any]) -> Message:
+            expire = (b"NServiceBus.Timeout.Expire", text(wire_instant(due_ms)))
+            to = (b"NServiceBus.Timeout.RouteExpiredTimeoutTo", text("Billing"))
+            return message("delayer.timeouts", "", body, expire, to, *headers)
+
+        now = now_ms()
+        of_saga = (b"NServiceBus.SagaId", text(SAGA))
+        await it.send(timeout(b"timeout", now + 2_000), now + 2_000, "Billing")
+        await it.send(timeout(b"of a saga", now + 2_000, of_saga), now + 2_000, "Billing")
+        others = (b"NServiceBus.SagaId", text(SAGA.replace("2", "3")))
+        for n in range(3):
+            await it.raw.publish(timeout(b"cleared %d" % n, now + 2_500 + n, others))
+        clear = (b"NServiceBus.ClearTimeouts", text("True"))
+        await it.raw.publish(message("delayer.timeouts", "", b"", others, clear))
+        await it.account()
+        inbox = await it.raw.inbox("Billing")
+        assert not await inbox.until(lambda: any(b"cleared" in one for one in inbox.counts), timeout=2.0)
+
+
+async def test_celery(rabbitmq: RabbitMQ, store: str) -> None:
+    kombu = pytest.importorskip("kombu")
+    from kombu.transport import native_delayed_delivery as delayed
+
+    [takeover] = read("celery")["takeover"]
+    assert takeover == {"cascade": "celery", "levels_from": 6}
+
+    def declared(url: str) -> None:
+        with kombu.Connection(url) as connection:
+            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+            tasks = kombu.Queue("tasks", kombu.Exchange("tasks", type="topic"), routing_key="tasks")
+            tasks.bind(connection.default_channel).declare()
+            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks)
+
+    async def worker_starts(url: str) -> None:
+        await asyncio.to_thread(declared, url)
+
+    shortened = [takeover | {"levels_from": 1}]
+    async with example("celery", rabbitmq, store, before=worker_starts, TAKEOVER=shortened) as it:
+        for seconds in (1, 2, 3, 5):
+            key = delayed.calculate_routing_key(seconds, "tasks")
+            due_ms = now_ms() + seconds * 1000 + 300
+            eta = (b"eta", text(datetime.fromtimestamp(due_ms / 1000, UTC).isoformat()))
+            # In the level that is not taken over Celery's cut of the rest of a second shows: workers wait for the eta.
+            earliest = due_ms if seconds > 1 else due_ms - 300
+            await it.send(message("celery_delayed_27", key, b"task after %d" % seconds, eta), earliest, "tasks")
+        due_ms = now_ms() + 2_000
+        eta = (b"eta", text(datetime.fromtimestamp(due_ms / 1000, UTC).isoformat()))
+        await it.send(message("delayer.celery", "tasks", b"task by its eta", eta), due_ms, "tasks")
+        await it.account()
+
+
+async def test_hybrid(rabbitmq: RabbitMQ, store: str) -> None:
+    assert read("hybrid")["store"]["park_beyond"] == "10m"
+    async with example("hybrid", rabbitmq, store, STORE__PARK_BEYOND="2s") as it:
+        for delay in (0, 1000, 2000, 2001, 4000):
+            sent = message("delayer.in", "key", b"after %d" % delay, (b"x-delay", number("I", delay)))
+            await it.send(sent, now_ms() + delay, "inbox")
+        await it.account()
+    [end] = [event for event in it.daemon.events if event["event"] == "stopped"]
+    assert (end["cascaded"], end["parked"]) == (2, 2)
+
+
+@pytest.mark.parametrize("fails", [2, 4])
+async def test_retry(rabbitmq: RabbitMQ, store: str, fails: int) -> None:
+    """A consumer that fails so many times; three retries are allowed."""
+    [route] = read("retry")["route"]
+    assert route["retry"]["attempts"] == 10
+    route["retry"] |= {"first": "300ms", "attempts": 3}
+
+    async def consumer_starts(url: str) -> None:
+        async with await aio_pika.connect(url) as connection:
+            channel = await connection.channel()
+            queue = await channel.declare_queue(
+                "orders", durable=True, arguments={"x-queue-type": "quorum", "x-dead-letter-exchange": "retries"}
+            )
+            shop = await channel.declare_exchange("shop", aio_pika.ExchangeType.TOPIC, durable=True)
+            await queue.bind(shop, "order.#")
+
+    async with (
+        example("retry", rabbitmq, store, before=consumer_starts, ROUTE=[route]) as it,
+        await aio_pika.connect(rabbitmq.url(it.vhost)) as connection,
+    ):
+        seen: list[tuple[float, aio_pika.abc.AbstractIncomingMessage]] = []
+
+        async def consume(one: aio_pika.abc.AbstractIncomingMessage) -> None:
+            seen.append((now_ms(), one))
+            await (one.reject(requeue=False) if len(seen) <= fails else one.ack())
+
+        channel = await connection.channel()
+        await (await channel.get_queue("orders")).consume(consume)
+        sent = message("shop", "order.new", b"an order", (b"mine", number("s", 5)), type=b"Order")
+        await it.raw.publish(sent)
+        tries = min(fails, 3) + 1
+        await eventually(lambda: _now(len(seen)), lambda count: count == tries)
+        for n, (at_ms, one) in enumerate(seen):
+            assert one.body == b"an order"
+            assert (one.message_id, one.type, one.headers["mine"]) == ("id of an order", "Order", 5)
+            assert one.headers.get("x-delayer-retries") == (n or None)
+            assert "x-death" not in one.headers
+            if n:
+                wait = at_ms - seen[n - 1][0]
+                assert 300 * 2 ** (n - 1) <= wait <= 330 * 2 ** (n - 1) + LATE_MS
+                assert one.headers["x-delayer-error"] == "rejected in queue orders"
+                assert len(one.headers["x-delayer-history"]) == n
+                first = one.headers["x-delayer-history"][0]
+                assert (first["exchange"], first["routing-key"], first["reason"]) == ("shop", "order.new", "rejected")
+        parked = await it.raw.inbox("parking-lot")
+        if fails > 3:
+            await parked.got([b"an order"])
+            assert parked.only(b"an order").props.one(b"x-delayer-retries") == number("l", 4)
+        async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+            assert await admin.depths(["orders", "delays", "delays.refused"]) == dict.fromkeys(
+                ["orders", "delays", "delays.refused"], 0
+            )
+        assert len(parked.arrivals) == (fails > 3)
+
+
+async def _now(value: int) -> int:
+    return value
