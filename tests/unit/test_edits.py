@@ -70,8 +70,8 @@ def test_what_the_broker_and_the_delay_wrote_goes() -> None:
     gone = [
         "x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason", "x-last-death-exchange",
         "x-last-death-queue", "x-last-death-reason", "x-delivery-count", "x-acquired-count", "x-deliver-at",
-        "x-opt-delivery-delay", "x-opt-delivery-time", "x-delay-routing-key", "x-delay-exchange", "x-delay-key", "x-delay-cancel",
-        "x-delayer-id", "x-delayer-due",
+        "x-opt-delivery-delay", "x-opt-delivery-time", "x-delay-routing-key", "x-delay-exchange", "x-delay-key",
+        "x-delay-cancel", "x-delayer-id", "x-delayer-due",
     ]  # fmt: skip
     stay = [
         "x-deaths",
