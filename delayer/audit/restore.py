@@ -24,7 +24,7 @@ from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.store import pagewise, partitions, schema, segments, session
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
 from delayer.store.quiet import quiet_lane
 from delayer.store.segments import Fence, Listed
@@ -109,7 +109,7 @@ async def plan(url: str, within_ms: int | None) -> Plan:
             before = None if within_ms is None else now_ms + within_ms
             try:
                 return Plan(now_ms, await segments.listed(connection, before))
-            except asyncpg.InternalServerError:  # XX000 and its kinds: a damaged page of the table
+            except DAMAGED:  # a page of the table
                 return Plan(now_ms, *await pagewise.listed(connection, before))
     finally:
         await session.close(connection)
@@ -210,7 +210,7 @@ async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment:
             return _back(segment, await segments.restore(connection, fence, segment))
         except WORTH_REPEATING as error:
             lost = describe(error)
-        except asyncpg.InternalServerError as error:  # XX000 and its kinds: a damaged page ends nobody else's work
+        except DAMAGED as error:  # it ends nobody else's work
             return Back(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
         except DRIVER_ERRORS as error:
             return Back(segment, 0, lost=describe(error))

@@ -21,6 +21,10 @@ DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Internal
 # The transaction was well-formed and lost against another one: the same again may well pass.
 WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 
+# What lies there cannot be read: a damaged page (XX000 and its kinds), a disk's error, a file that is gone. It concerns
+# what lies in that place and nothing else.
+DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)
+
 
 class BadStoreUrl(ValueError):
     """The store's URL cannot be read. Never contains the URL, which may carry a password."""

@@ -13,7 +13,7 @@ import asyncpg
 
 from delayer.core.segment import FORMAT
 from delayer.store import session, statements
-from delayer.store.errors import describe
+from delayer.store.errors import DAMAGED, describe
 from delayer.store.segments import FOREVER_MS, Listed
 
 _PAGES: Final = "SELECT pg_relation_size('segment') / current_setting('block_size')::bigint"
@@ -68,6 +68,6 @@ async def _read(
             try:
                 async with session.transaction(connection):  # a savepoint
                     rows += await connection.fetch(on_page, *arguments, (page, 0), (page + 1, 0))
-            except asyncpg.InternalServerError as error:  # XX000 and its kinds, data_corrupted and index_corrupted
+            except DAMAGED as error:
                 unreadable.append(f"page {page} of table segment: {describe(error)}")
     return rows, unreadable

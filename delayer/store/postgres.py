@@ -28,7 +28,7 @@ from delayer.store import (
     upkeep,
 )
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane
 from delayer.store.lanes import LaneTaker
 from delayer.store.partitions import DAY_MS, Days
@@ -154,7 +154,7 @@ class PostgresStore:
             async with session.borrowed(self._pool) as connection:
                 try:
                     return await segments.doubtful(connection, horizon_ms)
-                except asyncpg.InternalServerError:  # a damaged page of the table
+                except DAMAGED:  # a page of the table
                     return await pagewise.doubtful(connection, horizon_ms)
 
     async def restore_again(self, lane: object, segment: int) -> Restoration:

@@ -12,6 +12,7 @@ import asyncpg
 
 from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
 from delayer.store import pagewise, segments, session, statements
+from delayer.store.errors import DAMAGED
 from delayer.store.lane import PostgresLane
 from delayer.store.partitions import DAY_MS
 
@@ -35,17 +36,17 @@ async def restore_soonest(
     try:
         async with session.borrowed(pool) as connection:
             soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
-    except asyncpg.InternalServerError:  # XX000 and its kinds: a damaged page of the table keeps nothing else there
+        if soonest is None:
+            return None
+        # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
+        first_ms, last_ms = soonest
+        work = partial(segments.restore_one, into=lane, horizon_ms=horizon_ms)
+        return await _restore(pool, lane, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
+    except DAMAGED:  # a page of the table, met while the soonest was found or locked: it keeps nothing else there
         found = await _restore_readable(pool, lane, horizon_ms, ensure_days)
         if found is None:
             raise  # nothing else is due: an alarm
         return found
-    if soonest is None:
-        return None
-    # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
-    first_ms, last_ms = soonest
-    work = partial(segments.restore_one, into=lane, horizon_ms=horizon_ms)
-    return await _restore(pool, lane, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
 
 
 async def _restore_readable(

@@ -16,7 +16,7 @@ from delayer.core.segment import FORMAT, Broken, Restored
 from delayer.faultpoint import reach
 from delayer.store import session, statements
 from delayer.store.envelope import reason_text
-from delayer.store.errors import describe
+from delayer.store.errors import DAMAGED, describe
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -142,7 +142,8 @@ async def restore(
 
 
 class _Unfit(Exception):
-    """The rows of a segment cannot be written: some are there already, in the same lane."""
+    """The rows of a segment cannot be written: some are there already, in the same lane, or a place where they belong
+    is damaged."""
 
     def __init__(self, broken: Broken) -> None:
         self.broken = broken
@@ -187,7 +188,7 @@ async def _restore_at_once(
             status = await connection.copy_to_table(
                 "message", source=_spaced(portions, pause), columns=COLUMNS, format="binary"
             )
-        except asyncpg.IntegrityConstraintViolationError as error:
+        except (asyncpg.IntegrityConstraintViolationError, *DAMAGED) as error:
             reason = f"its messages cannot be written: {describe(error)}"
             raise _Unfit(Broken(segment["id"], live, segment["first_due"], reason)) from error
         if status != f"COPY {live}":
@@ -211,7 +212,7 @@ async def _bytes_of(connection: asyncpg.Connection, segment: int) -> bytes:
     try:
         async with session.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
             packed: bytes = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
-    except asyncpg.InternalServerError as error:  # XX000 and its kinds, data_corrupted and index_corrupted
+    except DAMAGED as error:
         raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
     return packed
 

@@ -1,4 +1,4 @@
-"""A page of the store that cannot be read any more costs the segments that lie on it, and nobody else."""
+"""A page of the store that cannot be read any more, or a file, costs the segments that lie on it, and nobody else."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from delayer.audit import restore
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import segments, upgrades
+from delayer.store import partitions, segments, upgrades
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NOW
 from tests.rig.postgres import Postgres
-from tests.rig.rows import compact, put, row, waiting
+from tests.rig.rows import compact, put, row, rows, waiting
 
 PAGE = 8192
 EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE
@@ -28,6 +28,10 @@ ROWS = 900
 OF_A_SEGMENT = 30
 BYTES_OF = "(SELECT reltoastrelid FROM pg_class WHERE oid = 'segment'::regclass)"
 TABLE = "'segment'"
+FIRST_DAY = NOW // DAY_MS + 10
+KEY_OF_A_DAY = (
+    f"(SELECT indexrelid FROM pg_index WHERE indrelid = '{partitions.name_of(FIRST_DAY)}'::regclass AND indisprimary)"
+)
 
 
 class Damaged(NamedTuple):
@@ -49,14 +53,26 @@ async def fill(url: str) -> None:
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone')")
 
 
+async def fill_days(url: str) -> None:
+    """Two segments of two days, and a row that keeps a place in the index of the first day's partition."""
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        for day in (FIRST_DAY, FIRST_DAY + 1):
+            await partitions.make(admin, day, FIRST_DAY - 10)
+            await put(admin, rows(50, day * DAY_MS, first_id=day * 100, span_ms=DAY_MS - 1))
+        await compact(admin, rows=50)
+        await put(admin, [row(1, FIRST_DAY * DAY_MS)])
+        await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone')")
+
+
 async def place(url: str, relation: str, page: int) -> str:
-    """The file of ``relation``, which has that page and more, all of it written."""
+    """The file of ``relation``, which has that page, all of it written."""
     async with sql(url) as admin:
         await admin.execute("CHECKPOINT")
         path, pages = await admin.fetchrow(
             f"SELECT pg_relation_filepath({relation}), pg_relation_size({relation}) / {PAGE}"
         )
-        assert pages > page + 1
+        assert pages > page
         return str(path)
 
 
@@ -70,21 +86,29 @@ async def on_page(url: str, page: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def damaged() -> Iterator[dict[str, Damaged]]:
-    """Stores of one server: a page of the bytes of segments is gone, or one of the segments themselves."""
+    """Stores of one server: a page of the bytes of segments is gone, or all of them, or a page of the segments
+    themselves, or of what they are restored into."""
     with Postgres() as server:
         template = server.add_database()
         asyncio.run(fill(server.url(template)))
+        days = server.add_database()
+        asyncio.run(fill_days(server.url(days)))
         stores, places = {}, []
-        for name, relation, page, content in [
-            ("bytes", BYTES_OF, 2, EMPTY),
-            ("daemon", TABLE, 0, NOISE),
-            ("bulk", TABLE, 1, NOISE),
+        for name, of, relation, page, content in [
+            ("bytes", template, BYTES_OF, 2, EMPTY),
+            ("file", template, BYTES_OF, 0, None),
+            ("daemon", template, TABLE, 0, NOISE),
+            ("bulk", template, TABLE, 1, NOISE),
+            ("partition", days, KEY_OF_A_DAY, 1, EMPTY),
         ]:
-            url = server.url(server.add_database(template=template))
+            url = server.url(server.add_database(template=of))
             stores[name] = Damaged(url, asyncio.run(on_page(url, page)))
             places.append((asyncio.run(place(url, relation, page)), page, content))
         server.stop()
         for path, page, content in places:
+            if content is None:
+                (server.data / path).unlink()
+                continue
             with (server.data / path).open("r+b") as file:
                 file.seek(page * PAGE)
                 file.write(content)
@@ -105,6 +129,33 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
         counted = await segments.count(admin)
         assert (counted.broken, counted.broken_messages) == (len(broken), len(broken) * OF_A_SEGMENT)
         assert len(await waiting(admin)) == ROWS - counted.broken_messages
+
+
+async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None:
+    """Each is tried once, and marked: none of them stands in the way of what comes later."""
+    async with sql(damaged["file"].url) as admin:
+        for _ in range(ROWS // OF_A_SEGMENT):
+            found = await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS)
+            assert isinstance(found, Broken)
+            assert "the store cannot read its bytes: UndefinedFileError" in found.reason
+        assert await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS) is None
+        assert (await segments.count(admin)).broken == ROWS // OF_A_SEGMENT
+
+
+async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
+    """A segment that cannot be written there is marked, and keeps none of other days back."""
+    async with sql(damaged["partition"].url) as admin:
+        spoiled, sound = [one.id for one in await segments.listed(admin)]
+        broken = await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS)
+        assert isinstance(broken, Broken)
+        assert broken.segment == spoiled
+        assert "its messages cannot be written: IndexCorruptedError" in broken.reason
+        found = await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS)
+        assert isinstance(found, Restored)
+        assert found.segment == sound
+        assert await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS) is None
+        assert await segments.doubtful(admin, segments.FOREVER_MS) == [spoiled]
+        assert await admin.fetchval("SELECT messages FROM segment") == 50
 
 
 async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damaged]) -> None:
