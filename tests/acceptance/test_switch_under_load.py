@@ -49,7 +49,8 @@ async def test_store_native_store(
                 seen = len(daemon.events)
                 write(mode)
                 daemon.reload()
-                assert (await daemon.event("mode switched", after=seen))["now"] == mode
+                switched = await daemon.event("mode switched", after=seen, timeout=90)
+                assert switched["now"] == mode
 
             await flowed()
             await switch("native")
