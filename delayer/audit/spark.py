@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from delayer.audit import places
@@ -105,6 +105,7 @@ def session(
             spark = builder.getOrCreate()
         except (PySparkException, RuntimeError) as error:
             raise JobMisused(f"Spark did not start with master {chosen}: {str(error).splitlines()[0]}") from error
+        _hush(spark)
         try:
             with _orderly():
                 yield spark
@@ -122,6 +123,18 @@ def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
     parent.mkdir(parents=True, exist_ok=True)
     with places.place(parent, places.SCRATCH) as made:
         yield str(made)
+
+
+def _hush(spark: SparkSession) -> None:
+    """A JVM that ends before us, as at systemd's stop, is no traceback on stderr from a thread of PySpark's."""
+    server: Any = spark.sparkContext._accumulatorServer
+    tell = server.handle_error
+
+    def handle_error(request: object, address: object) -> None:
+        if not isinstance(sys.exception(), EOFError | ConnectionError):
+            tell(request, address)
+
+    server.handle_error = handle_error
 
 
 def _stop(spark: SparkSession) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,8 @@ from delayer.audit.watching import Watching
 from delayer.cli import cli
 from delayer.commands import submit
 from delayer.settings.secret import SecretUrl
-from tests.audit.test_reading import execute, fetch, fill, load, pack, take
-from tests.faults.place import eventually
+from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.rig.daemon import EXECUTABLE
-from tests.rig.postgres import Postgres
 
 PASSWORD = "hunter2-in-the-url"
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
@@ -115,47 +110,6 @@ def test_progress_counts_the_tasks(spark: SparkSession, filled: str) -> None:
     assert "judging" in names
     assert any(of > 0 for _, _, of in told)
     assert all(0 <= done <= of for _, done, of in told)
-
-
-# ---- a replica
-
-
-@pytest.fixture
-def replica(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of a store and of a copy of it that only reads, as a hot standby does."""
-    with Postgres() as primary, Postgres() as standby:
-        name = primary.add_database()
-        fill(primary.url(name), 500)
-        primary.stop()
-        standby.stop()
-        become_standby(standby, primary)
-        primary.start()
-        standby.start()
-        yield primary.url(name), standby.url(name)
-
-
-def become_standby(standby: Postgres, of: Postgres) -> None:
-    kept = (standby._data / "postgresql.conf").read_text()
-    shutil.rmtree(standby._data)
-    shutil.copytree(of._data, standby._data)
-    (standby._data / "postgresql.conf").write_text(kept)
-    (standby._data / "standby.signal").touch()
-    owner = standby._user
-    for path in (standby._data, *standby._data.rglob("*")):
-        if owner:
-            shutil.chown(path, owner)
-    standby._data.chmod(0o700)
-
-
-def test_a_replica_is_read_and_lanes_are_not_judged_by_locks_that_it_cannot_see(
-    spark: SparkSession, replica: tuple[str, str]
-) -> None:
-    _, standby = replica
-    assert fetch(standby, "SELECT pg_is_in_recovery()") == [(True,)]
-    report = audit(spark, standby).report
-    assert report.totals.waiting == 500
-    assert {lane.alive for lane in report.lanes} == {None}
-    assert violated(report) == {}
 
 
 # ---- what nobody may read
@@ -296,28 +250,3 @@ def test_no_java_is_exit_3_and_the_package(monkeypatch: pytest.MonkeyPatch, tmp_
     result = CliRunner().invoke(cli, ["audit"], prog_name="delayer")
     assert result.exit_code == 3, result.output
     assert "default-jre-headless" in result.output
-
-
-@pytest.mark.parametrize("end", [os.kill, os.killpg], ids=["alone", "with the JVM"])
-def test_a_termination_leaves_nothing(filled: str, tmp_path: Path, end: Callable[[int, int], None]) -> None:
-    """systemd's stop in the middle of the work, which goes to the JVM and the workers too; and kill."""
-    work = tmp_path / "work"
-    work.mkdir()
-
-    async def extracts() -> list[Path]:
-        return [one for one in work.iterdir() if one.name.startswith("delayer-audit-")]
-
-    async def scene() -> int | None:
-        process = await asyncio.create_subprocess_exec(
-            str(EXECUTABLE), "audit", "--url", filled, "--no-broker", "--work", str(work),
-            "--conf", "spark.driver.memory=768m",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        await eventually(extracts, bool, timeout=240.0)
-        end(process.pid, signal.SIGTERM)
-        _, told = await process.communicate()
-        assert await extracts() == []
-        assert b"Traceback" not in told, told.decode()
-        return process.returncode
-
-    assert asyncio.run(scene()) == 143

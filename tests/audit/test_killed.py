@@ -1,0 +1,73 @@
+"""An audit that is ended in the middle of its work: asked to, it leaves nothing; what a killed one left goes with a
+later one, and what one that lives has there stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from delayer.audit import extract
+from tests.audit.test_reading import fill
+from tests.faults.place import eventually
+from tests.rig.daemon import EXECUTABLE
+
+pytestmark = pytest.mark.deadline(300)
+
+
+@pytest.fixture
+def filled(database: str) -> str:
+    fill(database)
+    return database
+
+
+def names(work: Path) -> list[str]:
+    return [path.name for path in work.iterdir()]
+
+
+def extracts(work: Path) -> list[str]:
+    """What runs have below ``work``, once they are reading."""
+    return names(work) if list(work.glob("delayer-audit-*/*")) else []
+
+
+async def midway(url: str, work: Path) -> asyncio.subprocess.Process:
+    """An audit in the middle of its work."""
+    process = await asyncio.create_subprocess_exec(
+        str(EXECUTABLE), "audit", "--url", url, "--no-broker", "--work", str(work),
+        "--conf", "spark.driver.memory=768m",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+    async def look() -> list[str]:
+        assert process.returncode is None, "it ended before anybody asked"
+        return extracts(work)
+
+    await eventually(look, bool, timeout=240.0)
+    return process
+
+
+@pytest.mark.parametrize("end", [os.kill, os.killpg], ids=["alone", "with the JVM"])
+async def test_a_termination_leaves_nothing(filled: str, tmp_path: Path, end: Callable[[int, int], None]) -> None:
+    """systemd's stop in the middle of the work, which goes to the JVM and the workers too; and kill."""
+    process = await midway(filled, tmp_path)
+    end(process.pid, signal.SIGTERM)
+    _, told = await process.communicate()
+    assert b"Traceback" not in told, told.decode()
+    assert names(tmp_path) == []
+    assert process.returncode == 143
+
+
+async def test_what_a_killed_audit_leaves_goes_with_a_later_one(filled: str, tmp_path: Path) -> None:
+    process = await midway(filled, tmp_path)
+    with extract.workplace(str(tmp_path)):
+        assert extracts(tmp_path), "the one that is at work keeps its own"
+    os.killpg(process.pid, signal.SIGKILL)
+    await process.communicate()
+    assert extracts(tmp_path), "nobody had the time to remove anything"
+    with extract.workplace(str(tmp_path)):
+        assert len(names(tmp_path)) == 2, "ours, and its lock"
+    assert names(tmp_path) == []
