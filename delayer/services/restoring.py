@@ -5,12 +5,14 @@ segment at a time, with a rest after each, so that the traffic has the machine f
 at any moment, because every daemon was down when it should have been restored, is restored without a rest.
 
 What does not read back is marked and stands in nobody's way. It is tried again at every start and every hour: a disk or
-a memory may have been at fault, a backup may have been put back, or this is the newer version that packed it.
+a memory may have been at fault, a backup may have been put back, or this is the newer version that packed it. What is
+urgent and sound comes first, and one such try between two looks.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -48,6 +50,10 @@ class Restoring:
         self._lanes = lanes
         self._ahead_ms = ahead_ms
         self._counters = counters
+        self._sparing, self._sparing_again = Sparing(), Sparing()
+        self._again: deque[int] = deque()
+        """What is still to be tried again of what did not read back."""
+        self._again_at = 0.0
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Look, and restore what is found, until stopping is set. Raises what is a bug."""
@@ -62,30 +68,25 @@ class Restoring:
         raise_first(take_failures({work}), unless=LOSSES)
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        retry, sparing, running = Retry(stopping, _unwatched), Sparing(), asyncio.get_running_loop()
-        again_at = running.time()
+        retry = Retry(stopping, _unwatched)
         while not stopping.is_set():
             await self._lanes.ready.wait()
             seconds: float | None = None
             try:
-                if running.time() >= again_at:
-                    await self.try_again()
-                    again_at = running.time() + TRY_AGAIN
                 seconds = await self.look()
-            except StoreLost as lost:
-                advice = {"next_step": lost.advice} if lost.advice else {}
-                if sparing.worth(str(lost), running.time()):
-                    log.warning("restoring interrupted", reason=str(lost), **advice)
-            except MemoryError:
-                # It is rolled back. What is released meanwhile must not end with it.
-                if sparing.worth(_MEMORY, running.time()):
-                    log.warning("restoring interrupted", reason=_MEMORY)
+            except (StoreLost, MemoryError) as error:
+                self._tell_interrupted(error, self._sparing)
+            # After a failed look too: it fails for as long as a page is damaged, and that keeps no others back.
+            tried = None if seconds == 0.0 else await self._try_one_again(lost=seconds is None)
             if seconds is None:
                 await retry.pause()
                 continue
             retry.succeeded()
-            sparing.over()
-            await asyncio.sleep(seconds)
+            self._sparing.over()
+            if tried is None:
+                await asyncio.sleep(seconds)
+            else:
+                await asyncio.sleep(tried if seconds in (LOOK, LOOK_AGAIN) else seconds + tried)
 
     async def look(self) -> float:
         """Restore the soonest segment, if it is time; return the seconds until the next look. Raises StoreLost."""
@@ -105,18 +106,40 @@ class Restoring:
                 self._tell_broken(found)
                 return 0.0
 
-    async def try_again(self) -> None:
-        """Try what did not read back before, and tell what still does not. Raises StoreLost."""
+    async def _try_one_again(self, *, lost: bool) -> float | None:
+        """Try one of what did not read back before, and tell if it still does not; the seconds of the rest after it,
+        None if it is not time for any. What fails is told, and the next one comes. ``lost``: the look before failed."""
         running = asyncio.get_running_loop()
-        for segment in await self._lanes.doubtful(self._ahead_ms()):
-            began = running.time()
+        began = running.time()
+        segment: int | None = None
+        try:
+            if not self._again and began >= self._again_at:
+                self._again_at = began + min(LOOK, TRY_AGAIN)  # should this fail
+                self._again.extend(await self._lanes.doubtful(self._ahead_ms()))
+                self._again_at = began + TRY_AGAIN
+            if not self._again:
+                return None
+            segment = self._again.popleft()
             found = await self._lanes.restore_again(segment)
-            took = running.time() - began
-            if isinstance(found, Restored):
-                self._tell_restored(found, took)
-            elif isinstance(found, Broken):
-                self._tell_broken(found)
-            await asyncio.sleep(REST * took)
+        except (StoreLost, MemoryError) as error:
+            self._tell_interrupted(error, self._sparing_again, segment)
+            if lost and segment is not None:
+                self._again.append(segment)  # perhaps it was not the segment's fault
+            return REST * (running.time() - began)
+        took = running.time() - began
+        if isinstance(found, Restored):
+            self._tell_restored(found, took)
+        elif isinstance(found, Broken):
+            self._tell_broken(found)
+        return REST * took
+
+    def _tell_interrupted(self, error: StoreLost | MemoryError, sparing: Sparing, segment: int | None = None) -> None:
+        """A lack of memory too is rolled back; what is released meanwhile must not end with it."""
+        reason = str(error) if isinstance(error, StoreLost) else _MEMORY
+        advice = {"next_step": error.advice} if isinstance(error, StoreLost) and error.advice else {}
+        where = {} if segment is None else {"segment": segment}
+        if sparing.worth(f"{segment}: {reason}", asyncio.get_running_loop().time()):
+            log.warning("restoring interrupted", reason=reason, **where, **advice)
 
     def _tell_restored(self, found: Restored, took: float) -> None:
         self._counters.add("restored", found.messages)

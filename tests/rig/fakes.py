@@ -254,7 +254,7 @@ class ScriptedStore:
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
         self.segments: deque[Restoration | Exception] = deque()
-        self.doubtful_ones: dict[int, Restoration] = {}
+        self.doubtful_ones: dict[int, Restoration | Exception] = {}
         """What becomes of the segments that are tried again."""
         self.horizons: list[int] = []
 
@@ -288,6 +288,8 @@ class ScriptedStore:
 
     async def restore_again(self, lane: ScriptedLane, segment: int) -> Restoration:
         found = self.doubtful_ones[segment]
+        if isinstance(found, Exception):
+            raise found
         if not isinstance(found, Broken):
             del self.doubtful_ones[segment]
         return found
