@@ -19,7 +19,7 @@ BY_STORE = 32
 """The ids of what the store released are shorter than that: it numbers its rows."""
 
 
-@pytest.mark.deadline(170)
+@pytest.mark.deadline(300)
 @pytest.mark.parametrize(
     ("rate", "seconds"),
     [pytest.param(1_000, 3.0, id="1000"), pytest.param(5_000, 15.0, id="5000", marks=pytest.mark.long)],
