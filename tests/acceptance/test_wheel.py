@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tomllib
+import urllib.request
 import venv
 from pathlib import Path
 
 import pytest
 
+from tests.rig import ports
+
 ROOT = Path(__file__).parents[2]
+NOT_BROUGHT = {"docs/performance.md"}
+"""What is for those who have a checkout."""
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +65,67 @@ def test_the_installed_command_upgrades_checks_and_runs(
     assert any('"event": "consuming"' in line for line in events), "".join(events)
 
 
+# /etc as it is, with /etc/delayer in it: in a mount namespace of its own, so that nothing is left of it.
+UNDER_ETC = 'mount -t overlay overlay -o "lowerdir=$0:/etc" /etc && exec "$@"'
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may lay something over /etc")
+def test_it_runs_from_its_place_in_etc(installed: Path, tmp_path: Path, vhost: str, database: str) -> None:
+    """As the README has it: the shipped file in /etc, no --config. The page and its files come from the wheel."""
+    etc = tmp_path / "etc"
+    (etc / "delayer").mkdir(parents=True)
+    etc.chmod(0o755)
+    text = (installed.parent.parent / "share" / "delayer" / "delayer.toml").read_text()
+    listen = f"127.0.0.1:{ports.reserve()}"
+    for shipped, ours in (
+        ("amqp://guest:guest@localhost:5672/", vhost),
+        ("postgresql://localhost/delayer", database),
+        ("127.0.0.1:9419", listen),
+    ):
+        assert f'= "{shipped}"' in text
+        text = text.replace(f'= "{shipped}"', f'= "{ours}"')
+    (etc / "delayer" / "delayer.toml").write_text(text)
+    under = ["unshare", "--mount", "sh", "-c", UNDER_ETC, str(etc), str(installed)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DELAYER_", "PYTHON"))}
+    for verb in (["db", "upgrade"], ["topology", "apply"]):
+        done = subprocess.run([*under, *verb], env=clean, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+    with subprocess.Popen([*under, "run"], env=clean, stderr=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stderr is not None
+        events = []
+        try:
+            for line in daemon.stderr:
+                events.append(json.loads(line))
+                if {"consuming", "http served"} <= {one["event"] for one in events}:
+                    break
+            page = fetched(listen, "/")
+            assert "<title>" in page
+            for asset in re.findall(r'(?:href|src)="(/static/[^"]+)"', page):
+                assert fetched(listen, asset)
+            assert "delayer_build_info" in fetched(listen, "/metrics")
+        finally:
+            daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=30) == 0, events
+
+
+def fetched(listen: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{listen}{path}", timeout=20) as answer:
+        return str(answer.read().decode())
+
+
 def test_what_a_service_needs_comes_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     """The README copies these from share/, and the unit names its documentation there."""
     share = installed.parent.parent / "share"
-    for ours, theirs in (
-        ("systemd/delayer.service", "delayer/delayer.service"),
-        ("systemd/delayer-audit.service", "delayer/delayer-audit.service"),
-        ("systemd/delayer-audit.timer", "delayer/delayer-audit.timer"),
-        ("docs/backlog.md", "doc/delayer/docs/backlog.md"),
-        ("README.md", "doc/delayer/README.md"),
-    ):
-        assert (share / theirs).read_bytes() == (ROOT / ours).read_bytes()
+    brought = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for ours, theirs in brought["shared-data"].items():
+        for file in [ROOT / ours] if (ROOT / ours).is_file() else (ROOT / ours).rglob("*.*"):
+            there = share.parent / theirs / file.relative_to(ROOT / ours)
+            assert there.is_file(), ours
+    # And that is all that there is for those who run it.
+    named = set(brought["shared-data"])
+    wanted = [*(ROOT / "config").iterdir(), *(ROOT / "systemd").iterdir(), *(ROOT / "docs").glob("*.md")]
+    missing = {str(path.relative_to(ROOT)) for path in wanted} - named - NOT_BROUGHT
+    assert not missing, "add them to pyproject.toml"
     unit = (share / "delayer" / "delayer.service").read_text()
     (documentation,) = re.findall("Documentation=file://(.*)", unit)
     (program,) = re.findall("ExecStart=([^ ]*)", unit)
@@ -84,4 +141,7 @@ def test_the_wheel_holds_the_schema_and_no_tests(installed: Path) -> None:
     (package,) = installed.parent.parent.glob("lib/python*/site-packages/delayer")
     assert (package / "store" / "migrations" / "env.py").is_file()
     assert sorted(package.glob("store/migrations/versions/0*.py"))
+    for kept in ("*.sql", "*.html", "*.css", "*.js"):
+        ours = {path.relative_to(ROOT / "delayer") for path in (ROOT / "delayer").rglob(kept)}
+        assert {path.relative_to(package) for path in package.rglob(kept)} >= ours, kept
     assert not (package.parent / "tests").exists()
