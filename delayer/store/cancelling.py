@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from delayer.store import acts, segments, session, statements
+from delayer.store.errors import DAMAGED
 from delayer.store.keys import forget, lock_keys
 
 LOOKS: Final = 10
@@ -52,6 +53,12 @@ _LANES = "SELECT array(SELECT number FROM lane)"
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
     " RETURNING id, lane, key"
+)
+# As in sql/candidates.sql, without a look at their bytes.
+_RANGES = (
+    "SELECT s.id, s.first_id, s.last_id FROM segment AS s WHERE s.id > $2 AND s.first_due <= $5 AND s.last_due >= $4"
+    " AND EXISTS (SELECT FROM unnest($1::bigint[]) AS wanted WHERE wanted BETWEEN s.first_id AND s.last_id)"
+    " ORDER BY s.id LIMIT $3"
 )
 
 
@@ -201,27 +208,49 @@ async def find(connection: asyncpg.Connection, ids: Collection[int], dues: Dues 
     while wanted:
         from delayer.store import packing  # noqa: PLC0415 - pyarrow, once there may be something to read
 
-        rows = await connection.fetch(
-            statements.CANDIDATES, list(wanted), packing.HEAD, packing.TAIL, last, AT_ONCE, first_ms, last_ms,
-            timeout=None,
-        )  # fmt: skip
+        rows, damaged = await _candidates(connection, list(wanted), last, (first_ms, last_ms))
+        found.unreadable.update(damaged)
         for row in rows:
             try:
                 ids_there = packing.ids_of(row["head"], row["tail"], row["size"], row["format"])
-                if ids_there is None and (packed := await _whole(connection, row["id"])) is not None:
+                if ids_there is None and (packed := await segments.bytes_of(connection, row["id"])) is not None:
                     ids_there = packing.ids_of(packed, b"", len(packed), row["format"])
             except packing.SegmentBroken:
                 found.unreadable[row["id"]] = (row["first_id"], row["last_id"])
                 continue
             if here := wanted.intersection(ids_there or ()):
                 found.holding[row["id"]] = list(here)
-        if len(rows) < AT_ONCE:
+        if len(rows) + len(damaged) < AT_ONCE:
             break
-        last = rows[-1]["id"]
+        last = max([*(row["id"] for row in rows), *damaged])
     return found
 
 
-async def _whole(connection: asyncpg.Connection, segment: int) -> bytes | None:
-    """The packed bytes; None when the segment is gone."""
-    packed: bytes | None = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
-    return packed
+async def _candidates(
+    connection: asyncpg.Connection, wanted: list[int], last: int, dues: tuple[int, int]
+) -> tuple[list[asyncpg.Record], dict[int, tuple[int, int]]]:
+    """The next candidates, AT_ONCE together; and of those that the store cannot read, the ranges of ids."""
+    try:
+        return await _heads(connection, wanted, last, AT_ONCE, dues), {}
+    except DAMAGED:
+        pass  # one by one: it is some of them
+    rows: list[asyncpg.Record] = []
+    damaged: dict[int, tuple[int, int]] = {}
+    for number, first, highest in await connection.fetch(_RANGES, wanted, last, AT_ONCE, *dues, timeout=None):
+        try:
+            rows += await _heads(connection, wanted, number - 1, 1, dues)
+        except DAMAGED:
+            damaged[number] = (first, highest)
+    return rows, damaged
+
+
+async def _heads(
+    connection: asyncpg.Connection, wanted: list[int], last: int, count: int, dues: tuple[int, int]
+) -> list[asyncpg.Record]:
+    from delayer.store import packing  # noqa: PLC0415 - pyarrow
+
+    async with session.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+        rows: list[asyncpg.Record] = await connection.fetch(
+            statements.CANDIDATES, wanted, packing.HEAD, packing.TAIL, last, count, *dues, timeout=None
+        )
+    return rows

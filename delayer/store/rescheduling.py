@@ -19,6 +19,10 @@ _HELD = (
     "UPDATE held SET retry_at = coalesce($2::timestamptz, retry_at + $3::bigint * interval '1 millisecond')"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
 )
+# Without their bytes: see segments.live.
+_LOCK_SEGMENTS = (
+    "SELECT id, lane, messages, cancelled, format, digest FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE"
+)
 
 
 class When(NamedTuple):
@@ -123,7 +127,7 @@ async def _move_out_of_segments(connection: asyncpg.Connection, ids: Sequence[in
     for number in ids:
         doubtful = any(first <= number <= last for first, last in unreadable.values())
         work.found[number] = Found.UNREADABLE if doubtful else Found.NOWHERE
-    locked = await connection.fetch("SELECT * FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE", sorted(holding))
+    locked = await connection.fetch(_LOCK_SEGMENTS, sorted(holding))
     for segment in locked:
         await _move_out(connection, segment, holding[segment["id"]], work)
     return len(locked) == len(holding)

@@ -26,6 +26,7 @@ _LOCK = (
     "SELECT id, first_due, messages, cancelled, format, digest FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
 )
+_READ = "SELECT id, messages, cancelled, format, digest FROM segment WHERE id = $1"
 # Few segments would be read from the first to the last, and a damaged page would keep those beside it.
 _BY_INDEX = "SET LOCAL enable_seqscan = off"
 _LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
@@ -94,14 +95,13 @@ async def listed(
     return [Listed(*row) for row in await connection.fetch(statements.LIST_SEGMENTS, before_ms, limit)]
 
 
-async def doubtful(connection: asyncpg.Connection, horizon_ms: int, limit: int = 100) -> list[int]:
-    """Ids of the segments due by ``horizon_ms`` (epoch ms) that :func:`restore_one` leaves alone, the soonest first:
+async def doubtful(connection: asyncpg.Connection, horizon_ms: int) -> list[int]:
+    """Ids of all segments due by ``horizon_ms`` (epoch ms) that :func:`restore_one` leaves alone, the soonest first:
     marked as broken, or packed by a newer program. Raises the driver's errors."""
     rows = await connection.fetch(
-        "SELECT id FROM segment WHERE (broken_at IS NOT NULL OR format > $3) AND first_due <= $1"
-        " ORDER BY first_due, id LIMIT $2",
+        "SELECT id FROM segment WHERE (broken_at IS NOT NULL OR format > $2) AND first_due <= $1"
+        " ORDER BY first_due, id",
         horizon_ms,
-        limit,
         FORMAT,
     )
     return [number for (number,) in rows]
@@ -179,7 +179,7 @@ async def _restore_at_once(
             return Broken(segment["id"], live, segment["first_due"], reason, newer=True)
         cancelled = await _cancelled(connection, segment["id"])
         try:
-            whole = dict(segment) | {"packed": await _bytes_of(connection, segment["id"])}
+            whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
             portions = await asyncio.to_thread(_portions, whole, cancelled, into.number, portion_bytes)
         except SegmentBroken as error:
             await mark_broken(connection, segment["id"], error.reason)
@@ -205,13 +205,14 @@ async def _restore_at_once(
     return Restored(segment["id"], live, segment["first_due"])
 
 
-async def _bytes_of(connection: asyncpg.Connection, segment: int) -> bytes:
-    """The packed bytes. Raises SegmentBroken where the store itself cannot read them, and the driver's errors."""
+async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None:
+    """The packed bytes; None when the segment is gone. Raises SegmentBroken where the store itself cannot read
+    them, and the driver's errors."""
     from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
 
     try:
         async with session.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
-            packed: bytes = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
+            packed: bytes | None = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
     except DAMAGED as error:
         raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
     return packed
@@ -250,14 +251,18 @@ async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
     Raises SegmentBroken, and the driver's errors.
     """
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        row = await connection.fetchrow("SELECT * FROM segment WHERE id = $1", segment)
-        return None if row is None else unpacked(row, await _cancelled(connection, segment))
+        row = await connection.fetchrow(_READ, segment)
+        if row is None:
+            return None
+        whole = dict(row) | {"packed": await bytes_of(connection, segment)}
+        return unpacked(whole, await _cancelled(connection, segment))
 
 
 async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
-    """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked. Decoding is done
-    in a thread. Raises SegmentBroken, and the driver's errors."""
-    return await asyncio.to_thread(unpacked, segment, await _cancelled(connection, segment["id"]))
+    """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked, whether it was
+    read with its bytes or not. Decoding is done in a thread. Raises SegmentBroken, and the driver's errors."""
+    whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
+    return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment["id"]))
 
 
 async def write_rows(connection: asyncpg.Connection, table: Any, lane: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from delayer.audit import restore
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import partitions, segments, upgrades
+from delayer.store import cancelling, listing, partitions, rescheduling, segments, upgrades
+from delayer.store.cancelling import Found
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned
@@ -96,6 +98,7 @@ def damaged() -> Iterator[dict[str, Damaged]]:
         stores, places = {}, []
         for name, of, relation, page, content in [
             ("bytes", template, BYTES_OF, 2, EMPTY),
+            ("cancel", template, BYTES_OF, 2, EMPTY),
             ("file", template, BYTES_OF, 0, None),
             ("daemon", template, TABLE, 0, NOISE),
             ("bulk", template, TABLE, 1, NOISE),
@@ -129,6 +132,22 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
         counted = await segments.count(admin)
         assert (counted.broken, counted.broken_messages) == (len(broken), len(broken) * OF_A_SEGMENT)
         assert len(await waiting(admin)) == ROWS - counted.broken_messages
+
+
+async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged: dict[str, Damaged]) -> None:
+    """What is elsewhere is found, even by an id that the damaged segments may have. The rest is unreadable."""
+    async with sql(damaged["cancel"].url) as admin:
+        entries = {one.id: await listing.entries_of(admin, one.id) for one in await segments.listed(admin)}
+        broken = [number for number, found in entries.items() if found is None]
+        assert 1 <= len(broken) <= 2
+        assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}
+        inside = await admin.fetchval("SELECT first_id FROM segment WHERE id = $1", broken[0])
+        await admin.execute("UPDATE segment SET first_id = 1")  # as of a store whose messages came in any order
+        for ask in (cancelling.cancel, partial(rescheduling.reschedule, when=rescheduling.When(by_ms=1))):
+            found = await ask(admin, [ROWS, inside, ROWS * 9])
+            assert found == {ROWS: Found.SEGMENT, inside: Found.UNREADABLE, ROWS * 9: Found.NOWHERE}
+            await admin.execute("DELETE FROM segment_cancelled")
+            await admin.execute("UPDATE segment SET cancelled = 0")
 
 
 async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None:

@@ -321,6 +321,16 @@ async def test_a_row_that_does_not_fit_its_bytes_is_broken(database: str, change
         assert await waiting(admin) == {}
 
 
+async def test_all_broken_ones_are_told(database: str) -> None:
+    """However many they are: what is left out would never be tried again."""
+    async with store(database) as admin:
+        await put(admin, rows(120, START_MS))
+        made = [one.segment for one in await compact(admin, rows=1)]
+        await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why'")
+        assert sorted(await segments.doubtful(admin, FOREVER_MS)) == sorted(made)
+        assert len(made) == 120
+
+
 async def test_what_a_newer_version_packed_is_left_to_it(database: str) -> None:
     """Not ours to read: it is not marked, blocks nobody, is counted as an alarm, and comes back by who can read it."""
     async with store(database) as admin:
