@@ -78,6 +78,8 @@ class Packed(NamedTuple):
     packed_bytes: int
     lost: str | None = None
     broken: str | None = None
+    perhaps: int = 0
+    """Messages that were packed, but may be undone: they are in no total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def nothing(url: str, planned: Plan) -> Done:
 
 def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
     began = time.monotonic()
-    touched = {day for one in packed if one.messages for day in days_of(one.window)}
+    touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
     shrunk = asyncio.run(shrinking.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return Done(packed, shrunk, seconds, time.monotonic() - began)
 
@@ -176,15 +178,24 @@ async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
         return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
     packed: list[Packed] = []
     try:
+        if lanes := await owners.without_segments(connection):  # started since it was planned
+            return [Packed(window, 0, 0, 0, 0, lost=str(DaemonsOutdated(lanes))) for window in windows]
         for window in windows:
             packed.append(await pack_window(connection, window, rows))
         await session.flush(connection)
-    except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
-        return [one._replace(lost=one.lost or describe(error)) for one in packed]
+    except DRIVER_ERRORS as error:  # of the flush, mostly: perhaps the last of them are undone
+        told = {one.window: one for one in packed}
+        return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]
     else:
         return packed
     finally:
         await session.close(connection)
+
+
+def _perhaps(one: Packed, reason: str) -> Packed:
+    """What is not sure to be kept is in no total, but its day is looked at."""
+    lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
+    return Packed(one.window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
 async def pack_window(connection: asyncpg.Connection, window: Window, rows: int) -> Packed:

@@ -195,7 +195,7 @@ async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
             back.append(await restore_segment(connection, fence, one))
         await session.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
-        return [one if one.lost or one.broken else one._replace(lost=describe(error)) for one in back]
+        return [one if one.lost or one.broken or one.gone else _perhaps(one, describe(error)) for one in back]
     else:
         return back
     finally:
@@ -217,6 +217,11 @@ async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment:
         except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
             return Back(segment, 0, lost=str(error))
     return Back(segment, 0, lost=lost)
+
+
+def _perhaps(one: Back, reason: str) -> Back:
+    """What is not sure to be kept is in no total."""
+    return Back(one.segment, 0, lost=f"{reason}; perhaps its {one.messages} messages are restored")
 
 
 def _back(segment: int, found: Restored | Broken | None) -> Back:

@@ -141,7 +141,7 @@ def _end(context: click.Context, done: Done) -> None:
         note(f"A segment did not read back, its messages stayed rows: {reason}.")
     if done.lost:
         raise Unreached(
-            f"the store was lost in {len(done.lost)} windows, whose rows stay as they are: {done.lost[0]}. "
+            f"{len(done.lost)} windows are not packed, or perhaps not: {done.lost[0].rstrip('.')}. "
             "Next: run `delayer compact` again; it goes on where this one stopped."
         )
     if done.broken:

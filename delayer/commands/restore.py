@@ -129,7 +129,7 @@ def _end(context: click.Context, done: Done) -> None:
         note(f"Broken, and kept as it is: {reason}.")
     if done.lost:
         raise Unreached(
-            f"the store was lost in {len(done.lost)} segments, which stay as they are: {done.lost[0]}. "
+            f"the store was lost in {len(done.lost)} segments, which are not restored, or perhaps not: {done.lost[0]}. "
             "Next: run `delayer restore` again; it goes on where this one stopped."
         )
     if done.broken:
