@@ -78,7 +78,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "segment restored": "the messages of a segment wait in a lane again, ahead of the first one's due time",
     "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
     # messages that need somebody's attention
-    "segment broken": "a segment does not read back: its bytes are kept; tried and said again at starts and hourly",
+    "segment broken": "a segment does not read back: its bytes are kept; at starts and hourly again, as a warning",
     "reply not delivered": "the queue in the reply_to of a cancel did not take its outcome; the cancel stands",
     "message refused": "set aside in the refused queue, with the reason",
     "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",

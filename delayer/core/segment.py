@@ -29,6 +29,7 @@ class Broken(NamedTuple):
     """It did not read back. It keeps its bytes, is marked, and stands in nobody's way until it is tried again.
 
     ``newer``: it is not ours to read, as a newer program packed it. Then it is not marked: others restore it.
+    ``known``: it was marked before.
     """
 
     segment: int
@@ -36,6 +37,7 @@ class Broken(NamedTuple):
     first_due_ms: int
     reason: str
     newer: bool = False
+    known: bool = False
 
     @property
     def advice(self) -> str:

@@ -71,6 +71,7 @@ class Restoring:
         retry = Retry(stopping, _unwatched)
         while not stopping.is_set():
             await self._lanes.ready.wait()
+            await self._list_again()  # before the look, which may mark some more: those have an hour
             seconds: float | None = None
             try:
                 seconds = await self.look()
@@ -106,24 +107,32 @@ class Restoring:
                 self._tell_broken(found)
                 return 0.0
 
+    async def _list_again(self) -> None:
+        """Note what did not read back before, if it is time for it."""
+        now = asyncio.get_running_loop().time()
+        if self._again or now < self._again_at:
+            return
+        self._again_at = now + min(LOOK, TRY_AGAIN)  # should this fail
+        try:
+            self._again.extend(await self._lanes.doubtful(self._ahead_ms()))
+        except StoreLost as error:
+            self._tell_interrupted(error, self._sparing_again)
+        else:
+            self._again_at = now + TRY_AGAIN
+
     async def _try_one_again(self, *, lost: bool) -> float | None:
         """Try one of what did not read back before, and tell if it still does not; the seconds of the rest after it,
-        None if it is not time for any. What fails is told, and the next one comes. ``lost``: the look before failed."""
+        None if there is none. What fails is told, and the next one comes. ``lost``: the look before failed."""
+        if not self._again:
+            return None
         running = asyncio.get_running_loop()
         began = running.time()
-        segment: int | None = None
+        segment = self._again.popleft()
         try:
-            if not self._again and began >= self._again_at:
-                self._again_at = began + min(LOOK, TRY_AGAIN)  # should this fail
-                self._again.extend(await self._lanes.doubtful(self._ahead_ms()))
-                self._again_at = began + TRY_AGAIN
-            if not self._again:
-                return None
-            segment = self._again.popleft()
             found = await self._lanes.restore_again(segment)
         except (StoreLost, MemoryError) as error:
             self._tell_interrupted(error, self._sparing_again, segment)
-            if lost and segment is not None:
+            if lost:
                 self._again.append(segment)  # perhaps it was not the segment's fault
             return REST * (running.time() - began)
         took = running.time() - began
@@ -152,8 +161,12 @@ class Restoring:
         )
 
     def _tell_broken(self, found: Broken) -> None:
-        self._counters.add("broken_segments", 1)
-        log.error(
+        """An error, and counted, when it is news; a warning afterwards, and where it only takes a newer version."""
+        news = not (found.known or found.newer)
+        if news:
+            self._counters.add("broken_segments", 1)
+        tell = log.error if news else log.warning
+        tell(
             "segment broken",
             segment=found.segment,
             messages=found.messages,

@@ -157,8 +157,8 @@ async def _restore(
         return await _restore_at_once(connection, into, which, portion_bytes, pause)
     except _Unfit as unfit:
         # That is rolled back. Left as it is, it would be tried for ever, and before all others.
-        await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
-        return unfit.broken
+        news = await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
+        return unfit.broken._replace(known=not news)
 
 
 async def _restore_at_once(
@@ -182,8 +182,8 @@ async def _restore_at_once(
             whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
             portions = await asyncio.to_thread(_portions, whole, cancelled, into.number, portion_bytes)
         except SegmentBroken as error:
-            await mark_broken(connection, segment["id"], error.reason)
-            return Broken(segment["id"], live, segment["first_due"], error.reason)
+            news = await mark_broken(connection, segment["id"], error.reason)
+            return Broken(segment["id"], live, segment["first_due"], error.reason, known=not news)
         try:
             status = await connection.copy_to_table(
                 "message", source=_spaced(portions, pause), columns=COLUMNS, format="binary"

@@ -137,16 +137,18 @@ async def test_what_did_not_read_back_is_tried_again_at_the_start_and_every_hour
     monkeypatch.setattr(module, "TRY_AGAIN", 0.005)
     async with scene() as it:
         it.store.doubtful_ones = {
-            3: Broken(3, 10, NOW, "bytes"),
+            3: Broken(3, 10, NOW, "bytes", known=True),
             4: Broken(4, 5, NOW, "format 2", newer=True),
             5: far(5),
         }
         with capture_logs() as logged:
             async with running(it):
-                await until(lambda: it.counters.as_dict()["broken_segments"] >= 4)
+                await until(lambda: len(logged) >= 5)
+                assert it.counters.as_dict()["broken_segments"] == 0, "no news"
                 it.store.doubtful_ones[3] = far(3)
                 await until(lambda: it.counters.as_dict()["restored"] == 20)
     said = [(line["segment"], line["next_step"]) for line in logged if line["event"] == "segment broken"]
+    assert {line["log_level"] for line in logged if line["event"] == "segment broken"} == {"warning"}
     assert said[:4] == [(3, MEND), (4, NEWER), (3, MEND), (4, NEWER)]
     assert [line["segment"] for line in logged if line["event"] == "segment restored"] == [5, 3]
 
