@@ -162,18 +162,13 @@ class Restoring:
 
     def _tell_broken(self, found: Broken) -> None:
         """An error, and counted, when it is news; a warning afterwards, and where it only takes a newer version."""
-        news = not (found.known or found.newer)
-        if news:
+        facts = found._asdict() | {"next_step": found.advice}
+        del facts["newer"], facts["known"]
+        if found.known or found.newer:
+            log.warning("segment broken", **facts)
+        else:
             self._counters.add("broken_segments", 1)
-        tell = log.error if news else log.warning
-        tell(
-            "segment broken",
-            segment=found.segment,
-            messages=found.messages,
-            first_due_ms=found.first_due_ms,
-            reason=found.reason,
-            next_step=found.advice,
-        )
+            log.error("segment broken", **facts)
 
     def _urgent(self, due_ms: int) -> bool:
         now_ms = self._lanes.now_ms()
