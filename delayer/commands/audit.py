@@ -127,10 +127,16 @@ def audit(
     audited = _run(options, master, conf)
     for remark in audited.remarks:
         note(remark)
-    if html is not None:
-        _write_page(audited.report, html)
     _tell(audited.report, as_json=as_json)
-    context.exit(FOUND if any(rule.violations for rule in audited.report.rules) else DONE)
+    found = any(rule.violations for rule in audited.report.rules)
+    try:
+        if html is not None:
+            _write_page(audited.report, html)
+    except Misused as error:
+        if not found:
+            raise
+        note(str(error))
+    context.exit(FOUND if found else DONE)
 
 
 def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:

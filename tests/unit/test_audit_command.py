@@ -1,0 +1,32 @@
+"""`delayer audit`, with an audit that was done already: what is told, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from delayer.audit.findings import RuleRun
+from delayer.audit.job import Audited
+from delayer.cli import cli
+from delayer.commands import audit
+from tests.unit import audit_reports
+
+
+@pytest.mark.parametrize(("violations", "code"), [(0, 2), (1, 1)])
+def test_a_page_that_cannot_be_written_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, violations: int, code: int
+) -> None:
+    """The report is told all the same, and what it found wins."""
+    report = replace(audit_reports.empty(), rules=(RuleRun("sound", violations, 0),))
+    monkeypatch.setattr(audit, "_run", lambda *_: Audited(report))
+    page = tmp_path / "page.html"
+    page.mkdir()
+    page = page / ("x" * 300)
+    result = CliRunner().invoke(cli, ["audit", "--json", "--no-broker", "--html", str(page)], prog_name="delayer")
+    assert result.exit_code == code, result.output
+    assert report.to_json() in result.output
+    assert "--html" in result.output
+    assert "name too long" in result.output
