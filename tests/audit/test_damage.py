@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from pyspark.sql import SparkSession
@@ -26,17 +27,47 @@ from tests.rig.rows import compact
 
 PAGE = 8192
 ROWS, HELD = 900, 3
+ON_PAGE = 3
 LARGE = 5_000
 """Of a body that lies out of line; every tenth."""
 
 
+class Stores(NamedTuple):
+    """Copies of one store, by what is damaged in them."""
+
+    urls: dict[str, str]
+    partition: str
+    """The one with rows."""
+    on_page: list[int]
+    """Ids of the rows on its page ON_PAGE."""
+
+
 @pytest.fixture(scope="module")
-def sound() -> Iterator[tuple[Postgres, str]]:
-    """A server of its own, to be damaged, with a database to copy."""
+def stores() -> Iterator[Stores]:
+    """The server is stopped once, and all of them get their damage."""
     with Postgres() as server:
-        name = server.add_database()
-        asyncio.run(fill(server.url(name)))
-        yield server, name
+        template = server.add_database()
+        asyncio.run(fill(server.url(template)))
+        [(rows,)] = fetch(server.url(template), "SELECT DISTINCT tableoid::regclass::text FROM message")
+        on_page = f"SELECT id FROM {rows} WHERE ctid >= '({ON_PAGE},0)' AND ctid < '({ON_PAGE + 1},0)'"
+        ids = [id_ for (id_,) in fetch(server.url(template), on_page)]
+        damages = {
+            "rows": (f"'{rows}'", ON_PAGE, b"\xff" * PAGE),
+            "values": (toast_of(rows), 4, bytes(PAGE)),
+            "segment": (toast_of("segment"), 2, bytes(PAGE)),
+            "segments": ("'segment'", 0, b"\xff" * PAGE),
+            "held": (toast_of("held"), 0, bytes(PAGE)),
+            "counters": ("'counter'", 0, b"\xff" * PAGE),
+        }
+        urls = {name: server.url(server.add_database(template=template)) for name in damages}
+        files = {name: path_of(urls[name], relation) for name, (relation, _, _) in damages.items()}
+        server.stop()
+        for name, (_, page, content) in damages.items():
+            with (Path(server.data) / files[name]).open("r+b") as file:
+                file.seek(page * PAGE)
+                file.write(content)
+        server.start()
+        yield Stores(urls, rows, ids)
 
 
 async def fill(url: str) -> None:
@@ -57,54 +88,36 @@ async def fill(url: str) -> None:
             await compact(admin, after_ms=day + DAY_MS - 1, rows=300)
 
 
-@pytest.fixture
-def url(sound: tuple[Postgres, str]) -> Iterator[str]:
-    server, name = sound
-    copy = server.add_database(template=name)
-    yield server.url(copy)
-    server.drop_database(copy)
-
-
-def damage(server: Postgres, url: str, relation: str, page: int, content: bytes) -> None:
-    """Write over a page of the file of ``relation`` (what gives its name, as SQL) while the server is down."""
+def path_of(url: str, relation: str) -> str:
+    """The file of ``relation`` (what gives its name, as SQL), with everything in it."""
     [(path,)] = fetch(url, f"SELECT pg_relation_filepath({relation})")
     execute(url, "CHECKPOINT")
-    server.stop()
-    with (Path(server.data) / path).open("r+b") as file:
-        file.seek(page * PAGE)
-        file.write(content)
-    server.start()
+    return str(path)
 
 
 def toast_of(table: str) -> str:
     return f"(SELECT reltoastrelid FROM pg_class WHERE oid = '{table}'::regclass)"
 
 
-def partition(url: str) -> str:
-    [(name,)] = fetch(url, "SELECT DISTINCT tableoid::regclass::text FROM message")
-    return str(name)
-
-
 def integrity(report: Report) -> list[Finding]:
     return [found for found in report.findings if found.rule == "integrity"]
 
 
-def test_a_page_of_rows(spark: SparkSession, sound: tuple[Postgres, str], url: str) -> None:
-    table = partition(url)
-    gone = fetch(url, f"SELECT id FROM {table} WHERE ctid >= '(3,0)' AND ctid < '(4,0)'")
-    damage(sound[0], url, f"'{table}'", 3, b"\xff" * PAGE)
+def test_a_page_of_rows(spark: SparkSession, stores: Stores) -> None:
+    url = stores.urls["rows"]
+    table = stores.partition
     report = audit(spark, url).report
     [found] = integrity(report)
     assert brief(found) == ("integrity", "violation", f"table {table}: the database cannot read it", 1)
-    assert found.details["places"] == ["page 3"]
-    assert "block 3" in found.details["reasons"][0]
+    assert found.details["places"] == [f"page {ON_PAGE}"]
+    assert f"block {ON_PAGE}" in found.details["reasons"][0]
     # Everything else is read and judged: what is missing now is what lay on that page.
     assert {other.rule for other in report.findings} == {"integrity", "conservation"}
     [lost] = [other for other in report.findings if other.rule == "conservation"]
-    assert (lost.subject, lost.count) == ("lane 1: waiting", len(gone))
-    assert report.totals.waiting == ROWS - len(gone)
+    assert (lost.subject, lost.count) == ("lane 1: waiting", len(stores.on_page))
+    assert report.totals.waiting == ROWS - len(stores.on_page)
     assert report.totals.packed == ROWS
-    with pytest.raises(StoreLost, match="page 3"):
+    with pytest.raises(StoreLost, match=f"page {ON_PAGE}"):
         job_reads(spark, url)
 
 
@@ -114,10 +127,11 @@ def job_reads(spark: SparkSession, url: str) -> None:
         load(spark, url, "message", columns="id").collect()
 
 
-def test_a_value_that_lies_out_of_line(spark: SparkSession, sound: tuple[Postgres, str], url: str) -> None:
+@pytest.mark.long
+def test_a_value_that_lies_out_of_line(spark: SparkSession, stores: Stores) -> None:
     """The row is there, so it counts; what is gone is a body."""
-    table = partition(url)
-    damage(sound[0], url, toast_of(table), 4, bytes(PAGE))
+    url = stores.urls["values"]
+    table = stores.partition
     report = audit(spark, url).report
     [found] = report.findings
     assert brief(found)[:3] == ("integrity", "violation", f"table {table}: the database cannot read it")
@@ -130,8 +144,8 @@ def test_a_value_that_lies_out_of_line(spark: SparkSession, sound: tuple[Postgre
     assert sum(share.messages for share in report.calendar.destinations) == 2 * ROWS - found.count
 
 
-def test_a_segment(spark: SparkSession, sound: tuple[Postgres, str], url: str) -> None:
-    damage(sound[0], url, toast_of("segment"), 2, bytes(PAGE))
+def test_a_segment(spark: SparkSession, stores: Stores) -> None:
+    url = stores.urls["segment"]
     report = audit(spark, url).report
     by_rule = {found.rule: found for found in report.findings}
     assert set(by_rule) == {"integrity", "segments"}
@@ -144,8 +158,9 @@ def test_a_segment(spark: SparkSession, sound: tuple[Postgres, str], url: str) -
     assert sum(share.messages for share in report.calendar.destinations) == 2 * ROWS - 300
 
 
-def test_a_page_of_segments(spark: SparkSession, sound: tuple[Postgres, str], url: str) -> None:
-    damage(sound[0], url, "'segment'", 0, b"\xff" * PAGE)
+@pytest.mark.long
+def test_a_page_of_segments(spark: SparkSession, stores: Stores) -> None:
+    url = stores.urls["segments"]
     report = audit(spark, url).report
     assert [brief(found) for found in report.findings] == [
         ("segments", "violation", "all segments: compacted - restored", ROWS),
@@ -154,18 +169,17 @@ def test_a_page_of_segments(spark: SparkSession, sound: tuple[Postgres, str], ur
     assert report.totals.waiting == ROWS
 
 
-def test_a_held_message(spark: SparkSession, sound: tuple[Postgres, str], url: str) -> None:
-    damage(sound[0], url, toast_of("held"), 0, bytes(PAGE))
+@pytest.mark.long
+def test_a_held_message(spark: SparkSession, stores: Stores) -> None:
+    url = stores.urls["held"]
     report = audit(spark, url).report
     [found] = report.findings
     assert brief(found)[:3] == ("integrity", "violation", "table held: the database cannot read it")
     assert report.totals.held == HELD
 
 
-def test_a_table_that_the_driver_reads_is_an_error_that_says_so(
-    spark: SparkSession, sound: tuple[Postgres, str], url: str
-) -> None:
+def test_a_table_that_the_driver_reads_is_an_error_that_says_so(spark: SparkSession, stores: Stores) -> None:
     """Without lanes and counters there is nothing to judge by."""
-    damage(sound[0], url, "'counter'", 0, b"\xff" * PAGE)
+    url = stores.urls["counters"]
     with pytest.raises(StoreLost, match="invalid page"):
         job.run(spark, job.Options(store=SecretUrl(url)), lambda *_: None)

@@ -1,0 +1,77 @@
+"""From end to end: a backlog is audited, compacted, audited, restored and audited, and not a byte is lost of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+import asyncpg
+import pytest
+from pyspark.sql import SparkSession
+
+from bench.rows import put_backlog
+from delayer.audit import compact, restore
+from delayer.audit.findings import Report
+from delayer.store import cancelling, upgrades
+from delayer.store.partitions import DAY_MS
+from tests.audit.rows import said
+from tests.audit.test_job import audit
+from tests.integration.test_store_lane import sql
+
+pytestmark = pytest.mark.deadline(900)
+
+WEEK_MS = 7 * DAY_MS
+BODY = 400
+CANCELLED = 100
+_CONTENT = (
+    "id, due_at, parked_at, checksum, format, route, exchange, routing_key, to_exchange, to_key, properties, body"
+)
+_SUM = f"""
+SELECT count(*), bit_xor(hash_record_extended(({_CONTENT}), 1)), bit_xor(hash_record_extended(({_CONTENT}), 2))
+FROM message WHERE NOT id = ANY($1::bigint[])
+"""
+_SOME_FAR = "SELECT id FROM message WHERE due_at > now() + interval '8 days' ORDER BY id LIMIT $1"
+
+
+async def everything(connection: asyncpg.Connection, without: Collection[int] = ()) -> tuple[Any, ...]:
+    """A digest of all rows, whatever lane and place they have."""
+    return tuple(await connection.fetchrow(_SUM, list(without), timeout=300))
+
+
+async def audited(spark: SparkSession, url: str) -> Report:
+    """Nothing is wrong, and conservation holds lane by lane."""
+    report = (await asyncio.to_thread(audit, spark, url)).report
+    assert said(report) == []
+    assert report.totals.expected == report.totals.waiting
+    return report
+
+
+def quiet(*_: object) -> None:
+    """Nobody watches."""
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -> None:
+    await upgrades.upgrade(database)
+    await put_backlog(database, count, BODY, quiet)
+    async with sql(database) as connection:
+        gone = [id_ for (id_,) in await connection.fetch(_SOME_FAR, CANCELLED)]
+        before = await everything(connection, gone)
+        assert (await audited(spark, database)).totals.waiting == count
+
+        planned = await compact.plan(database, WEEK_MS, 10_000)
+        packed = await asyncio.to_thread(compact.run, spark, database, planned, 10_000, quiet)
+        assert not packed.lost and not packed.broken
+        cancelled = await cancelling.cancel(connection, gone)
+        assert set(cancelled.values()) == {cancelling.Found.SEGMENT}
+        report = await audited(spark, database)
+        assert report.totals.packed == packed.total("messages") - CANCELLED > count // 2
+        assert report.totals.waiting + report.totals.packed == count - CANCELLED
+
+        back = await restore.plan(database, None)
+        restored = await asyncio.to_thread(restore.run, spark, database, back, quiet)
+        assert (restored.messages, restored.lost, restored.broken) == (report.totals.packed, [], [])
+        report = await audited(spark, database)
+        assert (report.totals.waiting, report.totals.segments) == (count - CANCELLED, 0)
+        assert await everything(connection) == before
