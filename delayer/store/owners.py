@@ -18,7 +18,7 @@ SEGMENTS: Final = "0002"
 """The schema from which on a daemon restores segments."""
 
 _SESSIONS: Final = """
-SELECT k.objid::int AS lane, a.application_name
+SELECT k.objid::int AS lane, coalesce(a.application_name, '')  -- NULL for who may not look: taken for old, to be safe
 FROM pg_locks AS k JOIN pg_stat_activity AS a ON a.pid = k.pid
 WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.classid = 'lane'::regclass
   AND k.objid::bigint <= 32767  -- those beside it are said by who asks for lanes, or has adopted one: handover.py
