@@ -106,7 +106,9 @@ async def work(url: str) -> None:
     """Everything that a daemon does with its store. Fails, one way or another, where it may not."""
     store = await PostgresStore.connect(url)
     try:
-        async with owned(store, 2) as [lane, _]:
+        async with owned(store, 2) as lanes:
+            assert len(lanes) == 2, "one that is there may be taken, and no further one made"
+            lane = lanes[0]
             now = store.now_ms()
             await upkeep(url, store, now // DAY_MS)
             await store.park(lane, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 401 * DAY_MS)], [])

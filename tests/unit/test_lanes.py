@@ -236,7 +236,8 @@ async def test_what_fails_is_asked_for_less_and_stops_nothing_else() -> None:
         assert it.lanes.adopted == [80, 81, 82, 83, 84, 85]
 
 
-async def test_own_lanes_that_cannot_be_had_stop_nothing_else() -> None:
+async def test_own_lanes_that_cannot_be_had_stop_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UPKEEP", 1)  # with every look, and not a minute later
     async with scene(wanted=2) as it:
         await it.lanes.ready.wait()
         it.store.failure = StoreLost("too many clients already")
