@@ -63,8 +63,8 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-TAKES_MINUTES = {"adoption", "churn", "compaction", "importing", "looking"}
-"""Say nothing in seconds: a quick run has them only if they are asked for."""
+TAKES_MINUTES = {"adoption", "churn", "compaction", "importing", "looking", "processes"}
+"""Say nothing in seconds: a quick run has them only if they are asked for, and ends within two minutes."""
 
 
 def chosen(only: str, skip: str = "", *, quick: bool = False) -> list[str]:
