@@ -20,7 +20,6 @@ from delayer.commands.filters import (
     row_of,
 )
 from delayer.commands.status import when
-from delayer.core import late
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
 from delayer.settings import Settings
@@ -162,17 +161,7 @@ async def _show(url: str, token: Token) -> Whole | Found:
 def fate(found: Whole) -> str:
     """What will happen to it, in a sentence."""
     entry = found.entry
-    to = f"published to {address(entry.to_exchange, entry.to_key)}"
-    if not found.sound:
-        return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
-    if found.hold is not None and late.for_good(found.hold.reason):
-        return f"nothing, until somebody says so: `delayer held retry`, and it is {to}"
-    if found.hold is not None:
-        return f"it is {to} again at {iso(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}"
-    who = f"by {found.owner}" if found.owned else "by the daemon that adopts its lane"
-    if found.where is Found.SEGMENT:
-        who = "after a daemon has restored its segment"
-    return f"it is {to} at {iso(entry.place.due_us // 1000)}, {who}"
+    return showing.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
 
 
 def _json_of(found: Whole) -> dict[str, Any]:

@@ -9,6 +9,7 @@ without an identity is parked again: a duplicate is allowed, a merged pair is a 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -53,7 +54,7 @@ class _Taken(NamedTuple):
     digest: str
 
 
-class Queues:
+class Queues(ABC):
     """Satisfies ports.Source: ``readers`` are read in their order. ``now``: the clock that rules."""
 
     def __init__(
@@ -80,13 +81,13 @@ class Queues:
         self._count = 0
         self._left: dict[str, int] = {}
 
+    @abstractmethod
     async def readers(self, admin: Admin) -> list[Reader]:
         """The queues, in the order to read them. Raises ImportImpossible."""
-        raise NotImplementedError
 
+    @abstractmethod
     def more_parameters(self) -> Mapping[str, object]:
         """What besides the broker says what is meant."""
-        raise NotImplementedError
 
     @property
     def parameters(self) -> dict[str, object]:

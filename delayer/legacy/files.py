@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -43,7 +44,7 @@ Reading = Item | Skipped | None
 """What a line is; None for one that says nothing."""
 
 
-class FileSource:
+class FileSource(ABC):
     """Satisfies ports.Source, but for :meth:`read`. ``more``: the parameters that reading depends on."""
 
     def __init__(
@@ -68,9 +69,9 @@ class FileSource:
         self._after = (-(1 << 62), -1)
         self._survey: Survey | None = None
 
+    @abstractmethod
     def read(self, line: bytes) -> Reading:
         """The message of a line, without its end. Raises Unreadable."""
-        raise NotImplementedError
 
     def noting(self, notes: Notes) -> FileSource:
         """With the place where the order of the records is noted; a survey needs none."""

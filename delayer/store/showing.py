@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import asyncpg
 
+from delayer.core import late
 from delayer.core.filters import Token
 from delayer.store import cancelling, envelope, segments
 from delayer.store.cancelling import Found
@@ -126,3 +128,20 @@ async def _whole(
     fits = row["checksum"] == envelope.checksum(row["exchange"], row["routing_key"], properties, body)
     name, owned = (owner[0], owner[1]) if owner is not None else ("", False)
     return Whole(where, entry, body, row["format"] == envelope.FORMAT and fits, hold, name, owned)
+
+
+def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> str:
+    """What will happen to it, as a sentence without its capital and its end. Pure.
+
+    ``to``: its destination, ``owner``: its lane's, as they are shown there; ``instant`` shows epoch milliseconds.
+    """
+    if not found.sound:
+        return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
+    if found.hold is not None and late.for_good(found.hold.reason):
+        return f"nothing, until somebody says so (`delayer held retry`): then it is published to {to}"
+    if found.hold is not None:
+        return f"it is published to {to} again at {instant(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}"
+    who = f"by {owner}" if found.owned else "by the daemon that adopts its lane"
+    if found.where is Found.SEGMENT:
+        who = "after a daemon has restored its segment"
+    return f"it is published to {to} at {instant(found.entry.place.due_us // 1000)}, {who}"

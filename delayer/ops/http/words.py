@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from delayer.core import horizon, late
+from delayer.core import horizon
 from delayer.core.filters import Token
 from delayer.ops.http import recent, render
 from delayer.ops.http.ports import State
+from delayer.store import showing
 from delayer.store.cancelling import Found
 from delayer.store.census import Census
 from delayer.store.showing import Whole
@@ -18,18 +19,9 @@ TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two
 
 def fate(found: Whole) -> str:
     """What will happen to it, in a sentence. Pure."""
-    entry = found.entry
-    to = f"published to {render.address(entry.to_exchange, entry.to_key)}"
-    if not found.sound:
-        return "It is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer."
-    if found.hold is not None and late.for_good(found.hold.reason):
-        return f"Nothing, until somebody says so: tried again it is {to}."
-    if found.hold is not None:
-        return f"It is {to} again at {render.iso(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}."
-    who = f"by {render.name(found.owner)}" if found.owned else "by the daemon that adopts its lane"
-    if found.where is Found.SEGMENT:
-        who = "after a daemon has restored its segment"
-    return f"It is {to} at {render.iso(entry.place.due_us // 1000)}, {who}."
+    to = render.address(found.entry.to_exchange, found.entry.to_key)
+    said = showing.fate(found, to, render.name(found.owner), render.iso)
+    return f"{said[0].upper()}{said[1:]}."
 
 
 def nowhere(found: Found, token: Token) -> str:
