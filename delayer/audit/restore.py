@@ -42,6 +42,8 @@ SOON_MS: Final = 600_000
 IDLE: Final = "60s"
 """An executor that hangs in the middle of a segment lets go of it after this time."""
 ATTEMPTS: Final = 5
+PATIENCE: Final = 0.1
+"""Seconds to wait for somebody else's lock, twice as long each time: 3 s in all."""
 PARTITION_SECONDS: Final = 20.0
 """For the making of partitions before a round; rows of a day without one wait in the default partition."""
 
@@ -60,13 +62,19 @@ class Plan(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``lost``, ``broken``: reasons."""
+    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``locked``: another session has it,
+    and whether that one restores it nobody knows yet. ``lost``, ``broken``: reasons."""
 
     segment: int
     messages: int
     gone: bool = False
+    locked: bool = False
     lost: str | None = None
     broken: str | None = None
+
+    @property
+    def restored(self) -> bool:
+        return not (self.gone or self.locked or self.lost or self.broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +91,15 @@ class Done:
 
     @property
     def segments(self) -> int:
-        return sum(not (one.gone or one.lost or one.broken) for one in self.back)
+        return sum(one.restored for one in self.back)
 
     @property
     def gone(self) -> int:
         return sum(one.gone for one in self.back)
+
+    @property
+    def locked(self) -> list[int]:
+        return [one.segment for one in self.back if one.locked]
 
     @property
     def lost(self) -> list[str]:
@@ -195,7 +207,7 @@ async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
             back.append(await restore_segment(connection, fence, one))
         await session.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
-        return [one if one.lost or one.broken or one.gone else _perhaps(one, describe(error)) for one in back]
+        return [_perhaps(one, describe(error)) if one.restored else one for one in back]
     else:
         return back
     finally:
@@ -203,11 +215,19 @@ async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
 
 
 async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment: int) -> Back:
-    """Restore one segment; a transaction that lost against another one is tried again."""
-    lost = ""
-    for _ in range(ATTEMPTS):
+    """Restore one segment. A transaction that lost against another one is tried again, and so is a segment that
+    another session has locked: a daemon that is about to restore it, or one that died and whose end the server sees
+    later than we do."""
+    lost: str | None = None
+    for attempt in range(ATTEMPTS):
         try:
-            return _back(segment, await segments.restore(connection, fence, segment))
+            found = await segments.restore(connection, fence, segment)
+            if found is not None:
+                return _back(segment, found)
+            lost = None
+            if not await segments.exists(connection, segment):
+                return Back(segment, 0, gone=True)
+            await asyncio.sleep(PATIENCE * 2**attempt)
         except WORTH_REPEATING as error:
             lost = describe(error)
         except DAMAGED as error:  # it ends nobody else's work
@@ -216,7 +236,7 @@ async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment:
             return Back(segment, 0, lost=describe(error))
         except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
             return Back(segment, 0, lost=str(error))
-    return Back(segment, 0, lost=lost)
+    return Back(segment, 0, locked=lost is None, lost=lost)
 
 
 def _perhaps(one: Back, reason: str) -> Back:
@@ -224,10 +244,8 @@ def _perhaps(one: Back, reason: str) -> Back:
     return Back(one.segment, 0, lost=f"{reason}; perhaps its {one.messages} messages are restored")
 
 
-def _back(segment: int, found: Restored | Broken | None) -> Back:
+def _back(segment: int, found: Restored | Broken) -> Back:
     match found:
-        case None:
-            return Back(segment, 0, gone=True)
         case Broken():
             return Back(segment, 0, broken=f"{found.reason}; {found.advice}" if found.newer else found.reason)
         case Restored():

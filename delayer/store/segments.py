@@ -205,6 +205,11 @@ async def _restore_at_once(
     return Restored(segment["id"], live, segment["first_due"])
 
 
+async def exists(connection: asyncpg.Connection, segment: int) -> bool:
+    """Whether there is such a segment, locked or not. Raises the driver's errors."""
+    return bool(await connection.fetchval("SELECT EXISTS (SELECT FROM segment WHERE id = $1)", segment))
+
+
 async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None:
     """The packed bytes; None when the segment is gone. Raises SegmentBroken where the store itself cannot read
     them, and the driver's errors."""

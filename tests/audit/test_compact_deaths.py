@@ -38,6 +38,7 @@ async def test_the_worker_is_killed_while_it_packs(spark: SparkSession, database
         before = await everything(database)
         with fault(spark, f"compact.{step}"), pytest.raises(JobFailed, match="packing"):
             await pack(spark, database)
+        await until_quiet(database, "delayer compact")
         assert await everything(database) == before
         counters = await lawful(database)
         assert (counters["compacted"] > 0) == (step == "committed")
@@ -54,11 +55,12 @@ async def test_the_worker_is_killed_while_it_restores(spark: SparkSession, datab
         await pack(spark, database)
         with fault(spark, f"restore.{step}"), pytest.raises(JobFailed, match="restoring"):
             await bring_back(spark, database)
+        await until_quiet(database, "delayer restore")
         assert await everything(database) == before
         counters = await lawful(database)
         assert (counters["restored"] > 0) == (step == "committed")
         done = await bring_back(spark, database)
-        assert not done.lost
+        assert not done.lost and not done.locked
         assert await everything(database) == before
         assert (await lawful(database))["restored"] == FEW
 
@@ -129,9 +131,11 @@ async def test_the_store_is_lost_meanwhile(spark: SparkSession, database: str) -
                     process.resume()
                 await asyncio.wait([working], timeout=0.1)
         done = await working
+        await until_quiet(database, "delayer compact")
         assert done.lost
         assert await everything(database) == before
-        assert 0 < (await lawful(database))["compacted"] == done.total("messages") < COUNT
+        # What was committed and not flushed when its session was cut is told as perhaps, and is in no total.
+        assert 0 < done.total("messages") <= (await lawful(database))["compacted"] < COUNT
         assert not (await pack(spark, database)).lost
         assert await everything(database) == before
         assert (await lawful(database))["compacted"] == COUNT

@@ -85,7 +85,7 @@ def _peaks(evidence: Evidence, rate: float) -> tuple[Peak, ...]:
 
 
 def _standouts(evidence: Evidence, kind: str) -> tuple[Standout, ...]:
-    return tuple(standouts.standout(key, tally) for key, tally in evidence.of(kind))
+    return tuple(standouts.standout(key) for key, _ in evidence.of(kind))
 
 
 def _shares(evidence: Evidence, kind: str) -> tuple[Share, ...]:
