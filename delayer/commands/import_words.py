@@ -44,7 +44,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
         click.echo(line)
     if survey.goals:
         rows = [
-            (address(*target), f"{goal.messages:,}", iso(goal.first_due_ms), _short(seen.problems.get(target, "")))
+            (address(*target), f"{goal.messages:,}", _when(goal.first_due_ms), _short(seen.problems.get(target, "")))
             for target, goal in _by_size(survey)[:MOST_GOALS]
         ]
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
@@ -53,6 +53,10 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
     if seen.unfinished is not None:
         one = seen.unfinished
         note(f"Import {one.id} from {one.source} is not finished: {one.committed:,} messages are committed.")
+
+
+def _when(first_due_ms: int | None) -> str:
+    return "?" if first_due_ms is None else iso(first_due_ms)
 
 
 def _short(problem: str) -> str:

@@ -16,8 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.acting import agreed, whoami, yes_option
-from delayer.commands.common import FOUND, Failure, Off, Unreached, note, request_of
-from delayer.commands.db import store_url
+from delayer.commands.common import FOUND, Failure, Misused, Off, Unreached, note, request_of
 from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
 from delayer.commands.looking import as_json
 from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
@@ -34,6 +33,10 @@ from delayer.wire.address import Address
 from delayer.wiring import cascade_of
 
 T = TypeVar("T")
+NO_STORE = (
+    "no store is configured: an import keeps its state in one, in native mode too. Next: set store.url, and run "
+    "`delayer db upgrade`; docs/importing.md says what stays there"
+)
 
 
 class Wanted(NamedTuple):
@@ -191,7 +194,9 @@ def _with(
     meant = Meant(given.pop("cutoff_ms"), given.pop("limit"))
     wanted = Wanted(settings, meant, given.pop("rewrites"))
     verified = not given.pop("unverified")
-    url = store_url(settings)
+    if settings.store_url is None:
+        raise Misused(NO_STORE)
+    url = settings.store_url
 
     async def work() -> T:
         async with ImportStore.open(url) as book:

@@ -84,10 +84,15 @@ class Meant:
 
 @dataclass(slots=True)
 class Goal:
-    """How many messages go to one destination, and when the first of them is due."""
+    """How many messages go to one destination, and when the first of them is due; None where only a run can tell."""
 
     messages: int
-    first_due_ms: int
+    first_due_ms: int | None
+
+
+def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
+    """The sooner of two instants, of which each may be unknown."""
+    return other_ms if one_ms is None else one_ms if other_ms is None else min(one_ms, other_ms)
 
 
 @dataclass(slots=True)
@@ -106,17 +111,20 @@ class Survey:
         """Count messages of one destination."""
         last_due_ms = first_due_ms if last_due_ms is None else last_due_ms
         self.messages = (self.messages or 0) + messages
-        self.first_due_ms = first_due_ms if self.first_due_ms is None else min(self.first_due_ms, first_due_ms)
+        self.first_due_ms = soonest(self.first_due_ms, first_due_ms)
         self.last_due_ms = last_due_ms if self.last_due_ms is None else max(self.last_due_ms, last_due_ms)
+        self.expect(target, messages, first_due_ms)
+
+    def expect(self, target: Target, messages: int, first_due_ms: int | None = None) -> None:
+        """Note that messages go to one destination, which may be known before they are counted."""
         goal = self.goals.get(target)
-        if goal is None:
-            if len(self.goals) < MOST_GOALS:
-                self.goals[target] = Goal(messages, first_due_ms)
-            elif MORE_GOALS not in self.remarks:
-                self.remarks.append(MORE_GOALS)
-        else:
+        if goal is not None:
             goal.messages += messages
-            goal.first_due_ms = min(goal.first_due_ms, first_due_ms)
+            goal.first_due_ms = soonest(goal.first_due_ms, first_due_ms)
+        elif len(self.goals) < MOST_GOALS:
+            self.goals[target] = Goal(messages, first_due_ms)
+        elif MORE_GOALS not in self.remarks:
+            self.remarks.append(MORE_GOALS)
 
     def leave(self, why: str, messages: int = 1) -> None:
         if messages:
@@ -182,12 +190,15 @@ def redirected(item: Item, rewrites: Sequence[Rewrite]) -> Item:
     """The same message to where its destination, the exchange or at the default exchange the queue, is renamed to."""
     if not rewrites:
         return item
-    exchange, routing_key = item.parcel.target
+    return item._replace(parcel=item.parcel._replace(target=retargeted(item.parcel.target, rewrites)))
+
+
+def retargeted(target: Target, rewrites: Sequence[Rewrite]) -> Target:
+    """The destination after these."""
+    exchange, routing_key = target
     if exchange:
-        target = Target(renamed(exchange, rewrites), routing_key)
-    else:
-        target = Target(exchange, renamed(routing_key, rewrites))
-    return item._replace(parcel=item.parcel._replace(target=target))
+        return Target(renamed(exchange, rewrites), routing_key)
+    return Target(exchange, renamed(routing_key, rewrites))
 
 
 def read_rewrite(text: str) -> Rewrite:

@@ -37,6 +37,15 @@ class Level:
     def queue(self) -> str:
         return self.cascade.level(self.number)
 
+    @property
+    def target(self) -> None:
+        """See the port. The address stands in each message's routing key."""
+        return None
+
+    def latest_ms(self, now_ms: int) -> int:
+        """See the port. The level's own time, all the levels below, and the second that Celery's workers wait."""
+        return now_ms + (2 << self.number) * 1000
+
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
         """See the port. A carrier's message knows its due instant and destination itself."""
         if self.cascade.kind == "delayer" and (inside := self.open(delivery)) is not None:
@@ -61,7 +70,8 @@ class Level:
 
 
 class CascadeLevels(Queues):
-    """From the highest level down, the way that messages go meanwhile: so none slips by."""
+    """From the lowest level up, so that the soonest due come first; and then down again, the way that messages go: so
+    what slipped by meanwhile is met too."""
 
     def __init__(
         self,
@@ -92,7 +102,5 @@ class CascadeLevels(Queues):
 
     async def readers(self, admin: Admin) -> list[Reader]:
         """See Queues."""
-        return [
-            Level(self._cascade, number, self._to_exchange, self._open)
-            for number in reversed(range(self._lowest, LEVELS))
-        ]
+        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(self._lowest, LEVELS)]
+        return [*up, *reversed(up[:-1])]

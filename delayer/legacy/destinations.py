@@ -39,7 +39,7 @@ class Destinations:
     async def _ask(self, goals: Mapping[Destination, Goal]) -> None:
         if not goals:
             return
-        wanted = {Target(*target, goal.messages, goal.first_due_ms): target for target, goal in goals.items()}
+        wanted = {Target(*target, goal.messages, goal.first_due_ms or 0): target for target, goal in goals.items()}
         asked = await ask(
             self._broker_url, self._management_url, wanted, Limits(targets=len(wanted), seconds=600.0), name=NAME
         )

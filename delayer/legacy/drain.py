@@ -4,6 +4,10 @@ A kill between the commit and the acknowledgements leaves messages both here and
 a digest of each in the note that was committed with them: one that the broker delivers again (it says so), that has an
 identity of its own and the very bytes of one in the note, is acknowledged and not parked a second time. A message
 without an identity is parked again: a duplicate is allowed, a merged pair is a loss.
+
+A queue can be read from its head only, and what is read and not taken counts as a delivery. So the order is one of
+queues, and within a batch one of due instants; what is not reached in time its own system lets out, on time. And a
+visit takes what stood there when it began, or it would not end while somebody publishes.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from delayer.broker.admin import Admin
@@ -19,14 +24,16 @@ from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
-from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
-from delayer.core.message import Delivery
+from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, retargeted, rewriting
+from delayer.core.message import Delivery, Target
 from delayer.legacy.known import fingerprint, parsed
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.address import Address
 from delayer.wire.properties import Properties
 
 T = TypeVar("T")
+CLOCKS_MS: Final = 60_000
+"""By how much clocks may differ where it is said that nothing in a queue is meant."""
 BATCH: Final = 1_000
 PREFETCH: Final = 2 * BATCH
 KEPT: Final = 50_000
@@ -44,6 +51,13 @@ class Reader(Protocol):
 
     @property
     def queue(self) -> str: ...
+
+    @property
+    def target(self) -> Target | None:
+        """Where all of its messages go; None where that is each one's own."""
+
+    def latest_ms(self, now_ms: int) -> int | None:
+        """The latest due instant that a message in it can have; None where its messages say."""
 
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
         """The message. ``properties``: None where their bytes are broken."""
@@ -78,8 +92,9 @@ class Queues(ABC):
         self._repeated: list[_Taken] = []
         self._known: Counter[str] = Counter()
         self._kept = 0
+        self._unread = 0
         self._count = 0
-        self._left: dict[str, int] = {}
+        self._left: dict[str, Counter[str]] = {}
 
     @abstractmethod
     async def readers(self, admin: Admin) -> list[Reader]:
@@ -104,17 +119,32 @@ class Queues(ABC):
     async def survey(self) -> Survey:
         """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for."""
         survey = Survey()
+        now_ms = await self._now()
         async with await self._admin() as admin:
-            readers = await self._all(admin)
-            depths = await _asked(admin.depths(reader.queue for reader in readers))
-        found = sum(depth or 0 for depth in depths.values())
-        survey.messages = found if self._meant.limit is None else min(found, self._meant.limit)
-        survey.remarks += [f"{name}: {depth:,} messages" for name, depth in depths.items() if depth]
+            readers = {reader.queue: reader for reader in await self._all(admin)}
+            depths = await _asked(admin.depths(readers))
+        for name, depth in depths.items():
+            if not depth:
+                continue
+            if self._none_meant(readers[name], now_ms):
+                survey.leave(BEFORE_CUTOFF, depth)
+                continue
+            survey.messages = (survey.messages or 0) + depth
+            survey.remarks.append(f"{name}: {depth:,} messages{_until(readers[name].latest_ms(now_ms))}")
+            if (target := readers[name].target) is not None:
+                survey.expect(retargeted(target, self._rewrites), depth)
+        if self._meant.limit is not None:
+            survey.messages = min(survey.messages or 0, self._meant.limit)
         missing = [name for name, depth in depths.items() if depth is None]
         if missing:
             survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
-        survey.remarks.append("destinations and due instants are seen by a run only")
+        survey.remarks.append("what a message says of its destination and due instant is seen by a run only")
         return survey
+
+    def _none_meant(self, reader: Reader, now_ms: int) -> bool:
+        """Nothing in the queue can be due as late as the cutoff, so it need not be touched."""
+        latest_ms = reader.latest_ms(now_ms)
+        return latest_ms is not None and not self._meant.includes(latest_ms + CLOCKS_MS)
 
     async def stage(self, run: Run) -> None:
         """See the port. The queues are read as they are."""
@@ -161,6 +191,7 @@ class Queues(ABC):
                 items.append(item)
                 self._taken.append(_Taken(delivery.tag, digest))
         self._count += len(items)
+        items.sort(key=_due_ms)
         return items
 
     async def remove(self, batch: Batch) -> None:
@@ -173,7 +204,7 @@ class Queues(ABC):
     async def finish(self) -> dict[str, int]:
         """See the port."""
         await self._leave()
-        return self._left
+        return dict(sum(self._left.values(), Counter()))
 
     async def put_back(self, run: Run) -> None:
         """See the port. What is not committed is in its queue; what is committed and still there goes now."""
@@ -211,7 +242,7 @@ class Queues(ABC):
 
     def _keep(self, why: str) -> None:
         self._kept += 1
-        self._left[why] = self._left.get(why, 0) + 1
+        self._left[self._reader().queue][why] += 1
 
     def _note(self) -> str:
         """The digests of what may be delivered again: of this batch, and of those before that were not met again."""
@@ -222,12 +253,19 @@ class Queues(ABC):
         """The subscription of the queue that is read; None when there is no queue left."""
         if self._subscription is not None:
             return self._subscription
+        now_ms = await self._now()
         async with await self._admin() as admin:
             readers = await self._all(admin)
             while self._at < len(readers):
-                depths = await _asked(admin.depths([readers[self._at].queue]))
-                if depths[readers[self._at].queue]:
+                reader = readers[self._at]
+                depth = (await _asked(admin.depths([reader.queue])))[reader.queue] or 0
+                # Of two visits to a queue the second one counts: it meets again what the first one left.
+                self._left[reader.queue] = Counter()
+                if depth and not self._none_meant(reader, now_ms):
+                    # What is known may be on its way back into the queue, from whoever died.
+                    self._unread = depth + self._known.total()
                     break
+                self._left[reader.queue] += Counter({BEFORE_CUTOFF: depth})
                 self._at += 1
             else:
                 return None
@@ -244,8 +282,9 @@ class Queues(ABC):
     async def _deliveries(self, subscription: RelaySubscription) -> list[Delivery]:
         """The next ones; empty where the queue is at its end, and then it is left."""
         try:
-            for _ in range(PATIENCE):
-                if some := await subscription.next_batch(BATCH, GATHER_SECONDS):
+            for _ in range(PATIENCE if self._unread > 0 else 0):
+                if some := await subscription.next_batch(min(BATCH, self._unread), GATHER_SECONDS):
+                    self._unread -= len(some)
                     return some
                 if self._kept >= KEPT:
                     break
@@ -272,6 +311,16 @@ class Queues(ABC):
 
     async def _admin(self) -> Admin:
         return await _asked(Admin.connect(self._url, name=NAME))
+
+
+def _due_ms(item: Item) -> int:
+    return item.parcel.due_ms
+
+
+def _until(latest_ms: int | None) -> str:
+    if latest_ms is None:
+        return ""
+    return f", due {datetime.fromtimestamp(latest_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ} at the latest"
 
 
 async def _asked(question: Awaitable[T]) -> T:

@@ -40,6 +40,15 @@ class Hold:
     last_ms: int = 0
     """The latest due instant that a message of it told: those behind it came later, and are due later."""
 
+    @property
+    def target(self) -> Target | None:
+        """See the port."""
+        return None if self.routing_key is None else Target(self.exchange, self.routing_key)
+
+    def latest_ms(self, now_ms: int) -> int | None:
+        """See the port."""
+        return None if self.ttl_ms is None else now_ms + self.ttl_ms
+
     def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
         """See the port."""
         own = delivery.routing_key if self.routing_key is None else self.routing_key

@@ -139,9 +139,11 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
     """The batch, with what would not be taken to be held."""
     goals: dict[Target, Goal] = {}
     for item in batch.items:
-        goal = goals.setdefault(item.parcel.target, Goal(0, item.parcel.due_ms))
-        goal.messages += 1
-        goal.first_due_ms = min(goal.first_due_ms, item.parcel.due_ms)
+        parcel = item.parcel
+        if (goal := goals.get(parcel.target)) is None:
+            goals[parcel.target] = Goal(1, parcel.due_ms)  # the soonest of them: that is their order
+        else:
+            goal.messages += 1
     problems = await judge.problems(goals)
     if not problems:
         return batch

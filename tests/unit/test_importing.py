@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from delayer.cli import cli
 from delayer.core import importing, lines
 from delayer.core.importing import (
     Batch,
@@ -26,7 +31,8 @@ from delayer.core.importing import (
 from delayer.core.lines import End, Line, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.legacy import machine
-from delayer.legacy.ports import CountMismatch, ImportImpossible
+from delayer.legacy.ahead import Ahead
+from delayer.legacy.ports import CountMismatch, ImportImpossible, SourceLost
 
 # ---- rewriting destinations
 
@@ -450,3 +456,57 @@ def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.Monke
 )
 def test_what_is_meant(meant: Meant, due_ms: int, included: bool) -> None:
     assert meant.includes(due_ms) is included
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("verb", ["preview", "run", "abort"])
+def test_without_a_store_it_says_why_it_needs_one(verb: str, tmp_path: Path) -> None:
+    words = ["import", "jsonl", verb, str(tmp_path / "x"), *(() if verb == "preview" else ("--yes",))]
+    environ = {"DELAYER_CONFIG": os.devnull, "DELAYER_MODE": "native"}
+    result = CliRunner().invoke(cli, words, env=environ, prog_name="delayer")
+    assert result.exit_code == 2
+    assert "an import keeps its state in one, in native mode too. Next: set store.url" in result.stderr
+
+
+# ---- reading ahead
+
+
+async def test_one_batch_is_read_while_the_one_before_is_committed() -> None:
+    batches = [Batch([Item(parcel(n))], str(n)) for n in range(3)]
+    begun: list[int] = []
+
+    async def read() -> Batch | None:
+        begun.append(len(begun))
+        await asyncio.sleep(0)
+        return batches[begun[-1]] if begun[-1] < len(batches) else None
+
+    ahead = Ahead(read)
+    assert await ahead.next() is batches[0]
+    await asyncio.sleep(0)
+    assert begun == [0, 1]  # and not one more, however long the commit takes
+    await asyncio.sleep(0)
+    assert [await ahead.next() for _ in range(3)] == [*batches[1:], None]
+    await ahead.close()
+
+
+async def test_what_goes_wrong_while_reading_ahead_is_told_when_it_is_asked_for() -> None:
+    answers: list[Batch | Exception] = [Batch([Item(parcel(1))], "1"), SourceLost("gone")]
+
+    async def read() -> Batch | None:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    ahead = Ahead(read)
+    assert await ahead.next() is not None
+    await asyncio.sleep(0)
+    with pytest.raises(SourceLost):
+        await ahead.next()
+    answers += [Batch([], "2"), SourceLost("gone again")]
+    await ahead.next()
+    await asyncio.sleep(0)
+    await ahead.close()  # nobody asked for it, and nobody hears of it
+    await ahead.close()
