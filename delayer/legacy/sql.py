@@ -8,6 +8,7 @@ removes it, by the place that was committed.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -19,11 +20,12 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any, Final
 
-from sqlalchemy import URL, inspect
+from sqlalchemy import URL, inspect, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from delayer.core.importing import SOON_MS, Batch, Item, Meant, Rewrite, Run, Survey, renamed, rewriting
 from delayer.core.message import Target
+from delayer.legacy.ahead import Ahead
 from delayer.legacy.databases import Database
 from delayer.legacy.ports import CountMismatch, ImportImpossible
 from delayer.legacy.statements import SUFFIX, Layout, Moving, Pick, Place
@@ -31,6 +33,12 @@ from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of
 
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
+MOST_TARGETS: Final = 10_000
+AT_A_STRETCH: Final = 250
+"""Rows that are made messages before the loop gets its turn."""
+LAZILY: Final = {"postgresql": "SET LOCAL synchronous_commit = off"}
+"""By dialect: a removal that a crash of the source undoes is done again by the next run, since the store has the place;
+and the end, which drops the table, waits for everything before it."""
 SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
 SOONER: Final = "due before the cutoff"
 NO_TIME: Final = "without a due time"
@@ -62,9 +70,12 @@ class Tables:
         self._endpoint = endpoint
         self._rewrites = rewrites
         self._overdue_too = overdue_too
+        self._source = name.encode()
+        self._targets: dict[str, Target] = {}
         self._tables: list[Moving] | None = None
-        self._taken: dict[str, Place] = {}
-        self._since: dict[str, datetime] = {}
+        self._ahead = Ahead(self._read)
+        self._read_upto: dict[str, Place] = {}
+        self._removed_upto: dict[str, Place] = {}
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -159,36 +170,46 @@ class Tables:
                 one = next((table for table in self._tables if table.name == name), None)
                 if one is not None:
                     await connection.execute(one.remove(place))
+                    self._read_upto[name] = self._removed_upto[name] = place
             await connection.commit()
 
     async def next_batch(self) -> Batch | None:
         """See the port."""
+        return await self._ahead.next()
+
+    async def _read(self) -> Batch | None:
+        """The soonest behind what was read before, which may be there yet."""
+        rows: list[tuple[datetime, str, Any]] = []
         async with self._database.connected() as connection:
-            rows: list[tuple[datetime, Moving, Any]] = []
             for one in await self._found(connection):
-                found = await connection.execute(one.batch(BATCH, self._since.get(one.name)))
-                rows += [(row[3], one, row) for row in found]
+                found = await connection.execute(one.batch(BATCH, self._read_upto.get(one.name)))
+                rows += [(row[3], one.name, row) for row in found]
         rows.sort(key=itemgetter(0))  # stable: in the order of ids where instants are equal
         items: list[Item] = []
-        self._taken = {}
+        taken: dict[str, Place] = {}
         size = 0
-        for due, one, row in rows[:BATCH]:
+        for due, name, row in rows[:BATCH]:
             items.append(self._item(row))
-            self._taken[one.name] = Place(due, row[0])
+            taken[name] = Place(due, row[0])
             size += len(row[2] or b"")
             if size >= BATCH_BYTES:
                 break
-        return Batch(items, _progress(self._taken)) if items else None
+            if not len(items) % AT_A_STRETCH:
+                await asyncio.sleep(0)  # whoever commits meanwhile has to be served
+        self._read_upto |= taken
+        return Batch(items, _progress(taken)) if items else None
 
     async def remove(self, batch: Batch) -> int:
         """See the port."""
         removed = 0
+        taken = _read_progress(batch.progress)
         async with self._database.connected() as connection:
+            if (lazily := LAZILY.get(connection.dialect.name)) is not None:
+                await connection.execute(text(lazily))
             for one in await self._found(connection):
-                if one.name in self._taken:
-                    place = self._taken[one.name]
-                    removed += (await connection.execute(one.remove(place, self._since.get(one.name)))).rowcount
-                    self._since[one.name] = place.time
+                if (place := taken.get(one.name)) is not None:
+                    removed += (await connection.execute(one.remove(place, self._removed_upto.get(one.name)))).rowcount
+                    self._removed_upto[one.name] = place
             await connection.commit()
         return removed
 
@@ -223,17 +244,25 @@ class Tables:
 
     async def close(self) -> None:
         """See the port."""
+        await self._ahead.close()
         await self._database.close()
 
     # ---- messages
 
     def _target(self, destination: str) -> Target:
-        return Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self._rewrites))
+        target = self._targets.get(destination)
+        if target is None:
+            if len(self._targets) >= MOST_TARGETS:
+                self._targets.clear()
+            target = Target(b"", renamed(destination.encode("utf-8", "surrogateescape"), self._rewrites))
+            self._targets[destination] = target
+        return target
 
     def _item(self, row: Any) -> Item:
         id_, destination, state, due, headers = row
-        timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
-        return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key)
+        body = state if type(state) is bytes else bytes(state or b"")
+        timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, body)
+        return item_of(timeout, self._source, self._target(timeout.address).routing_key)
 
     def _pick(self) -> Pick:
         after = None if self._overdue_too else moment_of(_now_ms() + SOON_MS)

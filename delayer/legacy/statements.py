@@ -213,18 +213,18 @@ class Moving:
 
     # ---- batches
 
-    def batch(self, limit: int, since: datetime | None = None) -> Select[Any]:
-        """The soonest of what was moved, all of it due at ``since`` or later: an index is read over its deleted entries
-        as well, unless it is told where to begin."""
+    def batch(self, limit: int, after: Place | None = None) -> Select[Any]:
+        """The soonest of what was moved, behind that place."""
         time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
         query = select(*(self.staged.c[name] for name in self.layout.names)).order_by(time, id_).limit(limit)
-        return query if since is None else query.where(time >= since)
+        return query if after is None else query.where(time >= after.time, or_(time > after.time, id_ > after.id))
 
-    def remove(self, upto: Place, since: datetime | None = None) -> Delete:
-        """What stands up to there is committed; ``since`` as above."""
+    def remove(self, upto: Place, after: Place | None = None) -> Delete:
+        """What stands up to there is committed, and what stands up to ``after`` is gone: an index is read over its
+        deleted entries as well, unless it is told where to begin."""
         time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
         query = delete(self.staged).where(time <= upto.time, or_(time < upto.time, id_ <= upto.id))
-        return query if since is None else query.where(time >= since)
+        return query if after is None else query.where(time >= after.time)
 
     def count(self) -> Select[Any]:
         return select(func.count()).select_from(self.staged)

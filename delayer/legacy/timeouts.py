@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from functools import lru_cache
+from struct import Struct
 from typing import Final, NamedTuple
 
 from delayer.core import nservicebus
@@ -22,6 +23,17 @@ UNREAD: Final = b"x-delayer-import-headers"
 """Carries a headers column that cannot be read, as it is."""
 ROUNDED_MS: Final = 1_000
 """Databases round the due instant: SQL Server to 3 ms, MySQL to a second. The header has it exactly."""
+_ALWAYS: Final = FLAGS["headers"] | FLAGS["delivery_mode"]
+_CONTENT_TYPE: Final = FLAGS["content_type"]
+# The rest of what a timeout has, in the order of the wire: all of it behind the delivery mode.
+_CORRELATION_ID, _REPLY_TO, _MESSAGE_ID, _TYPE = (
+    FLAGS[name] for name in ("correlation_id", "reply_to", "message_id", "type")
+)
+_PERSISTENT: Final = b"\2"
+_BYTE: Final = tuple(bytes((n,)) for n in range(SHORT_STRING + 1))
+_U16: Final = Struct(">H")
+_U32: Final = Struct(">I")
+_EXPIRE: Final = nservicebus.EXPIRE.decode()
 _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - the columns have no zone, and mean UTC
 
 
@@ -37,7 +49,8 @@ class Timeout(NamedTuple):
 
 def epoch_ms(moment: datetime) -> int:
     """A column's instant (UTC, without a zone) in epoch ms, rounded up."""
-    return -((_EPOCH - moment.replace(tzinfo=None)) // timedelta(milliseconds=1))
+    since = (moment if moment.tzinfo is None else moment.replace(tzinfo=None)) - _EPOCH
+    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
 
 
 def moment_of(epoch: int) -> datetime:
@@ -89,7 +102,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
 
 def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
     """The column's instant, as exact as the header knows it."""
-    expire = headers.get(nservicebus.EXPIRE.decode())
+    expire = headers.get(_EXPIRE)
     if expire is None:
         return column_ms
     try:
@@ -101,30 +114,41 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
 
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
     """As NServiceBus's transport for RabbitMQ fills them in: headers as strings, and what has a property as one too."""
-    texts = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
+    texts: dict[str, str] = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
     parts: list[bytes] = []
     for name, text in texts.items():
         value = _utf8(text)
-        parts += (_head(name), len(value).to_bytes(4, "big"), value)
-    table = b"".join(parts)
+        parts += (_head(name), _U32.pack(len(value)), value)
     if raw:
-        table += entry(UNREAD, long_string(raw))
-    kind = texts.get("NServiceBus.EnclosedMessageTypes", "").partition(";")[0].partition(",")[0].strip()
-    return encode(
-        {
-            "content_type": texts.get("NServiceBus.ContentType", "application/octet-stream"),
-            "correlation_id": texts.get("NServiceBus.CorrelationId", ""),
-            "reply_to": texts.get("NServiceBus.ReplyToAddress", ""),
-            "message_id": texts.get("NServiceBus.MessageId", "") or id_,
-            "type": kind,
-        },
-        table,
-    )
+        parts.append(entry(UNREAD, long_string(raw)))
+    table = b"".join(parts)
+    get = texts.get
+    kind = get("NServiceBus.EnclosedMessageTypes", "").partition(";")[0].partition(",")[0].strip()
+    flags = _ALWAYS
+    before = behind = b""
+    for bit, text in (
+        (_CONTENT_TYPE, get("NServiceBus.ContentType", "application/octet-stream")),
+        (_CORRELATION_ID, get("NServiceBus.CorrelationId", "")),
+        (_REPLY_TO, get("NServiceBus.ReplyToAddress", "")),
+        (_MESSAGE_ID, get("NServiceBus.MessageId", "") or id_),
+        (_TYPE, kind),
+    ):
+        value = _utf8(text)
+        if 0 < len(value) <= SHORT_STRING:
+            flags |= bit
+            if bit == _CONTENT_TYPE:
+                before = _BYTE[len(value)] + value
+            else:
+                behind += _BYTE[len(value)] + value
+    return b"".join((_U16.pack(flags), before, _U32.pack(len(table)), table, _PERSISTENT, behind))
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can spell
+        return text.encode("utf-8", "surrogatepass")
 
 
 @lru_cache(maxsize=1 << 12)
@@ -138,24 +162,3 @@ def _text(value: object) -> str:
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def encode(shorts: Mapping[str, str], table: bytes) -> bytes:
-    """Property bytes of a persistent message: these short strings where they are not empty and fit, and the headers."""
-    fit = {
-        name: raw
-        for name, text in shorts.items()
-        if 0 < len(raw := text.encode("utf-8", "surrogatepass")) <= SHORT_STRING
-    }
-    flags = FLAGS["headers"] | FLAGS["delivery_mode"]
-    for name in fit:
-        flags |= FLAGS[name]
-    parts = [flags.to_bytes(2, "big")]
-    for name in FLAGS:
-        if name == "headers":
-            parts.append(len(table).to_bytes(4, "big") + table)
-        elif name == "delivery_mode":
-            parts.append(b"\x02")
-        elif name in fit:
-            parts.append(bytes((len(fit[name]),)) + fit[name])
-    return b"".join(parts)
