@@ -160,16 +160,21 @@ class Release:
 
     async def _in_share(self, limit: int, scope: Scope | None, share: Share) -> int:
         began = time.perf_counter()
-        # Without a scope as ever: whoever stands in for a lane need not know of them.
-        rows = await (
-            self._lane.claim(limit, share.size) if scope is None else self._lane.claim(limit, share.size, scope)
-        )
+        try:
+            # Without a scope as ever: whoever stands in for a lane need not know of them.
+            rows = await (
+                self._lane.claim(limit, share.size) if scope is None else self._lane.claim(limit, share.size, scope)
+            )
+        except StoreLost:
+            self._room.took(share.size, time.perf_counter() - began)
+            raise
         share.keep(sum(len(row.parcel.body) + len(row.parcel.properties) for row in rows))
         self._last_bytes = share.size
         claimed = time.perf_counter()
         if not rows:
             await self._lane.settle([], [])
             return 0
+        self._room.took(share.size, claimed - began)
         try:
             released, held = await self._send(rows)
         except BaseException:

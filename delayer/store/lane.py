@@ -107,6 +107,7 @@ class PostgresLane:
         """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
         if self._claim is not None:
             raise RuntimeError(f"lane {self.number}: claim before the last one was settled or given up")
+        began = self._clock.monotonic()
         async with self._talking("claim") as connection:
             self._forget_after_step()
             self._noted, self._next = NEVER_MS, None
@@ -116,6 +117,10 @@ class PostgresLane:
                 # Against somebody who replaces several keyed messages at once. They win; then it is our turn.
                 await connection.execute("ROLLBACK")
                 self._claim = await self._take(connection, limit, max_bytes, scope)
+            if self._claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
+                # To the server the release was idle while its rows were on their way, perhaps for too long: then it is
+                # rolled back, and whatever is published of it comes twice.
+                await session.sample(connection, self._clock)
         if self._claim.rows:
             self._fed_until = self._clock.monotonic() + self._release_seconds
             reach("release.claimed")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
@@ -17,6 +18,7 @@ from delayer.store.owners import application_of
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
+from tests.rig.proxy import Proxy
 
 
 @asynccontextmanager
@@ -95,6 +97,22 @@ async def test_an_open_release_is_fed_but_not_for_ever(database: str) -> None:
         [again] = await store.adopt(MANY)
         assert len(await release_all(again)) == 1
         await again.release()
+
+
+async def test_rows_that_were_on_their_way_for_too_long_are_not_handed_out(database: str) -> None:
+    """They may all be here: but the server has rolled back by then, and whatever is published of them comes twice."""
+    address = urlsplit(database)
+    async with Proxy(address.port or 0) as proxy, opened(database) as other:
+        slow = address._replace(netloc=address.netloc.replace(f":{address.port}", f":{proxy.port}")).geturl()
+        async with opened(slow, idle_timeout=2.0) as store, owned(store) as [lane]:
+            await store.park(lane, [parcel(store.now_ms(), bytes(1_000_000))], [])
+            proxy.slow(delay=0.3)  # for each of some sixteen pieces
+            with pytest.raises(LaneLost):
+                await lane.claim(MANY, ROOM)
+            proxy.resume()
+        [adopted] = await other.adopt(MANY)
+        assert len(await release_all(adopted)) == 1
+        await adopted.release()
 
 
 async def test_a_fed_lane_outlives_its_idle_timeout(database: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from delayer.core.message import CONFIRMED, Due, Outcome, Outgoing, Parcel, Target
 from delayer.services.counting import Counters
 from delayer.services.release import Portion, Release
-from delayer.services.room import ALL, LEAST, Room
+from delayer.services.room import ALL, LEAST, SLOWEST, UNHURRIED, Room
 from tests.rig.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, until
 
 BODY = 1_000_000
@@ -25,6 +27,33 @@ def test_what_is_not_needed_is_there_for_others() -> None:
         with room.share(20 * LEAST) as two:
             assert two.size == 9 * LEAST
     assert room.left == 10 * LEAST
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("claims", "next_one"),
+    [
+        ([], ALL),
+        ([(16 * MB, UNHURRIED)], ALL),
+        ([(8 * MB, 2 * UNHURRIED)], 4 * MB),
+        ([(8 * MB, 4 * UNHURRIED)], 2 * MB),
+        ([(8 * MB, 4 * UNHURRIED), (2 * MB, 0.1)], 4 * MB),
+        ([(8 * MB, 4 * UNHURRIED), (MB, 0.1)], 4 * MB),
+        ([(8 * MB, 4 * UNHURRIED), (MB - 1, 0.1)], 2 * MB),  # that it was quick does not say what more would be
+        ([(8 * MB, 4 * UNHURRIED), *[(ALL, 0.1)] * 9], ALL),
+        ([(0, 100.0)], SLOWEST),  # whatever it waited for, it was not its rows
+        ([(100, 100.0), (100, 0.1)], SLOWEST),
+        ([(100, 100.0), (SLOWEST, 0.1)], 2 * SLOWEST),
+    ],
+)
+def test_a_claim_takes_what_the_line_carries_in_time(claims: list[tuple[int, float]], next_one: int) -> None:
+    room = Room()
+    for size, seconds in claims:
+        room.took(size, seconds)
+    with room.share(ALL) as share:
+        assert share.size == next_one
 
 
 class Full(ScriptedLane):
