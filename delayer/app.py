@@ -73,7 +73,7 @@ took a third of the time of sorting one. Messages make no cycles; failures may, 
 (delayer/services/retry.py)."""
 
 
-def _calm_the_collector() -> None:
+def calm_the_collector() -> None:
     """What was imported lives as long as we do, and need not be looked through again and again."""
     gc.collect()
     gc.freeze()
@@ -102,7 +102,7 @@ def _heed_no_signals() -> None:
 async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     notifier = Notifier()
     daemon = Daemon(settings, notifier)
-    _calm_the_collector()
+    calm_the_collector()
     reload = Reload(daemon, load, notifier)
     running = asyncio.get_running_loop()
     for signum in STOPS:
