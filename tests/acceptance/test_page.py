@@ -157,6 +157,9 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.get_by_label(f"Choose {rows[1]['id']}").check()
         await page.get_by_label(f"Choose {rows[2]['id']}").check()
         await page.get_by_role("button", name="Cancel", exact=True).click()
+        assert await page.locator("h1").inner_text() == "Cancel 2 messages?"
+        assert len(await this.waiting()) == 9, "asked first"
+        await page.get_by_role("button", name="Cancel them").click()
         assert await result(page) == "Cancelled: 2 of 2"
         assert len(await this.waiting()) == 7
 
@@ -184,13 +187,14 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.get_by_label("A message by its id").fill(row["id"])
         await page.get_by_role("button", name="Show").click()
         await page.get_by_role("button", name="Cancel").click()
+        await page.get_by_role("button", name="Cancel it").click()
         assert await result(page) == "Cancelled: 1 of 1"
 
         # All that a filter means: counted, asked, done.
         await page.goto("/waiting?due_after=9h")
         await page.locator("#all-by").fill("1h")
         await page.get_by_role("button", name="Reschedule them…").click()
-        assert re.fullmatch(r"Reschedule \d messages\?", await page.locator("h1").inner_text())
+        assert re.fullmatch(r"Reschedule \d messages: 1h later\?", await page.locator("h1").inner_text())
         await page.get_by_role("button", name="Reschedule them").click()
         assert (await result(page)).startswith("Rescheduled: ")
         await page.goto("/waiting")
@@ -209,9 +213,10 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         await page.get_by_role("button", name="Try again now").click()
         assert await result(page) == "To be tried again now: 1 of 1"
         await page.get_by_role("link", name="Go on").click()
-        for box in await page.locator("tbody input").all():
-            await box.check()
+        await page.get_by_label("All of this page").check()
+        assert await page.locator("tbody input:not(:checked)").count() == 0
         await page.get_by_role("button", name="Drop").click()
+        await page.get_by_role("button", name="Drop them").click()
         assert await result(page) == "Dropped: 3 of 3"
 
         await page.goto("/refused")
@@ -221,9 +226,10 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         assert await result(page) == "Published again: 1 of 1"
         await eventually(lambda: _refused(this), lambda rows: len(rows) == 3)  # its cause is not mended
         await page.goto("/refused")
-        for box in await page.locator("tbody input").all():
-            await box.check()
+        await page.get_by_label("All of this page").check()
+        assert await page.locator("tbody input:not(:checked)").count() == 0
         await page.get_by_role("button", name="Drop").click()
+        await page.get_by_role("button", name="Drop them").click()
         assert await result(page) == "Dropped: 3 of 3"
         assert await _refused(this) == []
 
@@ -356,6 +362,8 @@ async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, t
         await page.get_by_role("button", name="Cancel", exact=True).focus()
         outline = await page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
         await page.keyboard.press("Enter")
+        await page.get_by_role("button", name="Cancel it").focus()
+        await page.keyboard.press("Enter")
         assert await result(page) == "Cancelled: 1 of 1"
         assert outline != "none", "the focus is seen"
 
@@ -365,7 +373,9 @@ async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, t
         assert "Waiting in the store" in await plain.locator("main").inner_text()
         await plain.goto("/waiting")
         await plain.locator("tbody input").first.check()
+        assert not await plain.get_by_label("All of this page").is_visible(), "only with scripts"
         await plain.get_by_role("button", name="Cancel", exact=True).click()
+        await plain.get_by_role("button", name="Cancel it").click()
         assert await result(plain) == "Cancelled: 1 of 1"
         assert await this.waiting() == []
 

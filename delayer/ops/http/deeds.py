@@ -30,6 +30,8 @@ from delayer.store.rescheduling import When
 PAST: Final = {
     "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
 }  # fmt: skip
+SHOWN: Final = 20
+"""Chosen messages that a question names; the others are counted."""
 _LOCKED: Final = "To change something, say the token first."
 
 
@@ -94,9 +96,11 @@ class Deeds:
             request, "done.html", told.status, heading=told.heading, lines=told.lines, back=told.back
         )
 
-    async def _named(self, _request: Request, who: str, form: Mapping[str, Any]) -> Told:
+    async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         verb, tokens = _verb(form, "cancel", "reschedule", "retry"), _tokens(form)
         back = _back(form)
+        if (question := self._sure(request, verb, form, back)) is not None:
+            return question
         if verb == "retry":
             return await self._retry(who, "retry", tokens, back)
         do, new = _do(verb, form)
@@ -113,8 +117,10 @@ class Deeds:
         ]
         return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
-    async def _held(self, _request: Request, who: str, form: Mapping[str, Any]) -> Told:
+    async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         verb, tokens = _verb(form, "retry", "drop"), _tokens(form)
+        if (question := self._sure(request, verb, form, "/held")) is not None:
+            return question
         return await self._retry(who, verb, tokens, "/held")
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
@@ -131,9 +137,11 @@ class Deeds:
             f"{PAST[verb]}: {done} of {len(ids)}", [f"{gone} are not held any more."] if gone else [], done, back
         )
 
-    async def _refused(self, _request: Request, who: str, form: Mapping[str, Any]) -> Told:
+    async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         verb = _verb(form, "retry", "drop")
         ids = _ids(form)
+        if (question := self._sure(request, verb, form, "/refused")) is not None:
+            return question
         done, left = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who)
         past = "Published again" if verb == "retry" else PAST[verb]
         lines = [f"{name or 'One without an id'} stays refused: {why}." for name, why in left]
@@ -164,21 +172,44 @@ class Deeds:
     def _confirm(
         self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: acting.Counted
     ) -> Response:
-        if "application/json" in request.headers.get("accept", ""):
+        if _by_program(request):
             return JSONResponse({"meant": meant.messages, "broken_segments": meant.broken, "confirmed": False})
-        at_ms = new.get("at_ms")
+        at_ms, by = new.get("at_ms"), new["by"] if "by_ms" in new else ""
+        # An instant that was said as "2h" is the one that was shown, however long the answer takes.
+        at = "" if at_ms is None else render.iso(at_ms).replace(" UTC", "Z").replace(" ", "T")
+        moved = f": {by.lstrip('+-')} {'earlier' if by.startswith('-') else 'later'}" if by else ""
         return self.pages.html(
             request,
             "confirm.html",
             verb=verb,
             count=meant.messages,
             broken=meant.broken,
-            given=filter_.given,
-            to="" if at_ms is None else f" to {render.iso(at_ms)}",
-            # An instant that was said as "2h" is the one that was shown, however long the answer takes.
-            at="" if at_ms is None else render.iso(at_ms).replace(" UTC", "Z").replace(" ", "T"),
-            by=new["by"] if "by_ms" in new else "",
+            facts=list(filter_.given.items()) or [("filter", "none: everything that waits")],
+            to=moved if at_ms is None else f" to {render.iso(at_ms)}",
+            path="/deeds/filtered",
+            fields=[*filter_.given.items(), ("at", at), ("by", by)],
+            back="/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else ""),
         )
+
+    def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
+        """The question that a person is asked before chosen messages are gone for good; None once it was answered, and
+        for programs."""
+        if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
+            return None
+        ids = _ids(form)
+        facts = [("id", one) for one in ids[:SHOWN]]
+        facts += [("and", f"{len(ids) - SHOWN} more")] if len(ids) > SHOWN else []
+        fields = [("back", back), *(("id", one) for one in ids)]
+        path = request.url.path
+        return self.pages.html(
+            request, "confirm.html", verb=verb, count=len(ids), broken=0, facts=facts, to="", path=path, fields=fields,
+            back=back,
+        )  # fmt: skip
+
+
+def _by_program(request: Request) -> bool:
+    """By who says the token with each request, or wants JSON: nobody is there to be asked."""
+    return "authorization" in request.headers or "application/json" in request.headers.get("accept", "")
 
 
 def _verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:

@@ -37,6 +37,12 @@ FIELDS: Final = (
 )
 
 
+_CASCADE: Final = "The overview counts it, level by level; it cannot be listed, moved or cancelled."
+_STRAYS: Final = (
+    "What no destination takes stands in the strays queue, which the overview counts, and is tried again by itself."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
     """The handlers of everything that is only looked at."""
@@ -58,7 +64,6 @@ class Pages:
             request,
             "overview.html",
             **await self._live(),
-            has_store=self.answers.view.has_store,
             series=words.series(value),
             census_note="" if census is None else words.note(value, census.error),
         )
@@ -86,6 +91,9 @@ class Pages:
             "depths": seen,
             "workers": states,
             "mode": settings.mode,
+            "has_store": view.has_store,
+            "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
+            "always": (settings.intake.queue, settings.refused.queue),
             "now": recent.summary(words.steps(states), SUMMARY_SECONDS),
         }
 
@@ -125,6 +133,8 @@ class Pages:
 
     async def waiting(self, request: Request) -> Response:
         """What waits, page by page."""
+        if not self.answers.view.has_store:
+            return self._storeless(request, "Waiting messages", _CASCADE)
         return await self._waiting(request, {}, "")
 
     async def _waiting(self, request: Request, more: dict[str, Any], wrong: str) -> Response:
@@ -163,6 +173,8 @@ class Pages:
     async def message(self, request: Request) -> Response:
         """One message."""
         text = request.path_params["token"]
+        if not self.answers.view.has_store:
+            return self._storeless(request, f"Message {text[:80]}", _CASCADE)
         try:
             token = asked.token(text)
             async with listing.looking(self._url(), "show") as connection:
@@ -189,6 +201,8 @@ class Pages:
 
     async def held(self, request: Request) -> Response:
         """What destinations would not take."""
+        if not self.answers.view.has_store:
+            return self._storeless(request, "Held messages", _STRAYS)
         try:
             given = request.query_params.get("after", "0")
             after = int(given) if given.isdecimal() else 0
@@ -213,6 +227,8 @@ class Pages:
     async def acts(self, request: Request) -> Response:
         """Who did what by hand."""
         given = request.query_params.get("before", "")
+        if not self.answers.view.has_store:
+            return self._storeless(request, "What people did by hand", "Acts are written down in the store.")
         try:
             async with listing.looking(self._url(), "acts") as connection:
                 rows = await acts.listed(connection, ROWS, int(given[:18]) if given.isdecimal() else None)
@@ -248,6 +264,11 @@ class Pages:
         answer = RedirectResponse("/", status_code=303)
         answer.delete_cookie(COOKIE, httponly=True, samesite="strict", path="/")
         return answer
+
+    def _storeless(self, request: Request, heading: str, line: str) -> Response:
+        """Native mode without a store: nothing is wrong, and there is less to see."""
+        lines = ["No store is configured: the broker keeps what waits.", line]
+        return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
 
     def _unreached(self, request: Request, error: Exception) -> Response:
         return self.html(request, "done.html", 503, heading="The store cannot be seen", lines=[str(error)], back="/")

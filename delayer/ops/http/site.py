@@ -13,7 +13,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from delayer.ops.http import render
 from delayer.ops.http.app import Answers
 from delayer.ops.http.deeds import Deeds
 from delayer.ops.http.guard import Doors, Guard
@@ -38,11 +37,9 @@ def application(answers: Answers) -> Starlette:
     pages = Pages(answers, doors)
     deeds = Deeds(pages)
 
-    async def nowhere(_request: Request, _error: Exception) -> Response:
-        return render.html(
-            "done.html", 404, heading="There is nothing here", lines=[], back="/", here="", session=None,
-            can_open=doors.can_open,
-        )  # fmt: skip
+    async def nowhere(request: Request, _error: Exception) -> Response:
+        line = "No page of delayer has this address."
+        return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
 
     return Starlette(
         routes=[

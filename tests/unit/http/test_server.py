@@ -86,13 +86,12 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ("/parts/overview", 200, "In the cascade"),
         ("/api/live", 200, '"workers":1'),
         ("/api/backlog", 404, "no store is configured"),
-        ("/waiting", 400, "no store is configured"),
-        ("/waiting?header=x", 400, "expected NAME=VALUE"),
+        ("/waiting", 404, "No store is configured"),
         ("/find?id=zz", 400, "Id: expected an id"),
-        ("/message/7", 400, "no store is configured"),
-        ("/held", 503, "no store is configured"),
+        ("/message/7", 404, "No store is configured"),
+        ("/held", 404, "No store is configured"),
         ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
-        ("/acts", 503, "no store is configured"),
+        ("/acts", 404, "No store is configured"),
         ("/login", 200, "Who you are"),
         ("/static/htmx.min.js", 200, "htmx"),
         ("/static/../guard.py", 404, "There is nothing here"),
@@ -147,7 +146,11 @@ async def test_a_session_is_a_cookie_that_nobody_else_sees(monkeypatch: pytest.M
         cookie = answer.headers["set-cookie"]
         assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(re.split("; ?", cookie))
         session = {"Cookie": cookie.partition(";")[0]}
-        done = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)
+        asked = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)
+        assert (asked.status, "Drop 1 message?" in asked.text, inside.done) == (200, True, []), (
+            "a person is asked first"
+        )
+        done = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1", "confirmed": "yes"}, **session)
         assert (done.status, "Dropped: 1 of 1" in done.text) == (200, True)
         assert inside.done == [("drop", frozenset({"id-1"}), "ada (page, 127.0.0.1)")]
         await web.post("/logout", {}, **session)

@@ -88,6 +88,15 @@
     drawLive();
   }
 
+  // ---- all of a list at once
+
+  for (const label of document.querySelectorAll("label.all")) {
+    const all = label.querySelector("input"), boxes = [...label.closest("form").querySelectorAll("tbody input")];
+    label.hidden = false;
+    all.addEventListener("change", () => { for (const one of boxes) one.checked = all.checked; });
+    for (const one of boxes) one.addEventListener("change", () => { all.checked = boxes.every(box => box.checked); });
+  }
+
   // ---- again and again, but not while nobody looks
 
   function every(milliseconds, look) {
