@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from delayer.audit import places
+from delayer.audit.places import Origin
 
 _RUN = """
 import sys
@@ -67,9 +68,39 @@ def test_what_is_of_another_machine_stays(tmp_path: Path) -> None:
     dead.kill()
     dead.communicate()
     [lock] = tmp_path.glob("*.lock")
-    lock.write_text("elsewhere")
-    assert places.sweep(tmp_path) == []
-    assert left.exists()
+    before = lock.read_bytes()
+    for content in (b"elsewhere", Origin("elsewhere", "m", "b").written(), b""):
+        lock.write_bytes(content)
+        assert places.sweep(tmp_path) == []
+        assert left.exists()
+    lock.write_bytes(before)
+    assert places.sweep(tmp_path) == [left]
+
+
+HERE = Origin("pod-0", "", "this boot")
+
+
+@pytest.mark.parametrize(
+    ("here", "other", "sees"),
+    [
+        (HERE, HERE, True),
+        (HERE, Origin("pod-1", "", "this boot"), True),  # another container of this kernel: its locks are seen
+        (HERE, Origin("pod-0", "", "another boot"), False),  # a pod of the same name on another node, alive perhaps
+        (Origin("pod-0", "", ""), Origin("pod-0", "", ""), False),
+        (Origin("db1", "abc", "new"), Origin("db1", "abc", "old"), True),  # the same machine, started again
+        (Origin("db1", "abc", "new"), Origin("db2", "abc", "old"), False),  # one image on two machines
+        (Origin("db1", "abc", "new"), Origin("db1", "def", "old"), False),
+    ],
+)
+def test_whose_free_lock_means_that_it_is_dead(here: Origin, other: Origin, sees: bool) -> None:
+    assert here.sees(other) is sees
+    assert Origin.read(other.written()) == other
+
+
+def test_a_run_says_where_it_is() -> None:
+    here = Origin.here()
+    assert here.host and here.boot
+    assert here.sees(here)
 
 
 def test_what_has_no_lock_is_not_ours_to_remove(tmp_path: Path) -> None:
