@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +12,8 @@ import pyarrow as pa
 from delayer.audit import libpq, snapshot
 from delayer.core.errors import StoreLost
 from delayer.settings.secret import SecretUrl, mask
+from delayer.store import damaged
+from delayer.store.damaged import Named
 
 if TYPE_CHECKING:
     from adbc_driver_postgresql import dbapi
@@ -32,10 +35,12 @@ the disk does not give or that are not there."""
 
 
 class Unreadable(Exception):
-    """Postgres has a page, or a value, that it cannot read itself; ``reason`` is its own."""
+    """Postgres has a page, or a value, that it cannot read itself; ``reason`` is its own. ``index``: it is one of an
+    index, which every statement on its table meets, whatever rows that is about."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, index: Named | None = None) -> None:
         self.reason = reason
+        self.index = index
         super().__init__(reason)
 
 
@@ -79,8 +84,25 @@ class Reading:
         except dbapi.Error:  # the connection is gone, which is what the first error was about
             state = ""
         if state.startswith(_DAMAGED):
-            raise Unreadable(text)
+            raise Unreadable(text, self._index(text))
         raise StoreLost(text, advice_for(text))
+
+    def _index(self, text: str) -> Named | None:
+        """The index that an error is about, if it is about one."""
+        from adbc_driver_postgresql import dbapi  # noqa: PLC0415
+
+        asked = damaged.question(text)
+        if asked is None:
+            return None
+        try:
+            with self._connection.cursor() as cursor:
+                cursor.execute(asked)
+                row = cursor.fetchone()
+        except (dbapi.Error, pa.ArrowException, OSError):  # the catalogs are damaged as well
+            self._again()
+            return None
+        found = None if row is None else Named(*row)
+        return found if found is not None and found.table is not None else None
 
     def _again(self) -> None:
         """Begin anew, after an error. Raises the driver's errors, StoreLost."""
@@ -139,7 +161,9 @@ def translated(doing: str) -> Iterator[None]:
         first = first_line(error)
         raise StoreLost(f"{doing}: {first}", advice_for(first)) from None
     except Unreadable as error:
-        raise StoreLost(f"{doing}: {error.reason}", "see docs/backlog.md about damaged pages") from None
+        if error.index is not None:
+            raise StoreLost(f"{doing}: {error.index}: {error.reason}", error.index.advice) from None
+        raise StoreLost(f"{doing}: {error.reason}", damaged.SEE) from None
 
 
 def first_line(error: Exception) -> str:
@@ -155,6 +179,8 @@ def advice_for(text: str) -> str:
             "the replica gave up our snapshot to catch up with its primary: set hot_standby_feedback = on there, or "
             "raise max_standby_streaming_delay"
         )
+    if index := re.search(r"\bindex (\S+) of table (\S+):", text):
+        return Named(index[1], index[2]).advice
     if "invalid snapshot identifier" in text:
         return "the connection that held the snapshot is gone: run the job again"
     return ""

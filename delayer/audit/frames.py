@@ -85,6 +85,8 @@ class Facts:
     server: str = ""
     behind_ms: int = 0
     """How far a replica was behind its primary."""
+    remark: str = ""
+    """What is not known of that, for people."""
 
     @property
     def whole(self) -> bool:

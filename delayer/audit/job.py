@@ -92,7 +92,8 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
             _write_findings(spark, report, options.out)
     if options.state is not None and report.sample is None:
         keep(options.state, report)
-    return Audited(report, (*remarks, *asked))
+    unsure = (frames.facts.remark,) if frames.facts.remark else ()
+    return Audited(report, (*remarks, *unsure, *asked))
 
 
 def _judged(frames: Frames, options: Options, watching: Watching) -> Report:

@@ -3,6 +3,9 @@
 A failure costs the rest of its statement, so a run of pages that fails is read again in halves, down to a page; and a
 page whose rows are there, but not all of their values (those lie elsewhere), row by row. What had come before the
 failure is not handed on again: on one snapshot a run of pages gives its rows in the same order each time.
+
+Each failure costs some milliseconds, and a disk may lose a gigabyte. So after FAILURES of them what fails is told as a
+whole, however much of it could be read.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from delayer.audit.relations import CLAMPED
 from delayer.audit.rules.damage import Damage
 from delayer.audit.splits import Piece
 
+FAILURES: Final = 300
+"""Of one piece. With pieces of splits.SPLIT_BYTES a lost gigabyte takes half a minute, and some twenty pages of a piece
+are still found one by one."""
+WHOLE: Final = "as a whole, as so many places before it cannot be read"
 _PAGES: Final = "SELECT pg_relation_size('{}') / current_setting('block_size')::bigint"
 _OFFSETS: Final = "SELECT ((ctid::text::point)[1])::int FROM ONLY {} WHERE {}"
 _DUE_MS: Final = f"(extract(epoch FROM {CLAMPED.format('due_at')}) * 1000)::bigint"
@@ -46,11 +53,20 @@ def readable(reading: Reading, piece: Piece, read: Read, *, messages: bool = Fal
     yield from _Salvage(reading, read, messages).found(piece, 0)
 
 
+def pages_of(piece: Piece) -> str:
+    """Which pages these are, for people."""
+    if piece.after is None:
+        return f"page {piece.first} and all behind it"
+    last = piece.after - 1
+    return f"page {last}" if last == piece.first else f"pages {piece.first} to {last}"
+
+
 class _Salvage:
     def __init__(self, reading: Reading, read: Read, messages: bool) -> None:
         self._reading = reading
         self._read = read
         self._messages = messages
+        self._failures = 0
 
     def found(self, piece: Piece | Row, skip: int) -> Generator[Found, None, int]:
         """What is new in ``piece`` after its first ``skip`` rows; returns how many rows of it could be read."""
@@ -62,9 +78,17 @@ class _Salvage:
                 if known < batch.num_rows:
                     yield batch.slice(known)
         except Unreadable as error:
+            if error.index is not None:  # no page of the table: dividing them is no use
+                yield Damage(piece.relation, f"index {error.index.name}", f"{error.reason}; {error.index.advice}")
+                return max(skip, passed)
             reason = error.reason
         else:
             return passed
+        self._failures += 1
+        if self._failures > FAILURES:
+            # Who read it before, as a part of more, failed in it too: nothing of that lies behind it.
+            yield self._damage(piece, reason, whole=True)
+            return max(skip, passed)
         parts = self._parts(piece)
         if not parts:
             yield self._damage(piece, reason)
@@ -91,9 +115,10 @@ class _Salvage:
             return []
         return [Row(piece.relation, piece.first, offset) for (offset,) in offsets]
 
-    def _damage(self, piece: Piece | Row, reason: str) -> Damage:
+    def _damage(self, piece: Piece | Row, reason: str, *, whole: bool = False) -> Damage:
         if isinstance(piece, Piece):
-            return Damage(piece.relation, f"page {piece.first}", reason)
+            told = f"{pages_of(piece)} {WHOLE}" if whole else f"page {piece.first}"
+            return Damage(piece.relation, told, reason)
         found = Damage(piece.relation, f"({piece.page},{piece.offset})", reason)
         if self._messages:
             try:

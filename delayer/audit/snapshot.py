@@ -17,10 +17,12 @@ from typing import Any, Final
 
 import asyncpg
 
+from delayer.audit import upstream
 from delayer.audit.frames import Facts
+from delayer.audit.upstream import Come
 from delayer.settings.secret import SecretUrl
-from delayer.store import partitions, schema, session
-from delayer.store.errors import translated
+from delayer.store import damaged, partitions, schema, session
+from delayer.store.errors import DAMAGED, translated
 
 _MORE: Final = {
     "statement_timeout": "0",
@@ -35,16 +37,6 @@ _LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, s
 _EXPORT: Final = """
 SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
        current_setting('server_version') AS server
-"""
-# What a replica has come to. While it is connected to its primary and has replayed all that it received, that is now,
-# however long ago the last commit was. Otherwise it is the last commit that it replayed; or, where it has replayed none
-# since its start, the checkpoint that it started from. Who may not see the receiver's status sees that there is one.
-_REPLAYED: Final = """
-SELECT CASE WHEN pg_last_wal_receive_lsn() = pg_last_wal_replay_lsn()
-                 AND EXISTS (SELECT FROM pg_stat_wal_receiver WHERE coalesce(status, 'streaming') = 'streaming')
-            THEN clock_timestamp()
-            ELSE coalesce(pg_last_xact_replay_timestamp(), (SELECT checkpoint_time FROM pg_control_checkpoint()))
-       END
 """
 _LANES: Final = """
 SELECT l.number, l.epoch, l.owner, l.watermark,
@@ -71,7 +63,10 @@ Rows = list[tuple[Any, ...]]
 class Snapshot:
     """An exported snapshot, and what the driver itself reads on it: tables of a few rows. Made by :func:`hold`."""
 
-    def __init__(self, connection: asyncpg.Connection, runner: asyncio.Runner, id_: str, facts: Facts) -> None:
+    def __init__(
+        self, url: SecretUrl, connection: asyncpg.Connection, runner: asyncio.Runner, id_: str, facts: Facts
+    ) -> None:
+        self._url = url
         self._connection = connection
         self._runner = runner
         self.id = id_
@@ -97,7 +92,10 @@ class Snapshot:
     def _fetch(self, doing: str, sql: str, *arguments: object) -> Rows:
         async def fetch() -> Rows:
             with translated(doing):
-                return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
+                try:
+                    return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
+                except DAMAGED as error:
+                    raise await damaged.lost(self._url.reveal(), doing, error) from error
 
         return self._runner.run(fetch())
 
@@ -111,7 +109,7 @@ def hold(url: SecretUrl) -> Iterator[Snapshot]:
     with asyncio.Runner() as runner:
         connection = runner.run(_open(url))
         try:
-            yield Snapshot(connection, runner, *runner.run(_take(connection)))
+            yield Snapshot(url, connection, runner, *runner.run(_take(connection, url)))
         finally:
             runner.run(session.close(connection))
 
@@ -120,15 +118,16 @@ async def _open(url: SecretUrl) -> asyncpg.Connection:
     return await session.connect(url.reveal(), "delayer audit snapshot", _MORE)
 
 
-async def _take(connection: asyncpg.Connection) -> tuple[str, Facts]:
+async def _take(connection: asyncpg.Connection, url: SecretUrl) -> tuple[str, Facts]:
     with translated("take a snapshot"):
         await schema.check(connection)
         await connection.execute(NO_TIMEOUT.format("false"))
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
         id_, now_ms, replica, server = await connection.fetchrow(_EXPORT)
-        replayed_ms = min(now_ms, await connection.fetchval(_REPLAYED)) if replica else now_ms
-    return id_, Facts(now_ms=replayed_ms, replica=replica, server=server, behind_ms=now_ms - replayed_ms)
+        come = await upstream.come_to(connection, url) if replica else Come(now_ms)
+    at_ms = min(now_ms, come.at_ms)
+    return id_, Facts(at_ms, replica=replica, server=server, behind_ms=now_ms - at_ms, remark=come.remark)
 
 
 def _day(partition: str) -> tuple[int | None, int | None]:

@@ -60,6 +60,9 @@ def unpacked(reading: Reading, piece: Piece, columns: dict[str, Column]) -> Iter
 def _lost(reading: Reading, damage: Damage, schema: pa.Schema) -> Iterator[pa.RecordBatch | Damage]:
     """A segment whose bytes cannot be read. Where nothing of its row can be, whoever reads the others of its columns
     meets the same damage, and tells about it."""
+    if damage.place.startswith("index"):
+        yield damage
+        return
     if not damage.place.startswith("("):
         return
     try:

@@ -36,47 +36,58 @@ class Stores(NamedTuple):
     """Copies of one store, by what is damaged in them."""
 
     urls: dict[str, str]
-    partition: str
-    """The one with rows."""
+    first: str
+    """The partition of the first day, and of the second."""
+    second: str
     on_page: list[int]
-    """Ids of the rows on its page ON_PAGE."""
+    """Ids of the rows on the first one's page ON_PAGE."""
 
 
 @pytest.fixture(scope="module")
 def stores() -> Iterator[Stores]:
-    """The server is stopped once, and all of them get their damage."""
+    """The server is stopped once, and all of them get their damage. An audit takes its time, and places do not disturb
+    each other: so one store has most of them."""
     with Postgres() as server:
         template = server.add_database()
         asyncio.run(fill(server.url(template)))
-        [(rows,)] = fetch(server.url(template), "SELECT DISTINCT tableoid::regclass::text FROM message")
-        on_page = f"SELECT id FROM {rows} WHERE ctid >= '({ON_PAGE},0)' AND ctid < '({ON_PAGE + 1},0)'"
+        tables = fetch(server.url(template), "SELECT DISTINCT tableoid::regclass::text FROM message ORDER BY 1")
+        [(first,), (second,)] = tables
+        on_page = f"SELECT id FROM {first} WHERE ctid >= '({ON_PAGE},0)' AND ctid < '({ON_PAGE + 1},0)'"
         ids = [id_ for (id_,) in fetch(server.url(template), on_page)]
         damages = {
-            "rows": (f"'{rows}'", ON_PAGE, b"\xff" * PAGE),
-            "values": (toast_of(rows), 4, bytes(PAGE)),
-            "segment": (toast_of("segment"), 2, bytes(PAGE)),
-            "segments": ("'segment'", 0, b"\xff" * PAGE),
-            "held": (toast_of("held"), 0, bytes(PAGE)),
-            "counters": ("'counter'", 0, b"\xff" * PAGE),
+            "places": [
+                (f"'{first}'", ON_PAGE, b"\xff" * PAGE),
+                (toast_of(second), 4, bytes(PAGE)),
+                (toast_of("segment"), 2, bytes(PAGE)),
+                (toast_of("held"), 0, bytes(PAGE)),
+            ],
+            "segments": [("'segment'", 0, b"\xff" * PAGE)],
+            "counters": [("'counter'", 0, b"\xff" * PAGE)],
+            "indexes": [(key_of(table), 0, b"\xff" * PAGE) for table in (first, "segment")],
+            "index of counters": [(key_of("counter"), 0, b"\xff" * PAGE)],
         }
         urls = {name: server.url(server.add_database(template=template)) for name in damages}
-        files = {name: path_of(urls[name], relation) for name, (relation, _, _) in damages.items()}
+        files = [
+            (path_of(urls[name], relation), page, content)
+            for name, places in damages.items()
+            for relation, page, content in places
+        ]
         server.stop()
-        for name, (_, page, content) in damages.items():
-            with (Path(server.data) / files[name]).open("r+b") as file:
+        for path, page, content in files:
+            with (Path(server.data) / path).open("r+b") as file:
                 file.seek(page * PAGE)
                 file.write(content)
         server.start()
-        yield Stores(urls, rows, ids)
+        yield Stores(urls, first, second, ids)
 
 
 async def fill(url: str) -> None:
-    """Rows of two days, the first one as rows, the second one in three segments; bodies that do not compress."""
+    """Rows of three days, those of the last one in three segments; bodies that do not compress."""
     chance = random.Random(1)
     async with opened(url) as store:
         day = (store.now_ms() // DAY_MS + 3) * DAY_MS
         async with owned(store) as [lane]:
-            for start in (day, day + DAY_MS):
+            for start in (day, day + DAY_MS, day + 2 * DAY_MS):
                 await store.park(
                     lane,
                     [parcel(start + n * 1000, chance.randbytes(100 if n % 10 else LARGE)) for n in range(ROWS)],
@@ -85,7 +96,7 @@ async def fill(url: str) -> None:
             await store.hold(lane, [(parcel(day + n, chance.randbytes(LARGE)), "no queue") for n in range(HELD)])
         async with sql(url) as admin:
             await admin.execute("UPDATE held SET retry_at = now() + interval '1 day'")
-            await compact(admin, after_ms=day + DAY_MS - 1, rows=300)
+            await compact(admin, after_ms=day + 2 * DAY_MS - 1, rows=300)
 
 
 def path_of(url: str, relation: str) -> str:
@@ -99,63 +110,57 @@ def toast_of(table: str) -> str:
     return f"(SELECT reltoastrelid FROM pg_class WHERE oid = '{table}'::regclass)"
 
 
-def integrity(report: Report) -> list[Finding]:
-    return [found for found in report.findings if found.rule == "integrity"]
+def key_of(table: str) -> str:
+    return f"(SELECT indexrelid FROM pg_index WHERE indrelid = '{table}'::regclass AND indisprimary)"
 
 
-def test_a_page_of_rows(spark: SparkSession, stores: Stores) -> None:
-    url = stores.urls["rows"]
-    table = stores.partition
+def unreadable(report: Report) -> dict[str, Finding]:
+    """By the table."""
+    found = {one.subject: one for one in report.findings if one.rule == "integrity"}
+    assert len(found) == sum(one.rule == "integrity" for one in report.findings)
+    return {subject.removeprefix("table ").partition(":")[0]: one for subject, one in found.items()}
+
+
+def test_places_of_every_kind(spark: SparkSession, stores: Stores) -> None:
+    url, lost = stores.urls["places"], len(stores.on_page)
     report = audit(spark, url).report
-    [found] = integrity(report)
-    assert brief(found) == ("integrity", "violation", f"table {table}: the database cannot read it", 1)
-    assert found.details["places"] == [f"page {ON_PAGE}"]
-    assert f"block {ON_PAGE}" in found.details["reasons"][0]
+    by_table = unreadable(report)
+    assert set(by_table) == {stores.first, stores.second, "segment", "held"}
+    assert {brief(one)[:2] for one in by_table.values()} == {("integrity", "violation")}
+
+    page = by_table[stores.first]
+    assert (page.subject, page.count) == (f"table {stores.first}: the database cannot read it", 1)
+    assert page.details["places"] == [f"page {ON_PAGE}"]
+    assert f"block {ON_PAGE}" in page.details["reasons"][0]
+
+    # A value that lies out of line: the row is there, so it counts; what is gone is a body.
+    values = by_table[stores.second]
+    assert 1 <= values.count <= 5, "a page has some pieces of 2 KB"
+    assert len(values.details["examples"]) == values.count == len(values.details["places"])
+    places = ", ".join(f"'{place}'" for place in values.details["places"])
+    there = fetch(url, f"SELECT id FROM {stores.second} WHERE ctid IN ({places}) ORDER BY id")
+    assert [id_ for (id_,) in there] == values.details["examples"]
+
     # Everything else is read and judged: what is missing now is what lay on that page.
-    assert {other.rule for other in report.findings} == {"integrity", "conservation"}
-    [lost] = [other for other in report.findings if other.rule == "conservation"]
-    assert (lost.subject, lost.count) == ("lane 1: waiting", len(stores.on_page))
-    assert report.totals.waiting == ROWS - len(stores.on_page)
-    assert report.totals.packed == ROWS
-    with pytest.raises(StoreLost, match=f"page {ON_PAGE}"):
-        job_reads(spark, url)
+    others = {one.rule: one for one in report.findings if one.rule != "integrity"}
+    assert set(others) == {"segments", "conservation"}
+    assert (others["conservation"].subject, others["conservation"].count) == ("lane 1: waiting", lost)
+    assert report.totals.waiting == 2 * ROWS - lost
+    assert (report.totals.packed, report.totals.held) == (ROWS, HELD)
+    assert sum(share.messages for share in report.calendar.destinations) == 3 * ROWS - lost - values.count - 300
 
-
-def job_reads(spark: SparkSession, url: str) -> None:
-    """Without the column ``damage`` nobody would hear of it."""
-    with Watching(spark, lambda *_: None)("reading"):
-        load(spark, url, "message", columns="id").collect()
-
-
-@pytest.mark.long
-def test_a_value_that_lies_out_of_line(spark: SparkSession, stores: Stores) -> None:
-    """The row is there, so it counts; what is gone is a body."""
-    url = stores.urls["values"]
-    table = stores.partition
-    report = audit(spark, url).report
-    [found] = report.findings
-    assert brief(found)[:3] == ("integrity", "violation", f"table {table}: the database cannot read it")
-    assert 1 <= found.count <= 5, "a page has some pieces of 2 KB"
-    assert len(found.details["examples"]) == found.count == len(found.details["places"])
-    places = ", ".join(f"'{place}'" for place in found.details["places"])
-    there = fetch(url, f"SELECT id FROM {table} WHERE ctid IN ({places}) ORDER BY id")
-    assert [id_ for (id_,) in there] == found.details["examples"]
-    assert report.totals.waiting == report.totals.expected == ROWS
-    assert sum(share.messages for share in report.calendar.destinations) == 2 * ROWS - found.count
-
-
-def test_a_segment(spark: SparkSession, stores: Stores) -> None:
-    url = stores.urls["segment"]
-    report = audit(spark, url).report
-    by_rule = {found.rule: found for found in report.findings}
-    assert set(by_rule) == {"integrity", "segments"}
-    assert brief(by_rule["segments"]) == ("segments", "violation", "lane 1: does not read back", 300)
-    assert brief(by_rule["integrity"]) == ("integrity", "violation", "table segment: the database cannot read it", 1)
-    assert report.totals.packed == ROWS
-    [segment] = by_rule["segments"].details["segments"]
-    [place] = by_rule["integrity"].details["places"]
+    assert brief(others["segments"]) == ("segments", "violation", "lane 1: does not read back", 300)
+    [segment] = others["segments"].details["segments"]
+    [place] = by_table["segment"].details["places"]
     assert fetch(url, f"SELECT id FROM segment WHERE ctid = '{place}'") == [(segment,)]
-    assert sum(share.messages for share in report.calendar.destinations) == 2 * ROWS - 300
+
+
+def test_who_does_not_ask_for_damage_is_told_all_the_same(spark: SparkSession, stores: Stores) -> None:
+    with (
+        pytest.raises(StoreLost, match=f"page {ON_PAGE}"),
+        Watching(spark, lambda *_: None)("reading"),
+    ):
+        load(spark, stores.urls["places"], "message", columns="id").collect()
 
 
 @pytest.mark.long
@@ -166,20 +171,35 @@ def test_a_page_of_segments(spark: SparkSession, stores: Stores) -> None:
         ("segments", "violation", "all segments: compacted - restored", ROWS),
         ("integrity", "violation", "table segment: the database cannot read it", 1),
     ]
-    assert report.totals.waiting == ROWS
+    assert report.totals.waiting == 2 * ROWS
 
 
-@pytest.mark.long
-def test_a_held_message(spark: SparkSession, stores: Stores) -> None:
-    url = stores.urls["held"]
+def test_an_index_is_told_by_its_name_and_can_be_made_anew(spark: SparkSession, stores: Stores) -> None:
+    """Every statement on its table fails. Nothing is lost, and everybody else's is judged."""
+    url = stores.urls["indexes"]
     report = audit(spark, url).report
-    [found] = report.findings
-    assert brief(found)[:3] == ("integrity", "violation", "table held: the database cannot read it")
-    assert report.totals.held == HELD
+    by_table = unreadable(report)
+    assert set(by_table) == {stores.first, "segment"}
+    for table, found in by_table.items():
+        assert found.details["places"] == [f"index {table}_pkey"]
+        assert f"REINDEX INDEX {table}_pkey" in found.details["reasons"][0]
+    assert report.totals.waiting == ROWS
+    execute(url, f"REINDEX INDEX {stores.first}_pkey; REINDEX INDEX segment_pkey")
+    assert fetch(url, "SELECT count(*) FROM message") == [(2 * ROWS,)]
+    assert fetch(url, "SELECT count(*) FROM segment WHERE id > 0") == [(3,)]
 
 
-def test_a_table_that_the_driver_reads_is_an_error_that_says_so(spark: SparkSession, stores: Stores) -> None:
+@pytest.mark.parametrize(
+    ("name", "told", "advice"),
+    [
+        ("counters", "table counter cannot be read: .*invalid page", "Damage"),
+        ("index of counters", "index counter_pkey of table counter cannot be read", "REINDEX INDEX counter_pkey"),
+    ],
+)
+def test_what_the_driver_reads_is_an_error_that_says_so(
+    spark: SparkSession, stores: Stores, name: str, told: str, advice: str
+) -> None:
     """Without lanes and counters there is nothing to judge by."""
-    url = stores.urls["counters"]
-    with pytest.raises(StoreLost, match="invalid page"):
-        job.run(spark, job.Options(store=SecretUrl(url)), lambda *_: None)
+    with pytest.raises(StoreLost, match=told) as raised:
+        job.run(spark, job.Options(store=SecretUrl(stores.urls[name])), lambda *_: None)
+    assert advice in raised.value.advice

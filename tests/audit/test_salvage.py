@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delayer.audit import salvage
 from delayer.audit.connection import Unreadable
 from delayer.audit.rules.damage import Damage
 from delayer.audit.salvage import readable
 from delayer.audit.splits import Piece
+
+LOST = 8_000
+"""Pages of a split that are gone."""
 
 
 class Page(NamedTuple):
@@ -121,6 +126,42 @@ def test_one_page_of_many_is_found_by_halves() -> None:
     assert len(rows) == 5 * 1023
     assert damage == Damage("t", "page 700", "invalid page in block 700")
     assert table.statements < 30
+
+
+def test_a_large_loss_is_told_in_a_few_statements_and_what_lies_around_it_is_read() -> None:
+    """Most of the pages of a split are gone; a lost gigabyte is sixteen of these."""
+    table = Table([Page(2)] * 40 + [Page(2, gone=True)] * LOST + [Page(2)] * 40)
+    rows, damage = found(table, Piece("t", 0, len(table.pages)))
+    assert table.statements < 3 * salvage.FAILURES
+    lost = [page for one in damage for page in pages_in(one.place)]
+    assert lost == sorted(set(lost)), "no place is told twice"
+    assert set(range(40, 40 + LOST)) <= set(lost)
+    assert [one for one in damage if salvage.WHOLE in one.place]
+    there = [int(re.split(r"[(,]", row)[1]) for row in rows]
+    assert len(there) == len(set(rows)), "nothing is read twice"
+    assert not set(there) & set(lost) or max(there) < 40 + LOST
+    assert set(range(40)) <= set(there)
+
+
+def pages_in(place: str) -> range:
+    numbers = [int(one) for one in re.findall(r"\d+", place.removesuffix(salvage.WHOLE))]
+    return range(numbers[0], numbers[-1] + 1)
+
+
+@settings(deadline=None)
+@given(st.lists(pages, max_size=12), st.integers(1, 5), st.integers(0, 6))
+def test_where_it_gives_up_nothing_is_read_twice_or_lost_silently(table: list[Page], batch: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(salvage, "FAILURES", most)
+        rows, damage = found(Table(table, batch), Piece("t", 0, len(table)))
+    assert rows == sorted(set(rows), key=lambda row: tuple(map(int, row[1:-1].split(","))))
+    told = [one.place for one in damage]
+    whole = {page for place in told if place.startswith("page") for page in pages_in(place)}
+    for number, page in enumerate(table):
+        for row in range(1, page.rows + 1):
+            place = f"({number},{row})"
+            assert place in rows or place in told or number in whole
+            assert not (place in rows and (page.gone or row in page.lost))
 
 
 def test_a_message_whose_lane_can_be_read_is_told_with_it() -> None:
