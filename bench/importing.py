@@ -42,7 +42,8 @@ HEADERS = {
 FILL = """
 INSERT INTO "Sales_TimeoutData"
 SELECT gen_random_uuid(), 'Sales.' || n % 20, gen_random_uuid(), decode(repeat(md5(n::text), 16), 'hex'),
-       now() AT TIME ZONE 'UTC' + interval '1 day' + random() * $2::int * interval '1 day', $3, '6.6.5.0'
+       now() AT TIME ZONE 'UTC' + interval '1 day' + random() * $2::int * interval '1 day',
+       replace($3, '8a3c1f0e', left(md5(n::text), 8)), '6.6.5.0'
 FROM generate_series(1, $1::int) AS n
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ from delayer.wire.address import Address
 from delayer.wiring import cascade_of
 
 T = TypeVar("T")
+GARBAGE_THRESHOLD = 200_000
 NO_STORE = (
     "no store is configured: an import keeps its state in one, in native mode too. Next: set store.url, and run "
     "`delayer db upgrade`; docs/importing.md says what stays there"
@@ -163,7 +165,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             return
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
-        with _progress() as say:
+        with _few_collections(), _progress() as say:
             if into == "store":
                 return await machine.run(source, book, judge, whoami(), say)
             async with _cascade(settings, source, book) as carrying:
@@ -241,6 +243,18 @@ def _failure(error: Exception) -> Failure:
             return Off(f"{error}.")
         case _:
             return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Messages make no cycles, and a batch of them is more than Python's collector waits for before it looks through
+    all that lives: as in the daemon (app.py)."""
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 # ---- what is said
