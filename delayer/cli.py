@@ -1,43 +1,63 @@
-"""The command line: what stands before the verb, and one place that turns errors into messages and exit codes."""
+"""The command line: what stands before the verb, and one place that turns errors into messages and exit codes.
+
+A verb is loaded when it is asked for: all of them together take half a second.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import logging
+import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from delayer import __version__, telemetry
-from delayer.commands.acting import cancel, reschedule
-from delayer.commands.audit import audit
-from delayer.commands.check import check
-from delayer.commands.common import EXPECTED_ERRORS, Request, failure
-from delayer.commands.compact import compact
-from delayer.commands.db import db
-from delayer.commands.drain import drain
-from delayer.commands.exporting import export
-from delayer.commands.held import held
-from delayer.commands.looking import acts, list_, show
-from delayer.commands.refused import refused
-from delayer.commands.restore import restore
-from delayer.commands.run import run
-from delayer.commands.send import send
-from delayer.commands.sources import import_
-from delayer.commands.status import status
-from delayer.commands.topology import topology
+from delayer import __version__
+
+VERBS: Final = {
+    "run": "run",
+    "check": "check",
+    "topology": "topology",
+    "db": "db",
+    "send": "send",
+    "status": "status",
+    "list": "looking:list_",
+    "show": "looking:show",
+    "cancel": "acting:cancel",
+    "reschedule": "acting:reschedule",
+    "held": "held",
+    "refused": "refused",
+    "acts": "looking:acts",
+    "drain": "drain",
+    "audit": "audit",
+    "compact": "compact",
+    "restore": "restore",
+    "import": "sources:import_",
+    "export": "exporting:export",
+}
+"""Where the verbs are, in the order of their use: the module in delayer.commands, and the name in it if another."""
 
 
 class Verbs(click.Group):
-    """Verbs in the order of their use, and expected errors without a traceback."""
+    """Verbs in the order of their use, loaded one by one, and expected errors without a traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in VERBS and cmd_name not in self.commands:
+            module, _, name = VERBS[cmd_name].partition(":")
+            verb: click.Command = getattr(importlib.import_module(f"delayer.commands.{module}"), name or module)
+            self.add_command(verb)
+            gc.enable()
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except EXPECTED_ERRORS as error:
-            raise failure(error) from error
         except click.NoSuchOption as error:
             if not any(error.option_name in option.opts for option in self.params):
                 raise
@@ -45,6 +65,30 @@ class Verbs(click.Group):
             verb = path.removeprefix(ctx.command_path).strip() or "VERB"
             told = f"{error.option_name} stands before the verb: {ctx.command_path} {error.option_name} … {verb}"
             raise click.NoSuchOption(error.option_name, told, ctx=error.ctx) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            from delayer.commands.failing import EXPECTED_ERRORS, failure  # noqa: PLC0415 - the errors of every layer
+
+            if not isinstance(error, EXPECTED_ERRORS):
+                raise
+            raise failure(error) from error
+
+
+class _FirstLine(logging.Handler):
+    """Whoever logs first gets the logs configured: most commands end without a line, and structlog loads slowly."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _configure_logs()
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def _configure_logs() -> None:
+    from delayer import telemetry  # noqa: PLC0415
+
+    telemetry.configure("console", "error")  # the daemon configures again, as its settings say
 
 
 def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -109,19 +153,34 @@ def cli(
 
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach.
     """
-    telemetry.configure("console", "error")  # the daemon configures again, as its settings say
+    from delayer.commands.common import Request  # noqa: PLC0415 - loaded with the verb, not for --version
+
+    if "structlog" in sys.modules:
+        _configure_logs()
+    else:
+        logging.getLogger().handlers[:] = [_FirstLine()]
     shortcuts = {"mode": mode, "workers": workers, "broker.url": broker_url, "store.url": store_url}
     flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
     context.obj = Request(config, flags)
 
 
-for verb in (
-    run, check, topology, db, send, status, list_, show, cancel, reschedule, held, refused, acts, drain, audit,
-    compact, restore, import_, export,
-):  # fmt: skip
-    cli.add_command(verb)
-
-
 def main() -> None:
     """Entry point of the ``delayer`` command."""
-    cli(prog_name="delayer")
+    gc.disable()  # nothing of what is loaded is garbage, and looking for some takes a tenth of the time
+    try:
+        cli(prog_name="delayer")
+    except SystemExit as end:
+        _leave(end.code)
+        raise
+
+
+def _leave(code: object) -> None:
+    """End the process now, if nothing is against it: taking the interpreter apart takes as long as asking a store."""
+    if not isinstance(code, int) or "pyspark" in sys.modules:
+        return  # Spark has a process of its own to end
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed before we began
+            stream.flush()
+    except OSError:
+        return  # the reader has gone, or the disk is full: the interpreter has words for it, and an exit code
+    os._exit(code)

@@ -12,6 +12,7 @@ import structlog
 
 from delayer.broker.admin import Admin
 from delayer.broker.bindings import DeliveryBindings
+from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.publisher import RelayPublisher
@@ -20,6 +21,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.late import Limits
 from delayer.core.pace import Pacer
 from delayer.core.plan import Finish, Policy
+from delayer.core.topology import Topology
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
 from delayer.services.carry import IntakeCarrier
@@ -58,14 +60,6 @@ FAREWELL: Final = 1.0
 def new_id() -> bytes:
     """An ``x-delayer-id`` for a message that no store has numbered."""
     return uuid.uuid4().hex.encode()
-
-
-async def _there(admin: Admin, queue: str) -> bool:
-    """RabbitMQ 4.3 shows a queue only to who may also configure it: to others there is none that they could consume."""
-    try:
-        return await admin.queue_exists(queue)
-    except BrokerRefused:
-        return False
 
 
 class Daemon:
@@ -173,26 +167,36 @@ class Daemon:
     async def declare(self, settings: Settings | None = None) -> None:
         """Make the topology so. Raises BrokerLost, TopologyMismatch."""
         wanted = settings or self.settings
-        admin = await self._connect_admin()
         try:
-            await admin.declare(topology_of(wanted))
-            # Messages may still be on their way through a cascade that new delays do not take any more.
-            if self._due is None and (uses_cascade(wanted) or await _there(admin, wanted.native.due_queue)):
-                carrier = DueCarrier(
-                    now_ms=self._sure_ms,
-                    names=self._names,
-                    dispatch=self._dispatch,
-                    new_id=new_id,
-                    late_limits=self._late_limits,
-                )
-                self._due = self._session("due", wanted.native.due_queue, carrier)
-                self.life.add("due", self._due.run)
-                if self._cascade.strays is not None:
-                    self.life.add("strays", self._strays(self._cascade.strays).run)
+            async with briefly(self.settings.broker_url, "delayer admin") as broker:
+                if not await broker.declared(topology_of(wanted)):
+                    await self._declare_in_detail(topology_of(wanted))
+                # Messages may still be on their way through a cascade that new delays do not take any more.
+                if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
+                    self._start_due(wanted)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
+
+    async def _declare_in_detail(self, topology: Topology) -> None:
+        """Something is not as it should be: to hear what, and to declare the rest."""
+        admin = await self._connect_admin()
+        try:
+            await admin.declare(topology)
         finally:
             await admin.close()
+
+    def _start_due(self, wanted: Settings) -> None:
+        carrier = DueCarrier(
+            now_ms=self._sure_ms,
+            names=self._names,
+            dispatch=self._dispatch,
+            new_id=new_id,
+            late_limits=self._late_limits,
+        )
+        self._due = self._session("due", wanted.native.due_queue, carrier)
+        self.life.add("due", self._due.run)
+        if self._cascade.strays is not None:
+            self.life.add("strays", self._strays(self._cascade.strays).run)
 
     async def _connect_admin(self) -> Admin:
         try:

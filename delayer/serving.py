@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from delayer.broker.admin import Admin
+from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
 from delayer.commands import refused
 from delayer.commands.common import Off
@@ -71,8 +71,8 @@ class DaemonInside:
         settings = self.settings
         queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
         try:
-            async with await Admin.connect(settings.broker_url, name="delayer look", patience=5.0) as admin:
-                picture = await admin.picture(cascade_of(settings), queues)
+            async with briefly(settings.broker_url, "delayer look", patience=5.0) as broker:
+                picture = await broker.picture(cascade_of(settings), queues)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
         return Depths(picture.queues, {level.level: level.depth for level in picture.levels})

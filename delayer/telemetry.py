@@ -10,7 +10,6 @@ cleaned before they are written, so that no message can forge a line of the log.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +17,9 @@ from typing import Any, Final, Literal, TextIO
 
 import structlog
 
-from delayer.settings import mask
+from delayer.settings.readable import readable
+
+__all__ = ["EVENTS", "clean_values", "configure", "readable", "sign"]
 
 EVENTS: Final[Mapping[str, str]] = {
     # the daemon's life
@@ -87,11 +88,7 @@ EVENTS: Final[Mapping[str, str]] = {
 }
 """What every event means. A test compares this table with the code."""
 
-_LONGEST_BYTES = 512
-_LONGEST_TEXT = 16_384
 _DEEPEST = 6
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
-_UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
 # What these report below a warning is about themselves, and at debug level it is whole frames: bodies, and the login.
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
 # They log, with tracebacks, what they also raise or what the next caller meets: we say so in better words, and once.
@@ -100,23 +97,6 @@ _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 Event = MutableMapping[str, Any]
 
 _signature: dict[str, str | int] = {}
-
-
-def _escape(match: re.Match[str]) -> str:
-    character = match[0]
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
-
-
-def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False) -> str:
-    """One printable line: bytes that are no UTF-8 and characters that do not print as escapes, passwords masked."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        whole = bytes(value)
-        rest = len(whole) - _LONGEST_BYTES
-        value = whole[:_LONGEST_BYTES].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
-    elif len(value) > _LONGEST_TEXT:
-        value = value[:_LONGEST_TEXT] + f"… ({len(value) - _LONGEST_TEXT} more characters)"
-    value = mask(value)
-    return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)
 
 
 def _clean(value: object, depth: int = 0) -> object:

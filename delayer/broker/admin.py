@@ -6,9 +6,8 @@ Reads topologies as values. What another system owns (``shared``) is declared wh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
 
@@ -16,35 +15,12 @@ from delayer.broker.calls import bind, declare_exchange, declare_queue, find_exc
 from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
 from delayer.broker.link import Link, answered
 from delayer.broker.management import Management
+from delayer.broker.picture import Picture, drawn, names
 from delayer.broker.remove import Removal, Remover, queue_state
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.cascade import Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 from delayer.wire.address import Address
-
-
-@dataclass(frozen=True, slots=True)
-class LevelState:
-    """``depth``: messages ready in the level's queue, None where the queue is missing."""
-
-    level: int
-    name: str
-    ttl_ms: int
-    depth: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """What ``topology show`` prints. ``queues``: depths of the queues around the cascade, None where one is missing."""
-
-    kind: str
-    delivery: str
-    levels: tuple[LevelState, ...]
-    queues: dict[str, int | None]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return asdict(self)
 
 
 class Admin:
@@ -119,15 +95,8 @@ class Admin:
 
     async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
         """Levels with their depths, and the depths of ``queues`` and of the strays queue."""
-        levels = list(cascade.levels())
-        others = [*queues, *([cascade.strays] if cascade.strays else [])]
-        depths = await self.depths([*(level.name for level in levels), *others])
-        return Picture(
-            cascade.kind,
-            cascade.delivery,
-            tuple(LevelState(level.number, level.name, level.ttl_ms, depths[level.name]) for level in levels),
-            {name: depths[name] for name in others},
-        )
+        wanted = list(queues)
+        return drawn(cascade, wanted, await self.depths(names(cascade, wanted)))
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
         """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone."""

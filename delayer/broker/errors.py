@@ -14,18 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from aiormq.exceptions import (
-    AMQPConnectionError,
-    AMQPError,
-    AuthenticationError,
-    ChannelClosed,
-    ChannelInvalidStateError,
-    ConnectionClosed,
-    ConnectionNotAllowed,
-    InvalidFrameError,
-    ProbableAuthenticationError,
-)
-
 from delayer.core.errors import BrokerLost
 
 
@@ -64,26 +52,28 @@ def translated(where: str) -> Iterator[None]:
 
     A ChannelClosed passes unchanged: it is the broker's answer to one call, and the caller knows what was asked.
     """
+    from aiormq import exceptions as driver  # noqa: PLC0415 - 30 ms, for commands that only need our errors' names
+
     try:
         yield
-    except ChannelClosed:
+    except driver.ChannelClosed:
         raise
-    except (ProbableAuthenticationError, AuthenticationError) as error:
+    except (driver.ProbableAuthenticationError, driver.AuthenticationError) as error:
         raise BrokerRefused(f"{where}: the login was refused: {_text(error)}") from error
-    except ConnectionNotAllowed as error:
+    except driver.ConnectionNotAllowed as error:
         raise BrokerRefused(f"{where}: {_text(error)}") from error
-    except InvalidFrameError as error:
+    except driver.InvalidFrameError as error:
         # The driver hides the broker's connection.close in this error when opening the vhost is what failed.
         if "Connection.OpenOk" in str(error):
             raise BrokerRefused(f"{where}: the vhost does not exist, or this user may not enter it") from error
         raise BrokerUnreachable(f"{where}: does not speak AMQP 0-9-1: {_text(error)}") from error
-    except ConnectionClosed as error:
+    except driver.ConnectionClosed as error:
         raise BrokerUnreachable(f"{where}: the broker closed the connection: {_text(error)}") from error
     except TimeoutError as error:
         raise BrokerUnreachable(f"{where}: no answer in time") from error
-    except (AMQPConnectionError, OSError) as error:
+    except (driver.AMQPConnectionError, OSError) as error:
         raise BrokerUnreachable(f"{where}: {_text(error)}") from error
-    except (AMQPError, ChannelInvalidStateError) as error:
+    except (driver.AMQPError, driver.ChannelInvalidStateError) as error:
         raise BrokerUnreachable(f"{where}: the channel is gone: {_text(error)}") from error
 
 

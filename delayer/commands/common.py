@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from delayer import settings as configuration
-from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
-from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.core.errors import BrokerLost, StoreLost
-from delayer.settings import ConfigError, Settings
-from delayer.store.errors import BadStoreUrl, SchemaOutdated
-from delayer.telemetry import readable
+from delayer.commands import tables
+from delayer.settings import Settings
+from delayer.settings.readable import readable
 
 DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
 """The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
 
-WIDTH_WITHOUT_TERMINAL = 160
+WIDTH_WITHOUT_TERMINAL = tables.WIDTH_WITHOUT_TERMINAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,46 +72,6 @@ class Unreached(Failure):
     exit_code = OUT_OF_REACH
 
 
-EXPECTED_ERRORS = (
-    ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
-    JobImpossible, JobMisused, JobFailed, DaemonsOutdated,
-)  # fmt: skip
-
-
-def failure(error: Exception) -> Failure:
-    """What went wrong, and what to do next, for one of :data:`EXPECTED_ERRORS`."""
-    text = readable(str(error))
-    match error:
-        case ConfigError(problems=problems):
-            lines = "\n".join(f"  {problem}" for problem in problems)
-            made: Failure = Misused(
-                f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
-            )
-        case TopologyMismatch(mismatches=mismatches):
-            lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
-            advice = (
-                "Nothing was bound. The broker names the first difference only; compare all that is expected.\n"
-                "Either empty and delete these (`rabbitmqctl delete_queue NAME`), or choose other names in the "
-                "configuration;\nthen run `delayer topology apply` again."
-            )
-            made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
-        case BadStoreUrl() | JobMisused():
-            made = Misused(text)
-        case JobImpossible():
-            made = Unreached(text)
-        case BrokerRefused():
-            made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
-        case BrokerLost():
-            made = Unreached(f"the broker is out of reach: {text}. Next: check broker.url, and that it runs.")
-        case StoreLost(advice=advice) if advice:
-            made = Unreached(f"the store refused: {text}. Next: {advice}.")
-        case StoreLost():
-            made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
-        case _:
-            made = Off(text)  # what is outdated has its advice in its text, JobFailed Spark's reason
-    return made
-
-
 def print_json(value: object) -> None:
     """One JSON document on stdout, and nothing else there."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
@@ -127,16 +83,7 @@ def _plain(value: object) -> object:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> None:
     """A table on stdout. ``right``: the columns with numbers. Nothing in a cell is taken for markup."""
-    console = Console(highlight=False, soft_wrap=False)
-    if not console.is_terminal:
-        console.width = WIDTH_WITHOUT_TERMINAL
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    numbers = set(right)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(readable(str(cell))) for cell in row))
-    console.print(table)
+    tables.show(columns, [[readable(str(cell)) for cell in row] for row in rows], frozenset(right))
 
 
 def note(text: str) -> None:
@@ -153,3 +100,23 @@ def depth_text(depth: int | None, *, used: bool = True) -> str:
     if depth is None:
         return "missing" if used else "not used in store mode"
     return str(depth)
+
+
+def when(due_ms: int | None, now_ms: int | None = None) -> str:
+    """An instant for people: in UTC, and how far away it is."""
+    if due_ms is None:
+        return "-"
+    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+    try:
+        instant = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):
+        instant = f"{due_ms} ms"  # beyond the calendar
+    seconds = abs(due_ms - now_ms) // 1000
+    return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {_roughly(seconds)})"
+
+
+def _roughly(seconds: int) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"

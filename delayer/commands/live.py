@@ -6,7 +6,6 @@ The store knows how many there are; how fast they pass, and how late, only the d
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import sys
 import time
@@ -34,6 +33,8 @@ async def look(settings: Settings) -> dict[str, Any]:
 
 
 def _ask(listen: str) -> dict[str, Any]:
+    import http.client  # noqa: PLC0415 - for this alone, and often there is nobody to ask
+
     host, _, port = listen.rpartition(":")
     connection = http.client.HTTPConnection(_HERE.get(host, host).strip("[]"), int(port), timeout=PATIENCE)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of
+from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of, when
 from delayer.commands.db import store_url
 from delayer.commands.filters import (
     address,
@@ -19,7 +19,6 @@ from delayer.commands.filters import (
     limit_option,
     row_of,
 )
-from delayer.commands.status import when
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
 from delayer.settings import Settings

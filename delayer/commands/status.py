@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from delayer.broker.admin import Admin
+from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
 from delayer.commands import live
-from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, depth_text, note, print_json, print_table, request_of
+from delayer.commands.common import (
+    DONE,
+    FOUND,
+    OUT_OF_REACH,
+    depth_text,
+    note,
+    print_json,
+    print_table,
+    request_of,
+    when,
+)
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings
@@ -21,6 +29,8 @@ from delayer.store import schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of, uses_cascade
+
+__all__ = ["status", "when"]
 
 
 @click.command(short_help="Show what waits, where, and until when.")
@@ -84,8 +94,8 @@ async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | No
 async def _broker(settings: Settings) -> dict[str, Any]:
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
     try:
-        async with await Admin.connect(settings.broker_url, name="delayer status") as admin:
-            picture = await admin.picture(cascade_of(settings), queues)
+        async with briefly(settings.broker_url, "delayer status") as broker:
+            picture = await broker.picture(cascade_of(settings), queues)
     except (BrokerLost, BrokerRefused) as error:
         return {"error": str(error)}
     levels = [
@@ -211,23 +221,3 @@ def _print_broker(broker: dict[str, Any], settings: Settings) -> None:
         waiting = sum(one["depth"] or 0 for one in levels)
         rows.append(("", "cascade, all levels", "", str(waiting)))
     print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))
-
-
-def when(due_ms: int | None, now_ms: int | None = None) -> str:
-    """An instant for people: in UTC, and how far away it is."""
-    if due_ms is None:
-        return "-"
-    now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
-    try:
-        instant = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    except (OverflowError, ValueError, OSError):
-        instant = f"{due_ms} ms"  # beyond the calendar
-    seconds = abs(due_ms - now_ms) // 1000
-    return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {_roughly(seconds)})"
-
-
-def _roughly(seconds: int) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size}{unit}"
-    return f"{seconds}s"

@@ -1,5 +1,5 @@
-"""Partitions by due day: made ahead of need, and dropped (dropping.py) when passed and empty. Days are UTC, numbered
-from 1970.
+"""Partitions by due day: made ahead of need, and dropped (dropping.py) when passed and empty. What they are called:
+days.py.
 
 Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
 left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
@@ -15,19 +15,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
-from datetime import UTC, date, datetime, timedelta
 from enum import Enum
 
 import asyncpg
 import structlog
 
 from delayer.store import session
+from delayer.store.days import DAY_MS, bounds_of, day_of, existing, name_of
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
+__all__ = [
+    "DAYS_AHEAD", "DAY_MS", "FARTHEST_DAYS", "Days", "Making",
+    "bound", "bounds_of", "day_of", "existing", "make", "make_ahead", "name_of",
+]  # fmt: skip
+
 log = structlog.get_logger()
 
-DAY_MS = 86_400_000
 DAYS_AHEAD = 7
 FARTHEST_DAYS = 400
 """Days later than this wait in the default partition: every partition costs every session some memory."""
@@ -48,43 +52,11 @@ PARK_SECONDS = 1.0
 MAINTAIN_SECONDS = 10.0
 """After these no further partition is begun: the messages at hand, and the daemon's watchdog, are waiting for it."""
 
-_PREFIX = "message_p"
-_EPOCH = date(1970, 1, 1)
-_KNOWN = (
-    "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
-)
 _TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 seconds') / 86400)::int"
 """Of the store's clock, when the making will be over."""
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
 _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
-
-
-def name_of(day: int) -> str:
-    """The partition of a day: ``message_pYYYYMMDD``."""
-    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
-
-
-def day_of(name: str) -> int | None:
-    """The day of a partition's name; None for the default one, and for what is not ours."""
-    if not name.startswith(_PREFIX):
-        return None
-    try:
-        found = datetime.strptime(name.removeprefix(_PREFIX), "%Y%m%d").replace(tzinfo=UTC).date()
-    except ValueError:
-        return None
-    return (found - _EPOCH).days
-
-
-def bounds_of(day: int) -> tuple[str, str]:
-    """First instant of the day and of the next, as SQL literals' text."""
-    first = _EPOCH + timedelta(days=day)
-    return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
-
-
-async def existing(connection: asyncpg.Connection) -> set[int]:
-    """The days that have a partition."""
-    return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
 class Making(Enum):

@@ -56,14 +56,14 @@ class Channel:
     async def open(self) -> None:
         """Called once, by the connection."""
         try:
-            await self._call(commands.Channel.Open(), commands.Channel.OpenOk)
+            await self.call(commands.Channel.Open(), commands.Channel.OpenOk)
         except BaseException:
             self.abandon()  # interrupted: nobody else knows of it, and its number would never be free again
             raise
 
     async def qos(self, prefetch: int) -> None:
         """At most that many deliveries unsettled for each consumer that begins after this; 0 is no limit."""
-        await self._call(commands.Basic.Qos(prefetch_count=prefetch), commands.Basic.QosOk)
+        await self.call(commands.Basic.Qos(prefetch_count=prefetch), commands.Basic.QosOk)
 
     async def consume(
         self, queue: str, on_delivery: Callable[[Delivery], None], on_cancelled: Callable[[], None]
@@ -83,8 +83,12 @@ class Channel:
 
     async def cancel(self, tag: str) -> None:
         """End the consumer. Deliveries go on until this returns; they can be settled afterwards."""
-        await self._call(commands.Basic.Cancel(consumer_tag=tag), commands.Basic.CancelOk)
+        await self.call(commands.Basic.Cancel(consumer_tag=tag), commands.Basic.CancelOk)
         self._forget(tag.encode())
+
+    async def call(self, method: Frame, reply: type[_Reply]) -> _Reply:
+        """Any method that is answered. Calls may overlap: they go out in the order in which they begin."""
+        return await self._request(methods.marshal(method, self.number), reply)
 
     def ack(self, tag: int, multiple: bool = False) -> None:
         """Acknowledge the delivery, or all unsettled ones up to it."""
@@ -97,7 +101,7 @@ class Channel:
     async def confirm_select(self) -> None:
         """Ask for confirms. Needed once, before the first publish."""
         if self._confirms is None:
-            await self._call(commands.Confirm.Select(), commands.Confirm.SelectOk)
+            await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
             self._confirms = self._confirms or Confirms()
 
     async def publish(self, batch: Sequence[Outgoing], *, timeout: float) -> list[Outcome]:
@@ -148,7 +152,7 @@ class Channel:
     async def close(self) -> None:
         """Close and wait for the broker's answer, at most 5 s. What is unsettled returns to its queue. Idempotent."""
         self.abandon()
-        await self._connection.wait_released(self.number, _CLOSE_SECONDS)
+        await self._connection.numbers.wait_released(self.number, _CLOSE_SECONDS)
 
     def abandon(self) -> None:
         """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
@@ -157,7 +161,7 @@ class Channel:
     def _end(self, loss: ChannelClosed) -> None:
         """Close from our side, without waiting. The number stays taken until the broker answers."""
         if self._loss is None:
-            self._connection.release_channel(self.number)
+            self._connection.numbers.release(self.number)
             close = commands.Channel.Close(loss.code or REPLY_SUCCESS, methods.clipped(loss.text), 0, 0)
             self._connection.write(methods.marshal(close, self.number))
             self.fail(loss)
@@ -185,7 +189,7 @@ class Channel:
         method = methods.unmarshal(frame)
         if isinstance(method, commands.Channel.Close):
             self._connection.write(methods.marshal(commands.Channel.CloseOk(), self.number))
-            self._connection.forget_channel(self.number)
+            self._connection.numbers.forget(self.number)
             self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
         elif isinstance(method, commands.Basic.Cancel):
             self._on_cancel(method)
@@ -216,9 +220,6 @@ class Channel:
         self._confirms.note_returned(returned)
 
     # Requests and their answers, which come in order.
-
-    async def _call(self, method: Frame, reply: type[_Reply]) -> _Reply:
-        return await self._request(methods.marshal(method, self.number), reply)
 
     async def _request(self, frame: bytes, reply: type[_Reply]) -> _Reply:
         self._check_open()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import count
 from typing import Self, TypeVar, cast
 
 from pamqp.base import Frame
@@ -13,18 +12,19 @@ from pamqp.base import Frame
 from delayer.core.message import Delivery
 from delayer.wire import handshake, methods
 from delayer.wire.address import Address
-from delayer.wire.channel import Channel, ClosingChannel
+from delayer.wire.alarm import Alarm
+from delayer.wire.channel import Channel
 from delayer.wire.errors import (
     REPLY_SUCCESS,
     UNEXPECTED_FRAME,
     AccessRefused,
     ConnectionLost,
-    NoFreeChannel,
     ProtocolError,
     again,
 )
-from delayer.wire.framing import DEFAULT_FRAME_MAX, PROTOCOL_HEADER, Parser, Receiver, ReturnedMessage
+from delayer.wire.framing import DEFAULT_FRAME_MAX, PROTOCOL_HEADER, Parser, ReturnedMessage
 from delayer.wire.methods import commands
+from delayer.wire.numbers import Numbers
 from delayer.wire.outlet import Outlet
 from delayer.wire.pulse import Pulse
 
@@ -38,14 +38,13 @@ class Connection(asyncio.Protocol):
 
     ``closed`` is done when the connection is gone, its result is why. Wait for it with ``asyncio.wait`` or behind
     ``asyncio.shield``: a task that awaits it directly cancels it when it is cancelled. ``blocked`` is true while the
-    broker takes no publishes because of a resource alarm, ``blocked_reason`` is its word for it.
+    broker takes no publishes because of a resource alarm, ``blocked_reason`` is its word for it. ``numbers`` is for
+    channels.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[ConnectionLost] = loop.create_future()
-        self.blocked = False
-        self.blocked_reason = ""
         self.consumers: dict[bytes, Callable[[Delivery], None]] = {}  # channel 0 has none
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -53,14 +52,12 @@ class Connection(asyncio.Protocol):
         self._loss: ConnectionLost | None = None
         self._opened = False
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
-        self._receivers: dict[int, Receiver] = {0: self}
-        self._parser = Parser(self._receivers)
-        self._discarding = False
-
         self._outlet = Outlet(loop)
         self._pulse = Pulse(loop, self._outlet, self._on_silence)
-        self._unblocked: asyncio.Future[None] | None = None
-        self._released: dict[int, asyncio.Future[None]] = {}
+        self._alarm = Alarm(loop)
+        self.numbers = Numbers(loop, self, self._outlet.write)
+        self._parser = Parser(self.numbers.receivers)
+        self._discarding = False
         self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
 
@@ -101,25 +98,29 @@ class Connection(asyncio.Protocol):
         return self._limits.frame_max
 
     @property
+    def channel_max(self) -> int:
+        """How many channels there can be at a time."""
+        return self._limits.channel_max
+
+    @property
+    def blocked(self) -> bool:
+        return self._alarm.raised
+
+    @property
+    def blocked_reason(self) -> str:
+        return self._alarm.reason
+
+    @property
     def unblocked(self) -> Awaitable[None]:
         """Done as soon as the broker takes publishes: at once while not ``blocked``. Raises ConnectionLost."""
-        if self._unblocked is None or (self._unblocked.done() and (self.blocked or self._loss is not None)):
-            self._unblocked = self._loop.create_future()
-            self._unblocked.add_done_callback(_look_at)
-            if self._loss is not None:
-                self._unblocked.set_exception(again(self._loss))
-            elif not self.blocked:
-                self._unblocked.set_result(None)
-        return asyncio.shield(self._unblocked)
+        return self._alarm.over
 
     async def channel(self) -> Channel:
         """Open a channel. Raises NoFreeChannel, ConnectionLost."""
         self._check_open()
-        number = next(one for one in count(1) if one not in self._receivers)
-        if number > self._limits.channel_max:
-            raise NoFreeChannel(f"all {self._limits.channel_max} channels of the connection are in use")
+        number = self.numbers.free(self._limits.channel_max)
         channel = Channel(self, number)
-        self._receivers[number] = channel
+        self.numbers.receivers[number] = channel
         await channel.open()
         return channel
 
@@ -151,8 +152,6 @@ class Connection(asyncio.Protocol):
             self._abort()
         await asyncio.shield(self._gone)
 
-    # What channels need.
-
     def write(self, data: bytes) -> None:
         """Hand bytes to the transport. Raises ConnectionLost."""
         self._check_open()
@@ -167,30 +166,6 @@ class Connection(asyncio.Protocol):
         """Wait while the transport's buffer is above its high-water mark. Raises ConnectionLost."""
         await self._outlet.drain()
         self._check_open()
-
-    def release_channel(self, number: int) -> None:
-        """We close this channel: ignore what comes for it, and keep its number until the broker agrees."""
-        self._released[number] = self._loop.create_future()
-        self._receivers[number] = ClosingChannel(
-            number,
-            on_closed=lambda: self.forget_channel(number),
-            answer=lambda: self._outlet.write(methods.marshal(commands.Channel.CloseOk(), number)),
-        )
-
-    def forget_channel(self, number: int) -> None:
-        """The number is free again."""
-        del self._receivers[number]
-        released = self._released.pop(number, None)
-        if released is not None and not released.done():
-            released.set_result(None)
-
-    async def wait_released(self, number: int, seconds: float) -> None:
-        """Until the broker agreed that a channel is closed, or the connection is lost, or the time is over."""
-        released = self._released.get(number)
-        if released is not None:
-            await asyncio.wait({released}, timeout=seconds)
-
-    # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -223,8 +198,6 @@ class Connection(asyncio.Protocol):
         if not self._gone.done():
             self._gone.set_result(None)
 
-    # What the parser calls, for channel 0.
-
     def on_method(self, frame: bytes) -> None:
         method = methods.unmarshal(frame)
         if isinstance(method, commands.Connection.Close):
@@ -234,11 +207,9 @@ class Connection(asyncio.Protocol):
         elif self._loss is not None:
             pass  # we closed: until the broker agrees, everything else is ignored
         elif isinstance(method, commands.Connection.Blocked):
-            self.blocked, self.blocked_reason = True, str(method.reason)
+            self._alarm.sound(str(method.reason))
         elif isinstance(method, commands.Connection.Unblocked):
-            self.blocked, self.blocked_reason = False, ""
-            if self._unblocked is not None and not self._unblocked.done():
-                self._unblocked.set_result(None)
+            self._alarm.clear()
         elif self._reply is not None and isinstance(method, self._reply[0]):
             _, future = self._reply
             self._reply = None
@@ -269,8 +240,6 @@ class Connection(asyncio.Protocol):
         else:
             self._hang_up()
 
-    # Log-in.
-
     async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         hello = handshake.start_ok(start, address, name)
@@ -290,8 +259,6 @@ class Connection(asyncio.Protocol):
         answer = await future
         assert isinstance(answer, reply)  # on_method compared it
         return answer
-
-    # The end.
 
     def _check_open(self) -> None:
         if self._loss is not None:
@@ -330,28 +297,10 @@ class Connection(asyncio.Protocol):
             return
         self._loss = loss
         self._pulse.stop()
-        receivers = list(self._receivers.items())
-        for number, receiver in receivers:
-            if isinstance(receiver, Channel):
-                self._receivers[number] = ClosingChannel(number, _nothing, _nothing)
-                receiver.fail(loss)
+        self.numbers.fail(loss)
         if self._reply is not None and not self._reply[1].done():
             self._reply[1].set_exception(again(loss))
-        for released in self._released.values():
-            if not released.done():
-                released.set_result(None)
-        if self._unblocked is not None and not self._unblocked.done():
-            self._unblocked.set_exception(again(loss))
+        self._alarm.fail(loss)
         self._outlet.resume()
         if not self.closed.done():
             self.closed.set_result(loss)
-
-
-def _look_at(future: asyncio.Future[None]) -> None:
-    """Tell asyncio that a failure was not overlooked, also when nobody waits any more."""
-    if not future.cancelled():
-        future.exception()
-
-
-def _nothing() -> None:
-    """The connection is gone: there is no number to free, and nobody to answer."""

@@ -36,9 +36,9 @@ async def connected(url: str) -> AsyncIterator[Connection]:
 
 
 async def declare(channel: Channel, queue: str, arguments: FieldTable | None = None) -> None:
-    """The wire declares nothing; a test may, through the channel's own way of asking."""
+    """The wire declares nothing by itself; a test may, as the broker layer does."""
     wish = commands.Queue.Declare(queue=queue, durable=True, arguments=arguments or {})
-    await channel._call(wish, commands.Queue.DeclareOk)
+    await channel.call(wish, commands.Queue.DeclareOk)
 
 
 async def publisher(connection: Connection) -> Channel:

@@ -19,10 +19,10 @@ import delayer
 from delayer import app
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
 from delayer.cli import cli
-from delayer.commands.common import FOUND, OUT_OF_REACH, USAGE, failure, print_table
+from delayer.commands.common import FOUND, OUT_OF_REACH, USAGE, print_table, when
+from delayer.commands.failing import failure
 from delayer.commands.publishing import Message
 from delayer.commands.send import ask, prepared
-from delayer.commands.status import when
 from delayer.core.errors import StoreLost
 from delayer.settings import ConfigError, Problem, Route, Settings, loading
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
@@ -177,7 +177,7 @@ def test_json_is_all_there_is_on_stdout() -> None:
 def test_status_says_what_cannot_be_reached() -> None:
     result = call(*NOWHERE, "--mode", "native", "status")
     assert result.stdout.startswith("mode: native\n")
-    assert "The broker is out of reach: 127.0.0.1:1" in result.stderr
+    assert "The broker is out of reach: no connection to amqp://user@127.0.0.1:1/" in result.stderr
     assert "The store is out of reach: " in result.stderr
 
 

@@ -27,7 +27,10 @@ def walked(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple
     """Every verb with its path, the groups included."""
     yield path, command
     if isinstance(command, click.Group):
-        for name, below in command.commands.items():
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
             yield from walked(below, (*path, name))
 
 

@@ -10,6 +10,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -81,7 +82,8 @@ def test_the_options_of_a_job_exist(job: str) -> None:
     text = UNIT.with_name(f"delayer-{job}.service").read_text().replace("\\\n", " ")
     (command,) = re.findall(f"^ExecStart=.* {job} (.*)$", text, re.MULTILINE)
     arguments = re.sub("%[SC]", "/nowhere", command).split()
-    verb = cli.commands[job]
+    verb = cli.get_command(click.Context(cli), job)
+    assert verb is not None
     context = verb.make_context(job, arguments)
     assert not context.args
 

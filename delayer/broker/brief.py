@@ -1,0 +1,155 @@
+"""Many questions in one breath, over the wire: what a busy daemon and an impatient operator have to ask of a broker.
+
+Admin asks one thing after another, and each takes a turn of the event loop for the frame, and one for its answer: in a
+daemon that carries thousands of messages a second a hundred of them take half a minute, where these take one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+from pamqp.base import Frame
+from pamqp.commands import Exchange as ExchangeMethods
+from pamqp.commands import Queue as QueueMethods
+
+from delayer.broker import frames
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.picture import Picture, drawn, names
+from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.topology import Topology
+from delayer.wire.address import Address
+from delayer.wire.channel import Channel
+from delayer.wire.connection import Connection
+from delayer.wire.errors import AccessRefused, ChannelClosed
+
+T = TypeVar("T")
+
+PATIENCE: Final = 30.0
+"""Seconds without any answer after which the broker counts as out of reach. A quorum queue waits for an election."""
+CHANNELS: Final = 32
+"""At a time, for questions that may be answered by closing the channel."""
+ACCESS_REFUSED: Final = 403
+
+
+class Brief:
+    """One connection; see :func:`briefly`. Every method may raise BrokerLost."""
+
+    def __init__(self, connection: Connection, patience: float) -> None:
+        self._connection = connection
+        self._patience = patience
+
+    async def declared(self, wanted: Topology) -> bool:
+        """Make it so, what others are bound by last. False where the broker said no to something: everything before
+        that is there, nothing behind it; ask Admin.declare, which tells what."""
+        channel = await self._channel()
+        methods: list[tuple[Frame, type[Frame]]] = []
+        methods += [(frames.exchange(one), ExchangeMethods.DeclareOk) for one in wanted.exchanges]
+        methods += [(frames.queue(one), QueueMethods.DeclareOk) for one in wanted.queues]
+        for binding in wanted.bindings:
+            frame = frames.binding(binding)
+            answer = QueueMethods.BindOk if isinstance(frame, frames.QueueBind) else ExchangeMethods.BindOk
+            methods.append((frame, answer))
+        said = await self._all([channel.call(*method) for method in methods])
+        await channel.close()
+        return not any(isinstance(one, ChannelClosed) for one in said)
+
+    async def exists(self, queue: str) -> bool:
+        """Whether it is there, and not another connection's own. RabbitMQ 4.3 shows a queue only to who may also
+        configure it: to others there is none that they could consume."""
+        try:
+            return (await self._look([queue]))[0] is not None
+        except BrokerRefused:
+            return False
+
+    async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
+        """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone.
+
+        Raises BrokerRefused where this user may not look.
+        """
+        asked = list(queues)
+        return dict(zip(asked, await self._look(asked), strict=True))
+
+    async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
+        """Levels with their depths, and the depths of ``queues`` and of the strays queue.
+
+        A cascade without its first and its last level is taken not to be there: the broker writes a line into its log
+        for each thing that somebody asked for in vain.
+        """
+        wanted = list(queues)
+        first, last = cascade.level(LEVELS - 1), cascade.level(0)
+        every = names(cascade, wanted)
+        inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
+        depths = await self.depths([name for name in every if name not in inner])
+        there = depths[first] is not None or depths[last] is not None
+        depths |= await self.depths(inner) if there else dict.fromkeys(inner)
+        return drawn(cascade, wanted, depths)
+
+    async def _look(self, queues: Collection[str]) -> list[int | None]:
+        room = asyncio.Semaphore(min(CHANNELS, self._connection.channel_max))
+
+        async def look(queue: str) -> int:
+            async with room:
+                channel = await self._connection.channel()
+                found = await channel.call(frames.look_at_queue(queue), QueueMethods.DeclareOk)
+                await channel.close()
+                return found.message_count or 0
+
+        said = await self._all([look(queue) for queue in queues])
+        for one in said:
+            if isinstance(one, ChannelClosed) and one.code == ACCESS_REFUSED:
+                raise BrokerRefused(str(one)) from one
+        return [None if isinstance(one, ChannelClosed) else one for one in said]
+
+    async def _channel(self) -> Channel:
+        opened = (await self._all([self._connection.channel()]))[0]
+        if isinstance(opened, ChannelClosed):
+            raise opened
+        return opened
+
+    async def _all(self, questions: Iterable[Coroutine[Any, Any, T]]) -> list[T | ChannelClosed]:
+        """The answers in order, a "no" among them. Raises what ended the connection."""
+        tasks = [asyncio.create_task(question) for question in questions]
+        waiting = set(tasks)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    raise BrokerUnreachable(f"no answer within {self._patience:g} s")
+        finally:
+            for task in waiting:
+                task.cancel()
+            lost = [error for task in tasks if (error := _loss(task)) is not None]
+        if lost:
+            raise lost[0]
+        return [_answer(task) for task in tasks]
+
+
+def _loss(task: asyncio.Task[object]) -> BaseException | None:
+    """What ended this question without an answer; a "no" is one."""
+    error = task.exception() if task.done() and not task.cancelled() else None
+    return None if isinstance(error, ChannelClosed) else error
+
+
+def _answer(task: asyncio.Task[T]) -> T | ChannelClosed:
+    error = task.exception()
+    return error if isinstance(error, ChannelClosed) else task.result()
+
+
+@asynccontextmanager
+async def briefly(url: str, name: str, *, patience: float = PATIENCE) -> AsyncIterator[Brief]:
+    """Connect, TLS by the URL's scheme and query as everywhere else. ``patience``: seconds without any answer.
+
+    Raises BrokerLost, BrokerRefused (the login, the vhost); ValueError for a URL that is none.
+    """
+    address = Address.parse(url)
+    try:
+        connection = await Connection.open(address, name=name, timeout=patience)
+    except AccessRefused as refused:
+        raise BrokerRefused(f"{address}: {refused}") from refused
+    try:
+        yield Brief(connection, patience)
+    finally:
+        await connection.close()

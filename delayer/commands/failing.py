@@ -1,0 +1,53 @@
+"""Expected errors, and what is said of each: what went wrong, what to do next, and the exit code.
+
+Loaded when something went wrong: it knows the errors of every layer, and few commands use them all.
+"""
+
+from __future__ import annotations
+
+from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.commands.common import Failure, Misused, Off, Unreached
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.settings import ConfigError
+from delayer.settings.readable import readable
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+EXPECTED_ERRORS = (
+    ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
+    JobImpossible, JobMisused, JobFailed, DaemonsOutdated,
+)  # fmt: skip
+
+
+def failure(error: Exception) -> Failure:
+    """What went wrong, and what to do next, for one of :data:`EXPECTED_ERRORS`."""
+    text = readable(str(error))
+    match error:
+        case ConfigError(problems=problems):
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            made: Failure = Misused(
+                f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
+            )
+        case TopologyMismatch(mismatches=mismatches):
+            lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
+            advice = (
+                "Nothing was bound. The broker names the first difference only; compare all that is expected.\n"
+                "Either empty and delete these (`rabbitmqctl delete_queue NAME`), or choose other names in the "
+                "configuration;\nthen run `delayer topology apply` again."
+            )
+            made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
+        case BadStoreUrl() | JobMisused():
+            made = Misused(text)
+        case JobImpossible():
+            made = Unreached(text)
+        case BrokerRefused():
+            made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
+        case BrokerLost():
+            made = Unreached(f"the broker is out of reach: {text}. Next: check broker.url, and that it runs.")
+        case StoreLost(advice=advice) if advice:
+            made = Unreached(f"the store refused: {text}. Next: {advice}.")
+        case StoreLost():
+            made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
+        case _:
+            made = Off(text)  # what is outdated has its advice in its text, JobFailed Spark's reason
+    return made

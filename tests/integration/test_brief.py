@@ -1,0 +1,102 @@
+"""Declaring and looking in one breath, on a real broker: the same answers as Admin's, whatever is there already."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+import pytest
+
+from delayer.broker.admin import Admin
+from delayer.broker.brief import CHANNELS, briefly
+from delayer.broker.errors import BrokerRefused
+from delayer.core.cascade import Cascade, due_topology, intake_topology
+from delayer.core.errors import BrokerLost
+from delayer.core.topology import Exchange, Queue, Topology, arguments
+from tests.integration.test_admin import inventory, publish, whole
+from tests.rig.proxy import Proxy
+from tests.rig.servers import RabbitMQ
+
+CASCADE = Cascade()
+
+
+async def test_declared_is_what_the_topology_says(rabbitmq: RabbitMQ, vhost: str) -> None:
+    async with briefly(vhost, "test") as broker:
+        assert await broker.declared(whole(CASCADE))
+        first = inventory(rabbitmq, vhost)
+        assert await broker.declared(whole(CASCADE)), "twice is once"
+    assert inventory(rabbitmq, vhost) == first
+    async with await Admin.connect(vhost) as admin:
+        await admin.declare(whole(CASCADE))
+    assert inventory(rabbitmq, vhost) == first
+
+
+async def test_what_is_different_stops_it_before_anything_is_bound(rabbitmq: RabbitMQ, vhost: str) -> None:
+    wrong = Queue(CASCADE.level(9), arguments({"x-queue-type": "quorum", "x-message-ttl": 511_000}))
+    async with briefly(vhost, "test") as broker:
+        assert await broker.declared(Topology((), (wrong,)))
+        assert not await broker.declared(CASCADE.topology())
+        assert inventory(rabbitmq, vhost)["bindings"] == []
+        assert await broker.declared(intake_topology()), "the connection goes on"
+
+
+async def test_a_binding_to_nothing_is_a_no(vhost: str) -> None:
+    async with briefly(vhost, "test") as broker:
+        assert not await broker.declared(due_topology(CASCADE))
+
+
+async def test_depths_are_those_of_the_admin(vhost: str) -> None:
+    """More queues than channels, those that are there between those that are not: each question has its own answer."""
+    there = [f"q{number}" for number in range(0, 3 * CHANNELS, 3)]
+    asked = [f"q{number}" for number in range(3 * CHANNELS)]
+    async with briefly(vhost, "test") as broker:
+        assert await broker.declared(Topology((), tuple(map(Queue, there))))
+        await publish(vhost, there[1])
+        found = await broker.depths(asked)
+        assert found == {name: (0 if name in there else None) for name in asked} | {there[1]: 1}
+        assert await broker.exists(there[0])
+        assert not await broker.exists("q1")
+        drawn = await broker.picture(CASCADE, ["q0", "q1"])
+        assert await broker.declared(whole(CASCADE))
+        await publish(vhost, CASCADE.level(20))
+        full = await broker.picture(CASCADE, ["q0", "q1"])
+    assert {level.depth for level in drawn.levels} == {None}
+    assert [level.level for level in full.levels if level.depth] == [20]
+    async with await Admin.connect(vhost) as admin:
+        assert await admin.depths(asked) == found
+        assert await admin.picture(CASCADE, ["q0", "q1"]) == full
+
+
+async def test_who_may_not_declare_hears_no(rabbitmq: RabbitMQ, vhost: str) -> None:
+    rabbitmq.add_user("reader", "reader", vhost=urlsplit(vhost).path[1:], read=".*")
+    async with briefly(vhost.replace("guest:guest", "reader:reader"), "test") as broker:
+        assert not await broker.declared(Topology((Exchange("mine", "topic"),)))
+        assert not await broker.exists("nowhere")
+
+
+async def test_a_wrong_password_is_refused(vhost: str) -> None:
+    with pytest.raises(BrokerRefused, match="ACCESS_REFUSED"):
+        async with briefly(vhost.replace("guest:guest", "guest:wrong"), "test"):
+            raise AssertionError("let in")
+
+
+async def test_a_broker_that_falls_silent_is_out_of_reach(rabbitmq: RabbitMQ, vhost: str) -> None:
+    async with Proxy(rabbitmq.port) as proxy:
+        url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
+        async with briefly(url, "test", patience=0.5) as broker:
+            proxy.stall()
+            with pytest.raises(BrokerLost, match=r"no answer within 0\.5 s"):
+                await broker.declared(whole(CASCADE))
+            proxy.cut()
+
+
+async def test_a_connection_that_is_cut_ends_every_question(rabbitmq: RabbitMQ, vhost: str) -> None:
+    async with Proxy(rabbitmq.port) as proxy:
+        url = vhost.replace(f":{rabbitmq.port}", f":{proxy.port}")
+        async with briefly(url, "test") as broker:
+            proxy.stall(to_server=False)
+            asking = asyncio.create_task(broker.depths(["a", "b"]))
+            await asyncio.sleep(0)
+            proxy.cut()
+            with pytest.raises(BrokerLost):
+                await asking

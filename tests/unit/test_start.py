@@ -1,0 +1,66 @@
+"""What a command loads before it does anything: an operator waits for it each time, and each library takes its time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOWHERE = ("--broker-url", "amqp://127.0.0.1:1", "--store-url", "postgresql://127.0.0.1:1/nothing")
+TOLD = """
+import os, sys
+leave = os._exit
+os._exit = lambda code: (print(*sys.modules, file=sys.stderr, flush=True), leave(code))
+from delayer.cli import main
+main()
+"""
+SLOW = frozenset(
+    {
+        "aio_pika", "aiormq", "alembic", "asyncmy", "jinja2", "matplotlib", "numpy", "pandas", "prometheus_client",
+        "pyarrow", "pyspark", "rich", "sqlalchemy", "starlette", "structlog", "uvicorn", "uvloop",
+    }
+)  # fmt: skip
+"""Each takes between 20 and 500 ms."""
+STORE = SLOW | {"pamqp", "http.client"}
+ANY = STORE | {"asyncio", "asyncpg", "pydantic"}
+
+
+def loaded(tmp_path: Path, *arguments: str) -> frozenset[str]:
+    """The modules that are there when the command ends."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DELAYER_", "COV_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD, *arguments],
+        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env=environ,
+    )  # fmt: skip
+    assert done.returncode == (0 if arguments == ("--version",) else 3), done.stderr
+    return frozenset(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "never"),
+    [
+        (("--version",), ANY),
+        ((*NOWHERE, "list"), STORE),
+        ((*NOWHERE, "list", "--json", "--key", "k"), STORE),
+        ((*NOWHERE, "show", "1@2"), STORE),
+        ((*NOWHERE, "cancel", "1@2"), STORE),
+        ((*NOWHERE, "reschedule", "1@2", "--by", "1h"), STORE),
+        ((*NOWHERE, "held", "list"), STORE),
+        ((*NOWHERE, "acts"), STORE),
+        ((*NOWHERE, "db", "current"), STORE),
+        ((*NOWHERE, "status"), SLOW),
+    ],
+    ids=lambda value: " ".join(value[-3:]).removeprefix(NOWHERE[-1]) if isinstance(value, tuple) else "",
+)
+def test_a_command_that_looks_loads_only_what_it_needs(
+    tmp_path: Path, arguments: tuple[str, ...], never: frozenset[str]
+) -> None:
+    assert not loaded(tmp_path, *arguments) & never
+
+
+def test_the_measure_works(tmp_path: Path) -> None:
+    """What topology needs is seen, and it needs the driver."""
+    assert {"delayer.cli", "aio_pika", "structlog"} <= loaded(tmp_path, *NOWHERE, "refused", "list")
