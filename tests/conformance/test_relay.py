@@ -239,21 +239,21 @@ class TestRelay(BrokerContract):
             await world.hand.exchange("orders.out")
             await world.hand.bind("k", "orders.out", "k")
             connection = await relay.connection(30)
-            before = dict(connection._receivers)
+            before = dict(connection.numbers.receivers)
             for number in range(5):
                 lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
                 parts = {"portion": Portion(), "pulse": Pulse(), "counters": Counters()}
                 await Release(lane, RelayPublisher(relay), **parts).run(asyncio.Event())
                 assert lane.events[-1] == "release"
                 await all_released(connection)
-                assert connection._receivers == before
+                assert connection.numbers.receivers == before
             assert len(await world.hand.drain("k")) == 10
 
     async def test_a_publish_that_is_interrupted_leaves_no_channels_behind(self, place: str) -> None:
         """Whatever it was doing: opening a channel of its own, or waiting for a confirm."""
         async with self.far_away(place, 0.004) as (_, relay):
             connection = await relay.connection(30)
-            before = dict(connection._receivers)
+            before = dict(connection.numbers.receivers)
             for milliseconds in range(1, 20, 2):
                 publisher = RelayPublisher(relay)
                 publishing = asyncio.create_task(publisher.publish([message(n, "q") for n in range(2)]))
@@ -262,13 +262,13 @@ class TestRelay(BrokerContract):
                 await asyncio.wait([publishing])
                 await publisher.close()
             await all_released(connection)
-            assert connection._receivers == before
+            assert connection.numbers.receivers == before
 
 
 async def all_released(connection: Connection) -> None:
     """Until the broker agreed to the end of every channel that we closed."""
-    while connection._released:
-        await asyncio.wait(connection._released.values())
+    while connection.numbers.released:
+        await asyncio.wait(connection.numbers.released.values())
 
 
 async def slow_pump(delay: float, source: Any, sink: Any, flowing: asyncio.Event) -> None:
