@@ -34,9 +34,8 @@ FIRST_BYTES: Final = 1 << 20
 
 COMPANY: Final = 0.002
 """Seconds between a portion that took all that was due and the next claim: what comes due meanwhile shares its
-transaction, write and confirm. `make bench` at 5,000 messages a second on 2 cores, CPU a message of daemon and
-database: 77 and 64 us with no pause at all and a gathering of 3 ms in the intake; 72 and 53 us with this one and 5 ms
-there; 60 and 44 us with 5 and 10 ms, where half of the messages are 3 ms later."""
+transaction, write and confirm. Without it a daemon at 5,000 messages a second makes a turn for every dozen of them;
+with more, every message is later by it (docs/performance.md, punctuality)."""
 
 
 @dataclass(frozen=True, slots=True)
