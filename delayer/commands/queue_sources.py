@@ -89,8 +89,8 @@ def add() -> None:
     source(
         "cascade",
         "What waits in the level queues of a cascade. Of NServiceBus, Celery or delayer itself, on this "
-        "broker or another. From the highest level down; what is published into it meanwhile, and the last "
-        "seconds, the cascade delivers by itself.",
+        "broker or another. From the lowest level up, and down again; what is published into it meanwhile, and "
+        "the last seconds, the cascade delivers by itself.",
         [
             click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Whose it is."),
             click.option("--prefix", metavar="TEXT", help="Of the names of delayer's own. [default: native.prefix]"),
