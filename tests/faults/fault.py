@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Missed(Exception):
+    """There was nothing that the fault could break, so it was none: says what it looked for."""
+
+
 class Fault(NamedTuple):
     """``kind`` is one of kinds.KINDS; ``target`` which daemon, where it is one of several; ``seconds`` how long it
     lasts; ``detail`` what else its kind wants to know."""

@@ -7,7 +7,7 @@ import asyncio
 import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -24,6 +24,8 @@ from tests.rig.servers import Postgres, RabbitMQ
 DAEMONS = 2
 LANES = 2
 USER, PASSWORD = "delayer", "secret"
+HEARD_OF = 20.0
+"""Seconds within which the management has heard of a connection: the broker tells it every five."""
 EVENTS_KEPT = 20_000
 BEGINNING = 200
 """Events of the log's beginning that are always kept, and tell whether it is ready."""
@@ -208,14 +210,21 @@ class Fleet:
         permissions = {"configure": pattern, "write": pattern, "read": pattern}
         await self.api("PUT", f"/api/permissions/{self.quoted_vhost}/{USER}", permissions)
 
-    async def close_connections(self) -> None:
-        """Let the broker close every connection of the daemons that it has told the management of."""
-        for connection in await self.api("GET", f"/api/vhosts/{self.quoted_vhost}/connections"):
-            if connection.get("user") == USER:
-                try:
-                    await self.api("DELETE", f"/api/connections/{quote(connection['name'], safe='')}")
-                except RuntimeError:
-                    continue  # it is gone by now
+    async def close_connections(self) -> int:
+        """Let the broker close every connection of the daemons. How many: it hears of new ones within seconds, and is
+        asked until it knows some."""
+        closed = 0
+        with suppress(AssertionError):
+            for name in await eventually(self._connections, bool, timeout=HEARD_OF):
+                with suppress(RuntimeError):  # it is gone by now
+                    await self.api("DELETE", f"/api/connections/{quote(name, safe='')}")
+                    closed += 1
+        return closed
+
+    async def _connections(self) -> list[str]:
+        """Of the daemons, that the broker has told the management of."""
+        found = await self.api("GET", f"/api/vhosts/{self.quoted_vhost}/connections")
+        return [one["name"] for one in found if one.get("user") == USER]
 
     async def settled(self) -> None:
         """Wait until all daemons consume, with lanes of their own to park into."""

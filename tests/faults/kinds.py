@@ -97,7 +97,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "disk full": Kind(store.disk_full, ["store"], (3.0, 8.0), 3, [str(17 << 20)]),
     "read-only by default": Kind(store.read_only, ["store"], (2.0, 5.0), 2),
     "long transaction": Kind(store.long_transaction, ["store"], (10.0, 20.0), 2),
-    "passed partition locked": Kind(store.partition_locked, ["store"], (10.0, 20.0), 2),
+    "passed partition locked": Kind(store.partition_locked, [*ONE_OF_TWO, "store"], (5.0, 10.0), 2),
     "network cut": Kind(network.cut, [], (0.0, 0.0), 14, LINKS),
     "network refuses": Kind(network.refused, [], (1.0, 4.0), 5, LINKS),
     "network half-open": Kind(network.half_open, [], (2.0, 9.0), 5, LINKS),
@@ -117,7 +117,8 @@ def things(fault: Fault) -> Iterator[str]:
 
 
 async def inject(fleet: Fleet, fault: Fault) -> None:
-    """Break it and heal it. Returns when it is over; others that need the same things wait."""
+    """Break it and heal it. Returns when it is over; others that need the same things wait. Raises Missed if there was
+    nothing to break."""
     async with fleet.holding(things(fault)):
         await KINDS[fault.kind].inject(fleet, fault)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
-from tests.faults.kinds import KINDS, Kind, schedule
-from tests.rig.account import Verdict
+from tests.faults.kinds import KINDS, Kind, Planned, schedule
+from tests.rig.account import Account, Verdict
 from tests.rig.ledger import Ledger
 from tests.rig.odd import BUGS
 from tests.rig.servers import Postgres, RabbitMQ
+from tests.soak.run import Options, Soak
 
 SEED = 6_000
 MESSAGES = 1_000
@@ -91,3 +94,37 @@ def test_a_schedule_repeats_by_its_seed_and_has_every_kind() -> None:
     assert plan == sorted(plan, key=lambda planned: planned.at)
     assert 15.0 <= plan[0].at <= plan[-1].at <= 585.0
     assert all(isinstance(kind, Kind) and kind.often >= 1 for kind in KINDS.values())
+
+
+class Nothing:
+    """As much of a fleet as a fault needs that breaks nothing."""
+
+    def __init__(self) -> None:
+        self.surprises: list[str] = []
+        self.ledger = SimpleNamespace(account=Account())
+        self.ledger.account.windows = []
+
+    @asynccontextmanager
+    async def holding(self, things: Iterable[str]) -> AsyncIterator[None]:
+        """Nobody else is here."""
+        yield
+
+
+@pytest.mark.parametrize(
+    ("raised", "counts"),
+    [(None, (1, 0, 0)), (Missed("no connection"), (0, 1, 0)), (RuntimeError("it broke"), (0, 0, 1))],
+)
+async def test_only_a_fault_that_broke_something_counts(
+    raised: Exception | None, counts: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_fleet: object, _fault: Fault) -> None:
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr("tests.soak.run.KINDS", {"broken": Kind(broken, ["store"], (0.0, 0.0), 1)})
+    monkeypatch.setattr("tests.faults.kinds.KINDS", {"broken": Kind(broken, ["store"], (0.0, 0.0), 1)})
+    soak, fleet = Soak(Options(60.0, 1, tmp_path)), Nothing()
+    await soak._inject(fleet, Planned(0.0, Fault("broken")))  # type: ignore[arg-type]
+    assert (soak.faults.total(), soak.missed.total(), len(fleet.surprises)) == counts
+    soak._log.close()
+    assert len(fleet.ledger.account.windows) == 1, "also of one that missed: something may have been killed for it"

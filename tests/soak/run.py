@@ -17,7 +17,7 @@ import psutil
 from aiormq.exceptions import AMQPError
 
 from delayer.core.errors import BrokerLost
-from tests.faults.fault import Fault
+from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
 from tests.rig.account import Verdict, Window
@@ -60,13 +60,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a soak found. ``aside``: in the strays queue, visible and not delivered. ``rows``: what the store counts as
-    released, and of how many of its rows a copy arrived; these differ if something came twice under two names."""
+    """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
+    ``aside``: in the strays queue, visible and not delivered. ``rows``: what the store counts as released, and of how
+    many of its rows a copy arrived; these differ if something came twice under two names."""
 
     options: Options
     seconds: float
     verdict: Verdict
     faults: Mapping[str, int]
+    missed: Mapping[str, int]
     aside: int
     rows: tuple[int, int]
     largest_mb: float
@@ -93,13 +95,14 @@ class Result:
 
 
 class Soak:
-    """``faults`` are those that are over, ``now`` those at work."""
+    """``faults`` are those that are over, ``missed`` those of them that met nothing, ``now`` those at work."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.calm = min(CALM, options.seconds / 8)
         self.plan = schedule(options.seed, options.seconds, self.calm)
         self.faults: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()
         self.now: list[Fault] = []
         self.phase = "starting"
         self.largest = 0
@@ -218,12 +221,16 @@ class Soak:
             try:
                 async with asyncio.timeout(fault.seconds + HEALING):
                     await KINDS[fault.kind].inject(fleet, fault)
+                self.faults[fault.kind] += 1
+            except Missed as missed:
+                self.missed[fault.kind] += 1
+                self._note(f"missed {fault}: {missed}")
             except FAILURES as error:
                 fleet.surprises.append(f"{fault}: {type(error).__name__}: {str(error)[:CLIPPED]}")
             finally:
                 self.now.remove(fault)
-                self.faults[fault.kind] += 1
                 self._note(f"over  {fault}")
+                # Also of one that missed: whoever waits for a daemon at its point kills it in the end.
                 assert fleet.ledger.account.windows is not None
                 fleet.ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
 
@@ -254,6 +261,7 @@ class Soak:
             self.elapsed,
             replace(verdict, missing=missing),
             self.faults,
+            self.missed,
             len(aside),
             (released, account.rows_back),
             self.largest / 1e6,

@@ -10,7 +10,7 @@ import aio_pika
 
 from delayer.core.errors import BrokerLost
 from delayer.wire.connection import Connection
-from tests.faults.fault import Fault
+from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import USER, Fleet
 from tests.faults.place import eventually
 from tests.rig.proxy import Proxy
@@ -40,6 +40,7 @@ async def memory_alarm(fleet: Fleet, fault: Fault) -> None:
     """Whoever publishes is blocked for ``seconds``."""
     await _ctl(fleet, "set_vm_memory_high_watermark", "0.0000001")
     try:
+        await _raised(fleet, "mem_alarm")
         await asyncio.sleep(fault.seconds)
     finally:
         await _ctl(fleet, "set_vm_memory_high_watermark", "0.4")
@@ -49,9 +50,19 @@ async def disk_alarm(fleet: Fleet, fault: Fault) -> None:
     """The same, by the other alarm."""
     await _ctl(fleet, "set_disk_free_limit", "1000000GB")
     try:
+        await _raised(fleet, "disk_free_alarm")
         await asyncio.sleep(fault.seconds)
     finally:
         await _ctl(fleet, "set_disk_free_limit", "10MB")
+
+
+async def _raised(fleet: Fleet, alarm: str) -> None:
+    """Wait until the broker says that it blocks whoever publishes."""
+
+    async def said() -> bool:
+        return any(node.get(alarm) for node in await fleet.api("GET", "/api/nodes"))
+
+    await eventually(said, bool)
 
 
 async def _ctl(fleet: Fleet, *words: str) -> None:
@@ -68,14 +79,19 @@ async def _ctl(fleet: Fleet, *words: str) -> None:
 
 async def connections_closed(fleet: Fleet, fault: Fault) -> None:
     """By an operator, all of the daemons'."""
-    await fleet.close_connections()
+    await _close_connections(fleet)
+
+
+async def _close_connections(fleet: Fleet) -> None:
+    if not await fleet.close_connections():
+        raise Missed("the broker knew of no connection of the daemons")
 
 
 async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
     """The daemons' user may do nothing for ``seconds``; its connections are closed so that it is asked again."""
     await fleet.permit("^$")
     try:
-        await fleet.close_connections()
+        await _close_connections(fleet)
         await asyncio.sleep(fault.seconds)
     finally:
         await fleet.permit()
@@ -109,22 +125,28 @@ async def _exists(fleet: Fleet, queue: str) -> bool:
 async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
     """Fifty connections are lost in a row, each with the messages of the queue ``detail`` that it was just given:
     delivery limits."""
+    lost = 0
     async with Proxy(fleet.rabbitmq.port) as proxy:
         url = fleet.rabbitmq.url(fleet.vhost, port=proxy.port)
         for _ in range(LOSSES):
             with suppress(BrokerLost, TimeoutError):
-                await _take_and_lose(url, proxy, fault.detail, fault.seconds / LOSSES)
+                await take_and_lose(url, proxy, fault.detail, fault.seconds / LOSSES)
+                lost += 1
+    if not lost:
+        raise Missed(f"{LOSSES} connections were given no message of {fault.detail}")
 
 
-async def _take_and_lose(url: str, proxy: Proxy, queue: str, patience: float) -> None:
+async def take_and_lose(url: str, proxy: Proxy, queue: str, patience: float, *, messages: int = 1) -> None:
+    """A connection is given ``messages`` of the queue, and cut. Raises TimeoutError where they do not come."""
     connection = await Connection.open(url, name=f"{USER} lost")
     try:
-        given = asyncio.Event()
+        given = asyncio.Semaphore(0)
         channel = await connection.channel()
         await channel.qos(200)
-        await channel.consume(queue, lambda _: given.set(), given.set)
+        await channel.consume(queue, lambda _: given.release(), given.release)
         async with asyncio.timeout(patience):
-            await given.wait()
+            for _ in range(messages):
+                await given.acquire()
     finally:
         proxy.cut()
         await connection.close()

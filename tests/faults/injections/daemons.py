@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import suppress
 
-from tests.faults.fault import Fault
+from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet, Kept
 from tests.faults.place import stopped
 from tests.rig.memory import out_of_memory
@@ -18,7 +17,11 @@ STOP_SECONDS = 10.0
 
 
 def of(fleet: Fleet, fault: Fault) -> Kept:
-    return fleet.daemons[fault.target]
+    """The target, if it is alive."""
+    daemon = fleet.daemons[fault.target]
+    if not daemon.process.running:
+        raise Missed(f"daemon {daemon.number} does not run")
+    return daemon
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
@@ -73,12 +76,17 @@ async def dying_at(fleet: Fleet, fault: Fault) -> None:
     async with daemon.meant():
         await daemon.kill()
         await daemon.start(fault.detail)
-        with suppress(TimeoutError):
+        came = True
+        try:
             await daemon.process.wait(timeout=POINT_SECONDS)
+        except TimeoutError:
+            came = False
         await daemon.kill()
         await asyncio.sleep(fault.seconds)
         await daemon.start()
     await daemon.ready()
+    if not came:
+        raise Missed(f"daemon {daemon.number} did not come to {fault.detail}")
 
 
 async def losing_at(fleet: Fleet, fault: Fault) -> None:
@@ -88,16 +96,20 @@ async def losing_at(fleet: Fleet, fault: Fault) -> None:
     async with daemon.meant():
         await daemon.kill()
         await daemon.start(f"{point}:stop")
+        came = True
         try:
             await stopped(daemon.process, timeout=POINT_SECONDS)
         except TimeoutError:
-            await daemon.kill()  # it did not come by there
+            came = False
+            await daemon.kill()
             await daemon.start()
         else:
             await _lose(fleet, daemon, loss)
             await asyncio.sleep(fault.seconds)
             daemon.process.signal(signal.SIGCONT)
     await daemon.ready()
+    if not came:
+        raise Missed(f"daemon {daemon.number} did not come to {point}")
 
 
 LOSSES = ("broker-cut", "store-cut", "broker", "store")

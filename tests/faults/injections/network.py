@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from tests.faults.fault import Fault
+from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
 from tests.rig.proxy import Proxy
 
@@ -16,49 +18,64 @@ def link(fleet: Fleet, fault: Fault) -> Proxy:
 
 async def cut(fleet: Fleet, fault: Fault) -> None:
     """Every connection is reset; new ones are let through."""
-    link(fleet, fault).cut()
+    async with _met(fleet, fault) as proxy:
+        proxy.cut()
 
 
 async def refused(fleet: Fleet, fault: Fault) -> None:
     """Cut, and nobody listens there for ``seconds``."""
-    proxy = link(fleet, fault)
-    await proxy.refuse()
-    try:
-        await asyncio.sleep(fault.seconds)
-    finally:
-        await proxy.accept()
+    async with _met(fleet, fault) as proxy:
+        await proxy.refuse()
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            await proxy.accept()
 
 
 async def half_open(fleet: Fleet, fault: Fault) -> None:
     """Accepted and never answered, for ``seconds``."""
-    link(fleet, fault).stall()
-    await _healed_after(fleet, fault)
+    async with _met(fleet, fault) as proxy:
+        proxy.stall()
+        await _healed_after(proxy, fault)
 
 
 async def unheard(fleet: Fleet, fault: Fault) -> None:
     """What is asked for happens, and nobody hears of it; then the connections are cut."""
-    link(fleet, fault).stall(to_server=False)
-    try:
-        await asyncio.sleep(fault.seconds)
-    finally:
-        link(fleet, fault).cut()
-        link(fleet, fault).resume()
+    async with _met(fleet, fault) as proxy:
+        proxy.stall(to_server=False)
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            proxy.cut()
+            proxy.resume()
 
 
 async def delayed(fleet: Fleet, fault: Fault) -> None:
     """Everything takes a fifth of a second longer, each way."""
-    link(fleet, fault).slow(delay=0.2)
-    await _healed_after(fleet, fault)
+    async with _met(fleet, fault) as proxy:
+        proxy.slow(delay=0.2)
+        await _healed_after(proxy, fault)
 
 
 async def throttled(fleet: Fleet, fault: Fault) -> None:
     """200 kB/s, each way of each connection."""
-    link(fleet, fault).slow(bytes_per_second=200_000)
-    await _healed_after(fleet, fault)
+    async with _met(fleet, fault) as proxy:
+        proxy.slow(bytes_per_second=200_000)
+        await _healed_after(proxy, fault)
 
 
-async def _healed_after(fleet: Fleet, fault: Fault) -> None:
+async def _healed_after(proxy: Proxy, fault: Fault) -> None:
     try:
         await asyncio.sleep(fault.seconds)
     finally:
-        link(fleet, fault).resume()
+        proxy.resume()
+
+
+@asynccontextmanager
+async def _met(fleet: Fleet, fault: Fault) -> AsyncIterator[Proxy]:
+    """The line. Raises Missed at the end if nobody was on it at the beginning, and nobody came."""
+    proxy = link(fleet, fault)
+    there, accepted = proxy.connections, proxy.accepted
+    yield proxy
+    if not there and proxy.accepted == accepted:
+        raise Missed(f"daemon {fault.target + 1} had no connection to the {fault.detail}")

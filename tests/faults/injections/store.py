@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 import psutil
 
-from tests.faults.fault import Fault
-from tests.faults.fleet import Fleet
+from tests.faults.fault import Fault, Missed
+from tests.faults.fleet import BEGINNING, Fleet
 from tests.rig.servers import Postgres
 
 OURS = "datname = current_database() AND application_name LIKE 'delayer%'"
@@ -50,33 +50,48 @@ async def _end(fleet: Fleet, which: str, seconds: float) -> None:
     connection = await fleet.connect()
     try:
         pids = [row[0] for row in await connection.fetch(f"SELECT pid FROM pg_stat_activity WHERE {which}")]
+        ended = 0
         for pid in pids:
-            await connection.execute("SELECT pg_terminate_backend($1)", pid)
+            ended += await connection.fetchval("SELECT pg_terminate_backend($1)", pid)
             await asyncio.sleep(seconds / len(pids))
     finally:
         await connection.close()
+    if not ended:
+        raise Missed("the daemons had no such connection")
 
 
 async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
     """What a statement timeout does, to whatever runs, ten times a second for ``seconds``."""
     connection = await fleet.connect()
     try:
+        cancelled = 0
         for _ in range(max(1, round(fault.seconds * 10))):
-            await connection.execute(
-                f"SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE {OURS} AND state <> 'idle'"
+            cancelled += await connection.fetchval(
+                f"SELECT count(*) FILTER (WHERE pg_cancel_backend(pid)) FROM pg_stat_activity"
+                f" WHERE {OURS} AND state = 'active'"
             )
             await asyncio.sleep(0.1)
     finally:
         await connection.close()
+    if not cancelled:
+        raise Missed("no statement of the daemons ran at any of these moments")
 
 
 async def disk_full(fleet: Fleet, fault: Fault) -> None:
     """No table can grow beyond ``detail`` bytes for ``seconds``. It must be more than a file of the WAL has."""
+    before = await _refusals(fleet)
     limit_files(fleet.postgres, int(fault.detail))
     try:
         await asyncio.sleep(fault.seconds)
     finally:
         limit_files(fleet.postgres, None)
+    if await _refusals(fleet) == before:
+        raise Missed("nothing wanted to grow beyond that")
+
+
+async def _refusals(fleet: Fleet) -> int:
+    """How often a file could not grow, by the server's log."""
+    return (await asyncio.to_thread(fleet.postgres.log)).count("File too large")
 
 
 def limit_files(postgres: Postgres, limit: int | None) -> None:
@@ -124,7 +139,7 @@ async def long_transaction(fleet: Fleet, fault: Fault) -> None:
 
 
 async def partition_locked(fleet: Fleet, fault: Fault) -> None:
-    """A passed partition, about to be dropped, is being read by somebody else for ``seconds``."""
+    """A passed partition is being read by somebody else for ``seconds``, while a daemon starts and wants to drop it."""
     async with _transaction(fleet) as say:
         day = await fleet.sql("SELECT to_char(now() - interval '4 days', 'YYYYMMDD')")
         with suppress(asyncpg.DuplicateTableError):
@@ -133,7 +148,16 @@ async def partition_locked(fleet: Fleet, fault: Fault) -> None:
                 f" (date '{day}'::timestamptz) TO ((date '{day}' + 1)::timestamptz)"
             )
         await say(f"LOCK TABLE message_p{day} IN ACCESS SHARE MODE")
+        daemon = fleet.daemons[fault.target]
+        async with daemon.meant():
+            await daemon.kill()
+            await daemon.start()
         await asyncio.sleep(fault.seconds)
+        events = daemon.process.events[:BEGINNING]
+        met = any(one.get("event") == "partition not dropped" for one in events)
+    await daemon.ready()
+    if not met:
+        raise Missed(f"daemon {daemon.number} did not want to drop it meanwhile")
 
 
 @asynccontextmanager
