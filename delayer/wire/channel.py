@@ -130,6 +130,10 @@ class Channel:
             text = f"{confirms.in_flight} confirms were missing after {timeout:g} s"
             self._end(ConfirmTimeout(0, text))
             raise ConfirmTimeout(0, text) from None
+        finally:
+            # An exception that comes out of here holds this frame, the frame them, and they the exception: a ring
+            # around the bodies of the batch, which only the collector would let go of, and that one comes rarely.
+            del outcomes, waiting
 
     def _check_fits(self, batch: Sequence[Outgoing]) -> None:
         limit = serialize.header_limit(self._connection.frame_max)
@@ -176,6 +180,7 @@ class Channel:
         waiting: list[asyncio.Future[Frame] | asyncio.Future[list[Outcome]]] = [one for _, one in self._replies]
         if self._confirms is not None:
             waiting += self._confirms.waiting()
+            self._confirms.forget()
         self._replies.clear()
         for future in waiting:
             if not future.done():

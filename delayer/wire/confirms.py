@@ -159,6 +159,10 @@ class Confirms:
         batch, position = found[0]
         batch.note_returned(position, Returned(message.code, message.text))
 
+    def forget(self) -> None:
+        """The channel is gone: nothing will be confirmed any more."""
+        self._runs.clear()
+
     def waiting(self) -> list[asyncio.Future[list[Outcome]]]:
         """The futures of the batches in flight."""
         return [batch.outcomes for batch in {run.batch for run in self._runs}]
