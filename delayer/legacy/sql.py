@@ -17,7 +17,6 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from heapq import merge
 from itertools import islice
-from operator import itemgetter
 from typing import Any, Final
 
 from sqlalchemy import URL, inspect, text
@@ -27,6 +26,7 @@ from delayer.core.importing import SOON_MS, Batch, Item, Meant, Rewrite, Run, Su
 from delayer.core.message import Target
 from delayer.legacy.ahead import Ahead
 from delayer.legacy.databases import Database
+from delayer.legacy.merging import Merge
 from delayer.legacy.ports import CountMismatch, ImportImpossible
 from delayer.legacy.statements import SUFFIX, Layout, Moving, Pick, Place
 from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of
@@ -37,8 +37,8 @@ MOST_TARGETS: Final = 10_000
 AT_A_STRETCH: Final = 250
 """Rows that are made messages before the loop gets its turn."""
 LAZILY: Final = {"postgresql": "SET LOCAL synchronous_commit = off"}
-"""By dialect: a removal that a crash of the source undoes is done again by the next run, since the store has the place;
-and the end, which drops the table, waits for everything before it."""
+"""By dialect: a removal that a crash of the source undoes is done again by the next run, since the store has the place
+in every table; and the end, which drops the tables, waits for everything before it."""
 SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
 SOONER: Final = "due before the cutoff"
 NO_TIME: Final = "without a due time"
@@ -74,6 +74,7 @@ class Tables:
         self._targets: dict[str, Target] = {}
         self._tables: list[Moving] | None = None
         self._ahead = Ahead(self._read)
+        self._merge: Merge | None = None
         self._read_upto: dict[str, Place] = {}
         self._removed_upto: dict[str, Place] = {}
 
@@ -179,38 +180,38 @@ class Tables:
 
     async def _read(self) -> Batch | None:
         """The soonest behind what was read before, which may be there yet."""
-        rows: list[tuple[datetime, str, Any]] = []
-        async with self._database.connected() as connection:
-            for one in await self._found(connection):
-                found = await connection.execute(one.batch(BATCH, self._read_upto.get(one.name)))
-                rows += [(row[3], one.name, row) for row in found]
-        rows.sort(key=itemgetter(0))  # stable: in the order of ids where instants are equal
         items: list[Item] = []
-        taken: dict[str, Place] = {}
+        upto = dict(self._read_upto)
         size = 0
-        for due, name, row in rows[:BATCH]:
-            items.append(self._item(row))
-            taken[name] = Place(due, row[0])
-            size += len(row[2] or b"")
-            if size >= BATCH_BYTES:
-                break
-            if not len(items) % AT_A_STRETCH:
-                await asyncio.sleep(0)  # whoever commits meanwhile has to be served
-        self._read_upto |= taken
-        return Batch(items, _progress(taken)) if items else None
+        async with self._database.connected() as connection:
+            if self._merge is None:
+                self._merge = Merge(await self._found(connection), upto)
+            while len(items) < BATCH and size < BATCH_BYTES:
+                found = await self._merge.next(connection)
+                if found is None:
+                    break
+                name, row = found
+                items.append(self._item(row))
+                upto[name] = Place(row[3], row[0])
+                size += len(row[2] or b"")
+                if not len(items) % AT_A_STRETCH:
+                    await asyncio.sleep(0)  # whoever commits meanwhile has to be served
+        self._read_upto = upto
+        return Batch(items, _progress(upto)) if items else None
 
     async def remove(self, batch: Batch) -> int:
         """See the port."""
         removed = 0
-        taken = _read_progress(batch.progress)
+        upto = _read_progress(batch.progress)
         async with self._database.connected() as connection:
             if (lazily := LAZILY.get(connection.dialect.name)) is not None:
                 await connection.execute(text(lazily))
             for one in await self._found(connection):
-                if (place := taken.get(one.name)) is not None:
-                    removed += (await connection.execute(one.remove(place, self._removed_upto.get(one.name)))).rowcount
-                    self._removed_upto[one.name] = place
+                place, before = upto.get(one.name), self._removed_upto.get(one.name)
+                if place is not None and place != before:
+                    removed += (await connection.execute(one.remove(place, before))).rowcount
             await connection.commit()
+        self._removed_upto = upto
         return removed
 
     async def finish(self) -> dict[str, int]:

@@ -35,8 +35,9 @@ BATCH = 20
 FAR_MS = 4_000_000_000_000
 PROGRAM = f"""
 import sys
-from delayer.legacy import files, sql
+from delayer.legacy import files, merging, sql
 files.BATCH = sql.BATCH = {BATCH}
+merging.LEAST = merging.READ = 7
 from delayer.cli import main
 main()
 """
@@ -181,6 +182,28 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
         assert (await conserved(admin))["parked"] == COUNT
     assert await source.tables() == list(TABLES)
     assert [await source.rows(name) for name in TABLES] == [[], []]
+
+
+async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: Source) -> None:
+    """The store knows how far it is in every table, not only in those of the last batch: nothing comes in twice."""
+    rows = [source.timeout(n, NOON + timedelta(seconds=n)) for n in range(COUNT)]
+    for name, some in zip(TABLES, (rows[:BATCH], rows[BATCH:]), strict=True):
+        await source.create(name)
+        await source.put(name, some)
+    arguments = ("import", "nservicebus-sql", "run", "--unverified", "--yes", "--json")
+    url = {"DELAYER_IMPORT_URL": source.url}
+    code, _, told = await delayer(store, *arguments, fault="import.committed:2", **url)
+    assert code == -signal.SIGKILL, told
+    await gone(store)
+    staged = f"{TABLES[0]}_delayer"
+    assert await source.rows(staged) == []
+    await source.put(staged, rows[:BATCH])
+    code, out, told = await delayer(store, *arguments, **url)
+    assert code == 0, told
+    assert json.loads(out)["this_time"]["parked"] == COUNT - 2 * BATCH
+    async with sql(store) as admin:
+        bodies = [body for (body,) in await admin.fetch("SELECT body FROM message")]
+    assert sorted(bodies) == sorted(row["State"] for row in rows)
 
 
 @pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2")[:-1])
