@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
+from delayer.audit import turns
 from delayer.audit.errors import DaemonsOutdated, JobMisused
+from delayer.audit.turns import Turns
 from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
 from delayer.settings import duration_text
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 
 WINDOWS_PER_TASK: Final = 4
 """What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second."""
-IDLE: Final = "60s"
-"""An executor that hangs in the middle of a segment lets go of its rows after this time."""
+PORTION: Final = 1_000
+"""Rows that are locked at once beside traffic: 10 ms of the server's, and a megabyte of its log."""
+PAUSE: Final = 0.01
+"""Seconds after each portion, by Pace.share of them."""
 ATTEMPTS: Final = 5
 """How often a window is tried that loses against other transactions."""
 
@@ -172,16 +176,16 @@ def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
 
 async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
     try:
-        more = {"idle_in_transaction_session_timeout": IDLE, **session.LAZY}
-        connection = await session.connect(url, "delayer compact", more)
+        connection = await session.connect(url, "delayer compact", {**turns.SESSION, **session.LAZY})
     except StoreLost as error:
         return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
     packed: list[Packed] = []
     try:
         if lanes := await owners.without_segments(connection):  # started since it was planned
             return [Packed(window, 0, 0, 0, 0, lost=str(DaemonsOutdated(lanes))) for window in windows]
+        ours = Turns(connection)
         for window in windows:
-            packed.append(await pack_window(connection, window, rows))
+            packed.append(await pack_window(connection, window, rows, ours))
         await session.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush, mostly: perhaps the last of them are undone
         told = {one.window: one for one in packed}
@@ -198,16 +202,23 @@ def _perhaps(one: Packed, reason: str) -> Packed:
     return Packed(one.window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
 
-async def pack_window(connection: asyncpg.Connection, window: Window, rows: int) -> Packed:
+async def pack_window(connection: asyncpg.Connection, window: Window, rows: int, ours: Turns | None = None) -> Packed:
     """Segments of ``window`` until nothing is left there that can be taken."""
     from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
 
     made: list[Compacted] = []
+    ours = ours or Turns(connection)
     lost = broken = None
     attempts = 0
     while attempts < ATTEMPTS:
         try:
-            one = await compacting.compact_one(connection, window, rows=rows)
+            async with ours.turn() as pace:
+                portion = PORTION if pace.giving_way else None
+                one = await compacting.compact_one(
+                    connection, window, rows=rows, portion=portion, pause=PAUSE * pace.share
+                )
+                if one is not None:
+                    made.append(one)  # whatever happens to the turn
         except WORTH_REPEATING as error:
             attempts += 1
             lost = describe(error)
@@ -219,8 +230,6 @@ async def pack_window(connection: asyncpg.Connection, window: Window, rows: int)
             broken = f"lane {window.lane}, due from {window.first_ms}: {error.reason}"
             break
         lost, attempts = None, 0
-        if one is not None:
-            made.append(one)
         if one is None or not one.more:
             break
     return Packed(

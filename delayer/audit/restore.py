@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
+from delayer.audit import turns
+from delayer.audit.turns import Turns
 from delayer.audit.watching import Say
 from delayer.core.errors import StoreLost
+from delayer.core.giving_way import Pace
 from delayer.core.segment import Broken, Restored
-from delayer.store import pagewise, partitions, schema, segments, session
+from delayer.store import pagewise, partitions, restoring, schema, segments, session, traffic
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
 from delayer.store.quiet import quiet_lane
@@ -36,12 +39,16 @@ NAME: Final = "restoring"
 SEGMENTS_PER_TASK: Final = 4
 ROUND: Final = 240
 """Segments of a round: some 2 M messages, a minute's work on two cores, and within SOON_MS on the slowest machine."""
+ROUND_BESIDE: Final = 40
+"""The same beside traffic, where a segment takes a second, and with the longest rests ten."""
 SHORT_ROUND: Final = 8
 SOON_MS: Final = 600_000
-"""What is due within this time from the beginning of a round is restored in short ones."""
-IDLE: Final = "60s"
-"""An executor that hangs in the middle of a segment lets go of it after this time."""
+"""What is due within this time from the beginning of a round is restored in short ones, without rests."""
 ATTEMPTS: Final = 5
+PAUSE: Final = 0.005
+"""Seconds after each portion of rows beside traffic, by Pace.share of them; a portion takes about as long."""
+PARTITION_PAUSE: Final = 0.1
+"""Seconds between two partitions beside traffic: each stops it for as long as a release takes."""
 PATIENCE: Final = 0.1
 """Seconds to wait for somebody else's lock, twice as long each time: 3 s in all."""
 PARTITION_SECONDS: Final = 20.0
@@ -141,39 +148,44 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
     left = planned.segments
     while left and not any(one.lost for one in back):
         # Cut when it begins: starting Spark, and the rounds before this one, take minutes.
-        part = asyncio.run(_prepare(url, left))
+        part, soon = asyncio.run(_prepare(url, left))
         left = left[len(part) :]
         done = len(back)
 
         def told(name: str, tasks_done: int, of: int, done: int = done, count: int = len(part)) -> None:
             say(name, done + count * tasks_done // max(of, 1), len(planned.segments))
 
-        back += asyncio.run(_round(spark, url, part, told))
+        back += asyncio.run(_round(spark, url, part, soon, told))
     return Done(back, time.monotonic() - began, planned.unreadable)
 
 
-async def _prepare(url: str, left: Sequence[Listed]) -> Sequence[Listed]:
-    """The next round, by the store's time, with partitions for what comes back."""
+async def _prepare(url: str, left: Sequence[Listed]) -> tuple[Sequence[Listed], bool]:
+    """The next round, by the store's time, with partitions for what comes back; and whether it is due soon."""
     connection = await session.connect(url, "delayer restore plan")
     try:
         with translated("make partitions"):
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
-            part = next_round(left, now_ms)
-            await _make_days(connection, part, now_ms // DAY_MS)
+            pace = Pace()
+            pace.look(await traffic.look(connection))
+            part = next_round(left, now_ms)[: ROUND_BESIDE if pace.giving_way else ROUND]
+            await _make_days(connection, part, now_ms // DAY_MS, pace)
     finally:
         await session.close(connection)
-    return part
+    return part, part[0].first_due_ms < now_ms + SOON_MS
 
 
-async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], today: int) -> None:
+async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], today: int, pace: Pace) -> None:
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
     days = Days(await partitions.existing(connection))
     until = time.monotonic() + PARTITION_SECONDS
     while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
-        await days.make(connection, missing, today, now, until - now)
+        pace.look(await traffic.look(connection))
+        await days.make(connection, missing[:1] if pace.giving_way else missing, today, now, until - now)
+        if pace.giving_way:
+            await asyncio.sleep(PARTITION_PAUSE)
 
 
-async def _round(spark: SparkSession, url: str, part: Sequence[Listed], say: Say) -> list[Back]:
+async def _round(spark: SparkSession, url: str, part: Sequence[Listed], soon: bool, say: Say) -> list[Back]:
     """One round, in a lane that is ours meanwhile. The loop goes on beside Spark: it is what keeps the lane."""
     from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
 
@@ -181,7 +193,7 @@ async def _round(spark: SparkSession, url: str, part: Sequence[Listed], say: Say
         fence = Fence(lane.number, lane.epoch)
         portions = tasks.portions([one.id for one in part], SEGMENTS_PER_TASK)
         try:
-            return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, fence), say)
+            return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, fence, soon=soon), say)
         except asyncio.CancelledError:
             tasks.cancel(spark, NAME)
             raise
@@ -190,21 +202,21 @@ async def _round(spark: SparkSession, url: str, part: Sequence[Listed], say: Say
             lane.note_parked(min(one.first_due_ms for one in part))
 
 
-def work(url: str, fence: Fence, ids: Iterable[int]) -> list[Back]:
-    """On an executor: restore the segments ``ids``, one after the other."""
-    return asyncio.run(_work(url, fence, list(ids)))
+def work(url: str, fence: Fence, ids: Iterable[int], *, soon: bool = False) -> list[Back]:
+    """On an executor: restore the segments ``ids``, one after the other; in a hurry if they are due ``soon``."""
+    return asyncio.run(_work(url, fence, soon, list(ids)))
 
 
-async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
+async def _work(url: str, fence: Fence, soon: bool, ids: Sequence[int]) -> list[Back]:
     try:
-        more = {"idle_in_transaction_session_timeout": IDLE, **session.LAZY}
-        connection = await session.connect(url, "delayer restore", more)
+        connection = await session.connect(url, "delayer restore", {**turns.SESSION, **session.LAZY})
     except StoreLost as error:
         return [Back(one, 0, lost=str(error)) for one in ids]
     back: list[Back] = []
     try:
+        ours = Turns(connection, hurried=soon)
         for one in ids:
-            back.append(await restore_segment(connection, fence, one))
+            back.append(await restore_segment(connection, fence, one, ours))
         await session.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
         return [_perhaps(one, describe(error)) if one.restored else one for one in back]
@@ -214,14 +226,18 @@ async def _work(url: str, fence: Fence, ids: Sequence[int]) -> list[Back]:
         await session.close(connection)
 
 
-async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment: int) -> Back:
+async def restore_segment(
+    connection: asyncpg.Connection, fence: Fence, segment: int, ours: Turns | None = None
+) -> Back:
     """Restore one segment. A transaction that lost against another one is tried again, and so is a segment that
     another session has locked: a daemon that is about to restore it, or one that died and whose end the server sees
     later than we do."""
     lost: str | None = None
+    ours = ours or Turns(connection, hurried=True)
     for attempt in range(ATTEMPTS):
         try:
-            found = await segments.restore(connection, fence, segment)
+            async with ours.turn() as pace:
+                found = await _restored(connection, fence, segment, pace)
             if found is not None:
                 return _back(segment, found)
             lost = None
@@ -237,6 +253,15 @@ async def restore_segment(connection: asyncpg.Connection, fence: Fence, segment:
         except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
             return Back(segment, 0, lost=str(error))
     return Back(segment, 0, locked=lost is None, lost=lost)
+
+
+async def _restored(connection: asyncpg.Connection, fence: Fence, segment: int, pace: Pace) -> Restored | Broken | None:
+    """At once, or in small portions with pauses, as daemons do it."""
+    if not pace.giving_way:
+        return await segments.restore(connection, fence, segment)
+    return await segments.restore(
+        connection, fence, segment, portion_bytes=restoring.PORTION_BYTES, pause=PAUSE * pace.share
+    )
 
 
 def _perhaps(one: Back, reason: str) -> Back:

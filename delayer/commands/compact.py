@@ -9,7 +9,16 @@ import click
 
 from delayer.commands.common import FOUND, Unreached, note, print_json, request_of
 from delayer.commands.db import store_url
-from delayer.commands.jobs import Say, duration, in_bytes, json_option, master_option, per_second, progress
+from delayer.commands.jobs import (
+    Say,
+    configure_logs,
+    duration,
+    in_bytes,
+    json_option,
+    master_option,
+    per_second,
+    progress,
+)
 
 if TYPE_CHECKING:
     from delayer.audit.compact import Done, Numbers, Plan
@@ -57,6 +66,7 @@ def compact(
     """
     from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
 
+    configure_logs()
     settings = request_of(context).settings()
     url = store_url(settings)
     job.check_after(after_ms, settings.store.restore_ahead_ms)
@@ -73,9 +83,11 @@ def compact(
 def _run(url: str, planned: Plan, rows: int, master: str | None, say: Say) -> Done:
     from delayer.audit import compact as job  # noqa: PLC0415
     from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
+    from delayer.audit.turns import step_back  # noqa: PLC0415
 
     if not planned.windows:
         return job.nothing(url, planned)
+    step_back()
     with session("delayer compact", master) as spark:
         return job.run(spark, url, planned, rows, say)
 

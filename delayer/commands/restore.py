@@ -9,7 +9,16 @@ import click
 
 from delayer.commands.common import FOUND, Misused, Unreached, note, print_json, request_of
 from delayer.commands.db import store_url
-from delayer.commands.jobs import Say, duration, in_bytes, json_option, master_option, per_second, progress
+from delayer.commands.jobs import (
+    Say,
+    configure_logs,
+    duration,
+    in_bytes,
+    json_option,
+    master_option,
+    per_second,
+    progress,
+)
 from delayer.commands.status import when
 
 if TYPE_CHECKING:
@@ -53,6 +62,7 @@ def restore(
     """
     from delayer.audit import restore as job  # noqa: PLC0415 - only the job's own verbs need it
 
+    configure_logs()
     if everything == (within_ms is not None):
         raise Misused("say what to restore: either --within DURATION or --all")
     url = store_url(request_of(context).settings())
@@ -69,9 +79,11 @@ def restore(
 def _run(url: str, planned: Plan, master: str | None, say: Say) -> Done:
     from delayer.audit import restore as job  # noqa: PLC0415
     from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
+    from delayer.audit.turns import step_back  # noqa: PLC0415
 
     if not planned.segments:
         return job.Done((), 0.0, planned.unreadable)
+    step_back()
     with session("delayer restore", master) as spark:
         return job.run(spark, url, planned, say)
 

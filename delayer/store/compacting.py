@@ -7,9 +7,10 @@ of the counter ``compacted`` of the lane.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import asyncpg
 
@@ -110,24 +111,30 @@ def _joined(found: Iterable[Window], rows: int) -> list[Window]:
 
 
 async def compact_one(
-    connection: asyncpg.Connection, window: Window, *, rows: int = ROWS, max_bytes: int = BYTES
+    connection: asyncpg.Connection,
+    window: Window,
+    *,
+    rows: int = ROWS,
+    max_bytes: int = BYTES,
+    portion: int | None = None,
+    pause: float = 0.0,
 ) -> Compacted | None:
     """One segment from the first rows of ``window``, in one transaction of its own; None when nothing is left there.
 
-    Call it again while ``more``. Rows with a key and rows that somebody has locked stay rows. Raises the driver's
-    errors, and SegmentBroken when what was written does not read back: then nothing is committed.
+    Call it again while ``more``. Rows with a key and rows that somebody has locked stay rows. They are locked and read
+    ``portion`` rows at a time, with ``pause`` seconds after each; all of them at once where it is None. Raises the
+    driver's errors, and SegmentBroken when what was written does not read back: then nothing is committed.
     """
-    from delayer.store import copying, packing  # noqa: PLC0415 - pyarrow
+    from delayer.store import packing  # noqa: PLC0415 - pyarrow
 
     end_ms, end_id = window.end
     bounds = (window.lane, window.first_ms, window.first_id, end_ms, end_id, window.last_ms + 1)
     async with session.transaction(connection):
         await connection.execute(SETTINGS)
         rows = min(rows, await _fitting(connection, bounds, max_bytes))
-        run = await connection.fetchrow(statements.LOCK_RUN, *bounds, rows, max_bytes)
-        if not run["locked"]:
+        table, more = await _lock(connection, bounds, (rows, max_bytes), portion or rows, pause)
+        if table is None:
             return None
-        table = copying.table_of(run)
         reach("compact.locked")
         packed = packing.pack(table)
         segment = await _insert(connection, window.lane, packed)
@@ -141,8 +148,35 @@ async def compact_one(
         await connection.execute(statements.COUNT, [window.lane], ["compacted"], [packed.messages])
         reach("compact.deleted")
     reach("compact.committed")
-    more = run["locked"] == rows or run["locked"] > packed.messages
     return Compacted(segment, packed.messages, packed.raw_bytes, len(packed.packed), more)
+
+
+async def _lock(
+    connection: asyncpg.Connection, bounds: Sequence[int], limits: tuple[int, int], portion: int, pause: float
+) -> tuple[Any, bool]:
+    """The first rows of a window, locked, up to ``limits`` of rows and bytes: as a table, None where there is none; and
+    whether a limit was met."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    from delayer.store import copying  # noqa: PLC0415 - pyarrow
+
+    lane, first_ms, first_id, *others = bounds
+    rows, room = limits
+    begin_us, tables, more = first_ms * 1000, list[Any](), True
+    while more and rows > 0 and room > 0:
+        wanted = min(portion, rows)
+        run = await connection.fetchrow(statements.LOCK_RUN, lane, first_ms, first_id, *others, wanted, room, begin_us)
+        more = run["locked"] == wanted
+        if not run["locked"]:
+            break
+        tables.append(table := copying.table_of(run))
+        if len(table) < run["locked"]:
+            more = True
+            break
+        rows, room = rows - wanted, room - copying.content_bytes(table)
+        begin_us, first_id = copying.place_behind(table)
+        await asyncio.sleep(pause)
+    return (pa.concat_tables(tables).combine_chunks() if tables else None), more
 
 
 async def _fitting(connection: asyncpg.Connection, bounds: Sequence[int], max_bytes: int) -> int:

@@ -42,6 +42,17 @@ def table_of(columns: Mapping[str, bytes]) -> Any:
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
+def content_bytes(table: Any) -> int:
+    """The bytes of bodies and properties of a table (packing.SCHEMA)."""
+    return sum(pc.sum(pc.binary_length(table[name])).as_py() or 0 for name in ("properties", "body"))
+
+
+def place_behind(table: Any) -> tuple[int, int]:
+    """Due instant (epoch microseconds) and id behind the last row of a table that is sorted by them."""
+    last = table.slice(len(table) - 1)
+    return pc.cast(last["due_at"], pa.int64())[0].as_py(), last["id"][0].as_py() + 1
+
+
 def copy_stream(table: Any, lane: int, portion_bytes: int) -> Iterator[bytes]:
     """``table`` (packing.SCHEMA) as rows of ``lane`` for a binary COPY of :data:`COLUMNS`, in portions of about
     ``portion_bytes``. A portion may be cut inside a row."""

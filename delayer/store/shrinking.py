@@ -24,7 +24,8 @@ from datetime import datetime, timedelta
 import asyncpg
 import structlog
 
-from delayer.store import dropping, partitions, session
+from delayer.core.giving_way import Pace
+from delayer.store import dropping, partitions, session, traffic
 from delayer.store.errors import describe, translated
 from delayer.store.partitions import DAYS_AHEAD
 
@@ -35,6 +36,8 @@ LOCK_MS = 50
 TRIES = 5
 PAUSE_SECONDS = 0.25
 """Between drops: lateness of some milliseconds, four times a second, is less than one message in a hundred."""
+COST_DELAY_MS = 2.0
+"""VACUUM's pauses beside traffic, by Pace.share of them: what autovacuum makes. Elsewhere none."""
 
 LATEST_COMMIT = timedelta(minutes=5)
 """How much later than ``made_at``, the beginning of its transaction, a segment may have been committed."""
@@ -105,8 +108,11 @@ async def _shrink(
     vacuumed = dict(map(tuple, await connection.fetch(_VACUUMED)))
     worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, vacuumed)}]
     vacuum = sorted({*emptied, *worked})
+    pace = Pace()
     for done, name in enumerate(vacuum):
         say(done, len(vacuum))
+        pace.look(await traffic.look(connection))
+        await connection.execute(f"SET vacuum_cost_delay = {COST_DELAY_MS * pace.share if pace.giving_way else 0}")
         await _vacuum(connection, name)
     dropped, left = [], []
     for name in emptied:

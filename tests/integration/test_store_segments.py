@@ -220,6 +220,38 @@ async def test_rows_that_somebody_has_locked_stay(database: str) -> None:
         await conserved(admin)
 
 
+@pytest.mark.parametrize("portion", [1, 7, 100, 1_000])
+async def test_rows_locked_in_portions_are_the_same_rows(database: str, portion: int) -> None:
+    """Wherever a portion ends: inside a millisecond, among many of one instant, at a row with a key."""
+    async with store(database) as admin:
+        await put(admin, [row(n, START_MS + n // 50) for n in range(300)])
+        await admin.execute("UPDATE message SET due_at = due_at + id % 20 * interval '1 microsecond' WHERE id < 150")
+        await admin.execute("UPDATE message SET key = 'k' || id::text::bytea WHERE id % 31 = 0")
+        before = await everything(admin)
+        [window] = await compacting.windows(admin, 0)
+        made = await compacting.compact_one(admin, window, portion=portion)
+        assert made is not None
+        assert (made.messages, made.more) == (290, False)
+        assert len(await waiting(admin)) == 10
+        assert await everything(admin) == before
+        await conserved(admin)
+
+
+@pytest.mark.parametrize("portion", [1, 2, 3])
+async def test_portions_end_where_the_limits_are(database: str, portion: int) -> None:
+    async with store(database) as admin:
+        await put(admin, [row(n, START_MS + n, body=b"x" * 100) for n in range(20)])
+        [window] = await compacting.windows(admin, 0)
+        first = await compacting.compact_one(admin, window, rows=8, portion=portion)
+        second = await compacting.compact_one(admin, window, max_bytes=450, portion=portion)
+        third = await compacting.compact_one(admin, window, portion=portion)
+        assert first is not None and second is not None and third is not None
+        assert [one.messages for one in (first, second, third)] == [8, 5, 7]
+        assert [one.more for one in (first, second, third)] == [True, True, False]
+        assert await compacting.compact_one(admin, window, portion=portion) is None
+        await conserved(admin)
+
+
 async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(n, START_MS + n, body=b"x" * (100 * n)) for n in range(1, 8)])
@@ -461,7 +493,7 @@ async def test_the_plans_are_index_ranges_of_one_partition(database: str, analyz
         async with admin.transaction():
             await admin.execute(compacting.SETTINGS)
             plans = [
-                await explained(admin, statements.LOCK_RUN, *bounds, 100, 1 << 20),
+                await explained(admin, statements.LOCK_RUN, *bounds, 100, 1 << 20, window.first_ms * 1000),
                 await explained(admin, statements.MEAN_SIZE, *bounds),
                 await explained(admin, statements.DELETE_RUN, *delete),
             ]

@@ -1,15 +1,16 @@
 -- Lock the first rows of a window and give them back as one row, each column as one byte string (store/copying.py).
 --
--- $1 lane; from ($2, $3) inclusive to ($4, $5) exclusive in the order of (due_at, id); the bounds of due_at once more, as
--- $2 and $6, because row comparisons prune no partition; $7 rows; $8 bytes of bodies and properties, but one row at
--- least. Rows with a key stay rows: a later message must find them. Rows that somebody has locked (a cancel, another
--- compaction) are left to him. Rows that are locked here and do not fit $8 are left, too; they are summed up in
--- the order that they were locked in, and by whatever order would do as well.
+-- $1 lane; from ($9, $3) inclusive to ($4, $5) exclusive in the order of (due_at, id), where $9 is epoch microseconds
+-- (exact up to the year 2255), as a portion may end inside a millisecond; the bounds of due_at once more, as $2 and $6,
+-- because row comparisons prune no partition; $7 rows; $8 bytes of bodies and properties, but one row at least. Rows with
+-- a key stay rows: a later message must find them. Rows that somebody has locked (a cancel, another compaction) are left
+-- to him. Rows that are locked here and do not fit $8 are left, too; they are summed up in the order that they were
+-- locked in, and by whatever order would do as well.
 WITH locked AS MATERIALIZED (
     SELECT id, due_at, parked_at, checksum, format, route, exchange, routing_key, to_exchange, to_key, properties, body
     FROM message
-    WHERE lane = $1 AND (due_at, id) >= ($2, $3) AND (due_at, id) < ($4, $5) AND due_at >= $2 AND due_at < $6
-      AND key IS NULL
+    WHERE lane = $1 AND due_at >= $2 AND due_at < $6 AND key IS NULL
+      AND (due_at, id) >= ('epoch'::timestamptz + $9::bigint * interval '1 microsecond', $3) AND (due_at, id) < ($4, $5)
     ORDER BY due_at, id
     LIMIT $7
     FOR UPDATE SKIP LOCKED
