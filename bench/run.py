@@ -34,7 +34,7 @@ class Options:
     churn_rate: int = 5000
     compacted: int = 5_000_000
     restored: int = 1_000_000
-    slowest_compaction: int = 20_000
+    slowest_compaction: int = 7_000
     imported: int = 1_000_000
 
     def count_of(self, size: int) -> int:
