@@ -133,6 +133,7 @@ class Daemon:
                 pulse=self._pulse,
                 counters=self.counters,
                 publishing=lambda: self._publisher.ready,
+                reaching=lambda: any(relay.current is not None for relay in self._relays.values()),
             )
             self.life.add("lanes", lanes.run, last=True)
             restoring = Restoring(lanes, ahead_ms=self._restore_ahead_ms, counters=self.counters)

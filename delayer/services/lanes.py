@@ -5,8 +5,9 @@ nothing in it is due soon, or when a daemon that begins asks for it. Only those 
 once by a daemon that has just begun: after the store or a whole service was away, every daemon finds its share of the
 old lanes before others adopt what is left.
 
-A daemon without its broker can release nothing: it adopts nothing, and lets go of what it has adopted after some
-seconds. Its own lanes it keeps: a broker that takes no messages may still give some, and they must be parked.
+A daemon that cannot publish can release nothing: it adopts nothing, and lets go of what it has adopted after some
+seconds. Its own lanes it keeps: a broker that takes no messages may still give some, and they must be parked. One that
+does not even reach its broker has nothing to park either, and lets go of these too: others may reach it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from delayer.services.asking import Asking
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.holding import report
+from delayer.services.lasting import Lasting
 from delayer.services.ports import Lane, Pulse, Store
 from delayer.services.release import Release
 from delayer.services.retry import Retry
@@ -40,7 +42,7 @@ LOOK_AROUND: Final = 1.0
 PATIENCE: Final = 2
 """Looks with all lanes of our own in hand before the first that adopts: others may be about to own what is free."""
 MUTE_SECONDS: Final = 10.0
-"""How long a daemon that can publish nothing keeps adopted lanes: others may have a broker."""
+"""How long a daemon that can publish nothing keeps adopted lanes, and one that is cut off from its broker all lanes."""
 UPKEEP: Final = 60
 """Looks between two rounds of partition upkeep."""
 
@@ -60,10 +62,11 @@ class Lanes:
         pulse: Pulse,
         counters: Counters,
         publishing: Callable[[], bool] = lambda: True,
+        reaching: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``publishing``: whether messages can be published at present."""
-        self._publishing = publishing
-        self._mute_since: float | None = None
+        """``publishing``: whether messages can be published at present. ``reaching``: whether the broker is reached,
+        even if it takes none."""
+        self._mute, self._cut_off = Lasting(publishing), Lasting(reaching)
         self._connect = connect
         self._wanted = wanted
         self._release = release
@@ -73,6 +76,7 @@ class Lanes:
         self._own: list[Lane] = []
         self._loops: dict[asyncio.Task[None], Lane] = {}
         self._adopted: dict[Lane, Release] = {}
+        self._releases: dict[Lane, Release] = {}  # of all lanes, until their loops have ended
         self._upkeep: asyncio.Task[None] | None = None
         self._asking = Asking()
         self._share = wanted
@@ -217,9 +221,9 @@ class Lanes:
         self._complete = 0 if self._missing > 0 else self._complete + 1
         while self._adopted and self._missing > 0:
             await self._keep_one()
-        if self._missing > 0 and not self._asking.tasks:
+        if self._missing > 0 and not self._asking.tasks and self._cut_off.seconds() <= MUTE_SECONDS:
             self._begin(await store.own_free(self._missing), stopping)
-            if self._missing > 0:
+            if self._missing > 0 and self._cut_off.seconds() == 0.0:
                 self._asking.begin(store, self._missing)
 
     @property
@@ -248,7 +252,7 @@ class Lanes:
 
         The share doubles while there is more, so that whoever is alone has the lanes of many dead within seconds.
         """
-        if self._complete <= PATIENCE or not self._publishing():
+        if self._complete <= PATIENCE or self._mute.seconds() > 0.0:
             return
         share, self._share = self._share, self._wanted  # what fails is asked for less the next time
         lanes = await store.adopt(share)
@@ -260,26 +264,22 @@ class Lanes:
 
     async def _let_go(self, store: Store, _stopping: asyncio.Event) -> None:
         """Tell the loops of adopted lanes to end in which nothing is due soon, or that somebody else will own, or that
-        cannot be released from."""
-        mute = self._mute_for() > MUTE_SECONDS
+        cannot be released from; and those of all lanes where there is no broker to take from or to give to."""
+        mute = self._mute.seconds() > MUTE_SECONDS
         wanted = await store.wanted([lane.number for lane in self._adopted]) if self._adopted else set()
         for lane in [lane for lane in self._adopted if lane.idle or lane.number in wanted or mute]:
             reason = "asked for" if lane.number in wanted else "no broker" if mute else "idle"
             log.info("lane let go", lane=lane.number, reason=reason)
             self._adopted.pop(lane).leave()
-
-    def _mute_for(self) -> float:
-        """For how many seconds nothing could be published."""
-        now = asyncio.get_running_loop().time()
-        if self._publishing():
-            self._mute_since = None
-            return 0.0
-        if self._mute_since is None:
-            self._mute_since = now
-        return now - self._mute_since
+        while self._own and self._cut_off.seconds() > MUTE_SECONDS:
+            lane = self._own.pop()
+            log.info("lane let go", lane=lane.number, reason="no broker")
+            self._releases[lane].leave()
+            if not self._own:
+                self._ready.clear()
 
     def _start(self, lane: Lane, stopping: asyncio.Event) -> Release:
-        release = self._release(lane)
+        release = self._releases[lane] = self._release(lane)
         self._loops[asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")] = lane
         return release
 
@@ -311,6 +311,7 @@ class Lanes:
         for task in [task for task in self._loops if task.done()]:
             lane = self._loops.pop(task)
             self._adopted.pop(lane, None)
+            self._releases.pop(lane, None)
             if lane in self._own:
                 self._own.remove(lane)
             if not task.cancelled() and (failure := task.exception()) is not None:

@@ -148,7 +148,8 @@ class Release:
                 if claimed == tokens:
                     soonest = min(soonest, bucket.wait(time.monotonic()))
                 else:
-                    again = again or self._lane.more
+                    # Tokens are left: of what was held before there may be more, however little of it a claim takes.
+                    again = again or self._lane.more or claimed > 0
         return COMPANY if again else min(soonest, await self._lane.sleep_hint())
 
     async def _portion_of(self, limit: int, scope: Scope | None) -> int:
@@ -165,7 +166,7 @@ class Release:
                 self._lane.claim(limit, share.size) if scope is None else self._lane.claim(limit, share.size, scope)
             )
         except StoreLost:
-            self._room.took(share.size, time.perf_counter() - began)
+            self._room.took(share.size, time.perf_counter() - began, failed=True)
             raise
         share.keep(sum(len(row.parcel.body) + len(row.parcel.properties) for row in rows))
         self._last_bytes = share.size

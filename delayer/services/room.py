@@ -38,12 +38,12 @@ class Room:
         self.left = size
         self._in_time = size
 
-    def took(self, size: int, seconds: float) -> None:
+    def took(self, size: int, seconds: float, *, failed: bool = False) -> None:
         """A claim of so many bytes took so long, or failed after so long: the next ones are of as many as come in time,
-        and of more again when those do."""
+        and of more again when those do; a failure that came soon says nothing."""
         if seconds > UNHURRIED:
             self._in_time = max(int(size * UNHURRIED / seconds), SLOWEST)
-        elif 2 * size >= self._in_time:
+        elif not failed and 2 * size >= self._in_time:
             self._in_time = min(2 * self._in_time, ALL)
 
     @contextmanager

@@ -11,13 +11,13 @@ from delayer.core.pace import Scope
 from delayer.store import envelope, session, statements
 from delayer.store.clock import StoreClock
 from delayer.store.marks import Place, before
+from delayer.store.retries import NEVER_MS
 
 LONGEST_SLEEP = 60.0
 BEGINNING: Place = before(session.BEGINNING_MS)
 READ_AT_ONCE = 5_000
 """Rows that a claim of some routes reads at most, to find theirs among others'."""
 HORIZON_MS = 61_000  # what can be due before somebody sleeps for LONGEST_SLEEP and wakes
-NEVER_MS = 1 << 60
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ async def take(
     """
     upper = clock.now_ms()
     before = clock.lower_ms()  # before the statements are sent, so not after the instants that they judge by
-    retries = max(1, limit // 10) if with_held else 0
+    retries = _retries(limit, with_held)
     if connection.is_in_transaction():
         raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
     await connection.execute("BEGIN")
@@ -62,7 +62,7 @@ async def take(
         statements.CLAIM, number, watermark, upper + HORIZON_MS, limit - retries, max_bytes
     )
     rows = sorted(map(envelope.read, records), key=_due_then_arrival)
-    taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
+    taken = _bytes_of(rows)
     claim = Claim(watermark, full=len(rows) >= limit - retries or taken >= max_bytes, rows=rows)
     if rows:
         # Also where there are fewer than could be: what somebody cancelled while we waited for it is missing, and there
@@ -95,6 +95,7 @@ async def take_scoped(
 ) -> Claim:
     """As :func:`take`, of some routes only, from ``place`` on. ``full``: there may be more of them, perhaps behind rows
     of others."""
+    retries = _retries(limit, with_held)
     upper, lower = clock.now_ms(), clock.lower_ms()
     if connection.is_in_transaction():
         raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
@@ -102,7 +103,7 @@ async def take_scoped(
     due_us, id_ = place
     routes = list(scope.routes)
     records = await connection.fetch(
-        statements.CLAIM_SCOPED, number, due_us // 1000, id_, upper + HORIZON_MS, limit, READ_AT_ONCE, routes,
+        statements.CLAIM_SCOPED, number, due_us // 1000, id_, upper + HORIZON_MS, limit - retries, READ_AT_ONCE, routes,
         scope.only, due_us, max_bytes,
     )  # fmt: skip
     seen, meant, last_us, last_id = records[0][12:16]
@@ -114,16 +115,25 @@ async def take_scoped(
         claim.place_after = taken[-1] if taken else place
     else:
         claim.place_after = (last_us, last_id) if seen == READ_AT_ONCE else before(lower)
-    left = min(limit - len(rows), max(1, limit // 10))
-    if with_held and left > 0:
+    size = _bytes_of(rows)
+    if retries and (size < max_bytes or not rows):
         held = await connection.fetch(
-            statements.CLAIM_HELD_SCOPED, number, left, max_bytes, routes, scope.only, READ_AT_ONCE
+            statements.CLAIM_HELD_SCOPED, number, retries, max(max_bytes - size, 1), routes, scope.only, READ_AT_ONCE
         )
         rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
         if not held:
             claim.passed_over_ms = lower
     claim.size = len(rows)
     return claim
+
+
+def _retries(limit: int, with_held: bool) -> int:
+    """How many of a claim are for held rows, however many wait: else a backlog would keep them for ever."""
+    return max(1, limit // 10) if with_held else 0
+
+
+def _bytes_of(rows: list[Due]) -> int:
+    return sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
 
 
 def _due_then_arrival(due: Due) -> tuple[int, int]:

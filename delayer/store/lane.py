@@ -33,12 +33,13 @@ from delayer.core.message import Due
 from delayer.core.pace import Scope
 from delayer.faultpoint import reach
 from delayer.store import claiming, handover, session, settling, statements, telling
-from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, NEVER_MS, Claim
+from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.link import Link
 from delayer.store.marks import Marks
 from delayer.store.outlook import IDLE_MS, SOON_MS, Look, Start
+from delayer.store.retries import NEVER_MS, Retries
 from delayer.store.telling import Told
 
 log = structlog.get_logger()
@@ -46,8 +47,6 @@ log = structlog.get_logger()
 FEED_SECONDS = 1.0
 WRITE_SECONDS = 5.0
 FIRST_LOOK_SECONDS = 5.0
-LOCKED_MS = 1_000
-"""When to look again for held rows that are due and could not be claimed, because somebody else has locked them."""
 
 
 class PostgresLane:
@@ -75,7 +74,7 @@ class PostgresLane:
         self._watermark = self._written = start.watermark
         self._written_at = clock.monotonic()
         self._noted = NEVER_MS  # soonest row parked since the last claim began
-        self._retry = NEVER_MS if start.retry_ms is None else start.retry_ms  # soonest retry of a held row
+        self._retries = Retries(start.retry_ms)
         self._marks = Marks()
         self._release_seconds = release_seconds
         self._fed_until = math.inf
@@ -102,6 +101,7 @@ class PostgresLane:
     def pace(self, scopes: Sequence[Scope]) -> None:
         """See the port. The watermark stays what it is: a place before which there is nothing of any scope."""
         self._marks.begin(scopes, self._watermark)
+        self._retries.again()
 
     async def claim(self, limit: int, max_bytes: int, scope: Scope | None = None) -> list[Due]:
         """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
@@ -127,6 +127,7 @@ class PostgresLane:
         return self._claim.rows
 
     async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int, scope: Scope | None) -> Claim:
+        with_held = self._retries.wanted(scope, limit, self._clock.now_ms())
         if scope is not None:
             return await claiming.take_scoped(
                 connection,
@@ -136,7 +137,7 @@ class PostgresLane:
                 place=self._marks.place(scope),
                 limit=limit,
                 max_bytes=max_bytes,
-                with_held=self._retry <= self._clock.now_ms(),
+                with_held=with_held,
             )
         return await claiming.take(
             connection,
@@ -145,7 +146,7 @@ class PostgresLane:
             watermark=self._watermark,
             limit=limit,
             max_bytes=max_bytes,
-            with_held=self._retry <= self._clock.now_ms(),
+            with_held=with_held,
         )
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
@@ -158,8 +159,8 @@ class PostgresLane:
             raise ValueError(f"claimed {claim.size}, settled {len(released)} released and {len(held)} held")
         async with self._talking("settle") as connection:
             await settling.write(connection, self.number, released, held, self._clock.now_ms())
-            if held or self._retry <= self._clock.now_ms():
-                await self._look_at_retries(connection, claim.passed_over_ms)
+            if held or self._retries.soonest_ms <= self._clock.now_ms():
+                await self._look_at_retries(connection, claim)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
@@ -174,20 +175,19 @@ class PostgresLane:
         if claim.size:
             reach("release.committed")
 
-    async def _look_at_retries(self, connection: asyncpg.Connection, passed_over_ms: int) -> None:
-        known, self._retry = self._retry, NEVER_MS
+    async def _look_at_retries(self, connection: asyncpg.Connection, claim: Claim) -> None:
+        known, self._retries.soonest_ms = self._retries.soonest_ms, NEVER_MS
         try:
             retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
         except BaseException:
-            self.note_held(known)
+            self._expect_retry(known)
             raise
         if retry_ms is None:
             return
-        if retry_ms <= passed_over_ms:
-            # It was due and is locked. Nobody tells us when it is free; asking without a pause would keep a core busy.
-            retry_ms = self._clock.now_ms() + LOCKED_MS
+        if retry_ms <= claim.passed_over_ms:
+            self._retries.in_vain(claim.scope, self._clock.now_ms())
         # Not just the answer: it may be older than what was held, and noted, while we asked.
-        self.note_held(retry_ms)
+        self._expect_retry(retry_ms)
 
     async def give_up(self) -> None:
         """See the port."""
@@ -213,8 +213,11 @@ class PostgresLane:
                 horizon = self._clock.now_ms() + HORIZON_MS
                 start = self._marks.highest_ms if self._marks else self._watermark
                 soonest = await connection.fetchval(statements.NEXT_DUE, self.number, start, horizon)
-        next_ms = min(self._noted, self._retry, NEVER_MS if soonest is None else soonest)
+        next_ms = min(self._noted, self._next_retry_ms(), NEVER_MS if soonest is None else soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
+
+    def _next_retry_ms(self) -> int:
+        return self._retries.next_ms(self._clock.now_ms(), paced=bool(self._marks))
 
     def _forget_after_step(self) -> None:
         """A watermark taken from a clock that was set back since is worth nothing."""
@@ -222,6 +225,7 @@ class PostgresLane:
             self._clock_steps = self._clock.steps
             self._watermark = session.BEGINNING_MS
             self._marks.again(session.BEGINNING_MS)
+            self._retries.again()
             self._more = True
 
     async def keep(self) -> None:
@@ -240,9 +244,12 @@ class PostgresLane:
 
     def note_held(self, retry_ms: int) -> None:
         """A message was put straight into held, to be tried again at ``retry_ms``."""
+        self._retries.again()
+        self._expect_retry(retry_ms)
+
+    def _expect_retry(self, retry_ms: int) -> None:
         self._quiet_until = session.BEGINNING_MS
-        if retry_ms < self._retry:
-            self._retry = retry_ms
+        if self._retries.expect(retry_ms):
             self._woken.set()
 
     def hear(self, told: Told) -> None:
@@ -258,7 +265,8 @@ class PostgresLane:
         deadline = self._clock.monotonic() + seconds
         while self.held_by_us and self._clock_steps == self._clock.steps:
             self._woken.clear()
-            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(min(self._noted, self._retry)))
+            next_ms = min(self._noted, self._next_retry_ms())
+            left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(next_ms))
             if left <= 0.0:
                 return
             try:

@@ -25,20 +25,20 @@ WHERE datname = current_database() AND usename = current_user AND application_na
 async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days) -> None:
     """One round, unless another daemon is at it. Raises the driver's errors."""
     await session.sample(connection, clock)
-    # The lock is the session's. A process that froze while it has it would keep the upkeep from everybody.
-    await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
-    if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
-        try:
+    try:
+        # The lock is the session's. A process that froze while it has it would keep the upkeep from everybody.
+        await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
+        if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
             await end_frozen(connection)
             today = clock.now_ms() // DAY_MS
             await partitions.make_ahead(connection, today, days, clock.monotonic())
             await dropping.drop_passed(connection, today)
             days.learn(await partitions.existing(connection))
-        except BaseException:
-            session.end(connection)  # and with it the lock
-            raise
-        await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
-    await connection.execute("RESET idle_session_timeout")
+            await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
+        await connection.execute("RESET idle_session_timeout")
+    except BaseException:
+        session.end(connection)  # and with it the lock, and what was set
+        raise
 
 
 async def end_frozen(connection: asyncpg.Connection) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 
 import pytest
 
 from delayer.core.message import Parcel
-from delayer.core.pace import Scope
+from delayer.core.pace import Pacer, Scope
+from delayer.services.counting import Counters
 from delayer.services.ports import Lane
+from delayer.services.release import Portion, Release
 from delayer.store import claiming
+from delayer.store.lane import PostgresLane
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import Pulse, ScriptedPublisher
 
 SLOW = frozenset({b"slow"})
 LIMITED, OTHERS = Scope(SLOW, only=True), Scope(SLOW, only=False)
@@ -110,3 +115,49 @@ async def test_held_rows_are_tried_in_their_scope(database: str) -> None:
         lane.pace((OTHERS, LIMITED))
         assert await take(lane, 10, LIMITED) == [b"slow"]
         assert await take(lane, 10, OTHERS) == [b"any"]
+
+
+async def held_at_once(lane: PostgresLane, database: str, *routes: bytes) -> None:
+    """Held rows of these routes, each of them to be tried now."""
+    store_now = lane._clock.now_ms()
+    async with sql(database) as admin:
+        await admin.execute("UPDATE held SET retry_at = now() - interval '1 second'")
+        assert sorted(row["route"] for row in await admin.fetch("SELECT route FROM held")) == sorted(routes)
+    lane.note_held(store_now - 1)
+
+
+@pytest.mark.parametrize("limited", [(b"slow",), (b"slow", b"slower")], ids=["one limit", "two limits"])
+async def test_held_rows_of_limited_routes_are_tried_by_a_release(database: str, limited: tuple[bytes, ...]) -> None:
+    """Whose turn comes first does not matter: a claim of others finds none of theirs, and that is no reason to wait."""
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        assert isinstance(lane, PostgresLane)
+        routes = (*limited, b"any")
+        await store.hold(lane, [(of(route, store.now_ms()), "returned: 312 NO_ROUTE") for route in routes])
+        await held_at_once(lane, database, *routes)
+        pacer = Pacer()
+        pacer.set(dict.fromkeys(limited, 100.0), time.monotonic())
+        publisher = ScriptedPublisher()
+        release = Release(lane, publisher, portion=Portion(), pulse=Pulse(), counters=Counters(), pacer=pacer)
+        await release.tick()
+        assert len(publisher.published) == len(routes)
+
+
+@pytest.mark.parametrize("scope", [None, LIMITED], ids=["all", "limited"])
+async def test_held_rows_have_their_share_beside_a_backlog(database: str, scope: Scope | None) -> None:
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        assert isinstance(lane, PostgresLane)
+        now = store.now_ms()
+        await store.park(lane, [of(b"slow", now - 60_000 + n) for n in range(200)], [])
+        await store.hold(lane, [(of(b"slow", now), "returned: 312 NO_ROUTE") for _ in range(3)])
+        await held_at_once(lane, database, *3 * (b"slow",))
+        if scope is not None:
+            lane.pace((OTHERS, LIMITED))
+        tried = []
+        for limit in (20, 1, 1, 1, 1):
+            rows = await lane.claim(limit, ROOM, *(() if scope is None else (scope,)))
+            tried.append((len(rows), sum(row.attempts > 0 for row in rows)))
+            await lane.settle(rows, [])
+        # A tenth; and of one row, turns.
+        assert tried[0] == (20, 2)
+        assert sorted(tried[1:3]) == [(1, 0), (1, 1)]
+        assert tried[3:] == [(1, 0), (1, 0)]

@@ -39,7 +39,7 @@ class Scene:
         async def at_once() -> ScriptedStore:
             return store
 
-        self.publishing = True
+        self.publishing = self.reaching = True
         self.lanes = Lanes(
             connect or at_once,
             wanted,
@@ -47,6 +47,7 @@ class Scene:
             pulse=self.pulse,
             counters=self.counters,
             publishing=lambda: self.publishing,
+            reaching=lambda: self.reaching,
         )
         self.running = asyncio.create_task(self.lanes.run(self.stopping))
 
@@ -316,6 +317,43 @@ async def test_without_a_broker_nothing_is_adopted_and_adopted_lanes_are_let_go(
             it.publishing = True
             await until(lambda: it.lanes.numbers == [1, 2, 99])
     assert {"event": "lane let go", "lane": 98, "reason": "no broker", "log_level": "info"} in logged
+
+
+async def test_who_does_not_reach_the_broker_at_all_lets_go_of_its_own_lanes_and_takes_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MUTE_SECONDS", 0.05)
+    store = ScriptedStore()
+    async with scene(store, wanted=2) as it:
+        await until(lambda: it.lanes.numbers == [1, 2])
+        it.publishing = it.reaching = False
+        await until(lambda: it.lanes.numbers == [])
+        assert not it.lanes.ready.is_set()
+        with pytest.raises(StoreLost):
+            await it.lanes.park([], [])
+        looks = it.pulse.beats.count("lanes")
+        await until(lambda: it.pulse.beats.count("lanes") > looks + 40)
+        assert it.lanes.numbers == []
+        it.publishing = it.reaching = True
+        await until(lambda: len(it.lanes.numbers) == 2)
+        assert it.lanes.ready.is_set()
+
+
+async def test_who_begins_without_a_broker_asks_nobody_for_lanes() -> None:
+    store, asked = ScriptedStore(), asyncio.Event()
+    store.free = 0
+
+    async def ask() -> None:
+        asked.set()
+
+    store.on_ask = ask
+    async with scene(store, wanted=2) as it:
+        it.publishing = it.reaching = False
+        looks = it.pulse.beats.count("lanes")
+        await until(lambda: it.pulse.beats.count("lanes") > looks + 40)
+        assert not asked.is_set()
+        it.publishing = it.reaching = True
+        await until(asked.is_set)
 
 
 @pytest.mark.parametrize("how", ["they answer", "stopped meanwhile", "a bug"])
