@@ -103,8 +103,9 @@ async def test_a_run_ends_while_somebody_publishes(delayer: Run, vhost: str, dat
     assert report["parked"] + again["parked"] == late + 3 == len(await bodies(database))
 
 
-async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbitmq: RabbitMQ) -> None:
-    """Where all of a hold queue's messages go its arguments say, and what would be held is seen before it moves."""
+async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
+    """Where all of a hold queue's messages go its arguments say, and what would be held is seen before it moves. Then
+    the queue of the shortest time comes first."""
     delayer("db", "upgrade")
     holds: dict[str, dict[str, Any]] = {
         "work.delay.60000": {
@@ -119,8 +120,9 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
     await declared(vhost, Topology((Exchange("any", "topic"),), made, ()), queues("work"))
     async with await Raw.connect(vhost) as raw:
         for n, name in enumerate(holds):
-            await raw.publish(*[Message("", name.encode(), Props(), b"x")] * (n + 1))
-    words = ("import", "hold-queues", "preview", "--queue", "*.delay.*", "--rewrite-destination", "s/@.*//")
+            await raw.publish(*[Message("", name.encode(), Props(), b"%d" % n)] * (n + 1))
+    meant = ("--queue", "*.delay.*", "--rewrite-destination", "s/@.*//")
+    words = ("import", "hold-queues", "preview", *meant)
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
     seen = json.loads(delayer(*words, "--json", **management).stdout)
     assert (seen["messages"], seen["would_be_held"]) == (6, 2)
@@ -130,7 +132,14 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
     table = delayer(*words, **management).stdout
     assert "2 of them would be held" in table
     async with await aio_pika.connect(vhost) as connection:
-        queue = await (await connection.channel()).get_queue("work.delay.60000")
+        queue = await (await connection.channel()).get_queue("any.delay.1000000")
         found = await queue.get()
         assert found is not None
         assert not found.redelivered
+    report = json.loads(
+        delayer("import", "hold-queues", "run", *meant, "--yes", "--json", expect=1, **management).stdout
+    )
+    assert (report["parked"], report["held"]) == (1, 5)  # nothing is bound for them
+    async with sql(database) as admin:
+        held = [int(body) for (body,) in await admin.fetch("SELECT body FROM held ORDER BY id")]
+    assert (await bodies(database), held) == ([0], [1, 1, 2, 2, 2])
