@@ -3,7 +3,7 @@
 ``DELAYER_FAULT=park.copied`` kills the process (SIGKILL) the first time it reaches that point; ``park.copied:3`` the
 third time; ``park.copied:1:stop`` stops it (SIGSTOP) there instead, so that a test can kill the broker or the database
 and let it go on with SIGCONT. The points are the rows of the crash tables in the design, section 7, and
-the steps of compacting, restoring and importing.
+the steps of compacting, restoring, importing and draining.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ POINTS = frozenset(
         "import.committed",  # a batch and its progress are committed, its source still has it
         "import.removed",  # the source has removed the batch
         "import.emptied",  # the source has nothing left and is cleaned up, the store does not know yet
+        "drain.taken",  # rows deleted in an open transaction, nothing published
+        "drain.published",  # the cascade confirmed them, transaction open
+        "drain.committed",  # committed
+        "drain.read",  # a level's messages are read, nothing is parked
+        "drain.parked",  # parked and committed, not acknowledged
+        "drain.acked",  # acknowledgement handed to the transport
     }
 )
 

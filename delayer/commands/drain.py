@@ -11,19 +11,21 @@ import asyncpg
 import click
 
 from delayer.broker.admin import Admin
+from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.acting import Progress, agreed, dry_run_option, whoami, yes_option
-from delayer.commands.common import DONE, Misused, Off, note, request_of
+from delayer.commands.common import DONE, FOUND, Misused, note, print_table, request_of
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
 from delayer.core.message import Confirmed, Due
+from delayer.faultpoint import reach
 from delayer.services import draining as rules
+from delayer.services.draining import Left
 from delayer.settings import Settings
 from delayer.store import acting, acts, draining, listing
-from delayer.store import status as store_status
 from delayer.store.postgres import PostgresStore
 from delayer.wire.address import Address
 from delayer.wiring import cascade_of, native_of
@@ -48,18 +50,21 @@ class Moved(NamedTuple):
 
 @click.command(short_help="Move what waits into the cascade, or into the store.")
 @click.option("--to", "target", type=click.Choice(["native", "store"]), required=True, help="Where to.")
+@click.option("--keys-too", is_flag=True, help="To native: also messages with a key; then nobody can cancel them.")
 @dry_run_option
 @yes_option
 @click.pass_context
-def drain(context: click.Context, *, target: str, dry_run: bool, yes: bool) -> None:
+def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool, yes: bool) -> None:
     """Move what waits to where new delays go, so that the other side can be given up. First switch the mode and reload
     the daemon: it goes on releasing what the store holds, and what comes out of the cascade, all the while.
 
     Nothing gets another due instant, and nothing is lost: each portion is confirmed where it goes before it leaves
     where it was. An interruption may leave one portion on both sides; run it again.
 
-    To native: rows that wait longer than a minute. Messages with a key stay, as the cascade knows no keys; what is
-    compacted stays until `delayer restore`. To the store: the levels of our own cascade of 32 seconds and more.
+    To native: rows that wait longer than a minute. Messages with a key stay, as the cascade knows no keys, unless
+    --keys-too; what is compacted stays until `delayer restore`. To the store: the levels of our own cascade of 32
+    seconds and more. What is left is told, with the reason and the next step.
+    Exit code 1 if something is left that does not go by itself.
 
     \b
     Examples:
@@ -76,58 +81,91 @@ def drain(context: click.Context, *, target: str, dry_run: bool, yes: bool) -> N
         raise Misused("no store is configured")
     if settings.native.cascade != "delayer":
         raise Misused("this cascade is shared with another system: see [[takeover]] in the configuration")
+    if keys_too and target == "store":
+        raise Misused("--keys-too is for --to native: messages keep their keys on the way into the store")
     url = settings.store_url
     if target == "native":
-        _to_native(context, settings, url, dry_run=dry_run, yes=yes)
+        _to_native(context, settings, url, keys_too=keys_too, dry_run=dry_run, yes=yes)
     else:
         _to_store(context, settings, url, dry_run=dry_run, yes=yes)
 
 
-def _to_native(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool) -> None:
-    waiting, keyed, packed = asyncio.run(_count_rows(url))
-    about = f"{waiting - keyed:,} messages"
-    if keyed:
-        note(f"{keyed:,} messages with a key stay in the store: the cascade knows no keys.")
-    if packed:
-        note(f"{packed:,} messages are compacted and stay. Next: `delayer restore`, and this once more.")
-    if _asked(context, f"{about} into the cascade", waiting > keyed, dry_run=dry_run, yes=yes):
-        moved = asyncio.run(_rows_to_cascade(settings, url))
+def _to_native(
+    context: click.Context, settings: Settings, url: str, *, keys_too: bool, dry_run: bool, yes: bool
+) -> None:
+    before = asyncio.run(_standing(url, keys_too=keys_too))
+    count = before.rows - before.soon - (0 if keys_too else before.keyed)
+    stays = rules.left_in_store(before._replace(rows=before.rows - count), 0, keys_too=keys_too)
+    if _asked(context, f"{count:,} messages into the cascade", stays, any_there=count > 0, dry_run=dry_run, yes=yes):
+        moved = asyncio.run(_rows_to_cascade(settings, url, keys_too=keys_too))
         click.echo(f"Moved into the cascade: {moved.messages:,}.")
-        if moved.unsound:
-            raise Off(f"{moved.unsound:,} rows stay: their bytes do not fit their checksum. Next: delayer audit")
+        stays = rules.left_in_store(asyncio.run(_standing(url, keys_too=keys_too)), moved.unsound, keys_too=keys_too)
+    context.exit(_told(stays, "the store", dry_run=dry_run))
 
 
 def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool) -> None:
     levels = cascade_of(settings)
-    depths = asyncio.run(_depths(settings, levels))
-    count = sum(depths.values())
-    if _asked(context, f"{count:,} messages into the store", count > 0, dry_run=dry_run, yes=yes):
+    before = asyncio.run(_around(settings, levels))
+    count = sum(depth for level, depth in before.levels.items() if level >= LOWEST)
+    stays = _left(before._replace(levels={n: of for n, of in before.levels.items() if n < LOWEST}))
+    if _asked(context, f"{count:,} messages into the store", stays, any_there=count > 0, dry_run=dry_run, yes=yes):
         click.echo(f"Moved into the store: {asyncio.run(_levels_to_store(settings, url, levels)):,}.")
+        stays = _left(asyncio.run(_around(settings, levels)))
+    context.exit(_told(stays, "the cascade", dry_run=dry_run))
 
 
-def _asked(context: click.Context, what: str, any_there: bool, *, dry_run: bool, yes: bool) -> bool:
-    """Whether to go on. Exits where there is nothing to do, or nobody wants it."""
+def _told(left: Sequence[Left], where: str, *, dry_run: bool) -> int:
+    """What stays, with the reasons; the exit code."""
+    if not left:
+        click.echo(f"Nothing {'would be' if dry_run else 'is'} left in {where}.")
+        return DONE
+    click.echo(f"{'Would stay' if dry_run else 'Left'}:")
+    print_table(
+        ["messages", "where", "because", "next step"],
+        [(f"{one.messages:,}", one.where, one.why, one.next_step) for one in left],
+        right=(0,),
+    )
+    return DONE if dry_run or all(one.by_itself for one in left) else FOUND
+
+
+def _asked(
+    context: click.Context, what: str, stays: Sequence[Left], *, any_there: bool, dry_run: bool, yes: bool
+) -> bool:
+    """Whether to move them. Exits where somebody was asked, and said no."""
     if dry_run or not any_there:
         click.echo(f"{what} would be moved." if dry_run else "Nothing is there to be moved.")
-        context.exit(DONE)
-    if not agreed(f"Move {what}?", yes=yes):
+        return False
+    kept = sum(one.messages for one in stays)
+    if not agreed(f"Move {what}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
         note("Nothing was done.")
         context.exit(DONE)
     return True
 
 
-async def _count_rows(url: str) -> tuple[int, int, int]:
-    seen = await store_status.overview(url)
+async def _standing(url: str, *, keys_too: bool) -> draining.Standing:
     async with listing.looking(url, "count what waits") as connection:
-        return seen.waiting, await draining.keyed(connection), seen.segments.messages
+        now_ms = await connection.fetchval("SELECT now()")
+        return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
 
 
-async def _depths(settings: Settings, levels: Cascade) -> dict[int, int]:
-    """Messages in each level that is emptied; levels that are missing have none."""
-    names = {level.number: level.name for level in levels.levels() if level.number >= LOWEST}
-    async with await Admin.connect(settings.broker_url, name="delayer drain") as admin:
-        found = await admin.depths(names.values())
-    return {number: found[name] or 0 for number, name in names.items()}
+class Around(NamedTuple):
+    """Depths in the broker: of the levels by number, of the due queue, of the strays. What is missing has none."""
+
+    levels: dict[int, int]
+    due: int
+    strays: int
+
+
+async def _around(settings: Settings, levels: Cascade) -> Around:
+    due = settings.native.due_queue
+    async with briefly(settings.broker_url, "delayer drain") as broker:
+        seen = await broker.picture(levels, [due])
+    depths = {name: depth or 0 for name, depth in seen.queues.items()}
+    return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays or "", 0))
+
+
+def _left(around: Around) -> list[Left]:
+    return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST)
 
 
 @asynccontextmanager
@@ -143,20 +181,20 @@ async def _relay(settings: Settings) -> AsyncIterator[Relay]:
 # ---- rows into the cascade
 
 
-async def _rows_to_cascade(settings: Settings, url: str) -> Moved:
+async def _rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Moved:
     async with await Admin.connect(settings.broker_url, name="delayer drain") as admin:
         await admin.declare(native_of(settings))
     async with _relay(settings) as relay, acting.acting(url, "drain") as connection:
         publisher = RelayPublisher(relay)
-        act = await acts.begin(connection, whoami(), "drain to native", {})
+        act = await acts.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
         try:
-            return await _portions_out(connection, publisher, settings, act)
+            return await _portions_out(connection, publisher, settings, act, keys_too=keys_too)
         finally:
             await publisher.close()
 
 
 async def _portions_out(
-    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int
+    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int, *, keys_too: bool
 ) -> Moved:
     progress, done = Progress(), 0
     left: set[int] = set()
@@ -168,7 +206,7 @@ async def _portions_out(
         places = [place for place in found.places if place.segment is None]
         while places:
             try:
-                async with draining.taken(connection, places, act) as rows:
+                async with draining.taken(connection, places, act, keys_too=keys_too) as rows:
                     await _publish(connection, rows, publisher, settings)
                     done += len(rows)
                 break
@@ -204,7 +242,7 @@ async def _levels_to_store(settings: Settings, url: str, levels: Cascade) -> int
                 act = await acts.begin(connection, whoami(), "drain to store", {})
                 # From the top: what goes down meanwhile is met again below.
                 for level in reversed(range(LOWEST, LEVELS)):
-                    if not (await _depths(settings, levels))[level]:
+                    if not (await _around(settings, levels)).levels[level]:
                         continue
                     async for moved in _portions_in(store, lane, relay, levels, level):
                         await acts.add(connection, act, moved)
@@ -231,8 +269,11 @@ async def _portions_in(
             if batch:
                 now_ms = store.now_ms()
                 parcels = [rules.into_store(one, levels, level, now_ms, connection.frame_max - 20) for one in batch]
+                reach("drain.read")
                 await store.park(lane, parcels, [])
+                reach("drain.parked")
                 subscription.ack(batch[-1].tag, multiple=True)
+                reach("drain.acked")
                 yield len(batch)
     finally:
         await subscription.close()

@@ -1,6 +1,10 @@
-"""From the store into the cascade and back, message by message: what each becomes on the other side. Pure."""
+"""From the store into the cascade and back, message by message: what each becomes on the other side, and what stays
+where it is. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
 
 from delayer.core import cascade
 from delayer.core.cascade import MAX_SECONDS, Cascade
@@ -9,6 +13,69 @@ from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Due, Outgoing, Parcel, Target
 from delayer.services import edits
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties, value_at
+
+AGAIN: Final = "the same once more"
+
+
+class Left(NamedTuple):
+    """Messages that stay, and why. ``next_step``: what gets them away; ``by_itself``: nobody has to do anything."""
+
+    messages: int
+    where: str
+    why: str
+    next_step: str
+    by_itself: bool = False
+
+
+class Standing(Protocol):
+    """What waits in a store; see store.draining."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def keyed(self) -> int: ...
+    @property
+    def soon(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def packed(self) -> int: ...
+    @property
+    def broken(self) -> int: ...
+
+
+def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
+    """What a drain into the cascade leaves, or would leave; ``unsound``: rows whose bytes nobody may send."""
+    keyed = Left(
+        now.keyed,
+        "store",
+        "they have a key, and the cascade knows no keys",
+        "they are released from here when they are due; or --keys-too, and nobody can replace or cancel them any more",
+    )
+    others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
+    found = [
+        Left(0, "", "", "") if keys_too else keyed,
+        Left(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
+        Left(unsound, "store", "their bytes do not fit their checksum", "delayer audit"),
+        Left(others, "store", "they came in meanwhile, or somebody had them locked", AGAIN),
+        Left(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
+        Left(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
+        Left(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
+    ]
+    return [one for one in found if one.messages > 0]
+
+
+def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[Left]:
+    """What a drain into the store leaves: ``levels`` are depths by number, those from ``lowest`` on were emptied."""
+    below = sum(depth for level, depth in levels.items() if level < lowest)
+    above = sum(depth for level, depth in levels.items() if level >= lowest)
+    found = [
+        Left(below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True),
+        Left(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
+        Left(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
+        Left(strays, "strays", "their destination did not take them", "declare it: they are tried again by themselves"),
+    ]
+    return [one for one in found if one.messages > 0]
 
 
 def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:

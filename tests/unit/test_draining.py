@@ -8,7 +8,8 @@ from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.levels import delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
 from delayer.services import edits
-from delayer.services.draining import into_cascade, into_store
+from delayer.services.draining import AGAIN, Left, into_cascade, into_store, left_in_cascade, left_in_store
+from delayer.store.draining import Standing
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
 from tests.rig.fakes import NOW
 
@@ -51,3 +52,54 @@ def test_what_the_broker_was_to_finish_goes_where_the_cascade_ends() -> None:
 def test_what_cannot_be_read_is_parked_for_as_long_as_it_may_have_to_wait() -> None:
     met = Delivery(1, False, b"x", b"0." * LEVELS + b"inbox", b"\xff\xff\xff", b"body")
     assert into_store(met, OURS, 6, NOW, 100_000).due_ms == NOW + 64_000
+
+
+NOTHING = Standing(0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("now", "unsound", "keys_too", "left"),
+    [
+        (NOTHING, 0, False, []),
+        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "--keys-too")]),
+        (NOTHING._replace(rows=7, keyed=7), 0, True, [(7, "store", "meanwhile", AGAIN)]),
+        (
+            NOTHING._replace(rows=7, keyed=2, soon=5), 0, False,
+            [(2, "store", "a key", ""), (5, "store", "minute", "none")],
+        ),
+        (NOTHING._replace(rows=4), 3, False, [(3, "store", "checksum", "audit"), (1, "store", "meanwhile", AGAIN)]),
+        (NOTHING._replace(rows=1, soon=2), 0, False, [(2, "store", "minute", "none")]),
+        (
+            NOTHING._replace(packed=9, broken=1), 0, False,
+            [(9, "segments", "compacted", "restore"), (1, "segments", "", "docs")],
+        ),
+        (NOTHING._replace(held=3), 0, False, [(3, "held", "did not take", "held list")]),
+    ],
+)  # fmt: skip
+def test_what_stays_in_the_store(
+    now: Standing, unsound: int, keys_too: bool, left: list[tuple[int, str, str, str]]
+) -> None:
+    check_left(left_in_store(now, unsound, keys_too=keys_too), left)
+
+
+@pytest.mark.parametrize(
+    ("levels", "due", "strays", "left"),
+    [
+        ({27: 0, 5: 0, 4: 0}, 0, 0, []),
+        ({27: 2, 5: 1, 4: 3, 0: 4}, 0, 0, [(7, "cascade", "minute", "none"), (3, "cascade", "meanwhile", AGAIN)]),
+        ({}, 5, 6, [(5, "due queue", "", "none"), (6, "strays", "did not take", "declare")]),
+    ],
+)
+def test_what_stays_in_the_cascade(
+    levels: dict[int, int], due: int, strays: int, left: list[tuple[int, str, str, str]]
+) -> None:
+    check_left(left_in_cascade(levels, due, strays, 5), left)
+
+
+def check_left(found: list[Left], expected: list[tuple[int, str, str, str]]) -> None:
+    assert len(found) == len(expected), found
+    for one, (messages, where, why, next_step) in zip(found, expected, strict=True):
+        assert (one.messages, one.where) == (messages, where)
+        assert why in one.why
+        assert next_step in one.next_step
+        assert one.by_itself == one.next_step.startswith("none"), "what needs nobody says so"

@@ -1,0 +1,83 @@
+"""A drain that is killed at every step, there and back, with an account of every message: run again it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.faults.place import Place, eventually
+
+SEED = 70_000
+MESSAGES = 600
+DELAY_MS = 60_000
+PORTION = 100
+LOWEST = 2
+"""The lowest level that is emptied, of 4 s: what stands below comes out meanwhile."""
+PROGRAM = f"""
+import importlib
+drain = importlib.import_module("delayer.commands.drain")
+drain.PORTION, drain.MARGIN_MS, drain.LOWEST = {PORTION}, 2_000, {LOWEST}
+from delayer.cli import main
+main()
+"""
+
+
+async def drained(place: Place, to: str, fault: str = "") -> tuple[int, str]:
+    """Its exit code, and what it said."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
+    environ |= {f"DELAYER_{name}": value for name, value in (place.environ | {"MODE": to}).items()}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, "drain", "--to", to, "--yes",
+        env=environ | ({"DELAYER_FAULT": fault} if fault else {}),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def killed(place: Place, to: str, *faults: str) -> None:
+    for fault in faults:
+        code, said = await drained(place, to, fault)
+        assert code == -signal.SIGKILL, (fault, said)
+
+
+@pytest.mark.deadline(150)
+async def test_killed_at_every_step_there_and_back(vhost: str, store: str) -> None:
+    place = await Place("native", vhost, store).declare()
+    async with place.ledger(SEED) as ledger:
+        async with place.daemon(MODE="store") as daemon:
+            await daemon.ready()
+            await ledger.publish(MESSAGES, delay_ms=DELAY_MS, absolute=True)
+            await eventually(place.rows, lambda rows: rows == MESSAGES)
+            assert await daemon.stop() == 0
+        async with place.daemon() as daemon:
+            await daemon.ready()
+            # Each goes on where the one before died, and dies in its second portion.
+            await killed(
+                place, "native", "drain.taken:2", "publish.written:2", "drain.published:2", "drain.committed:2"
+            )
+            assert 0 < await place.rows() < MESSAGES
+            code, said = await drained(place, "native")
+            assert (code, await place.rows()) == (0, 0), said
+            assert "Nothing is left in the store." in said
+            assert ledger.total() == 0, "nothing was due yet: otherwise this shows nothing"
+
+            await killed(place, "store", "drain.read:2", "drain.parked:2", "drain.acked:2")
+            code, said = await drained(place, "store")
+            assert code == 0, said
+            assert await place.rows() >= MESSAGES
+            assert ledger.total() == 0
+            await ledger.all_back(timeout=90)
+            await eventually(place.standing, lambda standing: not standing)
+            assert await daemon.stop() == 0
+        verdict = await place.settle_accounts(ledger)
+    counters = await place.conserved()
+    print(verdict, counters)
+    verdict.assert_kept(repeats=True)
+    # In doubt were a portion whose confirms nobody heard, one that was not committed, two that were not acknowledged.
+    assert 0 < len(verdict.repeats) <= 4 * PORTION
