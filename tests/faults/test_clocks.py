@@ -41,6 +41,11 @@ async def odd_daemon(place: Place, clock: Clock) -> AsyncIterator[DaemonProcess]
         yield await daemon.ready()
 
 
+async def in_the_cascade(place: Place) -> int:
+    """Messages that the daemon has read, judged by its clock, and sent on."""
+    return sum(depth for name, depth in (await place.standing()).items() if "delay-level" in name)
+
+
 @pytest.mark.parametrize("ahead_ms", [HOUR_MS, -HOUR_MS])
 async def test_with_a_store_the_hosts_clock_does_not_matter(
     ahead_ms: int, vhost: str, store: str, tmp_path: Path
@@ -70,14 +75,14 @@ async def test_without_a_store_a_clock_that_is_set_makes_nobody_early(vhost: str
     clock = Clock(tmp_path / "clock")
     place = await Place("native", vhost).declare()
     async with place.ledger(SEED + 1) as ledger, odd_daemon(place, clock) as daemon:
-        await ledger.publish(300, delay_ms=2_000)
-        await place.ready(0)
+        await ledger.publish(300, delay_ms=6_000)
+        await eventually(lambda: in_the_cascade(place), lambda count: count == 300)
         clock.set(HOUR_MS)
         await ledger.all_back(timeout=20)
         ledger.verdict().assert_kept()
         clock.set(0)
-        await ledger.publish(300, delay_ms=2_000)
-        await place.ready(0)
+        await ledger.publish(300, delay_ms=6_000)
+        await eventually(lambda: in_the_cascade(place), lambda count: count == 300)
         clock.set(-HOUR_MS)
         await eventually(place.standing, lambda standing: "delayer.delay-level-11" in standing, timeout=20)
         await eventually(place.standing, lambda standing: sum(standing.values()) == 300, timeout=20)
