@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from delayer.core.pace import Scope
 from delayer.store import partitions, statements, upgrades
+from delayer.store.claiming import READ_AT_ONCE
 from delayer.store.partitions import DAY_MS
 from delayer.store.status import overview
 from tests.conformance.store_contract import ROOM, owned, parcel
@@ -36,6 +38,7 @@ PROBE = "SELECT number, (SELECT due_at FROM message_"
 BIG = ("message", "held")
 """What the names of tables with many rows begin with; ``lane`` and ``counter`` are read whole, and may be."""
 PARTITIONS = ("message_p", "message_default")
+RANGES = ("Seq Scan", "Index Scan", "Index Only Scan", "Bitmap Heap Scan")
 AHEAD_MS = 900_000
 """Farther than anybody looks."""
 
@@ -146,6 +149,20 @@ def scans(plan: Plan) -> list[Plan]:
     return [node for node in of_relation if node["Node Type"] not in ("ModifyTable", "LockRows")]
 
 
+def check_bounded(plan: Plan, *names: str) -> None:
+    """Whatever reads these tables through the index of an order ends at a LIMIT, with nothing between them that would
+    read all first."""
+
+    def walk(node: Plan, bounded: bool) -> None:
+        bounded = node["Node Type"] == "Limit" or (bounded and node["Node Type"] in ("Append", "Merge Append"))
+        for child in node.get("Plans", ()):
+            if child.get("Relation Name", "").startswith(names) and child["Node Type"] in RANGES:
+                assert bounded or child.get("Index Name") == "held_pkey", child
+            walk(child, bounded)
+
+    walk(plan, False)
+
+
 def tables(plan: Plan) -> set[str]:
     return {node["Relation Name"] for node in scans(plan)}
 
@@ -219,6 +236,38 @@ async def test_a_release_reads_the_index_of_the_days_that_are_due(server: Postgr
             check_index(plan, "held", "held_pkey")
         for plan in one_of(found, "DELETE FROM message_key"):
             check_index(plan, "message_key", "message_key_pkey")
+
+
+@pytest.mark.parametrize(
+    ("scope", "taken"),
+    [
+        pytest.param(Scope(frozenset({b"nobody"}), only=True), 0, id="a route of which nothing waits"),
+        pytest.param(Scope(frozenset({b"r"}), only=True), 200, id="the route of all"),
+        pytest.param(Scope(frozenset({b"nobody"}), only=False), 200, id="all but one"),
+    ],
+)
+async def test_a_release_of_some_routes_reads_no_more_than_its_bound(
+    server: Postgres, filled: str, scope: Scope, taken: int
+) -> None:
+    """Among the rows of others it reads so many and no more, in the order of the index, and joins none of them."""
+    plans = Plans(server, filled)
+    async with opened(server.url(filled)) as store, owned(store, LANES) as lanes:
+        now = store.now_ms()
+        lane = lanes[-1]
+        lane.pace([scope])
+        assert len(await lane.claim(200, ROOM, scope)) == taken
+        await lane.give_up()
+        # A whole claim of them leaves no room for held ones; so once more, with room.
+        await lane.claim(READ_AT_ONCE, ROOM, scope)
+        await lane.give_up()
+        found = plans.take()
+        passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
+        for plan in one_of(found, statements.CLAIM_SCOPED):
+            check_messages(plan, passed, "lane", "due_at")
+            check_bounded(plan, *PARTITIONS)
+        for plan in one_of(found, statements.CLAIM_HELD_SCOPED):
+            check_index(plan, "held", "held_lane_retry_at", "held_pkey")
+            check_bounded(plan, "held")
 
 
 async def test_a_cancel_reads_the_index_of_its_message_s_day(server: Postgres, filled: str) -> None:
