@@ -9,8 +9,7 @@ Tables stand on the page between a mark and `<!-- end -->`, and are written anew
     <!-- later: steady churn -->      sections of `make bench BENCH_ARGS="--only … --output bench/results/later.json"`
     <!-- where: turn database -->     sections of `python -m bench.where`
     <!-- plans -->                    `python -m bench.plans --json`
-    <!-- sizing: fleets memory -->    what follows from the first of them (bench/sizing.py), and from the store's size:
-                                      `make bench BENCH_ARGS="--only start --output bench/results/size.json"`
+    <!-- sizing: fleets memory -->    what follows from the first of them (bench/sizing.py)
 
 So no figure in them was typed by hand; a test compares the page with the runs. All tables are made before anything is
 written, and a result that says less than the one that is there already is not taken.
@@ -39,14 +38,11 @@ TAKEN = {
     "later.json": "performance-later.json",
     "where.json": "performance-where.json",
     "plans.json": "performance-plans.json",
-    "size.json": "performance-size.json",
 }
 """Results, and the names that they have beside the page."""
-SIZE = "performance-size.json"
-"""Without it the store's size is that of the earliest run, in which it was too large."""
 KEPT = ("performance-earlier.json", "performance-park.json")
 """Runs that the page compares with, and that nothing replaces by itself."""
-BENCHMARK = ("performance-earlier.json", "performance.json", "performance-later.json", "performance-park.json")
+BENCHMARK = ("performance-earlier.json", "performance-later.json", "performance-park.json", "performance.json")
 """The runs of the benchmark proper, in the order of their time."""
 _MARK = re.compile(
     r"(<!-- (runs|compared|missed|figures|later|where|plans|sizing)(?:: ([a-z ]+))? -->\n).*?(<!-- end -->)", re.DOTALL
@@ -76,8 +72,6 @@ class Runs(NamedTuple):
         """From beside the page; ``taken`` stand in for some of them. Raises given.Mistake."""
         taken = taken or {}
         paths = {name: taken.get(name, DOCS / name) for name in (*TAKEN.values(), *KEPT)}
-        if not paths[SIZE].exists():
-            del paths[SIZE]
         plans = _plans(paths.pop("performance-plans.json"))
         results = {name: given.result(path) for name, path in paths.items()}
         for name in BENCHMARK:
@@ -126,7 +120,6 @@ def lines(kind: str, names: list[str], runs: Runs) -> Iterator[str]:
 
 
 def _sizing(name: str, runs: Runs) -> Iterator[str]:
-    size = runs.results.get(SIZE, runs.results["performance-earlier.json"])
     match name:
         case "limits":
             return sizing.limits(runs.full)
@@ -137,9 +130,9 @@ def _sizing(name: str, runs: Runs) -> Iterator[str]:
         case "memory":
             return sizing.memory(runs.full)
         case "waiting":
-            return sizing.waiting(size)
+            return sizing.waiting(runs.full)
         case "billion":
-            return sizing.billion(runs.full, size)
+            return sizing.billion(runs.full)
     raise ValueError(f"there is no sizing of {name!r}")
 
 

@@ -186,9 +186,9 @@ def _bytes(count: float) -> str:
     return next(f"{count / unit:,.3g} {name}" for unit, name in units if count >= unit)
 
 
-def billion(result: Result, size: Result) -> Iterator[str]:
+def billion(result: Result) -> Iterator[str]:
     """Lines of Markdown: what a billion rows of 512 bytes take."""
-    each, said = row(size)
+    each, said = row(result)
     copied = result.find("ceilings", "store copy", body=SMALL)
     yield "| a billion messages of 512 bytes | |"
     yield "|---|---|"

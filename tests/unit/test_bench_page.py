@@ -26,6 +26,7 @@ def some_run() -> Result:
         Figure("bodies", "memory of daemon", 160, "MB", {"count": 1000, "body": 1_000_000}),
         Figure("processes", "memory of all", 70, "MB", {"workers": 1}),
         Figure("processes", "memory of all", 340, "MB", {"workers": 4}),
+        Figure("start", "size of the store, as filled", 10_000, "MB", {"backlog": 10_000_000}),
     ]
     for part, park, release, steady in (("daemon", 10, 20, 60), ("broker", 10, 50, 150), ("database", 10, 10, 40)):
         figures += [
@@ -42,10 +43,6 @@ def some_run() -> Result:
     return Result({"at": "2026-01-02T03:04:05+00:00", "revision": "abc"}, figures)
 
 
-def some_size() -> Result:
-    return Result({}, [Figure("start", "size of the store, as filled", 10_000, "MB", {"backlog": 10_000_000})])
-
-
 def some_plans(rows: int = 10_000_000, **more: Any) -> dict[str, Any]:
     plan = {"name": "claim", "rows": 1000, "ms": 2.5, "planning_ms": 0.2, "buffers": 3000, "touched": 1}
     return {"rows": rows, "lanes": 4, "held": 20_000, "runs": 7, "statements": [plan], **more}
@@ -56,7 +53,6 @@ def some_runs() -> page.Runs:
         "performance.json": some_run(),
         "performance-later.json": Result({}, [Figure("churn", "claims", 5, "ms")]),
         "performance-where.json": Result({}, [Figure("turn", "claim, p50", 0.7, "ms", {"rate": 5000})]),
-        "performance-size.json": some_size(),
         "performance-earlier.json": Result(),
         "performance-park.json": Result(),
     }
@@ -78,7 +74,7 @@ def test_every_kind_of_table() -> None:
     marks = "".join(f"<!-- {kind} -->\n<!-- end -->\n" for kind in kinds)
     filled = page.filled(marks, some_runs())
     assert "| [performance.json](performance.json) | 2026-01-02 03:04 UTC | abc | as usual |" in filled
-    assert "| park, 512 B, 0 waiting |  | 40,000 msg/s |  |  |" in filled
+    assert "| park, 512 B, 0 waiting |  |  |  | 40,000 msg/s |" in filled
     assert "| *5,000/s* |" in filled
     assert "| claim, p50 | 0.70 ms |" in filled
     assert "| claims | 5.00 ms |" in filled
@@ -210,7 +206,7 @@ def test_cores_and_disk() -> None:
     assert (
         lines[7] == "| 100,000 of 4,096 B | 10 processes (10.0 cores) | 20.0 cores | 6.7 cores | 36.7 cores | in bulk |"
     )
-    disk = list(sizing.billion(some_run(), some_size()))
+    disk = list(sizing.billion(some_run()))
     assert "(1,000 bytes a row) | 1.00 TB |" in disk[2]
     assert "2.8 h" in disk[3]
     assert "13.9 h" in disk[4]
@@ -220,7 +216,7 @@ def test_sizing_says_what_the_run_lacks() -> None:
     with pytest.raises(ValueError, match="steady"):
         list(sizing.fleets(Result()))
     with pytest.raises(ValueError, match="large"):
-        list(sizing.billion(Result(), Result()))
+        list(sizing.billion(Result()))
     with pytest.raises(ValueError, match="native"):
         list(sizing.native(Result()))
     with pytest.raises(ValueError, match="memory"):
@@ -247,4 +243,4 @@ def test_memory_is_the_most_that_was_seen() -> None:
 def test_the_size_of_a_store_that_others_used_too_is_an_upper_bound() -> None:
     used = Result({}, [Figure("start", "size of the store", 9000, "MB", {"backlog": 10_000_000})])
     assert sizing.row(used) == (900, "at most 900 bytes a row")
-    assert sizing.row(Result({}, some_size().figures + used.figures)) == (1000, "1,000 bytes a row")
+    assert sizing.row(Result({}, some_run().figures + used.figures)) == (1000, "1,000 bytes a row")
