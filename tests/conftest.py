@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck, settings
 
 from tests.rig.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
 WITH_SPARK = "tests/audit/"
+
+
+# How long an example takes says how busy the machine is: three workers and their servers share two cores.
+settings.register_profile("shared machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 @pytest.hookimpl(optionalhook=True)
