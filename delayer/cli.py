@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from delayer import __version__
+from delayer import __version__, late_logs
 
 VERBS: Final = {
     "run": "run",
@@ -73,22 +72,6 @@ class Verbs(click.Group):
             if not isinstance(error, EXPECTED_ERRORS):
                 raise
             raise failure(error) from error
-
-
-class _FirstLine(logging.Handler):
-    """Whoever logs first gets the logs configured: most commands end without a line, and structlog loads slowly."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _configure_logs()
-        logger = logging.getLogger(record.name)
-        if logger.isEnabledFor(record.levelno):
-            logger.handle(record)
-
-
-def _configure_logs() -> None:
-    from delayer import telemetry  # noqa: PLC0415
-
-    telemetry.configure("console", "error")  # the daemon configures again, as its settings say
 
 
 def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -155,10 +138,7 @@ def cli(
     """
     from delayer.commands.common import Request  # noqa: PLC0415 - loaded with the verb, not for --version
 
-    if "structlog" in sys.modules:
-        _configure_logs()
-    else:
-        logging.getLogger().handlers[:] = [_FirstLine()]
+    late_logs.arrange()
     shortcuts = {"mode": mode, "workers": workers, "broker.url": broker_url, "store.url": store_url}
     flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
     context.obj = Request(config, flags)

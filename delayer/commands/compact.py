@@ -11,7 +11,6 @@ from delayer.commands.common import FOUND, Unreached, note, print_json, request_
 from delayer.commands.db import store_url
 from delayer.commands.jobs import (
     Say,
-    configure_logs,
     duration,
     in_bytes,
     json_option,
@@ -66,7 +65,6 @@ def compact(
     """
     from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
 
-    configure_logs()
     settings = request_of(context).settings()
     url = store_url(settings)
     job.check_after(after_ms, settings.store.restore_ahead_ms)

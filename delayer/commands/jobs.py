@@ -28,13 +28,6 @@ def duration(_context: click.Context, _option: click.Parameter, text: str | None
         raise click.BadParameter(f"expected {error}, found {text!r}") from None
 
 
-def configure_logs() -> None:
-    """The log of a job is for errors, on stderr. structlog, which comes with the job, would print all on stdout."""
-    from delayer import telemetry  # noqa: PLC0415 - it loads slowly
-
-    telemetry.configure("console", "error")
-
-
 @contextmanager
 def progress() -> Iterator[Say]:
     """A bar on stderr while somebody watches a terminal; nothing else."""

@@ -11,7 +11,6 @@ from delayer.commands.common import FOUND, Misused, Unreached, note, print_json,
 from delayer.commands.db import store_url
 from delayer.commands.jobs import (
     Say,
-    configure_logs,
     duration,
     in_bytes,
     json_option,
@@ -62,7 +61,6 @@ def restore(
     """
     from delayer.audit import restore as job  # noqa: PLC0415 - only the job's own verbs need it
 
-    configure_logs()
     if everything == (within_ms is not None):
         raise Misused("say what to restore: either --within DURATION or --all")
     url = store_url(request_of(context).settings())
