@@ -8,6 +8,7 @@ Tables stand on the page between a mark and `<!-- end -->`, and are written anew
     <!-- figures: park release -->    sections of `make bench`
     <!-- later: steady churn -->      sections of `make bench BENCH_ARGS="--only … --output bench/results/later.json"`
     <!-- where: turn database -->     sections of `python -m bench.where`
+    <!-- rolling: rolling -->         the one of `python -m bench.rolling`
     <!-- plans -->                    `python -m bench.plans --json`
     <!-- sizing: fleets memory -->    what follows from the first of them (bench/sizing.py)
 
@@ -37,6 +38,7 @@ TAKEN = {
     "latest.json": "performance.json",
     "later.json": "performance-later.json",
     "where.json": "performance-where.json",
+    "rolling.json": "performance-rolling.json",
     "plans.json": "performance-plans.json",
 }
 """Results, and the names that they have beside the page."""
@@ -45,7 +47,8 @@ KEPT = ("performance-earlier.json", "performance-park.json")
 BENCHMARK = ("performance-earlier.json", "performance-later.json", "performance-park.json", "performance.json")
 """The runs of the benchmark proper, in the order of their time."""
 _MARK = re.compile(
-    r"(<!-- (runs|compared|missed|figures|later|where|plans|sizing)(?:: ([a-z ]+))? -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (runs|compared|missed|figures|later|where|rolling|plans|sizing)(?:: ([a-z ]+))? -->\n).*?(<!-- end -->)",
+    re.DOTALL,
 )
 _CHART = re.compile(r"\]\(img/(performance(?:-later)?)-(\w+)\.png\)")
 
@@ -100,7 +103,8 @@ def filled(page: str, runs: Runs) -> str:
 
 
 def lines(kind: str, names: list[str], runs: Runs) -> Iterator[str]:
-    sections = {"figures": runs.full, "later": runs.later, "where": runs.results["performance-where.json"]}
+    sections = {"figures": runs.full, "later": runs.later}
+    sections |= {kind: runs.results[f"performance-{kind}.json"] for kind in ("where", "rolling")}
     match kind:
         case "runs":
             yield from provenance(runs)

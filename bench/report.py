@@ -14,7 +14,14 @@ from rich.text import Text
 
 from bench.figures import Figure, Result
 
-_UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "workers": " processes", "count": " messages"}
+_UNITS = {
+    "rate": "/s",
+    "body": " B",
+    "backlog": " waiting",
+    "workers": " processes",
+    "count": " messages",
+    "log": " MB a log",
+}
 _OF_ONE = {"workers": " process", "count": " message"}
 
 

@@ -137,11 +137,13 @@ class Servers:
 
 
 @asynccontextmanager
-async def running_servers(settings: Mapping[str, str | int] = POSTGRES) -> AsyncIterator[Servers]:
+async def running_servers(
+    settings: Mapping[str, str | int] = POSTGRES, broker_settings: Mapping[str, str | int] = BROKER
+) -> AsyncIterator[Servers]:
     """Both servers and the schema; all of it gone at the end, whatever ends it."""
     with ExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="delayer-bench-")))
-        broker, postgres = RabbitMQ(config=BROKER), Postgres(settings=settings)
+        broker, postgres = RabbitMQ(config=broker_settings), Postgres(settings=settings)
         undo.callback(broker.close)
         undo.callback(postgres.close)
         starting = asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))

@@ -53,6 +53,7 @@ def some_runs() -> page.Runs:
         "performance.json": some_run(),
         "performance-later.json": Result({}, [Figure("churn", "claims", 5, "ms")]),
         "performance-where.json": Result({}, [Figure("turn", "claim, p50", 0.7, "ms", {"rate": 5000})]),
+        "performance-rolling.json": Result({}, [Figure("rolling", "daemon, lateness p99", 66, "ms", {"log": 64})]),
         "performance-earlier.json": Result(),
         "performance-park.json": Result(),
     }
@@ -70,7 +71,7 @@ def test_the_page_shows_the_runs_beside_it() -> None:
 
 
 def test_every_kind_of_table() -> None:
-    kinds = ("runs", "compared", "later: churn", "where: turn", "plans", "sizing: fleets waiting")
+    kinds = ("runs", "compared", "later: churn", "where: turn", "rolling: rolling", "plans", "sizing: fleets waiting")
     marks = "".join(f"<!-- {kind} -->\n<!-- end -->\n" for kind in kinds)
     filled = page.filled(marks, some_runs())
     assert "| [performance.json](performance.json) | 2026-01-02 03:04 UTC | abc | as usual |" in filled
