@@ -9,20 +9,14 @@ Writes bench/results/rolling.json, and prints a table.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from rich.console import Console
-
-from bench import ending, report
-from bench.__main__ import RESULTS
+from bench import single
 from bench.about import about
 from bench.figures import Figure, Result
-from bench.given import at_least
 from bench.run import Options, rounded
 from bench.servers import running_servers
 from bench.steady import Steady, in_memory, once
-from delayer import telemetry
 
 SIZES_MB = (512, 64, 16)
 DELAYS_MS = (1000, 2000, 1)
@@ -63,20 +57,5 @@ async def measure(rate: int, seconds: int) -> Result:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.rolling", description=__doc__)
-    parser.add_argument("--rate", type=at_least(1), default=5000, help="messages a second (default 5000)")
-    parser.add_argument("--seconds", type=at_least(1), default=75, help="how long each turn is measured (default 75)")
-    given = parser.parse_args()
-    telemetry.configure("console", "error")
-    try:
-        result = ending.run(measure(given.rate, given.seconds))
-    except ending.Ended as ended:
-        print(f"{ended}: ended before all was measured; nothing is kept", file=sys.stderr)
-        sys.exit(ended.exit_code)
-    result.save(RESULTS / "rolling.json")
-    report.show(result, Console())
-
-
 if __name__ == "__main__":
-    main()
+    single.main("rolling", __doc__, measure, 75)

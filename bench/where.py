@@ -6,7 +6,6 @@ Writes bench/results/where.json, and prints a table.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -18,17 +17,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import asyncpg
-from rich.console import Console
 
-from bench import ending, report
-from bench.__main__ import RESULTS
+from bench import single
 from bench.about import about
 from bench.figures import Figure, Result, percentile
-from bench.given import at_least
 from bench.run import Options, rounded
 from bench.servers import POSTGRES, Place, running_servers
 from bench.steady import Steady, under_load
-from delayer import telemetry
 from tests.rig.daemon import DaemonProcess
 
 TIMED = Path(__file__).with_name("timed.py")
@@ -123,20 +118,5 @@ async def _listen(after: float, seconds: int) -> list[Figure]:
     return await asyncio.to_thread(Syncs(seconds).figures)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.where", description=__doc__)
-    parser.add_argument("--rate", type=at_least(1), default=5000, help="messages a second (default 5000)")
-    parser.add_argument("--seconds", type=at_least(1), default=20, help="how long (default 20)")
-    given = parser.parse_args()
-    telemetry.configure("console", "error")
-    try:
-        result = ending.run(measure(given.rate, given.seconds))
-    except ending.Ended as ended:
-        print(f"{ended}: ended before all was measured; nothing is kept", file=sys.stderr)
-        sys.exit(ended.exit_code)
-    result.save(RESULTS / "where.json")
-    report.show(result, Console())
-
-
 if __name__ == "__main__":
-    main()
+    single.main("where", __doc__, measure, 20)
