@@ -23,11 +23,12 @@ LONGEST_CHAIN: Final = 8
 _UNSURE: Final = "if that is a replica itself and behind, what was released since may be called overdue"
 CONNECT_SECONDS: Final = 5.0
 
-# Who may not see the receiver's status sees that there is one, and not who sends.
+# Who may not see the receiver's status sees that there is one, and not who sends. After a start a replica may have
+# replayed more, from its own files, than it has received since.
 _STATE: Final = """
 SELECT pg_is_in_recovery() AS replica,
        floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint AS now_ms,
-       NOT pg_is_in_recovery() OR pg_last_wal_receive_lsn() = pg_last_wal_replay_lsn()
+       NOT pg_is_in_recovery() OR pg_last_wal_receive_lsn() <= pg_last_wal_replay_lsn()
            AND coalesce((SELECT coalesce(status, 'streaming') = 'streaming' FROM pg_stat_wal_receiver), false)
            AS follows,
        floor(extract(epoch FROM coalesce(
