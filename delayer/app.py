@@ -14,6 +14,7 @@ import structlog
 from delayer import __version__, telemetry
 from delayer.broker.errors import TopologyMismatch
 from delayer.daemon import Daemon
+from delayer.early_signals import STOPS, hear_reload
 from delayer.ops import loop
 from delayer.ops.notify import Notifier
 from delayer.reload import Reload
@@ -24,8 +25,6 @@ from delayer.supervisor.policy import MISUSED, REFUSED
 from delayer.supervisor.service import Supervisor
 
 log = structlog.get_logger(__name__)
-
-STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
@@ -86,6 +85,7 @@ async def _supervise(settings: Settings, load: Callable[[], Settings]) -> int:
     for signum in STOPS:
         running.add_signal_handler(signum, supervisor.stop)
     running.add_signal_handler(signal.SIGHUP, supervisor.reload)
+    hear_reload()
     try:
         return await supervisor.run()
     finally:
@@ -108,6 +108,7 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     for signum in STOPS:
         running.add_signal_handler(signum, daemon.stop)
     running.add_signal_handler(signal.SIGHUP, reload.request)
+    hear_reload()
     if worker.number(os.environ) is not None:
         worker.watch_supervisor(daemon.stop)
     log.info("starting", version=__version__, mode=settings.mode)

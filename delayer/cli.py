@@ -5,16 +5,18 @@ A verb is loaded when it is asked for: all of them together take half a second.
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
 
-from delayer import __version__, late_logs
+from delayer import __version__, late_logs, streams
 
 VERBS: Final = {
     "run": "run",
@@ -38,6 +40,8 @@ VERBS: Final = {
     "export": "exporting:export",
 }
 """Where the verbs are, in the order of their use: the module in delayer.commands, and the name in it if another."""
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk, or of what stands for one, that takes no more."""
 
 
 class Verbs(click.Group):
@@ -147,11 +151,27 @@ def cli(
 def main() -> None:
     """Entry point of the ``delayer`` command."""
     gc.disable()  # nothing of what is loaded is garbage, and looking for some takes a tenth of the time
+    streams.open_closed()
     try:
         cli(prog_name="delayer")
     except SystemExit as end:
         _leave(end.code)
         raise
+    except OSError as full:
+        if full.errno not in NO_ROOM:
+            raise
+        _cut_off(full)
+
+
+def _cut_off(full: OSError) -> NoReturn:
+    """End with a word about what could not be written."""
+    from delayer.commands.common import USAGE  # noqa: PLC0415 - as above
+
+    where = f" to {full.filename}" if full.filename else ""
+    what = "What was asked for may be done; what was printed is cut off."
+    with suppress(OSError):  # stderr may lead there too
+        click.echo(f"delayer: nothing more can be written{where}: {full.strerror}. {what}", err=True)
+    os._exit(USAGE)  # the interpreter would try to write the rest once more, and complain
 
 
 def _leave(code: object) -> None:
@@ -159,7 +179,7 @@ def _leave(code: object) -> None:
     if not isinstance(code, int) or "pyspark" in sys.modules:
         return  # Spark has a process of its own to end
     try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed before we began
+        for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:
         return  # the reader has gone, or the disk is full: the interpreter has words for it, and an exit code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from delayer import app
+from delayer import early_signals
 from delayer.commands.common import Request
 
 
@@ -24,4 +24,7 @@ def run(request: Request) -> None:
       delayer --mode native --set log.format=console run
       delayer --workers 4 run
     """
-    app.run_daemon(request.settings)
+    with early_signals.heeded():
+        from delayer import app  # noqa: PLC0415 - takes most of a second, in which somebody may want it to stop
+
+        app.run_daemon(request.settings)

@@ -54,7 +54,12 @@ HOUSE: Mapping[str, Layer] = {
     "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
 # The edge may import everything below it; what it may not is to be imported from below.
-EDGE = frozenset({"cli", "commands", "app", "daemon", "late_logs", "reload", "serving", "takeovers", "wiring"})
+EDGE = frozenset(
+    {
+        "cli", "commands", "app", "daemon", "early_signals", "late_logs", "reload", "serving", "streams", "takeovers",
+        "wiring",
+    }
+)  # fmt: skip
 # What only the HTTP layer knows of.
 OF_HTTP = frozenset({"starlette", "uvicorn", "prometheus_client"})
 

@@ -1,0 +1,56 @@
+"""A daemon that is still loading: an order to stop ends it as told, an order to reload waits. No server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.rig.daemon import DaemonProcess
+
+NOWHERE = 'mode = "native"\nbroker.url = "amqp://127.0.0.1:1/"\n'
+
+
+async def reading(file: Path) -> int:
+    """Wait until somebody reads this named pipe; its writing end."""
+    return await asyncio.to_thread(os.open, file, os.O_WRONLY)
+
+
+@pytest.fixture
+def slow_file(tmp_path: Path) -> Path:
+    """A configuration that is read when the test wants it to be."""
+    file = tmp_path / "delayer.toml"
+    os.mkfifo(file)
+    return file
+
+
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT], ids=str)
+async def test_an_order_to_stop_that_comes_early_is_obeyed(slow_file: Path, order: signal.Signals) -> None:
+    async with DaemonProcess({}, config=slow_file) as daemon:
+        pipe = await reading(slow_file)
+        daemon.signal(order)
+        assert await daemon.wait() == 0
+        assert daemon.events == [] and daemon.stray_lines == []
+        os.close(pipe)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_order_to_reload_that_comes_early_is_obeyed_when_it_can_be(slow_file: Path, workers: int) -> None:
+    """It is refused, as there is no broker; what counts is that it was heard. A supervisor has nobody to pass it on to
+    yet: workers read the file when they start."""
+    async with DaemonProcess({"WORKERS": str(workers)}, config=slow_file) as daemon:
+        pipe = await reading(slow_file)
+        daemon.reload()
+        later = slow_file.with_name("later.toml")
+        later.write_text(NOWHERE)
+        later.replace(slow_file)
+        os.write(pipe, NOWHERE.encode())
+        os.close(pipe)
+        if workers == 1:
+            await daemon.event("reload refused", where=lambda event: "127.0.0.1:1" in event["reason"])
+        else:
+            await daemon.event("broker unreachable", where=lambda event: event["worker"] == workers)
+        assert await daemon.stop() == 0
