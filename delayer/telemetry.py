@@ -53,6 +53,8 @@ EVENTS: Final[Mapping[str, str]] = {
     "broker connected": "a connection of the hot path stands",
     "broker unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
     "broker connection lost": "a connection broke; it is opened again by itself",
+    "broker blocked": "a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released",
+    "broker unblocked": "the alarm is over: what is due goes out",
     "publish channel closed": "the broker closed a publishing channel; in_doubt publishes are repeated",
     "consumer cancelled by the broker": "the queue went away or moved; consuming begins again",
     "consumer not ended in order": "a session's end got no answer; its last messages may be repeated",

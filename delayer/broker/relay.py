@@ -91,6 +91,7 @@ class Relay:
             sparing.over()
             began = time.monotonic()
             self._connection = connection
+            connection.on_alarm(self._alarmed)
             self._connected.set()
             reason = await asyncio.shield(connection.closed)
             self._connected.clear()
@@ -102,3 +103,9 @@ class Relay:
                 # Let in and thrown out again: as good as not let in.
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
+
+    def _alarmed(self, reason: str) -> None:
+        if reason:
+            log.warning("broker blocked", connection=self._name, reason=reason)
+        else:
+            log.info("broker unblocked", connection=self._name)

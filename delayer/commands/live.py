@@ -43,7 +43,7 @@ def _ask(listen: str) -> dict[str, Any]:
         said = json.loads(answer.read())
         if answer.status != http.client.OK:
             return {"error": f"{listen} answers {answer.status}", "last": {}}
-        return {"error": None, "workers": said["workers"], "last": said["last"]}
+        return {"error": None, "workers": said["workers"], "last": said["last"], "blocked": said["blocked"]}
     except OSError as error:
         return {"error": f"no daemon answers at {listen}: {error.strerror or error}", "last": {}}
     except (ValueError, KeyError, TypeError, http.client.HTTPException):
@@ -70,6 +70,10 @@ def show(live: dict[str, Any]) -> None:
         )
     columns = ["over the last", "in/s", "out/s", "late: median", "99 of 100", "at most"]
     print_table(columns, rows, right=(1, 2, 3, 4, 5))
+    if live["blocked"]:
+        click.echo(
+            "BLOCKED: a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released"
+        )
 
 
 def _late(seconds: float | None) -> str:

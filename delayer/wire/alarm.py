@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from delayer.wire.errors import ConnectionLost, again
 
@@ -14,6 +14,8 @@ class Alarm:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.raised = False
         self.reason = ""
+        self.heard: Callable[[str], object] = lambda _reason: None
+        """Told the broker's word whenever it is raised, and "" when it is cleared."""
         self._loop = loop
         self._loss: ConnectionLost | None = None
         self._over: asyncio.Future[None] | None = None
@@ -32,9 +34,11 @@ class Alarm:
 
     def sound(self, reason: str) -> None:
         self.raised, self.reason = True, reason
+        self.heard(reason)
 
     def clear(self) -> None:
         self.raised, self.reason = False, ""
+        self.heard("")
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
 

@@ -115,6 +115,13 @@ class Connection(asyncio.Protocol):
         """Done as soon as the broker takes publishes: at once while not ``blocked``. Raises ConnectionLost."""
         return self._alarm.over
 
+    def on_alarm(self, heard: Callable[[str], object]) -> None:
+        """Tell ``heard`` the broker's word whenever an alarm is raised, one that is there already among them, and ""
+        when it is over."""
+        self._alarm.heard = heard
+        if self._alarm.raised:
+            heard(self._alarm.reason)
+
     async def channel(self) -> Channel:
         """Open a channel. Raises NoFreeChannel, ConnectionLost."""
         self._check_open()

@@ -23,6 +23,8 @@ async def test_a_daemon_that_serves(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert found["last"]["60"]["rates"]["released"] == 0
     live.show(found)
     assert capsys.readouterr().out.split()[-6:] == ["min", "0.0", "0.0", "-", "-", "-"]
+    live.show(found | {"blocked": True})
+    assert "BLOCKED: a resource alarm of the broker" in capsys.readouterr().out
 
 
 async def test_why_it_is_not_known() -> None:

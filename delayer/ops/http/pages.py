@@ -102,7 +102,11 @@ class Pages:
         states = await self.answers.states()
         steps = words.steps(states)
         summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
-        return JSONResponse({"series": recent.series(steps), "last": summaries, "workers": len(states)})
+        lines = [line for one in states if one is not None for line in one["connections"].values()]
+        blocked = any(line["blocked"] for line in lines)
+        return JSONResponse(
+            {"series": recent.series(steps), "last": summaries, "workers": len(states), "blocked": blocked}
+        )
 
     async def backlog_json(self, _request: Request) -> Response:
         """What is due when, for the chart."""

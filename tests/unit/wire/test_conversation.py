@@ -339,6 +339,8 @@ async def test_silence_is_no_loss_while_we_do_not_read() -> None:
 async def test_blocked_and_unblocked() -> None:
     async with scripted() as script:
         connection, channel, peer = await script.channel()
+        heard: list[str] = []
+        connection.on_alarm(heard.append)
         await connection.unblocked
         peer.send(commands.Connection.Blocked("low on memory"))
         await round_trip(channel, peer)
@@ -353,6 +355,9 @@ async def test_blocked_and_unblocked() -> None:
         await connection.unblocked
         peer.send(commands.Connection.Blocked("low on disk"))
         await round_trip(channel, peer)
+        assert heard == ["low on memory", "", "low on disk"]
+        connection.on_alarm(heard.append)
+        assert heard[3:] == ["low on disk"], "whoever comes later hears of it too"
         waiting = [asyncio.ensure_future(connection.unblocked)]
         peer.writer.transport.abort()
         with pytest.raises(ConnectionLost):
