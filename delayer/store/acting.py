@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 import asyncpg
 
 from delayer.core.filters import Filter, Token
+from delayer.core.seen import Seen
 from delayer.store import cancelling, listing, rescheduling, schema, segments, session
 from delayer.store.cancelling import Dues, Found
 from delayer.store.errors import WORTH_REPEATING, translated
@@ -86,8 +87,8 @@ async def every(
     Raises the driver's errors.
     """
     done: Counter[Found] = Counter()
-    # What was moved to a later instant is met again. What was cancelled is not: ten million need not be remembered.
-    seen: set[int] = set()
+    # What was moved to a later instant is met again.
+    seen = Seen()
     after: tuple[int, int] | None = BEGINNING
     while after is not None:
         found = await listing.find(connection, wanted, test, PORTION, after, scan=SCAN)
@@ -96,7 +97,7 @@ async def every(
             done.update((await patiently(partial(do, connection, list(dues), dues, act))).values())
             say(done.total() - done[Found.NOWHERE] - done[Found.UNREADABLE])
         if do is not cancelling.cancel:
-            seen |= dues.keys()
+            seen.update(dues)
         after = found.after
     return done
 
