@@ -83,6 +83,7 @@ class Pages:
         levels = {} if seen is None else {number: depth for number, depth in seen.levels.items() if depth}
         return {
             "reasons": await self.answers.not_ready(states),
+            "blocked": words.blocked(states),
             "store": usable,
             "store_error": "" if store is None else store.error,
             "broker_error": depths.error,
@@ -102,10 +103,13 @@ class Pages:
         states = await self.answers.states()
         steps = words.steps(states)
         summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
-        lines = [line for one in states if one is not None for line in one["connections"].values()]
-        blocked = any(line["blocked"] for line in lines)
         return JSONResponse(
-            {"series": recent.series(steps), "last": summaries, "workers": len(states), "blocked": blocked}
+            {
+                "series": recent.series(steps),
+                "last": summaries,
+                "workers": len(states),
+                "blocked": words.blocked(states),
+            }
         )
 
     async def backlog_json(self, _request: Request) -> Response:

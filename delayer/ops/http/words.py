@@ -37,6 +37,12 @@ def steps(states: Iterable[State | None]) -> list[recent.Step]:
     return recent.steps(state["recent"] for state in states if state is not None)
 
 
+def blocked(states: Iterable[State | None]) -> bool:
+    """Whether the broker has blocked a connection of any worker that answered."""
+    found = (state["connections"].values() for state in states if state is not None)
+    return any(line["blocked"] for lines in found for line in lines)
+
+
 def series(census: Census | None) -> list[dict[str, Any]]:
     """Titles, and the rows of the tables under the chart: bars that are not empty."""
     counts = {} if census is None else census.together()

@@ -32,10 +32,12 @@ class Inside:
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
         self.worker = worker
         self.lost = False
+        self.blocked = False
         self.done: list[tuple[str, frozenset[str], str]] = []
 
     def state(self) -> State:
-        return state(self.worker, mode="native", store=False, recent=[])
+        lines = {"publish": {"connected": True, "blocked": self.blocked, "connects": 1}}
+        return state(self.worker, mode="native", store=False, recent=[], connections=lines)
 
     async def depths(self) -> Depths:
         if self.lost:
@@ -197,3 +199,12 @@ async def test_workers_tell_the_first_one(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         stopping.set()
         await part
+
+
+async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    async with served(inside, monkeypatch) as web:
+        assert "takes no publishes" not in (await web.get("/")).text
+        inside.blocked = True
+        assert "takes no publishes" in (await web.get("/")).text
+        assert (await web.get("/api/live")).json["blocked"] is True
