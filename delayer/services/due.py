@@ -63,6 +63,9 @@ class DueCarrier:
         while (early_ms := last_ms - now_ms) > 0:
             await asyncio.sleep(early_ms / 1000)
             now_ms = self._now_ms()  # looked at again: event loops round sleeps to milliseconds, some of them down
+            if last_ms - now_ms > MOMENT_MS:
+                # The clock was set back meanwhile, perhaps by hours, and whoever comes behind is not to wait for that.
+                return await self(batch, settler)
         await self._dispatch.hold(late, settler)
         await self._dispatch(publications, settler)
 

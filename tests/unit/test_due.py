@@ -40,7 +40,8 @@ class Scene:
         monkeypatch.setattr("delayer.services.due.asyncio.sleep", self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
-        """Sleep by the script's clock; the first time a little less than asked, as event loops do."""
+        """Sleep by the script's clock; the first time less than asked: a little, as event loops do, or by much, where
+        the clock is set back."""
         if seconds:
             self.slept.append(seconds)
             self.now += round(seconds * 1000) - self.short_by
@@ -92,6 +93,18 @@ async def test_a_sleep_that_ends_too_soon_is_slept_again(scene: Make) -> None:
     await it.carry(carried(1, NOW + 10))
     assert it.slept == [0.01, 0.001]
     assert it.now >= NOW + 10
+
+
+async def test_a_clock_that_is_set_back_meanwhile_keeps_nobody_waiting(scene: Make) -> None:
+    """Hours would pass in which nothing else comes out of the cascade."""
+    it = scene()
+    it.short_by = 3600_000
+    await it.carry(carried(1, NOW + 10), carried(2, NOW - 7200_000))
+    assert it.slept == [0.01]
+    again, released = it.publisher.published
+    assert again.exchange == Cascade().entry(3600).encode()
+    assert released.exchange == b"orders.out"
+    assert it.acks.acked == [(2, True)]
 
 
 @pytest.mark.parametrize(
