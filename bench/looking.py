@@ -1,5 +1,5 @@
 """How long it takes to look at a store with a full backlog, and to act on one message of it: from the opening of a
-connection to the answer, and as an operator waits for it, by the command line.
+connection to the answer; as an operator waits for it, by the command line; and by the page of a running daemon.
 
 Bare ids are measured beside tokens (ID@DUE): the first read the index of every partition.
 """
@@ -24,6 +24,7 @@ from delayer.store.partitions import DAY_MS
 from delayer.store.rescheduling import When
 from delayer.store.status import overview
 from tests.rig.daemon import EXECUTABLE
+from tests.rig.web import Web
 
 TURNS = 15
 PAGE = 50
@@ -70,6 +71,7 @@ async def run(bench: Bench) -> None:
         "list, first page": lambda _: looked(url, Filter()),
         "list, a later page": lambda _: looked(url, Filter(), (late_us, 0)),
         "list by due instant": lambda _: looked(url, Filter(due_from_ms=late_ms, due_before_ms=late_ms + 60_000)),
+        "list by key": lambda _: looked(url, Filter(key=b"nobody's")),
         "list by route": lambda _: looked(url, Filter(route=IN.encode())),
         "list by a route of nobody (bounded)": lambda _: looked(url, Filter(route=b"nobody")),
         "list by a header of nobody (bounded)": lambda _: looked(url, Filter(headers=((b"x-delay", "no"),))),
@@ -86,9 +88,31 @@ async def run(bench: Bench) -> None:
     bench.say("show, by the id alone")
     bare = [await timed(lambda turn=turn: shown(url, Token(names[-turn].id))) for turn in range(1, 4)]  # type: ignore[misc]
     bench.add("show, by the id alone", median(bare), "ms", backlog=rows)
-    for verb in (["status"], ["list"], ["show", str(names[-1])], ["cancel", str(names[-1])]):
+    for verb in (["--version"], ["status"], ["list"], ["show", str(names[-1])], ["cancel", str(names[-1])]):
         bench.say(f"delayer {verb[0]}")
-        bench.add(f"`delayer {verb[0]}`", median([await command(place, *verb) for _ in range(3)]), "ms", backlog=rows)
+        bench.add(f"`delayer {verb[0]}`", median([await command(place, *verb) for _ in range(5)]), "ms", backlog=rows)
+    await paged(bench, place, f"/message/{names[-2]}", late_us)
+
+
+async def paged(bench: Bench, place: Place, message: str, late_us: int) -> None:
+    """What a browser and Prometheus wait for. The first one who asks for figures of the backlog has it counted."""
+    rows = bench.options.backlog
+    async with place.daemon(HTTP__LISTEN="127.0.0.1:0") as daemon:
+        web = await Web.of(await daemon.ready())
+
+        async def answered(path: str) -> None:
+            assert (await web.get(path)).status == 200, path
+
+        counted = await timed(lambda: answered("/metrics"))
+        bench.add("GET /metrics, first (counts the backlog)", counted, "ms", backlog=rows)
+        for path, name in (
+            ("/metrics", "/metrics"), ("/", "/"), ("/waiting", "/waiting"), (message, "/message/ID"),
+            (f"/waiting?after={late_us}.0", "/waiting, a later page"), ("/health/ready", "/health/ready"),
+        ):  # fmt: skip
+            bench.say(f"GET {name}")
+            times = [await timed(lambda path=path: answered(path)) for _ in range(TURNS)]  # type: ignore[misc]
+            bench.add(f"GET {name}", median(times), "ms", backlog=rows)
+            bench.add(f"GET {name}, slowest", max(times), "ms", backlog=rows)
 
 
 async def command(place: Place, *verb: str) -> float:

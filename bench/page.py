@@ -9,6 +9,7 @@ Tables stand on the page between a mark and `<!-- end -->`, and are written anew
     <!-- later: steady churn -->      sections of `make bench BENCH_ARGS="--only … --output bench/results/later.json"`
     <!-- where: turn database -->     sections of `python -m bench.where`
     <!-- rolling: rolling -->         the one of `python -m bench.rolling`
+    <!-- looking: looking -->         `make bench BENCH_ARGS="--only looking --output bench/results/looking.json"`
     <!-- plans -->                    `python -m bench.plans --json`
     <!-- sizing: fleets memory -->    what follows from the first of them (bench/sizing.py)
 
@@ -39,6 +40,7 @@ TAKEN = {
     "later.json": "performance-later.json",
     "where.json": "performance-where.json",
     "rolling.json": "performance-rolling.json",
+    "looking.json": "performance-looking.json",
     "plans.json": "performance-plans.json",
 }
 """Results, and the names that they have beside the page."""
@@ -47,7 +49,8 @@ KEPT = ("performance-earlier.json", "performance-park.json")
 BENCHMARK = ("performance-earlier.json", "performance-later.json", "performance-park.json", "performance.json")
 """The runs of the benchmark proper, in the order of their time."""
 _MARK = re.compile(
-    r"(<!-- (runs|compared|missed|figures|later|where|rolling|plans|sizing)(?:: ([a-z ]+))? -->\n).*?(<!-- end -->)",
+    r"(<!-- (runs|compared|missed|figures|later|where|rolling|looking|plans|sizing)(?:: ([a-z ]+))? -->\n)"
+    r".*?(<!-- end -->)",
     re.DOTALL,
 )
 _CHART = re.compile(r"\]\(img/(performance(?:-later)?)-(\w+)\.png\)")
@@ -77,7 +80,7 @@ class Runs(NamedTuple):
         paths = {name: taken.get(name, DOCS / name) for name in (*TAKEN.values(), *KEPT)}
         plans = _plans(paths.pop("performance-plans.json"))
         results = {name: given.result(path) for name, path in paths.items()}
-        for name in BENCHMARK:
+        for name in (*BENCHMARK, "performance-looking.json"):
             targets.compare(results[name])
         return cls(results, plans)
 
@@ -104,7 +107,7 @@ def filled(page: str, runs: Runs) -> str:
 
 def lines(kind: str, names: list[str], runs: Runs) -> Iterator[str]:
     sections = {"figures": runs.full, "later": runs.later}
-    sections |= {kind: runs.results[f"performance-{kind}.json"] for kind in ("where", "rolling")}
+    sections |= {kind: runs.results[f"performance-{kind}.json"] for kind in ("where", "rolling", "looking")}
     match kind:
         case "runs":
             yield from provenance(runs)

@@ -105,6 +105,22 @@ TARGETS = (
     Target("churn", "claim, at the end over before", 1.1, "≤ 1.1"),
     Target("churn", "partition, at the end over before", 1.1, "≤ 1.1"),
     Target("churn", "other tables, at the end over before", 1.1, "≤ 1.1"),
+    Target("looking", "status", 50, "≤ 50 ms", only=has_backlog),
+    *(
+        Target("looking", one, 200, "≤ 200 ms", only=has_backlog)
+        for verb in (
+            "list, first page",
+            "list, a later page",
+            "list by due instant",
+            "list by key",
+            "list by route",
+            "show",
+            "reschedule",
+            "cancel",
+            "cancel what is gone",
+        )
+        for one in (verb, f"{verb}, slowest")
+    ),
     Target("importing", "import of TimeoutData", 10_000, "≥ 10 k/s", at_least=True, at=(("count", 1_000_000),)),
 )
 

@@ -54,6 +54,7 @@ def some_runs() -> page.Runs:
         "performance-later.json": Result({}, [Figure("churn", "claims", 5, "ms")]),
         "performance-where.json": Result({}, [Figure("turn", "claim, p50", 0.7, "ms", {"rate": 5000})]),
         "performance-rolling.json": Result({}, [Figure("rolling", "daemon, lateness p99", 66, "ms", {"log": 64})]),
+        "performance-looking.json": Result({}, [Figure("looking", "show", 12, "ms", {"backlog": 10_000_000})]),
         "performance-earlier.json": Result(),
         "performance-park.json": Result(),
     }
@@ -71,7 +72,16 @@ def test_the_page_shows_the_runs_beside_it() -> None:
 
 
 def test_every_kind_of_table() -> None:
-    kinds = ("runs", "compared", "later: churn", "where: turn", "rolling: rolling", "plans", "sizing: fleets waiting")
+    kinds = (
+        "runs",
+        "compared",
+        "later: churn",
+        "where: turn",
+        "rolling: rolling",
+        "looking: looking",
+        "plans",
+        "sizing: fleets waiting",
+    )
     marks = "".join(f"<!-- {kind} -->\n<!-- end -->\n" for kind in kinds)
     filled = page.filled(marks, some_runs())
     assert "| [performance.json](performance.json) | 2026-01-02 03:04 UTC | abc | as usual |" in filled
@@ -79,6 +89,7 @@ def test_every_kind_of_table() -> None:
     assert "| *5,000/s* |" in filled
     assert "| claim, p50 | 0.70 ms |" in filled
     assert "| claims | 5.00 ms |" in filled
+    assert "| show | 12.0 ms |" in filled
     assert "| claim | 1,000 | 2.50 | 0.20 | 3,000 | 1 |" in filled
     assert "| 100,000 of 512 B | 5 processes" in filled
     assert "| 1,000 a second | 3.6 M, 3.6 GB | 86.4 M, 86.4 GB | 2.59 billion, 2.59 TB |" in filled
