@@ -28,8 +28,12 @@ run: ready ## private servers and the daemon, up until Ctrl-C; prints how to sen
 	@$(PYTHON_OF_VENV) -m tests.rig.up
 
 .PHONY: test
-test: ready lint ## check, then every test, against real servers of their own (PYTEST_ARGS=… to choose)
+test: ready lint ## check, then the tests, against real servers of their own; under ten minutes (PYTEST_ARGS=… to choose)
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: ready ## those that are too slow for that: Spark, every import, and whole daemons killed again and again
+	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'slow and not long' $(PYTEST_ARGS)
 
 .PHONY: test-faults
 test-faults: ready ## every fault, overload and clock, those that take a minute too; a quarter of an hour

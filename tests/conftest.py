@@ -20,6 +20,32 @@ from tests.rig.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
 WITH_SPARK = "tests/audit/"
+# What does not fit into the ten minutes of `make test`, but into `make test-slow`. One list: what counts is the sum.
+SLOW = (
+    WITH_SPARK,
+    "tests/acceptance/test_audit_page.py",
+    "tests/acceptance/test_drain.py",
+    "tests/acceptance/test_examples.py",
+    "tests/acceptance/test_imported.py",
+    "tests/acceptance/test_page.py",
+    "tests/acceptance/test_segments.py",
+    "tests/acceptance/test_switch_under_load.py",
+    "tests/acceptance/test_takeover.py",
+    "tests/faults/test_compact_power.py",
+    "tests/faults/test_compact_traffic.py",
+    "tests/faults/test_crash_drain.py",
+    "tests/faults/test_crash_import.py",
+    "tests/faults/test_crash_restore.py",
+    "tests/faults/test_crash_segments.py",
+    "tests/faults/test_damaged_store.py",
+    "tests/faults/test_every_fault.py",
+    "tests/faults/test_overload.py",
+    "tests/faults/test_store_fails_over.py",
+    "tests/integration/test_import_",
+    "tests/integration/test_restoring.py",
+    "tests/integration/test_store_segments.py",
+    "tests/integration/test_store_shrinking.py",
+)
 
 
 # How long an example takes says how busy the machine is: three workers and their servers share two cores.
@@ -60,15 +86,17 @@ def pytest_configure(config: pytest.Config) -> None:
     path = os.environ.get("FAILED_TESTS")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failed(Path(path)))
-    config.addinivalue_line("markers", "long: takes a minute or so; only where asked for, by -m (make test-faults)")
+    if not config.option.markexpr:  # what a worker is told; the arguments look alike to it, whoever gave them
+        named = config.args_source is pytest.Config.ArgsSource.ARGS
+        config.option.markexpr = "not long" if named else "not long and not slow"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long ones out, unless somebody chooses by marks."""
-    if not config.getoption("markexpr"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
+@pytest.hookimpl(tryfirst=True)  # before those are left out that were not asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
