@@ -53,15 +53,24 @@ class Notifier:
     def ready(self, status: str = "") -> None:
         """Start, or a reload, is complete."""
         self._status = status
+        early = self._early
         # The end of a reload says nothing about a start that is not over.
         self._ready, self._reloading = self._ready or not self._reloading, False
-        self._send("READY=1", status)
+        self._send("" if early else "READY=1", status)
 
     def reloading(self) -> None:
         """A reload begins. systemd wants its monotonic time too, to tell this reload from an earlier one."""
         self._reloading = True
+        if self._early:
+            return
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send(f"RELOADING=1\nMONOTONIC_USEC={now_us}")
+
+    @property
+    def _early(self) -> bool:
+        """A reload in the middle of a start: systemd would take its end for that of the start. A supervisor of ours
+        would not, and waits for both words."""
+        return self._reloading and not self._ready and self._line is None
 
     def stopping(self, status: str = "") -> None:
         self._ready = False

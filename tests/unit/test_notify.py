@@ -51,6 +51,18 @@ def test_what_systemd_hears(systemd: tuple[str, socket.socket]) -> None:
     assert heard() == ["WATCHDOG=1"]
 
 
+def test_a_reload_in_the_middle_of_a_start_does_not_end_it(systemd: tuple[str, socket.socket]) -> None:
+    name, server = systemd
+    notifier = Notifier({"NOTIFY_SOCKET": name})
+    notifier.reloading()
+    notifier.ready("mode store; the last reload was refused: no broker")
+    assert server.recv(4096) == b"STATUS=mode store; the last reload was refused: no broker"
+    notifier.ready("mode store")
+    assert server.recv(4096) == b"READY=1\nSTATUS=mode store"
+    notifier.reloading()
+    assert server.recv(4096).startswith(b"RELOADING=1\n")
+
+
 class Words(Notifier):
     """What was said last."""
 
@@ -94,6 +106,16 @@ def test_a_line_that_was_inherited() -> None:
         with structlog.testing.capture_logs() as logs:
             notifier.ready()
         assert [one["event"] for one in logs] == ["notify failed"]
+
+
+def test_a_supervisor_hears_of_every_reload() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        notifier = Notifier({"NOTIFY_SOCKET": f"fd:{theirs.fileno()}"})
+        notifier.reloading()
+        assert ours.recv(4096).startswith(b"RELOADING=1\n")
+        notifier.ready()
+        assert ours.recv(4096) == b"READY=1"
 
 
 def test_inert_without_systemd() -> None:
