@@ -27,7 +27,7 @@ from delayer.legacy.destinations import Destinations
 from delayer.legacy.drain import HEARTBEAT
 from delayer.legacy.machine import Report, Say
 from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
-from delayer.services import edits
+from delayer.services import envelopes
 from delayer.settings import Settings
 from delayer.store.importing import ImportBusy, ImportStore
 from delayer.wire.address import Address
@@ -229,7 +229,7 @@ async def _cascade(settings: Settings, source: Source, book: ImportStore) -> Asy
     relay.start()
     publisher = RelayPublisher(relay)
     try:
-        yield CascadeBook(book, publisher, cascade, settings.native.due_queue, edits.enveloped)
+        yield CascadeBook(book, publisher, cascade, settings.native.due_queue, envelopes.enveloped)
     finally:
         await publisher.close()
         await relay.close()

@@ -13,7 +13,7 @@ from delayer.core.message import Delivery, Parcel
 from delayer.legacy.cascade import CascadeLevels
 from delayer.legacy.hold_queues import HoldQueues, Said
 from delayer.legacy.ports import ImportImpossible, Source
-from delayer.services import edits
+from delayer.services import envelopes
 from delayer.settings import duration_ms
 from delayer.store.importing import ImportStore
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
@@ -40,8 +40,8 @@ def _duration(_context: click.Context, _option: click.Parameter, text: str | Non
 def _opened(delivery: Delivery) -> Parcel | None:
     """The message inside a carrier of delayer's own cascade."""
     try:
-        return edits.opened(Properties.parse(delivery.properties), delivery.body, MAX_PROPERTIES).parcel
-    except (edits.NoEnvelope, MalformedProperties, MalformedTable):
+        return envelopes.opened(Properties.parse(delivery.properties), delivery.body, MAX_PROPERTIES).parcel
+    except (envelopes.NoEnvelope, MalformedProperties, MalformedTable):
         return None
 
 

@@ -11,7 +11,7 @@ from delayer.core.cascade import MAX_SECONDS, Cascade
 from delayer.core.delay import seconds_until
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Due, Outgoing, Parcel, Target
-from delayer.services import edits
+from delayer.services import envelopes
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties, value_at
 
 AGAIN: Final = "the same once more"
@@ -84,15 +84,15 @@ def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Ou
     seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     token = b"%d" % due.id
     key = cascade.routing_key(seconds, due_queue)
-    return Outgoing(levels.entry(seconds).encode(), key, edits.enveloped(due.parcel, token), due.parcel.body, token)
+    return Outgoing(levels.entry(seconds).encode(), key, envelopes.enveloped(due.parcel, token), due.parcel.body, token)
 
 
 def into_store(delivery: Delivery, levels: Cascade, level: int, now_ms: int, max_properties: int) -> Parcel:
     """A message that was met in a level of our own cascade: what its envelope holds; and where the broker was to finish
     it, a message that is let out where the cascade ends, by its own key."""
     try:
-        return edits.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
-    except (edits.NoEnvelope, MalformedProperties, MalformedTable):
+        return envelopes.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
+    except (envelopes.NoEnvelope, MalformedProperties, MalformedTable):
         due_ms = due_at_level(levels, level, delivery.routing_key, _said(delivery), now_ms)
         return Parcel(
             due_ms,

@@ -11,7 +11,7 @@ from delayer.core.delay import seconds_until
 from delayer.core.late import Limits, reason
 from delayer.core.message import Delivery
 from delayer.core.plan import Refuse
-from delayer.services import edits
+from delayer.services import edits, envelopes
 from delayer.services.dispatch import Dispatch, Publication
 from delayer.services.settle import Settler
 from delayer.services.sorting import Names, through_the_cascade, to_refused, to_target
@@ -72,10 +72,10 @@ class DueCarrier:
     def _publication(self, delivery: Delivery, now_ms: int) -> tuple[Publication, int]:
         names = self._names()
         try:
-            envelope = edits.opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
+            envelope = envelopes.opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
             inner = Properties.parse(envelope.parcel.properties)
             released = edits.released(inner, envelope.id, envelope.parcel.due_ms)
-        except (edits.NoEnvelope, MalformedProperties, MalformedTable) as broken:
+        except (envelopes.NoEnvelope, MalformedProperties, MalformedTable) as broken:
             reason = f"not a message of the cascade: {broken}"
             return to_refused(delivery, Refuse(reason), names, self._new_id()), now_ms
         due_ms = envelope.parcel.due_ms

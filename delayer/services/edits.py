@@ -4,22 +4,21 @@ asked            what the planner needs to know of a message
 failed           properties of a dead letter, with a note of its failure
 released         properties as they leave for the destination
 for_the_broker   the same, where the broker itself finishes the cascade
-enveloped        properties of the carrier that takes a message through the cascade, or to the strays
-opened           the way back out of that envelope
 refused          properties as they go to the refused queue
+
+What goes through the cascade, or to the strays, goes in an envelope: delayer/services/envelopes.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 from zlib import crc32
 
 from delayer.core.delay import UnreadableDelay, read_delay_ms
 from delayer.core.forms import CONSULTED, DELAY, Ask
 from delayer.core.levels import X_DEATH
-from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.plan import LATEST_MS, SHORT_STRING
+from delayer.core.message import Delivery
 from delayer.core.retrying import FAILED_IN, RETRIES, Failure
 from delayer.wire.fields import array, elements, table, timestamp
 from delayer.wire.properties import (
@@ -59,9 +58,10 @@ SAID: Final = frozenset(
 _COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
 _REMOVED: Final = SAID | _COUNTED | {b"x-death", ID, DUE}
 _REFUSED: Final = b"x-delayer-refused"
-_EXCHANGE: Final = b"x-delayer-exchange"
-_ROUTING_KEY: Final = b"x-delayer-routing-key"
-_OF_THE_REFUSED: Final = frozenset({_REFUSED, _EXCHANGE, _ROUTING_KEY})
+EXCHANGE: Final = b"x-delayer-exchange"
+ROUTING_KEY: Final = b"x-delayer-routing-key"
+PROPERTIES: Final = b"x-delayer-properties"
+_OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY})
 """What a refused message gained. Published again and delivered, it is refused no more; without the first of them the
 other two are somebody's own."""
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
@@ -71,10 +71,6 @@ _ROUTES: Final = frozenset({b"CC", b"BCC"})
 ROOM: Final = 2048
 """Bytes that any of these edits may add: ids, names of at most 255 bytes each, a reason of at most 500."""
 REASON: Final = 500
-HELD_REASON: Final = 440
-"""The same for a stray, whose note takes room as well."""
-ID_BYTES: Final = 32
-"""The longest id that we give: a UUID in hexadecimal."""
 
 
 def asked(delivery: Delivery, properties: Properties, consulted: Collection[bytes] = CONSULTED) -> Ask:
@@ -143,7 +139,7 @@ def failed(properties: Properties, failure: Failure, max_properties: int) -> byt
     counted = (
         entry(RETRIES, int64(failure.retries))
         + entry(FAILED_IN, long_string(failure.queue))
-        + entry(_ERROR, long_string(_reason(f"{failure.reason} in queue {failure.queue.decode('utf-8', 'replace')}")))
+        + entry(_ERROR, long_string(shown(f"{failure.reason} in queue {failure.queue.decode('utf-8', 'replace')}")))
     )
     whole = _noted(properties, counted + entry(_HISTORY, array(b"".join(past))))
     return whole if len(whole) + ROOM <= max_properties else _noted(properties, counted)
@@ -216,105 +212,6 @@ def for_the_broker(properties: Properties, id: bytes, due_ms: int) -> bytes:
     return splice(released(properties, id, due_ms), delivery_mode=2)
 
 
-_ENVELOPE: Final = b"x-delayer-envelope"
-_PROPERTIES: Final = b"x-delayer-properties"
-_ROUTE: Final = b"x-delayer-route"
-_TO: Final = b"x-delayer-to"
-_TO_KEY: Final = b"x-delayer-to-key"
-_HELD: Final = b"x-delayer-held"
-_ATTEMPTS: Final = b"x-delayer-attempts"
-_RETRY: Final = b"x-delayer-retry"
-
-# The rule for changing this: messages of an older format may be in the cascade for 8.5 years. A new format gets a new
-# number here, opened() goes on reading every older one, and tests/unit keeps bytes of each.
-FORMAT: Final = 1
-
-
-class NoEnvelope(ValueError):
-    """A message in the due queue that did not come out of our cascade; it says what is missing."""
-
-
-class Envelope(NamedTuple):
-    """What an envelope holds."""
-
-    id: bytes
-    parcel: Parcel
-
-
-class Held(NamedTuple):
-    """Why a message was not taken, how often it was tried, and when it is tried again (epoch milliseconds)."""
-
-    reason: str
-    attempts: int
-    retry_ms: int
-
-
-def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
-    """Properties of a carrier: the message's own, verbatim, in one header, and what was decided in others.
-
-    Nothing of the message can act or be re-encoded on the way; its body rides as it is.
-    """
-    headers = (
-        entry(ID, long_string(id))
-        + entry(DUE, int64(parcel.due_ms))
-        + entry(_ENVELOPE, int64(FORMAT))
-        + entry(_ROUTE, long_string(parcel.route))
-        + entry(_EXCHANGE, long_string(parcel.exchange))
-        + entry(_ROUTING_KEY, long_string(parcel.routing_key))
-        + entry(_TO, long_string(parcel.target.exchange))
-        + entry(_TO_KEY, long_string(parcel.target.routing_key))
-        + entry(_PROPERTIES, byte_array(parcel.properties))
-    )
-    if held is not None:
-        headers += entry(_HELD, long_string(_reason(held.reason, HELD_REASON)))
-        headers += entry(_ATTEMPTS, int64(held.attempts)) + entry(_RETRY, int64(held.retry_ms))
-    return encode_headers(headers, delivery_mode=2)
-
-
-def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
-    """The message inside a carrier. Raises NoEnvelope, MalformedTable.
-
-    Anybody can publish to the due queue, so nothing is believed that would not fit where it goes next: its destination,
-    the cascade once more, or the strays queue.
-    """
-    found = {field.name: field for field in properties.headers_items()}
-
-    def content(name: bytes, limit: int) -> bytes:
-        if name not in found:
-            raise NoEnvelope(f"header {name.decode()} is missing")
-        value = found[name].content
-        if len(value) > limit:
-            raise NoEnvelope(f"header {name.decode()}: expected at most {limit} bytes, found {len(value)}")
-        return value
-
-    version = int.from_bytes(content(_ENVELOPE, 8), "big")
-    if version != FORMAT:
-        raise NoEnvelope(f"expected envelope format {FORMAT}, found {version}")
-    due_ms = int.from_bytes(content(DUE, 8), "big", signed=True)
-    if not 0 <= due_ms <= LATEST_MS:
-        raise NoEnvelope(f"expected a due instant of 0 to {LATEST_MS}, found {due_ms}")
-    parcel = Parcel(
-        due_ms,
-        content(_ROUTE, SHORT_STRING),
-        content(_EXCHANGE, SHORT_STRING),
-        content(_ROUTING_KEY, SHORT_STRING),
-        Target(content(_TO, SHORT_STRING), content(_TO_KEY, SHORT_STRING)),
-        content(_PROPERTIES, max_properties - ROOM),
-        body,
-    )
-    return Envelope(content(ID, ID_BYTES), parcel)
-
-
-def tried(properties: Properties) -> tuple[int, int]:
-    """What a stray says of itself: how often it was tried, and when it is tried again (epoch milliseconds). Zero where
-    it says nothing, or nothing that can be: then it is tried at once. Raises MalformedTable."""
-    attempts, retry_ms = (
-        0 if (found := properties.get(name)) is None else int.from_bytes(found.content[:8], "big", signed=True)
-        for name in (_ATTEMPTS, _RETRY)
-    )
-    return (attempts, retry_ms) if attempts > 0 and 0 <= retry_ms <= LATEST_MS else (0, 0)
-
-
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
     """Properties of a refused message, and the token that they carry.
 
@@ -324,9 +221,9 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
     """
     gained = (
         entry(ID, long_string(id))
-        + entry(_REFUSED, long_string(_reason(reason)))
-        + entry(_EXCHANGE, long_string(delivery.exchange))
-        + entry(_ROUTING_KEY, long_string(delivery.routing_key))
+        + entry(_REFUSED, long_string(shown(reason)))
+        + entry(EXCHANGE, long_string(delivery.exchange))
+        + entry(ROUTING_KEY, long_string(delivery.routing_key))
     )
     try:
         kept = _with_gains(Properties.parse(delivery.properties), gained)
@@ -335,7 +232,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
         bare = splice(delivery.properties, drop=("user_id", "expiration"))
     except (MalformedProperties, MalformedTable):
         bare = encode_headers(gained)
-    wrapped = encode_headers(gained + entry(_PROPERTIES, byte_array(delivery.properties)))
+    wrapped = encode_headers(gained + entry(PROPERTIES, byte_array(delivery.properties)))
     # Alone they carry no token, so a return could not be told apart; the refused exchange has its queue, always.
     return (wrapped, id) if len(wrapped) <= max_properties else (bare, b"")
 
@@ -353,6 +250,7 @@ def _with_gains(properties: Properties, gained: bytes) -> bytes:
     )
 
 
-def _reason(text: str, most: int = REASON) -> bytes:
+def shown(text: str, most: int = REASON) -> bytes:
+    """A reason as it stands in a header, of at most so many bytes."""
     # Cut between characters: client libraries fail on strings that are not UTF-8.
     return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore").encode()

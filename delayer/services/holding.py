@@ -9,7 +9,7 @@ import structlog
 
 from delayer.core import late
 from delayer.core.message import Confirmed, Outgoing, Parcel
-from delayer.services import edits
+from delayer.services import envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import NotTaken, why
 from delayer.services.ports import Holder, Publisher
@@ -38,10 +38,10 @@ class Notes:
     now_ms: Callable[[], int]
     pause_ms: Callable[[int, int], int]
 
-    def note(self, id: bytes, reason: str, attempts: int) -> edits.Held:
+    def note(self, id: bytes, reason: str, attempts: int) -> envelopes.Held:
         """It was tried ``attempts`` times, the last time now."""
         again_ms = self.now_ms() + self.pause_ms(attempts, int.from_bytes(id[-8:], "big"))
-        return edits.Held(reason, attempts, late.retry_ms(reason, again_ms))
+        return envelopes.Held(reason, attempts, late.retry_ms(reason, again_ms))
 
 
 class StraysHolder:
@@ -71,7 +71,7 @@ class StraysHolder:
         batch = []
         for parcel, reason in items:
             token = self._new_id()
-            properties = edits.enveloped(parcel, token, self._notes.note(token, reason, 1))
+            properties = envelopes.enveloped(parcel, token, self._notes.note(token, reason, 1))
             batch.append(Outgoing(self._exchange, parcel.target.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
             if not isinstance(outcome, Confirmed):

@@ -16,7 +16,7 @@ from delayer.core.message import Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, TooLate, decide
 from delayer.core.retrying import CONSULTED as RETRY_CONSULTED
 from delayer.core.values import KeyGroup
-from delayer.services import edits, replies
+from delayer.services import edits, envelopes, replies
 from delayer.services.dispatch import Publication
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
@@ -162,7 +162,7 @@ def through_the_cascade(delivery: Delivery, carried: Parcel, token: bytes, secon
     """Into the cascade in an envelope, towards the daemon's own due queue."""
     entry = names.levels.entry(seconds).encode()
     key = cascade.routing_key(seconds, names.due_queue)
-    return Publication(delivery, Outgoing(entry, key, edits.enveloped(carried, token), carried.body, token))
+    return Publication(delivery, Outgoing(entry, key, envelopes.enveloped(carried, token), carried.body, token))
 
 
 def _into_cascade(delivery: Delivery, properties: Properties, plan: Cascade, names: Names, token: bytes) -> Publication:

@@ -24,7 +24,7 @@ from delayer.core.backoff import Sparing
 from delayer.core.cascade import strip_prefix
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import Refuse
-from delayer.services import edits
+from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import NotTaken, why
 from delayer.services.failures import LOSSES
@@ -71,9 +71,9 @@ class Reader(NamedTuple):
         """Or why it is none: it cannot be read, or it is not there because of us."""
         try:
             properties = Properties.parse(delivery.properties)
-            envelope = edits.opened(properties, delivery.body, self.max_properties())
-            return Stray(delivery, envelope.id, envelope.parcel, *edits.tried(properties))
-        except edits.NoEnvelope as none:
+            envelope = envelopes.opened(properties, delivery.body, self.max_properties())
+            return Stray(delivery, envelope.id, envelope.parcel, *envelopes.tried(properties))
+        except envelopes.NoEnvelope as none:
             return self._finished_by_the_broker(delivery, properties) or f"not a stray of ours: {none}"
         except (MalformedProperties, MalformedTable) as broken:
             return f"not a stray of ours: {broken}"
@@ -85,7 +85,7 @@ class Reader(NamedTuple):
             return None
         id = properties.get(edits.ID)
         due = properties.get(edits.DUE)
-        if id is None or due is None or len(id.content) > edits.ID_BYTES or not self.addressed(address):
+        if id is None or due is None or len(id.content) > envelopes.ID_BYTES or not self.addressed(address):
             return None
         due_ms = int.from_bytes(due.content[:8], "big", signed=True)
         # Without the broker's notes of every level: an envelope around them might fit no frame.
@@ -260,7 +260,7 @@ class Strays:
         batch, notes = [], []
         for stray, reason in failed:
             note = self._notes.note(stray.id, reason, stray.attempts + 1)
-            properties = edits.enveloped(stray.parcel, stray.id, note)
+            properties = envelopes.enveloped(stray.parcel, stray.id, note)
             batch.append(
                 Outgoing(self._queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id)
             )

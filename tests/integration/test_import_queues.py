@@ -23,7 +23,7 @@ from delayer.core.lines import Line
 from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-from delayer.services.edits import enveloped
+from delayer.services.envelopes import enveloped
 from delayer.settings import Settings
 from delayer.wiring import topology_of
 from tests.conformance.store_contract import claim_when_due, owned

@@ -6,7 +6,7 @@ import pytest
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import CONFIRMED, NACKED, Confirmed, Outcome, Parcel, Returned, Target
-from delayer.services import edits
+from delayer.services import envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch, NotTaken, Publication, why
 from delayer.services.holding import Holding, Notes, StraysHolder
@@ -133,11 +133,11 @@ async def test_strays_are_held_in_their_envelope() -> None:
         (b"delayer.delay-strays", b"id-1", b"body"),
     ]
     found = Properties.parse(publisher.published[0].properties)
-    assert edits.opened(found, b"body", 10_000) == (b"id-0", PARCEL)
+    assert envelopes.opened(found, b"body", 10_000) == (b"id-0", PARCEL)
     reason = found.get(b"x-delayer-held")
     assert reason is not None
     assert reason.value == "why"
-    assert edits.tried(found) == (1, NOW + 10_000)
+    assert envelopes.tried(found) == (1, NOW + 10_000)
     assert counters.as_dict()["held"] == 2
 
 

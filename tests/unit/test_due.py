@@ -9,7 +9,7 @@ import pytest
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.message import NACKED, Delivery, Parcel, Returned, Target
 from delayer.core.plan import LATEST_MS
-from delayer.services import edits
+from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.due import MOMENT_MS, DueCarrier
@@ -63,7 +63,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def carried(tag: int, due_ms: int, key: bytes = b"k") -> Delivery:
     parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
-    return delivery(tag, body=b"body")._replace(properties=edits.enveloped(parcel, b"id"), exchange=b"delayer.delivery")
+    return delivery(tag, body=b"body")._replace(
+        properties=envelopes.enveloped(parcel, b"id"), exchange=b"delayer.delivery"
+    )
 
 
 @pytest.mark.parametrize("late_ms", [0, 1, 10**10])
@@ -128,11 +130,11 @@ JUNK = [
     b"\xff\xff",
     encode_headers(b"\x03bad"),
     encode_headers(entry(b"x-delayer-envelope", int64(2))),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
-    edits.enveloped(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
-    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
+    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
+    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
+    envelopes.enveloped(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
+    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
+    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
 ]
 
 

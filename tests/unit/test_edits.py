@@ -1,4 +1,4 @@
-"""What changes on the way, to the byte; and envelopes, there and back."""
+"""What changes on the way, to the byte."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pamqp import commands, header
 from delayer.core import retrying
 from delayer.core.forms import Ask
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.plan import LATEST_MS
 from delayer.core.retrying import Failure
-from delayer.services import edits
-from delayer.services.edits import DUE, ID, ID_BYTES, ROOM, NoEnvelope
+from delayer.services import edits, envelopes
+from delayer.services.edits import DUE, ID, ROOM
+from delayer.services.envelopes import ID_BYTES
 from delayer.wire.properties import (
     MalformedTable,
     Properties,
@@ -221,26 +221,6 @@ def test_the_timestamp_property_is_asked() -> None:
     assert edits.asked(delivered(raw), Properties.parse(raw)).timestamp == 77
 
 
-# ---- envelopes
-
-PARCEL = Parcel(DUE_MS, b"orders.in", b"orders.in", b"a.b", Target(b"orders.out", b"a.b"), pamqp_wrote(), b"body")
-
-# Written by format 1, and never to change: such messages may be in a cascade for years.
-FORMAT_1 = bytes.fromhex(
-    "3000000000f8"
-    "0c782d64656c617965722d6964530000000269640d782d64656c617965722d6475656c000001a3185c5000"
-    "12782d64656c617965722d656e76656c6f70656c0000000000000001"
-    "0f782d64656c617965722d726f75746553000000096f72646572732e696e"
-    "12782d64656c617965722d65786368616e676553000000096f72646572732e696e"
-    "15782d64656c617965722d726f7574696e672d6b65795300000003612e62"
-    "0c782d64656c617965722d746f530000000a6f72646572732e6f7574"
-    "10782d64656c617965722d746f2d6b65795300000003612e62"
-    "14782d64656c617965722d70726f706572746965737800000005" "2000000000"
-    "02"
-)  # fmt: skip
-PLAIN = PARCEL._replace(properties=b"\x20\x00\0\0\0")
-
-
 FAILED = Failure(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)
 
 
@@ -289,100 +269,18 @@ def test_a_history_of_somebody_else_and_one_that_has_no_room() -> None:
     assert value(short, "x-delayer-retries") == 1
 
 
-def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> edits.Envelope:
-    return edits.opened(Properties.parse(raw), body, max_properties)
-
-
-short = st.binary(max_size=5) | st.just(b"s" * 255)
-parcels = st.builds(
-    Parcel,
-    st.integers(0, LATEST_MS),
-    short,
-    short,
-    short,
-    st.builds(Target, short, short),
-    properties(),
-    st.binary(max_size=9),
-    st.none(),
-)
-
-
-held = st.none() | st.builds(edits.Held, st.text(max_size=600), st.integers(1, 1 << 40), st.integers(0, LATEST_MS))
-
-
-@given(parcels, st.binary(max_size=ID_BYTES), held)
-def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: edits.Held | None) -> None:
-    raw = edits.enveloped(parcel, id, held)
-    assert opened(raw, parcel.body) == (id, parcel)
-    assert edits.tried(Properties.parse(raw)) == ((0, 0) if held is None else held[1:])
-    assert Properties.parse(raw).delivery_mode == 2
-    assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # nothing that acts on the way
-
-
-def test_the_format() -> None:
-    assert edits.enveloped(PLAIN, b"id") == FORMAT_1
-    assert opened(FORMAT_1) == (b"id", PLAIN)
-
-
-def test_the_broker_may_add_to_an_envelope() -> None:
-    found = Properties.parse(FORMAT_1)
-    assert found.headers_span is not None
-    start, stop = found.headers_span
-    died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue")
-    assert opened(with_headers(FORMAT_1[start:stop], died)) == (b"id", PLAIN)
-
-
-def carrier(**changed: bytes | None) -> bytes:
-    """An envelope with other values: underscores for hyphens, None to leave one out."""
-    values: dict[str, bytes | None] = {
-        "id": long_string(b"id"), "due": int64(DUE_MS), "envelope": int64(1), "route": long_string(b"r"),
-        "exchange": long_string(b"e"), "routing-key": long_string(b"k"), "to": long_string(b"t"),
-        "to-key": long_string(b"k"), "properties": byte_array(b"\0\0"),
-    }  # fmt: skip
-    values |= {name.replace("_", "-"): value for name, value in changed.items()}
-    return encode_headers(b"".join(entry(b"x-delayer-" + n.encode(), v) for n, v in values.items() if v is not None))
-
-
-@pytest.mark.parametrize(
-    ("raw", "reason"),
-    [
-        (b"\0\0", "header x-delayer-envelope is missing"),
-        *(
-            (carrier(**{name.replace("-", "_"): None}), f"header x-delayer-{name} is missing")
-            for name in ("id", "due", "envelope", "route", "exchange", "routing-key", "to", "to-key", "properties")
-        ),
-        (carrier(envelope=int64(2)), "expected envelope format 1, found 2"),
-        (carrier(envelope=int64(0)), "expected envelope format 1, found 0"),
-        (carrier(envelope=long_string(b"1" * 100)), "header x-delayer-envelope: expected at most 8 bytes, found 100"),
-        (carrier(due=int64(-1)), "expected a due instant"),
-        (carrier(due=int64(LATEST_MS + 1)), "expected a due instant"),
-        (carrier(due=long_string(b"\x7f" * 9)), "header x-delayer-due: expected at most 8 bytes, found 9"),
-        (carrier(id=long_string(b"i" * 33)), "header x-delayer-id: expected at most 32 bytes, found 33"),
-        (carrier(to=long_string(b"t" * 256)), "header x-delayer-to: expected at most 255 bytes, found 256"),
-        (carrier(to_key=long_string(b"t" * 256)), "header x-delayer-to-key: expected at most 255 bytes"),
-        (carrier(route=long_string(b"t" * 256)), "header x-delayer-route: expected at most 255 bytes"),
-        (carrier(properties=byte_array(bytes(MAX - ROOM + 1))), "header x-delayer-properties: expected at most"),
-    ],
-)
-def test_what_is_no_envelope(raw: bytes, reason: str) -> None:
-    with pytest.raises(NoEnvelope, match=reason):
-        opened(raw)
-
-
 def test_the_room_that_edits_need() -> None:
     """Whatever passes the check at the door passes every later step."""
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    note = edits.Held("ü" * 600, 1, DUE_MS)
-    assert len(edits.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
+    note = envelopes.Held("ü" * 600, 1, DUE_MS)
+    assert len(envelopes.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
     assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
     every = delivered(raw)._replace(exchange=longest, routing_key=longest)
     assert len(edits.refused(every, "ü" * 600, b"i" * ID_BYTES, MAX)[0]) <= len(raw) + ROOM
 
-
-# ---- refused
 
 GAINED = (
     entry(ID, long_string(b"id"))

@@ -12,7 +12,7 @@ from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Finish, Mode, Policy, Refuse, Route
 from delayer.core.retrying import Retry
 from delayer.core.values import KeyGroup
-from delayer.services import edits
+from delayer.services import edits, envelopes
 from delayer.services.sorting import Names, Work, sort, work_for
 from delayer.wire.fields import array, table
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
@@ -105,7 +105,7 @@ def test_into_the_cascade_towards_the_daemon() -> None:
     outgoing = publication.outgoing
     assert outgoing.exchange == b"delayer.delay-level-02"
     assert outgoing.routing_key == routing_key(5, b"delays.due")
-    envelope = edits.opened(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
+    envelope = envelopes.opened(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
     assert envelope.id == outgoing.token == b"id-0"
     assert envelope.parcel.properties == one.properties
     assert envelope.parcel.due_ms == NOW + 5000

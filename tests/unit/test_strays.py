@@ -10,7 +10,7 @@ import pytest
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from delayer.core.message import NACKED, Delivery, Outcome, Outgoing, Parcel, Returned, Target
-from delayer.services import edits
+from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
 from delayer.services.holding import Notes
 from delayer.services.sorting import Names
@@ -38,8 +38,8 @@ class ByExchange(ScriptedPublisher):
 
 def stray(tag: int, key: bytes = b"k", *, attempts: int = 1, retry_ms: int = NOW, id: bytes = b"id") -> Delivery:
     parcel = Parcel(NOW - 5, b"orders.in", b"orders.in", b"k", Target(b"out", key), INNER, b"body")
-    held = edits.Held("why", attempts, retry_ms) if attempts else None
-    properties = edits.enveloped(parcel, id + b"%d" % tag, held)
+    held = envelopes.Held("why", attempts, retry_ms) if attempts else None
+    properties = envelopes.enveloped(parcel, id + b"%d" % tag, held)
     return delivery(tag, exchange=QUEUE.encode(), body=b"body")._replace(properties=properties)
 
 
@@ -108,10 +108,10 @@ async def test_what_is_not_taken_goes_to_the_end_with_a_longer_pause() -> None:
     assert it.acked == [2, 1]
     [again] = it.sent(QUEUE.encode())
     properties = Properties.parse(again.properties)
-    attempts, retry_ms = edits.tried(properties)
+    attempts, retry_ms = envelopes.tried(properties)
     assert attempts == 4
     assert NOW + 64_000 <= retry_ms <= NOW + 80_000
-    envelope = edits.opened(properties, again.body, 10_000)
+    envelope = envelopes.opened(properties, again.body, 10_000)
     assert (envelope.id, envelope.parcel.properties, again.token) == (b"id1", INNER, b"id1")
     assert it.strays._rest(0.0) == LONGEST_REST
 
@@ -150,7 +150,7 @@ async def test_what_the_broker_noted_of_every_level_is_not_kept() -> None:
     it = Scene([full._replace(properties=properties)], answers={b"/sales": NO_ROUTE})
     await it.look()
     [again] = it.sent(QUEUE.encode())
-    envelope = edits.opened(Properties.parse(again.properties), again.body, 10_000)
+    envelope = envelopes.opened(Properties.parse(again.properties), again.body, 10_000)
     inner = Properties.parse(envelope.parcel.properties)
     assert [one.name for one in inner.headers_items()] == [b"mine", edits.ID, edits.DUE]
 
@@ -193,7 +193,7 @@ async def test_one_without_a_note_is_tried_at_once() -> None:
 
 async def test_properties_that_cannot_be_read_are_a_reason() -> None:
     parcel = Parcel(NOW, b"", b"", b"", Target(b"out", b"k"), b"\0\1", b"body")
-    it = Scene([stray(1)._replace(properties=edits.enveloped(parcel, b"id"))])
+    it = Scene([stray(1)._replace(properties=envelopes.enveloped(parcel, b"id"))])
     await it.look()
     assert [one.exchange for one in it.publisher.published] == [QUEUE.encode()]
     assert it.acked == [1]
