@@ -171,16 +171,20 @@ def _cut_off(full: OSError) -> NoReturn:
     what = "What was asked for may be done; what was printed is cut off."
     with suppress(OSError):  # stderr may lead there too
         click.echo(f"delayer: nothing more can be written{where}: {full.strerror}. {what}", err=True)
+    if "pyspark" in sys.modules:
+        sys.exit(USAGE)  # Spark has a process of its own to end
     os._exit(USAGE)  # the interpreter would try to write the rest once more, and complain
 
 
 def _leave(code: object) -> None:
     """End the process now, if nothing is against it: taking the interpreter apart takes as long as asking a store."""
     if not isinstance(code, int) or "pyspark" in sys.modules:
-        return  # Spark has a process of its own to end
+        return  # as above
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    except OSError:
-        return  # the reader has gone, or the disk is full: the interpreter has words for it, and an exit code
+    except OSError as unwritten:
+        if unwritten.errno in NO_ROOM:
+            _cut_off(unwritten)
+        code = code or 1  # the reader has gone: what click ends with where it sees that
     os._exit(code)

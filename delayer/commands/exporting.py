@@ -50,7 +50,9 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
         no_held = True
     url = store_url(request_of(context).settings())
     if str(file) == "-":
-        _say(*_written(url, wanted, sys.stdout.buffer, with_held=not no_held))
+        found = _written(url, wanted, sys.stdout.buffer, with_held=not no_held)
+        sys.stdout.flush()  # before they are said to be written
+        _say(*found)
         return
     if file.exists() and not force:
         raise Misused(f"{file} exists already: --force replaces it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,29 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stderr in (f"{DONE}\n", f"{FOUND}\n"), "it may have been there for long enough"
+
+
+UNFLUSHED = """
+import sys
+from delayer import cli
+@cli.cli.command()
+def leaves(): sys.stdout.buffer.write(b"x")
+cli.VERBS["leaves"] = ""
+sys.argv[1:] = ["leaves"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("redirected", "code"), [("", DONE), (">/dev/full", USAGE)])
+def test_what_is_written_last_is_written_or_told(redirected: str, code: int) -> None:
+    line = f'PYTHONUNBUFFERED= "$0" -c "$1" {redirected}'
+    done = subprocess.run(
+        ["sh", "-c", line, sys.executable, UNFLUSHED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout == ("x" if code == DONE else "")
+    assert "Exception" not in done.stderr
+    assert ("nothing more can be written" in done.stderr) == (code == USAGE)
 
 
 def led_nowhere(pid: int) -> tuple[int, ...]:
