@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from delayer.settings import layers
+from delayer.settings import layers, store_address
 from delayer.settings.collisions import circles, exhausted_elsewhere, into_the_cascade, takeovers
 from delayer.settings.errors import ConfigError, Expected, Problem, show
 from delayer.settings.layers import Key, Merged
@@ -76,6 +76,8 @@ def load(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, st
     except ValidationError as error:
         problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
     problems += _between_keys(merged)
+    if settings is not None:
+        problems += _store_address(merged, settings, environ)
     if settings is not None and not problems:
         problems += _broker_address(merged, settings)
     if problems or settings is None:
@@ -92,6 +94,12 @@ def _broker_address(merged: Merged, settings: Settings) -> list[Problem]:
         found = found or show(str(settings.broker.url))
         return [Problem(merged.origin(("broker", "url")), "broker.url", expected, found)]
     return []
+
+
+def _store_address(merged: Merged, settings: Settings, environ: Mapping[str, str]) -> list[Problem]:
+    source = merged.origin(("store", "url"))
+    found = [] if settings.store_url is None else store_address.mistakes(settings.store_url, environ)
+    return [Problem(source, "store.url", *mistake) for mistake in found]
 
 
 def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:

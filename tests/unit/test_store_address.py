@@ -1,0 +1,74 @@
+"""What stands behind the ? of the store's URL: each mistake by its name, and never the password."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from delayer.settings import ConfigError, load, loading
+from delayer.settings.store_address import mistakes
+
+URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
+
+
+@pytest.fixture(autouse=True)
+def _no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "none.toml")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PGSSLROOTCERT", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("query", "expected", "found"),
+    [
+        ("sslmode=verify", "sslmode to be disable, allow, prefer, require, verify-ca or verify-full", '"verify"'),
+        ("target_session_attrs=rw", "target_session_attrs to be any, primary", '"rw"'),
+        ("ssl_min_protocol_version=1.2", "ssl_min_protocol_version to be TLSv1, ", '"1.2"'),
+        ("sslmode=require&sslrootcert=/no/such", "sslrootcert to be a file", '"/no/such": No such file or directory'),
+        ("sslmode=prefer&sslcert=/no/such", "sslcert to be a file", '"/no/such": No such file or directory'),
+        ("sslmode=verify-full", "sslrootcert, who signed the server's certificate, beside sslmode=verify-full", "none"),
+        ("sslmode", "a URL with name=value pairs, joined by &, behind its ?", "something else (not shown)"),
+    ],
+)
+async def test_each_mistake_has_its_name(query: str, expected: str, found: str) -> None:
+    [(wanted, there)] = mistakes(f"{URL}?{query}", {})
+    assert wanted.startswith(expected)
+    assert there == found
+    with pytest.raises(ConfigError, match=r"store\.url: expected .*, found ") as told:
+        load(None, {"DELAYER_STORE__URL": f"{URL}?{query}"}, {})
+    assert "hunter2" not in str(told.value)
+    with pytest.raises((ValueError, FileNotFoundError)):  # what the driver says of it, at the first connection
+        await asyncpg.connect(f"{URL}?{query}", timeout=5)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "", "?", "?sslmode=", "?sslmode=disable&sslrootcert=/no/such", "?sslrootcert=/no/such", "?sslmode=require",
+        "?target_session_attrs=read-write&application_name=me", "?host=/run/postgresql&sslmode=prefer",
+    ],
+)  # fmt: skip
+async def test_what_the_driver_takes_is_no_mistake(query: str) -> None:
+    assert mistakes(URL + query, {}) == []
+    with pytest.raises(OSError, match=r"refused|No such file") as refused:  # nobody listens there
+        await asyncpg.connect(URL + query, timeout=5)
+    assert not isinstance(refused.value, ValueError)
+
+
+def test_a_root_of_ones_own_is_one(tmp_path: Path) -> None:
+    verified = f"{URL}?sslmode=verify-ca"
+    assert mistakes(verified, {"PGSSLROOTCERT": "/etc/ca.pem"}) == []
+    assert mistakes(verified, {})
+    (tmp_path / ".postgresql").mkdir()
+    (tmp_path / ".postgresql" / "root.crt").write_text("a certificate")
+    assert mistakes(verified, {}) == []
+
+
+def test_all_mistakes_at_once() -> None:
+    flags = {"store.url": f"{URL}?sslmode=on&target_session_attrs=rw", "intake.queue": "delays.due"}
+    with pytest.raises(ConfigError) as told:
+        load(None, {}, flags)
+    assert [problem.key for problem in told.value.problems].count("store.url") == 2
+    assert len(told.value.problems) == 3
