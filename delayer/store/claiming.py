@@ -31,6 +31,8 @@ class Claim:
     rows: list[Due] = field(default_factory=list)
     passed_over_ms: int = session.BEGINNING_MS
     """Held rows whose retry was due by this instant were asked for, and not one was to be had: they are locked."""
+    crowded: bool = False
+    """Held rows were wanted, and what was taken before them left no bytes for any."""
     size: int = 0
     """Of ``rows`` as they were claimed; the caller may take the list apart."""
     scope: Scope | None = None
@@ -49,6 +51,7 @@ async def take(
     with_held: bool,
 ) -> Claim:
     """Begin a transaction and take what is due in lane ``number``; held rows last, and a tenth of ``limit`` at most.
+    A tenth of ``max_bytes`` is left for them, unless a single row is larger.
 
     Raises the driver's errors, and RuntimeError if a transaction is open already.
     """
@@ -58,12 +61,13 @@ async def take(
     if connection.is_in_transaction():
         raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
     await connection.execute("BEGIN")
+    waiting_bytes = _without_tenth(max_bytes, retries)
     records = await connection.fetch(
-        statements.CLAIM, number, watermark, upper + HORIZON_MS, limit - retries, max_bytes
+        statements.CLAIM, number, watermark, upper + HORIZON_MS, limit - retries, waiting_bytes
     )
     rows = sorted(map(envelope.read, records), key=_due_then_arrival)
     taken = _bytes_of(rows)
-    claim = Claim(watermark, full=len(rows) >= limit - retries or taken >= max_bytes, rows=rows)
+    claim = Claim(watermark, full=len(rows) >= limit - retries or taken >= waiting_bytes, rows=rows)
     if rows:
         # Also where there are fewer than could be: what somebody cancelled while we waited for it is missing, and there
         # may be more behind it.
@@ -78,6 +82,8 @@ async def take(
         rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
         if not held:
             claim.passed_over_ms = before
+    elif retries:
+        claim.crowded = True
     claim.size = len(rows)
     return claim
 
@@ -104,7 +110,7 @@ async def take_scoped(
     routes = list(scope.routes)
     records = await connection.fetch(
         statements.CLAIM_SCOPED, number, due_us // 1000, id_, upper + HORIZON_MS, limit - retries, READ_AT_ONCE, routes,
-        scope.only, due_us, max_bytes,
+        scope.only, due_us, _without_tenth(max_bytes, retries),
     )  # fmt: skip
     seen, meant, last_us, last_id = records[0][12:16]
     taken = sorted((record["due_us"], record["id"]) for record in records if record["id"] is not None)
@@ -123,6 +129,8 @@ async def take_scoped(
         rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
         if not held:
             claim.passed_over_ms = lower
+    elif retries:
+        claim.crowded = True
     claim.size = len(rows)
     return claim
 
@@ -130,6 +138,10 @@ async def take_scoped(
 def _retries(limit: int, with_held: bool) -> int:
     """How many of a claim are for held rows, however many wait: else a backlog would keep them for ever."""
     return max(1, limit // 10) if with_held else 0
+
+
+def _without_tenth(max_bytes: int, retries: int) -> int:
+    return max_bytes - max_bytes // 10 if retries else max_bytes
 
 
 def _bytes_of(rows: list[Due]) -> int:

@@ -128,6 +128,15 @@ class PostgresLane:
 
     async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int, scope: Scope | None) -> Claim:
         with_held = self._retries.wanted(scope, limit, self._clock.now_ms())
+        if with_held:
+            limit = self._retries.limit(scope, limit)
+        claim = await self._taken(connection, limit, max_bytes, scope, with_held=with_held)
+        self._retries.crowded(scope, claim.crowded)
+        return claim
+
+    async def _taken(
+        self, connection: asyncpg.Connection, limit: int, max_bytes: int, scope: Scope | None, *, with_held: bool
+    ) -> Claim:
         if scope is not None:
             return await claiming.take_scoped(
                 connection,

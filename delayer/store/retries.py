@@ -19,6 +19,7 @@ class Retries:
         self.soonest_ms = NEVER_MS if soonest_ms is None else soonest_ms
         self._passed_over: dict[Scope | None, int] = {}
         self._single = False  # whether the last claim of a single row was for one that is held
+        self._crowded: set[Scope | None] = set()
 
     def wanted(self, scope: Scope | None, limit: int, now_ms: int) -> bool:
         """Whether a claim of ``limit`` rows is to take held ones too."""
@@ -28,6 +29,15 @@ class Retries:
             self._single = not self._single
             return self._single
         return True
+
+    def limit(self, scope: Scope | None, limit: int) -> int:
+        """How many rows such a claim may be of: a single one, and so a held one, where the last had no bytes for any.
+        Where rows are large they take turns too."""
+        return 1 if scope in self._crowded else limit
+
+    def crowded(self, scope: Scope | None, crowded: bool) -> None:
+        """Whether the last claim of this scope left no bytes for those that are held."""
+        (self._crowded.add if crowded else self._crowded.discard)(scope)
 
     def in_vain(self, scope: Scope | None, now_ms: int) -> None:
         """Some were due, and a claim of this scope got none: they are locked, or of a scope that asks for itself."""

@@ -37,6 +37,14 @@ def test_of_a_single_row_held_ones_and_waiting_ones_take_turns() -> None:
     assert [retries.wanted(None, 1, NOW) for _ in range(4)] == [True, False, True, False]
 
 
+def test_who_had_no_bytes_has_the_next_turn() -> None:
+    retries = Retries(NOW)
+    retries.crowded(LIMITED, True)
+    assert (retries.limit(LIMITED, 1000), retries.limit(OTHERS, 1000), retries.limit(None, 1000)) == (1, 1000, 1000)
+    retries.crowded(LIMITED, False)
+    assert retries.limit(LIMITED, 1000) == 1000
+
+
 @pytest.mark.parametrize(
     ("soonest_ms", "in_vain", "paced", "next_ms"),
     [
