@@ -9,14 +9,19 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-from aiormq.exceptions import ChannelClosed, ChannelLockedResource, ChannelNotFoundEntity
+from aiormq.exceptions import (
+    ChannelClosed,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+)
 
 from delayer.broker.calls import bind, declare_exchange, declare_queue, find_exchange, find_queue
 from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
 from delayer.broker.link import Link, answered
 from delayer.broker.management import Management
 from delayer.broker.picture import Picture, drawn, names
-from delayer.broker.remove import Removal, Remover, queue_state
+from delayer.broker.remove import QueueState, Removal, Remover, queue_state
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.cascade import Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
@@ -60,7 +65,8 @@ class Admin:
         """Make it so; what is there already stays as it is.
 
         Raises TopologyMismatch with everything that exists otherwise. Nothing is bound then: a binding between things
-        that are not what they should be could lead messages anywhere.
+        that are not what they should be could lead messages anywhere. Raises BrokerRefused where trying again may help:
+        somebody removed what we bind, or a queue's node is down.
         """
         wrong = [await self._declare_exchange(exchange) for exchange in topology.exchanges]
         wrong += [await self._declare_queue(queue) for queue in topology.queues]
@@ -71,19 +77,15 @@ class Admin:
 
     async def _declare_exchange(self, wanted: Exchange) -> Mismatch | None:
         answer = await answered(self._link, lambda channel: declare_exchange(channel, wanted))
-        return (
-            Mismatch("exchange", wanted.name, str(wanted), str(answer)) if isinstance(answer, ChannelClosed) else None
-        )
+        return _mismatch("exchange", wanted.name, wanted, answer)
 
     async def _declare_queue(self, wanted: Queue) -> Mismatch | None:
         answer = await answered(self._link, lambda channel: declare_queue(channel, wanted))
-        return Mismatch("queue", wanted.name, str(wanted), str(answer)) if isinstance(answer, ChannelClosed) else None
+        return _mismatch("queue", wanted.name, wanted, answer)
 
     async def _declare_binding(self, wanted: Binding) -> Mismatch | None:
         answer = await answered(self._link, lambda channel: bind(channel, wanted))
-        return (
-            Mismatch("binding", wanted.source, str(wanted), str(answer)) if isinstance(answer, ChannelClosed) else None
-        )
+        return _mismatch("binding", wanted.source, wanted, answer)
 
     async def verify(self, topology: Topology, *, cascade: Cascade | None = None) -> list[Finding]:
         """Compare, changing nothing that lasts. No finding of severity "error" means that all is well, as far as seen.
@@ -102,6 +104,10 @@ class Admin:
         """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone."""
         states = {name: await queue_state(self._link, name) for name in queues}
         return {name: state.messages if state else None for name, state in states.items()}
+
+    async def state(self, queue: str) -> QueueState | None:
+        """Messages and consumers of a queue; None as in :meth:`depths`."""
+        return await queue_state(self._link, queue)
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """False when the queue or the exchange is missing, or the queue is another connection's own (exclusive)."""
@@ -125,6 +131,15 @@ class Admin:
         worker, the broker does not count; stop the daemon first.
         """
         return await Remover(self._link, topology, force=force).run()
+
+
+def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:
+    """What a "no" says about the thing. Only these two say that it is there and different; a person has to decide."""
+    if not isinstance(answer, ChannelClosed):
+        return None
+    if not isinstance(answer, ChannelPreconditionFailed | ChannelLockedResource):
+        raise BrokerRefused(f"{kind} {name!r}: {answer}") from answer
+    return Mismatch(kind, name, str(wanted), str(answer))
 
 
 def _exists(answer: object) -> bool:
