@@ -51,6 +51,8 @@ log = structlog.get_logger(__name__)
 
 STORE_WAIT: Final = 2.0
 """Seconds that consuming waits for a lane before it says that there is none, and waits again."""
+LANES_WAIT: Final = 5.0
+"""Seconds that it waits in native mode, for a store that is in reach: without a lane it would refuse every key."""
 
 
 FAREWELL: Final = 1.0
@@ -209,6 +211,8 @@ class Daemon:
         await self.declare()
         if self.settings.mode == "store":
             await self.shelf.wait_usable(STORE_WAIT)
+        else:
+            await self.shelf.wait_known(LANES_WAIT)
 
     async def _announce(self, stopping: asyncio.Event) -> None:
         """Tell systemd that we are ready, when we are: consuming, and with lanes where lanes are needed."""

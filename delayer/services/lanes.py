@@ -83,6 +83,12 @@ class Lanes:
         self._complete = 0  # looks in a row that found all lanes of our own in hand
         self._turn = count()
         self._ready = asyncio.Event()
+        self._out_of_reach = asyncio.Event()
+
+    @property
+    def out_of_reach(self) -> asyncio.Event:
+        """Set while the last look met a store that could not be reached."""
+        return self._out_of_reach
 
     @property
     def ready(self) -> asyncio.Event:
@@ -165,9 +171,11 @@ class Lanes:
                 beat()
                 try:
                     await self._look_around(next(looks), stopping)
+                    self._out_of_reach.clear()
                     retry.succeeded()
                     sparing.over()
                 except StoreLost as lost:
+                    self._out_of_reach.set()
                     advice = {"next_step": lost.advice} if lost.advice else {}
                     if sparing.worth(str(lost), asyncio.get_running_loop().time()):
                         log.warning("store unreachable", reason=str(lost), **advice)

@@ -37,6 +37,18 @@ class Shelf:
         except TimeoutError as late:
             raise StoreLost(f"no lane of ours after {seconds:g} s: the store is out of reach, or refuses us") from late
 
+    async def wait_known(self, seconds: float) -> None:
+        """Wait until a lane of ours is there, or is known not to be: there is no store, or none in reach. For
+        ``seconds`` at most."""
+        if self.lanes is None:
+            return
+        known = [asyncio.create_task(event.wait()) for event in (self.lanes.ready, self.lanes.out_of_reach)]
+        try:
+            await asyncio.wait(known, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in known:
+                waiting.cancel()
+
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
         return await self._lanes().park(parcels, cancels)

@@ -13,6 +13,7 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
 from tests.rig.daemon import DaemonProcess
+from tests.rig.proxy import Proxy
 from tests.rig.raw import Raw, text
 from tests.rig.servers import Postgres, RabbitMQ
 
@@ -259,3 +260,23 @@ async def test_a_key_without_its_store_stops_nobody_in_native_mode(place: Place)
         refused = await daemon.event("message refused")
         assert "need a store" in refused["reason"]
         assert not [event for event in daemon.events if event["event"] == "consuming interrupted"]
+
+
+async def test_keys_that_wait_at_the_start_find_their_store_in_native_mode(
+    place: Place, postgres: Postgres, schema: str
+) -> None:
+    """The intake is ready long before the lanes are, beside a store that is far away."""
+    keys = [delayed(f"key {n}", 100) for n in range(50)]
+    keyed = [one._replace(props=one.props.adding((b"x-delay-key", text(one.body)))) for one in keys]
+    async with Proxy(postgres.port) as proxy, await place.raw() as raw:
+        proxy.slow(delay=0.01)
+        environ = place.environ("native", postgres.url(schema, port=proxy.port))
+        async with DaemonProcess(environ) as daemon:
+            await daemon.ready()
+            assert await daemon.stop() == 0
+        await raw.publish(*keyed)
+        async with DaemonProcess(environ) as daemon:
+            inbox = await raw.inbox("inbox")
+            await inbox.got([message.body for message in keyed])
+            assert not [event for event in daemon.events if event["event"] == "message refused"]
+            assert await daemon.stop() == 0
