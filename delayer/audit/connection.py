@@ -1,22 +1,25 @@
-"""An executor's connection to the store: on the snapshot, streaming Arrow batches, its errors translated."""
+"""An executor's connection to the store: on the snapshot, streaming Arrow batches, its errors translated.
+
+The driver is used below its dbapi, which imports pandas: most of a second for every Python process that Spark starts,
+and it starts several for each table that is read.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import adbc_driver_manager as adbc
+import adbc_driver_postgresql
 import pyarrow as pa
 
-from delayer.audit import libpq, snapshot
+from delayer.audit import libpq
 from delayer.core.errors import StoreLost
-from delayer.settings.secret import SecretUrl, mask
+from delayer.core.secret import SecretUrl, mask
 from delayer.store import damaged
 from delayer.store.damaged import Named
-
-if TYPE_CHECKING:
-    from adbc_driver_postgresql import dbapi
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"
 _COPY: Final = "adbc.postgresql.use_copy"
@@ -27,7 +30,7 @@ _SESSION: Final = (
     "SET LOCAL jit = off",
     "SET LOCAL timezone = 'UTC'",
     "SET LOCAL max_parallel_workers_per_gather = 0",
-    snapshot.NO_TIMEOUT.format("true"),
+    libpq.NO_TIMEOUT.format("true"),
 )
 _DAMAGED: Final = ("XX", "58030", "58P01")
 """SQLSTATEs, or their beginnings: internal errors (those of corrupted data and indexes are among them), and files that
@@ -47,41 +50,54 @@ class Unreadable(Exception):
 class Reading:
     """A connection whose transaction reads one snapshot, and reads it again after an error. Made by :func:`reading`."""
 
-    def __init__(self, connection: dbapi.Connection, on: str, batch_bytes: int) -> None:
+    def __init__(self, connection: adbc.AdbcConnection, on: str, batch_bytes: int) -> None:
         self._connection = connection
         self._on = on
         self._batch_bytes = batch_bytes
 
     def begin(self) -> None:
         """Raises StoreLost."""
-        with translated("take the snapshot"), self._connection.cursor() as cursor:
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        with translated("take the snapshot"):
+            self._execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             if self._on:
-                cursor.execute(f"SET TRANSACTION SNAPSHOT '{_quoted(self._on)}'")
+                self._execute(f"SET TRANSACTION SNAPSHOT '{_quoted(self._on)}'")
             for statement in _SESSION:
-                cursor.execute(statement)
+                self._execute(statement)
+
+    def _execute(self, sql: str, **options: str) -> None:
+        """Run a statement, whatever it gives. Raises the driver's errors."""
+        with closing(adbc.AdbcStatement(self._connection)) as statement:
+            statement.set_options(**options)
+            statement.set_sql_query(sql)
+            handle, _ = statement.execute_query()
+            handle.release()
+
+    @contextmanager
+    def _stream(self, sql: str) -> Iterator[pa.RecordBatchReader]:
+        """Raises the driver's errors, and Arrow's in the middle of what it gives."""
+        with closing(adbc.AdbcStatement(self._connection)) as statement:
+            statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
+            statement.set_sql_query(sql)
+            handle, _ = statement.execute_query()
+            with pa.RecordBatchReader.from_stream(handle) as reader:
+                yield reader
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
         """What the statement gives. Raises Unreadable, after which this can be read from as before; StoreLost, and the
         driver's errors."""
-        from adbc_driver_postgresql import dbapi  # noqa: PLC0415 - a driver's process need not load it to plan
-
         try:
-            with self._connection.cursor() as cursor:
-                cursor.adbc_statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
-                cursor.execute(sql)
-                with cursor.fetch_record_batch() as reader:
-                    for batch in reader:
-                        if batch.num_rows:
-                            yield batch
-        except (dbapi.Error, pa.ArrowException, OSError) as error:  # the last two in the middle of a stream
+            with self._stream(sql) as reader:
+                for batch in reader:
+                    if batch.num_rows:
+                        yield batch
+        except (adbc.Error, pa.ArrowException, OSError) as error:  # the last two in the middle of a stream
             text, state = first_line(error), getattr(error, "sqlstate", None)
         else:
             return
         try:
             self._again()
             state = state or self._state(sql)
-        except dbapi.Error:  # the connection is gone, which is what the first error was about
+        except adbc.Error:  # the connection is gone, which is what the first error was about
             state = ""
         if state.startswith(_DAMAGED):
             raise Unreadable(text, self._index(text))
@@ -89,19 +105,16 @@ class Reading:
 
     def _index(self, text: str) -> Named | None:
         """The index that an error is about, if it is about one."""
-        from adbc_driver_postgresql import dbapi  # noqa: PLC0415
-
         asked = damaged.question(text)
         if asked is None:
             return None
         try:
-            with self._connection.cursor() as cursor:
-                cursor.execute(asked)
-                row = cursor.fetchone()
-        except (dbapi.Error, pa.ArrowException, OSError):  # the catalogs are damaged as well
+            with self._stream(asked) as reader:
+                rows = reader.read_all().to_pylist()
+        except (adbc.Error, pa.ArrowException, OSError):  # the catalogs are damaged as well
             self._again()
             return None
-        found = None if row is None else Named(*row)
+        found = Named(*rows[0].values()) if rows else None
         return found if found is not None and found.table is not None else None
 
     def _again(self) -> None:
@@ -112,13 +125,9 @@ class Reading:
     def _state(self, sql: str) -> str:
         """The SQLSTATE that a statement fails with; empty where it does not, this time. What fails in the middle of a
         stream has none, so it is run once more without one. Raises as :meth:`_again` does."""
-        from adbc_driver_postgresql import dbapi  # noqa: PLC0415
-
         try:
-            with self._connection.cursor() as cursor:
-                cursor.adbc_statement.set_options(**{_COPY: "false"})
-                cursor.execute(sql)
-        except (dbapi.Error, pa.ArrowException, OSError) as error:
+            self._execute(sql, **{_COPY: "false"})
+        except (adbc.Error, pa.ArrowException, OSError) as error:
             state = getattr(error, "sqlstate", None) or ""
         else:
             state = ""
@@ -136,14 +145,24 @@ class Reading:
 @contextmanager
 def reading(url: SecretUrl, on: str, batch_bytes: int) -> Iterator[Reading]:
     """Connect; on that snapshot, if there is one. Raises StoreLost."""
-    from adbc_driver_postgresql import dbapi  # noqa: PLC0415
-
-    with translated("connect"):
-        connection = dbapi.connect(libpq.url(url.reveal(), "delayer audit"), autocommit=False)
-    with closing(connection):
+    with _connected(url) as connection:
         made = Reading(connection, on, batch_bytes)
         made.begin()
         yield made
+
+
+@contextmanager
+def _connected(url: SecretUrl) -> Iterator[adbc.AdbcConnection]:
+    """Raises StoreLost."""
+    with translated("connect"):
+        database = adbc_driver_postgresql.connect(libpq.url(url.reveal(), "delayer audit"))
+    with closing(database):
+        with translated("connect"):
+            connection = adbc.AdbcConnection(database)
+        with closing(connection):
+            with translated("connect"):
+                connection.set_autocommit(False)
+            yield connection
 
 
 def _quoted(text: str) -> str:
@@ -153,11 +172,9 @@ def _quoted(text: str) -> str:
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
     """The driver's errors as StoreLost. Without their cause: Spark prints causes, and a driver may quote the URL."""
-    from adbc_driver_postgresql import dbapi  # noqa: PLC0415
-
     try:
         yield
-    except dbapi.Error as error:
+    except adbc.Error as error:
         first = first_line(error)
         raise StoreLost(f"{doing}: {first}", advice_for(first)) from None
     except Unreadable as error:

@@ -20,7 +20,7 @@ from delayer.audit import places, snapshot
 from delayer.audit import spark as sessions
 from delayer.audit.frames import CAME_OUT, DAMAGE, OF_SEGMENTS, SCHEMAS, Facts, Frames
 from delayer.audit.snapshot import Rows
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

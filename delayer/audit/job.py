@@ -17,7 +17,7 @@ from delayer.audit.findings import Report
 from delayer.audit.rules import calendar
 from delayer.audit.rules.growth import growth
 from delayer.audit.watching import Say, Watching
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.status import RESTORED_MS
 

@@ -6,6 +6,9 @@ from typing import Final
 from urllib.parse import parse_qsl, quote, urlencode
 
 CONNECT_SECONDS: Final = 10
+NO_TIMEOUT: Final = (
+    "SELECT set_config(name, '0', {}) FROM pg_settings WHERE name = 'transaction_timeout'"  # since Postgres 17
+)
 
 # Parameters that both understand. What asyncpg does not know it sets in the session, and so does libpq by "options".
 _SHARED: Final = (

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import asyncpg
 
-from delayer.audit import upstream
+from delayer.audit import libpq, upstream
 from delayer.audit.frames import Facts
 from delayer.audit.upstream import Come
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from delayer.store import damaged, partitions, schema, session
 from delayer.store.errors import DAMAGED, translated
 
@@ -30,9 +30,6 @@ _MORE: Final = {
     "idle_in_transaction_session_timeout": "0",
     "lock_timeout": "30s",
 }
-NO_TIMEOUT: Final = (
-    "SELECT set_config(name, '0', {}) FROM pg_settings WHERE name = 'transaction_timeout'"  # since Postgres 17
-)
 _LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, segment_cancelled IN ACCESS SHARE MODE"
 _EXPORT: Final = """
 SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
@@ -121,7 +118,7 @@ async def _open(url: SecretUrl) -> asyncpg.Connection:
 async def _take(connection: asyncpg.Connection, url: SecretUrl) -> tuple[str, Facts]:
     with translated("take a snapshot"):
         await schema.check(connection)
-        await connection.execute(NO_TIMEOUT.format("false"))
+        await connection.execute(libpq.NO_TIMEOUT.format("false"))
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
         id_, now_ms, replica, server = await connection.fetchrow(_EXPORT)

@@ -39,7 +39,7 @@ from delayer.audit.relations import KINDS, Kind, Origin
 from delayer.audit.rules.damage import Damage
 from delayer.audit.splits import Piece, Relation, Split
 from delayer.core.errors import StoreLost
-from delayer.settings.secret import SecretUrl, mask
+from delayer.core.secret import SecretUrl, mask
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from delayer.core.errors import StoreLost
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from delayer.store import session
 from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl
 

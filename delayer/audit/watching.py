@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from delayer.settings.secret import mask
+from delayer.core.secret import mask
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
