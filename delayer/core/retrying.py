@@ -20,6 +20,8 @@ FAILED_IN: Final = b"x-delayer-failed-in"
 CONSULTED: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
 """The headers that :func:`failure` looks at."""
 MOST_RETRIES: Final = 1 << 31
+LONGEST_NAME: Final = 255
+"""Bytes of a queue's name: of a longer one there is no queue, and nothing can be published to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
         raise NoFailure(
             "retry: expected x-death, the broker's note of the queue that gave the message up: found "
             f"{shown(deaths)}. Only dead letters come back; set the queue's x-dead-letter-exchange"
+        )
+    if len(queue) > LONGEST_NAME:
+        raise NoFailure(
+            f"retry: expected x-death to name a queue of at most {LONGEST_NAME} bytes, found one of {len(queue)}"
         )
     keys, at = last.get("routing-keys"), last.get("time")
     retries = _so_far(headers, queue) + 1

@@ -15,6 +15,7 @@ from delayer.core import late
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.core.pace import Pacer, Scope
+from delayer.core.request import SHORT_STRING
 from delayer.faultpoint import reach
 from delayer.services import edits
 from delayer.services.counting import Counters, host_ms
@@ -270,4 +271,6 @@ def prepared(row: Due, max_properties: int) -> Outgoing | str:
     if len(properties) > max_properties:
         return f"the properties are too long to publish: expected at most {max_properties}, found {len(properties)}"
     target = row.parcel.target
+    if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
+        return f"the destination is too long to publish to: expected {SHORT_STRING} bytes at most, found {longest}"
     return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token)

@@ -201,6 +201,8 @@ def test_a_dead_letter_goes_back(asked: Ask, policy: Policy, plan: object) -> No
         (ask(b"dead", {retrying.X_DEATH: "orders"}), "retry: expected x-death"),
         (dead(-1), "x-delayer-retries: expected a whole number, found -1"),
         (ask(b"dead", dict(dead(1).headers) | {RETRIES: "1"}), "x-delayer-retries: expected a whole number, found '1'"),
+        (dead(queue="q" * 256), "retry: expected x-death to name a queue of at most 255 bytes, found one of 256"),
+        (dead(queue="ü" * 128), "found one of 256"),
         (dead(queue="delays"), "leads back into the intake queue"),
         (dead(queue="delays.due"), "leads into delayer's own queues"),
     ],

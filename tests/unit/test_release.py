@@ -73,16 +73,16 @@ async def test_what_cannot_leave_is_held_and_stops_nobody() -> None:
         due(2, properties=b"\xff"),
         due(3, properties=broken),
         due(4, properties=long_),
-        due(5),
+        due(5, key=b"q" * 256),
+        due(6, key=b"q" * 255),
     ]
     it = Scene(ScriptedLane(claims=[rows]))
     await it.release.tick()
     [(released, held)] = it.lane.settled
-    assert released == [rows[4]]
-    assert [row for row, _ in held] == rows[:4]
-    for (_, reason), beginning in zip(
-        held, ["checksum", "malformed properties", "malformed properties", "the properties are too long"], strict=True
-    ):
+    assert released == [rows[5]]
+    assert [row for row, _ in held] == rows[:5]
+    beginnings = ["checksum", "malformed properties", "malformed properties", "the properties are too long"]
+    for (_, reason), beginning in zip(held, [*beginnings, "the destination is too long to publish to"], strict=True):
         assert reason.startswith(beginning)
 
 
