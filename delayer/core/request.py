@@ -130,7 +130,10 @@ def _address(ask: Ask, route: Route) -> bytes | None:
     """The queue that a timeout names; None for any other message."""
     if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers:
         return None
-    timeout = nservicebus.timeout(ask.headers)  # it was readable when it was asked for its due instant
+    try:
+        timeout = nservicebus.timeout(ask.headers)
+    except UnreadableDelay as unreadable:  # where another form said when, nobody has read it yet
+        raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
     if timeout is not None and len(timeout.address) > SHORT_STRING:
         raise Refused(
             f"{NSERVICEBUS_TIMEOUT}: expected an address of at most {SHORT_STRING} bytes, found {len(timeout.address)}"

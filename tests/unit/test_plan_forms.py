@@ -33,6 +33,9 @@ SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
 RETRY = Retry(5_000, 2, HOUR_MS, 0.0, 3, b"parking-lot")
 
 NSB = Route(b"nsb", b"out", delay_from=("nservicebus",))
+LATER = Route(b"later", b"", delay_from=("x-delay", "nservicebus-timeout"))
+"""Where a timeout may say the address of what another form says the instant of."""
+EVERY = Route(b"every", b"", delay_from=(*DELAY_FORMS, "json:/nextattempt/time"))
 TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",), finish=Finish.BROKER)
 BITS = Route(b"bits", b"out", delay_from=("routing-key-bits",))
 CELERY = Route(b"celery", b"out", delay_from=("celery-eta",))
@@ -40,7 +43,7 @@ MAILERQ = Route(b"mailerq", b"amqpdelayer", delay_from=("timestamp", "json:/next
 DEAD = Route(b"dead", b"", finish=Finish.BROKER, retry=RETRY)
 STORE = Policy(
     Mode.STORE,
-    {route.source: route for route in (NSB, TIMEOUTS, BITS, CELERY, MAILERQ, DEAD)},
+    {route.source: route for route in (NSB, TIMEOUTS, LATER, EVERY, BITS, CELERY, MAILERQ, DEAD)},
     intake_queue=b"delays",
     max_delay_ms=3650 * 24 * HOUR_MS,
     own_queues=frozenset({b"delays", b"delays.due"}),
@@ -101,6 +104,8 @@ def test_the_digits_of_a_cascade_go() -> None:
         (ask(b"mailerq", body=b"mail"), "json:/nextattempt/time: expected a JSON body"),
         (ask(b"Sales.Timeouts", {EXPIRE: "x", REPLY_TO: "Sales"}), "nservicebus-timeout: NServiceBus.Timeout.Expire"),
         (ask(b"Sales.Timeouts", {EXPIRE: sent(-5)}), "nservicebus-timeout: expected the address of a queue"),
+        (ask(b"later", {b"x-delay": 5, EXPIRE: "x", REPLY_TO: "Sales"}), "nservicebus-timeout: NServiceBus.Timeout.E"),
+        (ask(b"later", {b"x-delay": 5, EXPIRE: sent(-5)}), "nservicebus-timeout: expected the address of a queue"),
         (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "r" * 256}), "an address of at most 255 bytes, found 256"),
         (ask(b"Sales.Timeouts", {EXPIRE: sent(-5), REPLY_TO: "delays"}), "leads back into the intake queue"),
         (ask(b"Sales.Timeouts", {CLEAR_TIMEOUTS: "True"}), "nservicebus-timeout: NServiceBus.ClearTimeouts"),
@@ -276,7 +281,8 @@ values = st.one_of(
     st.integers(NOW - HOUR_MS, NOW + HOUR_MS).map(wire_instant),
     st.sampled_from(["True", SAGA, "delays", "Sales", "2027-01-15T09:00:00", "r" * 300, b"\xff", None]),
     st.just([DIED]),
-    st.text(max_size=9),
+    st.text(max_size=300).map(lambda queue: [DIED | {"queue": queue}]),
+    st.text(max_size=9) | st.binary(max_size=300) | st.floats() | st.booleans(),
 )
 asks = st.builds(
     Ask,
