@@ -45,12 +45,18 @@ MUTE_SECONDS: Final = 10.0
 """How long a daemon that can publish nothing keeps adopted lanes, and one that is cut off from its broker all lanes."""
 UPKEEP: Final = 60
 """Looks between two rounds of partition upkeep."""
+TOGETHER: Final = 128
+"""Messages of a park that goes to the lanes in turn, so that it is released by all of them side by side: with one lane
+a process releases a fifth less in bulk. Smaller parks are a steady traffic's, and stay in one lane: what comes due of
+them at a time is one claim, publish and commit instead of two half as large. At 5,000 a second that is 65 us of the
+daemon a message instead of 75, and 38 of the database instead of 48 (docs/performance.md, punctuality)."""
 
 
 class Lanes:
     """Keeps ``wanted`` lanes of its own and any number of adopted ones, each with a release loop.
 
-    Parks go to our own lanes in turn; adopted lanes are only emptied. Satisfies ports.Parking and ports.Holder.
+    Large parks go to our own lanes in turn, small ones to the first; adopted lanes are only emptied. Satisfies
+    ports.Parking and ports.Holder.
     """
 
     def __init__(
@@ -115,11 +121,11 @@ class Lanes:
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
-        return await self._write(lambda store, lane: store.park(lane, parcels, cancels))
+        return await self._write(lambda store, lane: store.park(lane, parcels, cancels), len(parcels))
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         """Into the held table of a lane of ours. See ports.Holder."""
-        await self._write(lambda store, lane: store.hold(lane, items))
+        await self._write(lambda store, lane: store.hold(lane, items), len(items))
         report(items, self._counters)
 
     async def restore(self, ahead_ms: int) -> Restoration:
@@ -135,10 +141,10 @@ class Lanes:
         """Try to restore one of :meth:`doubtful` into a lane of ours."""
         return await self._write(lambda store, lane: store.restore_again(lane, segment))
 
-    async def _write(self, work: Callable[[Store, Lane], Awaitable[T]]) -> T:
-        """A lane lost under our hands costs one try; the next one is another lane."""
+    async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], messages: int = TOGETHER) -> T:
+        """``messages``: how many it may be. A lane lost under our hands costs one try; the next one is another lane."""
         while True:
-            store, lane = self._place()
+            store, lane = self._place(messages)
             try:
                 return await work(store, lane)
             except LaneLost as lost:
@@ -291,10 +297,11 @@ class Lanes:
         self._loops[asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")] = lane
         return release
 
-    def _place(self) -> tuple[Store, Lane]:
+    def _place(self, messages: int = TOGETHER) -> tuple[Store, Lane]:
         if self._store is None or not self._own:
             raise StoreLost("no lane of ours to park into")
-        return self._store, self._own[next(self._turn) % len(self._own)]
+        turn = next(self._turn) if messages >= TOGETHER else 0
+        return self._store, self._own[turn % len(self._own)]
 
     def _disown(self, lane: Lane, lost: LaneLost) -> None:
         self._counters.lanes_lost += 1

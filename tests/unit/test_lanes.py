@@ -87,15 +87,25 @@ async def test_owned_released_from_and_let_go() -> None:
         assert set(it.pulse.forgotten) == {"lane 1", "lane 2", "lanes"}
 
 
-async def test_parks_take_the_lanes_in_turn() -> None:
+async def test_large_parks_take_the_lanes_in_turn() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
-        for n in range(4):
-            await it.lanes.park([due(n).parcel], [])
+        for _ in range(4):
+            await it.lanes.park([due(n).parcel for n in range(module.TOGETHER)], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
         await it.lanes.hold([(due(5).parcel, "why")])
         assert it.store.held == [(1, "why")]
         assert it.counters.as_dict()["held"] == 1
+
+
+async def test_small_parks_stay_together() -> None:
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        small = [due(n).parcel for n in range(module.TOGETHER - 1)]
+        for parcels in (small, small, [due(n).parcel for n in range(module.TOGETHER)], small):
+            await it.lanes.park(parcels, [])
+        assert [number for number, _, _ in it.store.parked[:2]] == [1, 1]
+        assert it.store.parked[3][0] == 1
 
 
 @pytest.mark.parametrize("write", ["park", "hold"])
