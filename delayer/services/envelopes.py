@@ -25,6 +25,8 @@ _TO_KEY: Final = b"x-delayer-to-key"
 _HELD: Final = b"x-delayer-held"
 _ATTEMPTS: Final = b"x-delayer-attempts"
 _RETRY: Final = b"x-delayer-retry"
+_MOST_ATTEMPTS: Final = 1 << 31
+"""Believed of what anybody can put there: one more must fit the header too."""
 
 # The rule for changing this: messages of an older format may be in the cascade for 8.5 years. A new format gets a new
 # number here, opened() goes on reading every older one, and tests/unit keeps bytes of each.
@@ -113,4 +115,4 @@ def tried(properties: Properties) -> tuple[int, int]:
         0 if (found := properties.get(name)) is None else int.from_bytes(found.content[:8], "big", signed=True)
         for name in (_ATTEMPTS, _RETRY)
     )
-    return (attempts, retry_ms) if attempts > 0 and 0 <= retry_ms <= LATEST_MS else (0, 0)
+    return (attempts, retry_ms) if 0 < attempts < _MOST_ATTEMPTS and 0 <= retry_ms <= LATEST_MS else (0, 0)

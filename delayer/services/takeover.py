@@ -80,7 +80,7 @@ class LevelTakeover:
         parcels = []
         for delivery in batch:
             headers = _headers(delivery)
-            if self._too_often(headers):
+            if self._too_often(delivery, headers):
                 return  # nothing of this batch is settled: it goes back, and the level is left alone
             parcels.append(self._parcel(delivery, headers, now_ms))
         await self._parking.park(parcels, [])
@@ -102,7 +102,9 @@ class LevelTakeover:
             delivery.body,
         )
 
-    def _too_often(self, headers: dict[bytes, object]) -> bool:
+    def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
+        if not delivery.redelivered:
+            return False  # what it says is of another queue: whoever passed it on kept the headers
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
             return False

@@ -191,6 +191,14 @@ async def test_one_without_a_note_is_tried_at_once() -> None:
     assert it.acked == [1, 2, 3]
 
 
+async def test_a_note_of_very_many_attempts_is_not_believed() -> None:
+    """One more would fit no header, and whoever counts it would end."""
+    it = Scene([stray(1, b"gone", attempts=(1 << 63) - 1)], answers={b"out/gone": NO_ROUTE})
+    await it.look()
+    assert it.acked == [1]
+    assert envelopes.tried(Properties.parse(it.publisher.published[-1].properties))[0] == 1
+
+
 async def test_properties_that_cannot_be_read_are_a_reason() -> None:
     parcel = Parcel(NOW, b"", b"", b"", Target(b"out", b"k"), b"\0\1", b"body")
     it = Scene([stray(1)._replace(properties=envelopes.enveloped(parcel, b"id"))])

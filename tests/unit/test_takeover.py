@@ -113,9 +113,13 @@ async def test_without_a_store_everything_goes_back_and_it_waits_for_the_store()
     assert it.ready == 2, "it asks for the store before it consumes"
 
 
+def again(tag: int, times: int) -> Delivery:
+    return met(tag, delivered(times))._replace(redelivered=True)
+
+
 async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
-    batch = [met(1), met(2, delivered(MOST_DELIVERIES))]
-    subscription = ScriptedSubscription([[met(8, delivered(MOST_DELIVERIES - 1))], batch])
+    batch = [met(1), again(2, MOST_DELIVERIES)]
+    subscription = ScriptedSubscription([[again(8, MOST_DELIVERIES - 1)], batch])
     it = Scene(subscription)
     await it.start()
     assert not it.stopping.is_set(), "it ended by itself"
@@ -123,6 +127,17 @@ async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
     assert subscription.acked == [(8, True)]
     assert subscription.events[-1] == "closed"
     assert it.pulse.forgotten == ["nsb.v2.delay-level-11"]
+
+
+async def test_what_came_again_and_again_elsewhere_ends_nothing() -> None:
+    """A consumer that had it many times passed it on with its headers."""
+    subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
+    it = Scene(subscription)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
 
 
 async def test_told_to_stop_before_it_began() -> None:
