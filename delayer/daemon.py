@@ -13,8 +13,9 @@ import structlog
 from delayer.broker.admin import Admin
 from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
-from delayer.broker.consumer import RelayConsumer
+from delayer.broker.consumer import BUFFER_BYTES, RelayConsumer
 from delayer.broker.errors import BrokerRefused
+from delayer.broker.fitting import Fitting
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
@@ -230,7 +231,8 @@ class Daemon:
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
         prepare = self._prepare if use == "intake" else self.declare
-        return Session(intake, RelayConsumer(self._relays[use]), carry, prepare=prepare, pulse=self._pulse)
+        consumer = RelayConsumer(self._relays[use], fitting=Fitting(BUFFER_BYTES))
+        return Session(intake, consumer, carry, prepare=prepare, pulse=self._pulse)
 
     def _takeovers(self) -> list[LevelTakeover]:
         if "takeover" not in self._relays:

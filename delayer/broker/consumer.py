@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
 import structlog
 
+from delayer.broker.fitting import Fitting
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
@@ -27,15 +29,30 @@ BATCH_BYTES: Final = 8 << 20
 BUFFER_BYTES: Final = 32 << 20
 """Above this many bytes waiting here the socket is not read any more; the rest stays with the broker. The prefetch
 counts messages, and five thousand of 1 MB would be five gigabytes."""
+UNREAD: Final = 10.0
+"""Seconds that the socket may be left alone, where the subscription can be begun again: RabbitMQ cuts a connection that
+took nothing for thirty."""
 
 
 class RelayConsumer:
-    """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another."""
+    """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another.
 
-    def __init__(self, relay: Relay, *, batch_bytes: int = BATCH_BYTES, buffer_bytes: int = BUFFER_BYTES) -> None:
+    ``fitting``: what a queue's messages turned out to be like, where subscriptions may end themselves in order
+    (``overrun``) to read less ahead, or more.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        *,
+        batch_bytes: int = BATCH_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
+        fitting: Fitting | None = None,
+    ) -> None:
         self._relay = relay
         self._batch_bytes = batch_bytes
         self._buffer_bytes = buffer_bytes
+        self._fitting = fitting
 
     async def subscribe(self, queue: str, prefetch: int) -> RelaySubscription:
         """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
@@ -43,9 +60,15 @@ class RelayConsumer:
         channel = await connection.channel()
         try:
             subscription = RelaySubscription(
-                connection, channel, queue, batch_bytes=self._batch_bytes, buffer_bytes=self._buffer_bytes
+                connection,
+                channel,
+                queue,
+                prefetch=prefetch,
+                batch_bytes=self._batch_bytes,
+                buffer_bytes=self._buffer_bytes,
+                fitting=self._fitting,
             )
-            await channel.qos(prefetch)
+            await channel.qos(subscription.prefetch)
             await subscription.begin()
         except BaseException:
             channel.abandon()  # nobody else knows of it, and its number would never be free again
@@ -57,7 +80,15 @@ class RelaySubscription:
     """Satisfies ports.Subscription."""
 
     def __init__(
-        self, connection: Connection, channel: Channel, queue: str, *, batch_bytes: int, buffer_bytes: int
+        self,
+        connection: Connection,
+        channel: Channel,
+        queue: str,
+        *,
+        prefetch: int,
+        batch_bytes: int,
+        buffer_bytes: int,
+        fitting: Fitting | None,
     ) -> None:
         self._connection = connection
         self._channel = channel
@@ -67,10 +98,17 @@ class RelaySubscription:
         self._consumer_tag: str | None = None
         self._buffer: deque[Delivery] = deque()
         self._bytes = 0
+        self._wanted = prefetch
+        self._fitting = fitting
+        self.prefetch = prefetch if fitting is None else fitting.prefetch(prefetch)
+        self.overrun = False
         self._paused = False
+        self._unread: asyncio.TimerHandle | None = None
         self._cancelled = False
         self._stopped = False
         self._arrived = asyncio.Event()
+        self._filled = asyncio.Event()
+        self._limit = 0  # of the batch that is waited for
         # Also wakes a waiting next_batch when the channel ends.
         channel.closed.add_done_callback(lambda _: self._arrived.set())
 
@@ -87,8 +125,12 @@ class RelaySubscription:
                 await asyncio.wait_for(self._arrived.wait(), IDLE)
             except TimeoutError:
                 return []
-        if len(self._buffer) < limit and self._bytes < self._batch_bytes:
-            await asyncio.sleep(gather)
+        self._limit = limit
+        if not self._full():
+            self._filled.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(gather):
+                    await self._filled.wait()
         self._raise_if_lost()
         return self._take(limit)
 
@@ -135,15 +177,31 @@ class RelaySubscription:
             return  # it returns to its queue when the channel closes
         self._buffer.append(delivery)
         self._bytes += len(delivery.body) + len(delivery.properties)
+        if self._full():
+            self._filled.set()
         if self._bytes > self._buffer_bytes and not self._paused:
             self._paused = True
             self._connection.pause_reading()
+            if self._fitting is not None:
+                self._unread = asyncio.get_running_loop().call_later(UNREAD, self._let_go, self._fitting)
+        self._arrived.set()
+
+    def _let_go(self, fitting: Fitting) -> None:
+        """Too much came, for too long: what nobody took yet returns to its queue when the channel closes."""
+        fitting.full(len(self._buffer))
+        log.warning("deliveries given back", queue=self._queue, seconds=UNREAD, read_ahead=len(self._buffer))
+        self.overrun = True
+        self._stop()
         self._arrived.set()
 
     def _on_cancelled(self) -> None:
         log.warning("consumer cancelled by the broker", queue=self._queue)
         self._cancelled = True
         self._arrived.set()
+
+    def _full(self) -> bool:
+        """There is as much as a batch may have."""
+        return len(self._buffer) >= self._limit or self._bytes >= self._batch_bytes
 
     def _raise_if_lost(self) -> None:
         """What is still buffered then is not handed out: the broker delivers it again to somebody."""
@@ -160,6 +218,8 @@ class RelaySubscription:
             taken += len(delivery.body) + len(delivery.properties)
             batch.append(delivery)
         self._bytes -= taken
+        if self._fitting is not None and self._fitting.took(len(batch), taken, self._wanted):
+            self.overrun = True
         if self._bytes < self._buffer_bytes // 2:
             self._resume()
         return batch
@@ -168,3 +228,6 @@ class RelaySubscription:
         if self._paused:
             self._paused = False
             self._connection.resume_reading()
+            if self._unread is not None:
+                self._unread.cancel()
+                self._unread = None

@@ -54,6 +54,15 @@ class Subscription(Protocol):
     def behind(self) -> bool:
         """Whether more has been delivered than :meth:`next_batch` has handed out."""
 
+    @property
+    def prefetch(self) -> int:
+        """How many deliveries may be here, unsettled."""
+
+    @property
+    def overrun(self) -> bool:
+        """Whether it should be ended now, in order, and the queue subscribed to again: what came was too large for too
+        long, and was let go of; or it is smaller than it was, and the next one may be given more."""
+
     def ack(self, tag: int, *, multiple: bool) -> None:
         """Acknowledge one delivery, or all up to it. Does nothing once the channel is gone."""
 

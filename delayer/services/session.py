@@ -92,7 +92,7 @@ class Session:
             try:
                 await self._prepare()
                 subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
-                log.info("consuming", queue=self._intake.queue, prefetch=self._intake.prefetch)
+                log.info("consuming", queue=self._intake.queue, prefetch=subscription.prefetch)
                 self.consuming.set()
                 await self._consume(subscription, stopping, retry)
             except LOSSES as lost:
@@ -115,9 +115,9 @@ class Session:
         settler = Settler(subscription, self._beat)
         running: set[asyncio.Task[None]] = set()
         now = asyncio.get_running_loop().time
-        patience, last_tag = Patience(self._intake.prefetch, self._intake.give_back_after, now()), 0
+        patience, last_tag = Patience(subscription.prefetch, self._intake.give_back_after, now()), 0
         try:
-            while not stopping.is_set():
+            while not (stopping.is_set() or subscription.overrun):
                 self._beat()
                 if patience.over(last_tag, behind=subscription.behind, now=now()):
                     log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)

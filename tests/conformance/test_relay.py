@@ -13,10 +13,11 @@ import aio_pika
 import pytest
 
 from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.fitting import ENOUGH, Fitting
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, LaneLost
-from delayer.core.message import CONFIRMED, Returned
+from delayer.core.message import CONFIRMED, Delivery, Returned
 from delayer.services.counting import Counters
 from delayer.services.release import Portion, Release
 from delayer.wire.address import Address
@@ -36,6 +37,17 @@ from tests.rig.proxy import Proxy
 from tests.rig.servers import RabbitMQ
 
 USER = "relay-test"
+
+
+async def take_acked(subscription: RelaySubscription, count: int) -> list[Delivery]:
+    """Exactly that many, each acknowledged, or few would ever be here."""
+    found: list[Delivery] = []
+    while len(found) < count:
+        batch = await subscription.next_batch(count - len(found), GATHER)
+        if batch:
+            subscription.ack(batch[-1].tag, multiple=True)
+        found += batch
+    return found
 
 
 class AdminHand:
@@ -162,6 +174,42 @@ class TestRelay(BrokerContract):
                 await subscription.close()
             left = await world.hand.drain("q")
             assert sorted(int(body.rstrip(b"\0")) for body in left) == list(range(1, 32))
+
+    async def test_what_is_too_large_for_too_long_is_given_back_and_less_is_read_ahead(
+        self, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The connection stands, nothing of it is lost or repeated; and when the messages are small again, more is."""
+        monkeypatch.setattr("delayer.broker.consumer.UNREAD", 0.3)
+        size, bound = 1 << 16, 1 << 18
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
+            reader = RelayConsumer(relay, buffer_bytes=bound, fitting=Fitting(bound))
+            first = await reader.subscribe("q", 32)
+            assert first.prefetch == 32
+            carried = await first.next_batch(1, GATHER)
+            connection = await relay.connection(30)
+            while not first.overrun:
+                await asyncio.wait_for(first._arrived.wait(), 10)
+                first._arrived.clear()
+            assert await first.next_batch(32, GATHER) == []
+            assert connection._pulse.reading
+            first.ack(carried[0].tag, multiple=True)
+            await first.close()
+            second = await reader.subscribe("q", 32)
+            assert 3 <= second.prefetch <= 6
+            assert connection is await relay.connection(30)
+            found = carried + await take_acked(second, 31)
+            assert sorted(int(one.body.split()[0]) for one in found) == list(range(32))
+            small = 2 * ENOUGH * second.prefetch
+            await world.publisher.publish([message(n, "q") for n in range(small)])
+            await take_acked(second, small)
+            assert second.overrun
+            await second.close()
+            third = await reader.subscribe("q", 32)
+            assert third.prefetch == 32
+            await third.close()
+            assert await world.hand.drain("q") == []
 
     async def test_two_queues_on_two_relays_do_not_hold_each_other_up(self, place: str) -> None:
         async with self.world(place) as world, relay_to(Address.parse(place)) as other:

@@ -69,6 +69,8 @@ class Acks:
     def __init__(self) -> None:
         self.acked: list[tuple[int, bool]] = []
         self.behind = False
+        self.prefetch = 5_000
+        self.overrun = False
 
     def ack(self, tag: int, *, multiple: bool) -> None:
         self.acked.append((tag, multiple))

@@ -168,6 +168,11 @@ class RabbitMQ:
         return self.version >= (4,)
 
     @property
+    def largest_body(self) -> int:
+        """Bytes of the largest message that it takes unless told otherwise."""
+        return (16 if self.version >= (4,) else 128) << 20
+
+    @property
     def lists_queue_types(self) -> bool:
         """Whether it lists a queue that was declared without ``x-queue-type`` with one, as it does from 4.0 on."""
         return self.version >= (4,)

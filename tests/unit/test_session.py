@@ -277,3 +277,21 @@ async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list
     it.stopping.set()
     await running
     assert quick[:4] == [0, 1, 0, 0]
+
+
+async def test_a_subscription_that_overran_is_ended_in_order_and_begun_again() -> None:
+    """What is being carried is settled; then the queue is subscribed to anew, without a pause."""
+    first, second = ScriptedSubscription([batch(1), batch(2)]), ScriptedSubscription([batch(1)])
+    it = Scene(first, second)
+    it.carrier.hold_back(1)
+    running = it.start()
+    await first.read.wait()
+    first.overrun = True
+    await until(lambda: "stopped" in first.events)
+    assert not first.acked
+    it.carrier.gates[1].set()
+    await until(lambda: second.acked == [(1, True)])
+    assert first.acked == [(2, True)]
+    assert first.events[-1] == "closed"
+    it.stopping.set()
+    await running
