@@ -407,6 +407,15 @@ class ConsumerContract:
             assert bodies(found) == numbered(range(1, 30))
             await subscription.close()
 
+    async def test_a_full_batch_waits_for_no_company(self, place: str) -> None:
+        async with self.world(place) as world:
+            await self._filled(world, 30)
+            subscription = await world.consumer.subscribe("q", 100)
+            async with asyncio.timeout(20):
+                found = await subscription.next_batch(30, 60.0)
+            assert bodies(found) == numbered(range(30))
+            await subscription.close()
+
     async def test_an_idle_queue_gives_an_empty_batch(self, place: str) -> None:
         async with self.world(place) as world:
             await self._filled(world, 0)
