@@ -84,7 +84,8 @@ async def _page(url: str, wanted: Filter, limit: int, after: int) -> heldback.Pa
 def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
     """Try held messages again now: those of these ids, or all that a filter means.
 
-    What its destination still does not take stays held, with its next pause.
+    What its destination still does not take stays held, with its next pause. What an import held before it was due is
+    tried when it is.
 
     \b
     Examples:

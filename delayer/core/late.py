@@ -13,6 +13,10 @@ from typing import Final
 from delayer.core.delay import in_words
 
 PREFIX: Final = "late: "
+UNFIT: Final = "unfit: "
+"""Of what an import brought and nobody can vouch for: bytes that are not those that were exported, headers that cannot
+be read, no destination, no waiting time. As it stands it is delivered only if a person says so."""
+FOR_PEOPLE: Final = (PREFIX, UNFIT)
 """What the reasons begin with that time does not mend."""
 FOR_GOOD_MS: Final = 253_402_300_799_999
 """The next attempt of what is held for good: the end of the year 9999."""
@@ -36,7 +40,7 @@ def reason(due_ms: int, now_ms: int, limit_ms: int | None) -> str | None:
 
 def for_good(why: str) -> bool:
     """Whether a message that is held for this reason waits for a person."""
-    return why.startswith(PREFIX)
+    return why.startswith(FOR_PEOPLE)
 
 
 def retry_ms(why: str, again_ms: int) -> int:

@@ -16,6 +16,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management import Management
 from delayer.core.importing import Item, Meant, Rewrite
+from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.values import Timestamp
 from delayer.legacy.drain import Queues, Reader, address_of
@@ -55,9 +56,9 @@ class Hold:
         wait_ms = self._wait_ms(properties)
         problem = ""
         if wait_ms is None:
-            problem, wait_ms = "import: neither its queue nor the message says for how long it is held", 0
+            problem, wait_ms = f"{UNFIT}neither its queue nor the message says for how long it is held", 0
         if (self.exchange, own) == (b"", self.queue.encode()):
-            problem = "import: its queue would give it back to itself"
+            problem = f"{UNFIT}its queue would give it back to itself"
         due_ms = self._due_ms(properties, wait_ms, now_ms)
         return Item(
             Parcel(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from delayer.core import lines
 from delayer.core.importing import Item, Meant, Rewrite, Survey
+from delayer.core.late import UNFIT
 from delayer.core.lines import End, Line, NotALine
 from delayer.legacy.files import FileSource, Reading, Unreadable
 from delayer.legacy.ports import ImportImpossible
@@ -14,7 +15,7 @@ from delayer.store.envelope import checksum
 from delayer.wire.properties import MalformedProperties, Properties
 
 NAME = "jsonl"
-NOT_SOUND = "import: the bytes do not fit the checksum that was exported with them"
+NOT_SOUND = f"{UNFIT}the bytes do not fit the checksum that was exported with them"
 
 
 def read(text: bytes) -> Item | End | None:

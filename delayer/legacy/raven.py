@@ -83,7 +83,7 @@ def _headers(found: Mapping[str, Any]) -> Mapping[str, object]:
     said = found.get("Headers") or {}
     if not isinstance(said, dict):
         raise Unreadable(f"Headers: expected an object, found {type(said).__name__}")
-    return {name: value for name, value in said.items() if name != "$type"}
+    return said
 
 
 def _body(found: Mapping[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from delayer.core import nservicebus
 from delayer.core.delay import UnreadableDelay
 from delayer.core.importing import Item
+from delayer.core.late import UNFIT
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS, SHORT_STRING
 from delayer.wire.fields import entry, long_string
@@ -21,6 +22,7 @@ RELATED: Final = "NServiceBus.RelatedToTimeoutId"
 """What the timeout manager adds when it dispatches."""
 UNREAD: Final = b"x-delayer-import-headers"
 """Carries a headers column that cannot be read, as it is."""
+NET_TYPE: Final = "$type"
 ROUNDED_MS: Final = 1_000
 """Databases round the due instant: SQL Server to 3 ms, MySQL to a second. The header has it exactly."""
 _ALWAYS: Final = FLAGS["headers"] | FLAGS["delivery_mode"]
@@ -66,10 +68,10 @@ def item_of(timeout: Timeout, source: bytes, queue: bytes) -> Item:
     try:
         headers = _headers(timeout.headers)
     except ValueError as error:
-        problem = f"import: its headers cannot be read: {error}"
+        problem = f"{UNFIT}its headers cannot be read: {error}"
         raw = str(timeout.headers).encode("utf-8", "surrogateescape")
     if not 0 < len(queue) <= SHORT_STRING:
-        problem = f"import: its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}"
+        problem = f"{UNFIT}its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}"
         raw = raw or queue
         queue = queue[:SHORT_STRING]
     due_ms = _due_ms(timeout.due_ms, headers)
@@ -87,13 +89,15 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
     found = json.loads(given) if isinstance(given, str) else given
     if isinstance(found, list):
         # .NET's own serializer writes a dictionary as a list of pairs unless it is told otherwise.
-        found = {
-            str(one["Key"]): one["Value"] for one in found if isinstance(one, dict) and {"Key", "Value"} <= set(one)
-        }
+        if not all(isinstance(one, dict) and {"Key", "Value"} <= one.keys() for one in found):
+            raise ValueError("expected pairs of Key and Value in the list, found something else")
+        found = {str(one["Key"]): one["Value"] for one in found}
     if found is None:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 - of data, not of code
+    if NET_TYPE in found:  # Json.NET's, where it is told to say what it wrote; no header
+        found = {name: value for name, value in found.items() if name != NET_TYPE}
     longest = max(map(len, found), default=0)
     if longest > SHORT_STRING // 4 and any(len(_utf8(name)) > SHORT_STRING for name in found):
         raise ValueError(f"a name has more than {SHORT_STRING} bytes")

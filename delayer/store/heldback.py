@@ -24,7 +24,7 @@ FROM held
 _NEXT: Final = f"{_COLUMNS} WHERE id > $1 ORDER BY id LIMIT $2"
 _NAMED: Final = f"{_COLUMNS} WHERE id = ANY($1) ORDER BY id"
 _RETRY: Final = (
-    "UPDATE held SET retry_at = statement_timestamp()"
+    "UPDATE held SET retry_at = greatest(due_at, statement_timestamp())"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
 )
 
@@ -74,12 +74,15 @@ def _read(row: asyncpg.Record) -> HeldEntry:
 
 
 async def retry(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
-    """Try these again now. How many there were; one that is being tried at this moment is waited for. Raises the
-    driver's errors; then nothing is changed."""
+    """Try these again now, or as soon as they are due. How many there were; one that is being tried at this moment is
+    waited for. Raises the driver's errors; then nothing is changed."""
+    soonest: dict[int, int] = {}
     async with session.transaction(connection):
         rows = await connection.fetch(_RETRY, list(ids))
+        for lane, retry_ms in rows:
+            soonest[lane] = min(retry_ms, soonest.get(lane, retry_ms))
         await acts.add(connection, act, len(rows))
-        await telling.tell(connection, {}, dict(rows))
+        await telling.tell(connection, {}, soonest)
     return len(rows)
 
 

@@ -160,7 +160,7 @@ class ImportStore:
             await telling.tell(
                 self._connection,
                 {fence.number: soonest} if parcels else {},
-                {fence.number: now_ms} if held else {},
+                {fence.number: max(now_ms, min(parcel.due_ms for parcel, _ in held))} if held else {},
             )
             row = await self._connection.fetchrow(
                 _COMMIT, run.id, len(parcels) + published, len(held), batch.progress, run.progress

@@ -67,12 +67,13 @@ async def park_keyed(
 async def hold_new(
     connection: asyncpg.Connection, lane: Into, parcels: Sequence[tuple[Parcel, str]], now_ms: int
 ) -> int:
-    """Messages that never waited, straight into held. Returns when the first of them is tried again (epoch ms)."""
+    """Messages that never waited, straight into held. Returns when the first of them is tried (epoch ms): what is not
+    due yet is not tried before it is."""
     number = lane.number
     records = []
     soonest = 0
     for (parcel, reason), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
-        retry_ms = late.retry_ms(reason, now_ms + pause_ms(1, new))
+        retry_ms = late.retry_ms(reason, max(now_ms + pause_ms(1, new), parcel.due_ms))
         soonest = min(soonest or retry_ms, retry_ms)
         records.append((*envelope.row(parcel, number), new, retry_ms, 1, envelope.reason_text(reason)))
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)

@@ -15,8 +15,11 @@ import asyncpg
 from delayer.store import acts, cancelling, segments, session, statements, telling
 from delayer.store.cancelling import LOOKS, NO_DUES, NO_SEGMENTS, Changes, Dues, Found
 
+# What was imported may be held before it is due: then that is its due instant as well.
 _HELD = (
-    "UPDATE held SET retry_at = coalesce($2::timestamptz, retry_at + $3::bigint * interval '1 millisecond')"
+    "UPDATE held SET retry_at = coalesce($2::timestamptz, retry_at + $3::bigint * interval '1 millisecond'),"
+    " due_at = CASE WHEN due_at > statement_timestamp()"
+    " THEN coalesce($2::timestamptz, due_at + $3::bigint * interval '1 millisecond') ELSE due_at END"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
 )
 # Without their bytes: see segments.live.

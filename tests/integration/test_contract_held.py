@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from delayer.store import retry, statements, upgrades
+from delayer.store import acts, heldback, retry, statements, upgrades
 from delayer.store.postgres import PostgresStore
+from delayer.store.rescheduling import When, reschedule
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel
+from tests.integration.test_store_lane import sql
 
 SOON_MS = 300
 SLOWLY = "SELECT retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 1) AS h RIGHT JOIN pg_sleep(1) ON true"
@@ -49,5 +51,32 @@ async def test_what_is_held_while_the_lane_looks_at_its_retries_is_not_forgotten
         await settling
         await lane.wait(3600.0)
         assert bodies(await lane.claim(MANY, ROOM)) == [b"second"]
+        await lane.give_up()
+    await store.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_what_is_not_due_yet_is_not_tried_even_if_a_person_says_so(database: str) -> None:
+    """An import holds what is due in a month, if its queue is not there yet. Whatever becomes of that: never early."""
+    await upgrades.upgrade(database)
+    store = await PostgresStore.connect(database)
+    async with owned(store) as (lane,), sql(database) as admin:
+        month = store.now_ms() + 30 * 86_400_000
+        held = [(parcel(month, b"in a month"), "import: no such queue"), (parcel(store.now_ms(), b"now"), "why")]
+        await store.hold(lane, held)
+        ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
+        assert await heldback.retry(admin, ids, await acts.begin(admin, "test", "held retry", {})) == 2
+        await lane.wait(3600.0)
+        rows = await lane.claim(MANY, ROOM)
+        assert bodies(rows) == [b"now"]
+        await lane.settle(rows, [])
+        assert (await admin.fetchval("SELECT retry_at FROM held")) == month
+        await reschedule(admin, ids[1:], When(by_ms=-1000))
+        assert tuple(await admin.fetchrow("SELECT due_at, retry_at FROM held")) == (month - 1000, month - 1000)
+        soon = store.now_ms() + 200
+        await reschedule(admin, ids[1:], When(at_ms=soon))
+        await lane.wait(3600.0)
+        [row] = await lane.claim(MANY, ROOM)
+        assert (row.parcel.body, row.due_ms) == (b"in a month", soon)
         await lane.give_up()
     await store.close()

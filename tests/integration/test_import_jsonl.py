@@ -10,6 +10,7 @@ from pathlib import Path
 
 import asyncpg
 
+from delayer.core import late
 from delayer.core.message import Parcel, Target
 from delayer.store import upgrades
 from delayer.store.partitions import DAY_MS
@@ -115,8 +116,9 @@ async def test_what_was_damaged_is_held_and_not_made_sound(delayer: Run, tmp_pat
         await admin.execute("TRUNCATE message")
         delayer("import", "jsonl", "run", str(file), "--unverified", "--yes", expect=1)
         assert await admin.fetchval("SELECT count(*) FROM message") == 4
-        [(body, reason)] = await admin.fetch("SELECT body, reason FROM held")
+        [(body, reason, retry_ms)] = await admin.fetch("SELECT body, reason, retry_at FROM held")
         assert (body, "checksum" in reason) == (b"tampered", True)
+        assert retry_ms == late.FOR_GOOD_MS, "sent by itself it would be taken for sound"
 
 
 async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_path: Path) -> None:
@@ -142,8 +144,9 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
         assert [tuple(row) for row in await admin.fetch("SELECT to_key, body FROM message")] == [
             (b"delays.refused", b"2")
         ]
-        [(key, reason)] = await admin.fetch("SELECT to_key, reason FROM held")
-        assert (key, reason) == (b"gone", "import: there is no such queue or exchange")
+        [held] = await admin.fetch("SELECT to_key, reason, retry_at, due_at FROM held")
+        assert (held["to_key"], held["reason"]) == (b"gone", "import: there is no such queue or exchange")
+        assert held["retry_at"] == held["due_at"], "somebody may declare the queue long before that"
     nobody = {"DELAYER_BROKER__URL": "amqp://guest:s3cret@127.0.0.1:1/"}
     told = delayer("import", "jsonl", "run", *args, "--yes", expect=1, **nobody).stderr
     assert "Nothing was moved" in told

@@ -59,6 +59,8 @@ def test_no_headers(headers: str | None) -> None:
 def test_both_ways_of_net_to_write_a_dictionary() -> None:
     pairs = [{"Key": name, "Value": value} for name, value in HEADERS.items()]
     assert made(pairs)[0].raw == made(HEADERS)[0].raw
+    typed = {"$type": "System.Collections.Generic.Dictionary`2[[System.String],[System.String]], mscorlib", **HEADERS}
+    assert made(typed)[0].raw == made(HEADERS)[0].raw
 
 
 def test_values_that_are_no_strings_and_names_with_surrogates() -> None:
@@ -68,10 +70,12 @@ def test_values_that_are_no_strings_and_names_with_surrogates() -> None:
     assert problem == ""
 
 
-@pytest.mark.parametrize("headers", ["{", "7", '"text"', json.dumps({"n" * 256: "x"}), '{"a": '])
+@pytest.mark.parametrize(
+    "headers", ["{", "7", '"text"', json.dumps({"n" * 256: "x"}), '{"a": ', '[{"Key": "a"}]', "[7]"]
+)
 def test_headers_that_cannot_be_read_go_along_as_they_are(headers: str) -> None:
     properties, problem = made(headers)
-    assert problem.startswith("import: its headers cannot be read")
+    assert problem.startswith("unfit: its headers cannot be read")
     raw = properties.get(UNREAD)
     assert raw is not None
     assert raw.content == headers.encode()

@@ -35,9 +35,15 @@ def test_the_rule(late_ms: int, limit_ms: int | None, held: bool) -> None:
 
 @pytest.mark.parametrize(
     ("why", "for_good"),
-    [("late: by 2 s, and late_limit of its route is 1 s", True), ("returned: 312 NO_ROUTE", False), ("", False)],
+    [
+        ("late: by 2 s, and late_limit of its route is 1 s", True),
+        ("unfit: its headers cannot be read", True),
+        ("returned: 312 NO_ROUTE", False),
+        ("import: there is no such queue or exchange", False),
+        ("", False),
+    ],
 )
-def test_only_what_is_late_waits_for_a_person(why: str, for_good: bool) -> None:
+def test_only_what_time_does_not_mend_waits_for_a_person(why: str, for_good: bool) -> None:
     assert late.for_good(why) == for_good
     assert late.retry_ms(why, NOW) == (late.FOR_GOOD_MS if for_good else NOW)
 
