@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -22,6 +23,16 @@ DRIVERS: Final = {
 PACKAGES: Final = {"asyncmy": "pip install 'delayer[mysql]'", "aioodbc": "pip install aioodbc, and Microsoft's driver"}
 
 
+SHOWN: Final = frozenset(
+    {"host", "port", "server", "address", "database", "dbname", "service", "driver", "uid", "user"}
+)
+"""What of a URL's parameters, and of an ODBC connection string, says which database it is. Nothing else is shown or
+kept: drivers take passwords there under many names."""
+ODBC: Final = "odbc_connect"
+_PASSWORD: Final = re.compile("pass|pwd|secret|token")
+_ODBC_PART: Final = re.compile(r"\s*([^=;]+?)\s*=\s*(\{(?:[^}]|\}\})*\}|[^;]*)")
+
+
 def database_url(text: str) -> URL:
     """The URL with an asynchronous driver. Raises ImportImpossible, never showing the text."""
     try:
@@ -31,6 +42,38 @@ def database_url(text: str) -> URL:
             "the source's URL cannot be read: expected DIALECT://user:password@host/database"
         ) from None
     return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+
+
+def odbc_parts(text: str) -> dict[str, str]:
+    """The parts of an ODBC connection string, by their names in lower case.
+
+    >>> odbc_parts("SERVER=sql7;UID=me;PWD={a;b}")
+    {'server': 'sql7', 'uid': 'me', 'pwd': '{a;b}'}
+    """
+    return {name.lower(): value for name, value in _ODBC_PART.findall(text)}
+
+
+def shown(url: URL) -> str:
+    """Where it is, without anything that may be a password."""
+    query: dict[str, str | Sequence[str]] = {}
+    for name, values in url.normalized_query.items():
+        if name.lower() == ODBC:
+            query |= {part: value for one in values for part, value in odbc_parts(one).items() if part in SHOWN}
+        elif name.lower() in SHOWN:
+            query[name] = values
+    return url.set(password=None, query=query).render_as_string(hide_password=True)
+
+
+def secrets(url: URL) -> set[str]:
+    """What a driver must not quote: the password, and parameters whose names say that they are one."""
+    found = {str(url.password or "")}
+    for name, values in url.normalized_query.items():
+        if name.lower() == ODBC:
+            parts = [part for one in values for part in odbc_parts(one).items()]
+        else:
+            parts = [(name.lower(), one) for one in values]
+        found |= {form for part, value in parts if _PASSWORD.search(part) for form in (value, value.strip("{}"))}
+    return found - {""}
 
 
 class Database:
@@ -43,7 +86,7 @@ class Database:
     @property
     def shown(self) -> str:
         """Where it is, without a password."""
-        return self._url.set(password=None).render_as_string(hide_password=True)
+        return shown(self._url)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[AsyncConnection]:
@@ -63,8 +106,9 @@ class Database:
         """One line, without what a driver may quote."""
         inner = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         text = str(inner).strip().split("\n", 1)[0]
-        password = str(self._url.password or "")
-        return f"{type(inner).__name__}: {text.replace(password, '***') if password else text}"
+        for secret in sorted(secrets(self._url), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return f"{type(inner).__name__}: {text}"
 
     async def close(self) -> None:
         """Safe to call twice."""

@@ -116,7 +116,7 @@ class Queues(ABC):
 
     # ---- the port
 
-    async def survey(self) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for."""
         survey = Survey()
         now_ms = await self._now()

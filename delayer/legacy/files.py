@@ -90,7 +90,7 @@ class FileSource(ABC):
             }
         return self._parameters
 
-    async def survey(self) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """See the port. What cannot be read is left, and told."""
         if self._survey is None:
             self._survey = self.look()

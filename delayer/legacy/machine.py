@@ -69,9 +69,11 @@ class Aborted:
 
 async def preview(source: Source, book: Book, judge: Judge) -> Preview:
     """Look, and change nothing. Raises SourceLost, ImportImpossible, StoreLost."""
-    survey = await source.survey()
+    unfinished = await book.unfinished()
+    own = unfinished if unfinished is not None and is_same(unfinished, source) else None
+    survey = await source.survey(own)
     problems = await judge.problems(survey.goals)
-    return Preview(survey, problems, await book.unfinished())
+    return Preview(survey, problems, unfinished)
 
 
 async def run(source: Source, book: Book, judge: Judge, who: str, say: Say) -> Report:
@@ -164,15 +166,20 @@ async def abort(source: Source, book: Book) -> Aborted:
     return Aborted(await book.finish(current, Phase.ABORTED), back)
 
 
+def is_same(found: Run, source: Source) -> bool:
+    """Whether it is this import."""
+    return found.source == source.name and dict(found.parameters) == dict(source.parameters)
+
+
 def same(found: Run, source: Source) -> Run:
     """``found``, if it is this import. Raises ImportImpossible."""
+    if is_same(found, source):
+        return found
     if found.source != source.name:
         raise ImportImpossible(
             f"import {found.id} from {found.source} is not finished ({_shown(found.parameters)}). Next: `delayer "
             f"import {found.source} run` with its parameters, to go on, or `abort` with them"
         )
-    if dict(found.parameters) == dict(source.parameters):
-        return found
     names = sorted(found.parameters.keys() | source.parameters.keys())
     differences = [
         f"{name}: begun with {found.parameters.get(name, 'nothing')!r}, now {source.parameters.get(name, 'nothing')!r}"

@@ -34,8 +34,9 @@ class Source(Protocol):
     @property
     def parameters(self) -> Mapping[str, object]: ...
 
-    async def survey(self) -> Survey:
-        """What is there, changing nothing that lasts. Raises ImportImpossible for what no run could read."""
+    async def survey(self, unfinished: Run | None = None) -> Survey:
+        """What is there, changing nothing that lasts. ``unfinished``: this very import, interrupted: what it staged is
+        its own, and still to come. Raises ImportImpossible for what no run could read."""
 
     async def stage(self, run: Run) -> int | None:
         """Take what is meant out of everybody else's reach, or note what there is to read. Safe to repeat. How many

@@ -9,26 +9,23 @@ removes it, by the place that was committed.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import uuid
 from collections.abc import Sequence
-from datetime import datetime
-from fnmatch import fnmatchcase
 from heapq import merge
 from itertools import islice
 from typing import Any, Final
 
-from sqlalchemy import URL, inspect, text
+from sqlalchemy import URL, Executable, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from delayer.core.importing import SOON_MS, Batch, Item, Meant, Rewrite, Run, Survey, renamed, rewriting
+from delayer.core.importing import SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
 from delayer.core.message import Target
+from delayer.legacy import places, tables
 from delayer.legacy.ahead import Ahead
 from delayer.legacy.databases import Database
 from delayer.legacy.merging import Merge
 from delayer.legacy.ports import CountMismatch, ImportImpossible
-from delayer.legacy.statements import SUFFIX, Layout, Moving, Pick, Place
+from delayer.legacy.statements import Layout, Moving, Pick, Place
 from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of
 
 BATCH: Final = 2_000
@@ -94,16 +91,18 @@ class Tables:
 
     # ---- the port
 
-    async def survey(self) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         """See the port."""
         survey = Survey()
         async with self._database.connected() as connection:
-            tables = await self._found(connection)
-            await self._refuse_leftovers(connection, tables)
+            ours = await self._found(connection)
+            if unfinished is None:
+                await self._refuse_leftovers(connection, ours)
+            elif await self._survey_staged(connection, ours, survey) or unfinished.phase is Phase.RUNNING:
+                return survey
             pick = self._pick()
-            for one in tables:
-                for destination, count, first, last in await connection.execute(one.goals(pick)):
-                    survey.add(self._target(destination or ""), epoch_ms(first), epoch_ms(last), count)
+            for one in ours:
+                await self._add_goals(connection, one.goals(pick), survey)
                 row = (await connection.execute(one.others(pick))).one()
                 for why, count in zip((NO_TIME, SOONER, SOON), row, strict=True):
                     survey.leave(why, int(count or 0))
@@ -111,34 +110,48 @@ class Tables:
         if self._meant.limit is not None and found > self._meant.limit:
             survey.leave(BEYOND_LIMIT, found - self._meant.limit)
             survey.messages = self._meant.limit
-        survey.remarks.append(f"tables: {', '.join(one.name for one in tables)}")
+        survey.remarks.append(f"tables: {', '.join(one.name for one in ours)}")
         return survey
+
+    async def _survey_staged(self, connection: AsyncConnection, ours: Sequence[Moving], survey: Survey) -> bool:
+        """What an interrupted run has yet to bring. Whether there is any: a stage that was committed is whole."""
+        there = await self._staged(connection)
+        ours = [one for one in ours if one.staged.name in there]
+        for one in ours:
+            await self._add_goals(connection, one.staged_goals(), survey)
+        if survey.messages:
+            survey.remarks.append("this is what the run that was interrupted staged and did not remove yet")
+        return bool(survey.messages)
+
+    async def _add_goals(self, connection: AsyncConnection, goals: Executable, survey: Survey) -> None:
+        for destination, count, first, last in await connection.execute(goals):
+            survey.add(self._target(destination or ""), epoch_ms(first), epoch_ms(last), count)
 
     async def stage(self, run: Run) -> int:
         """See the port."""
         async with self._database.connected() as connection:
-            tables = await self._found(connection)
+            ours = await self._found(connection)
             there = await self._staged(connection)
-            for one in tables:
+            for one in ours:
                 if one.staged.name not in there:
                     await connection.execute(one.create())
             await connection.commit()
             # A stage that was committed is whole.
-            if not (count := await self._count(connection, tables)):
-                count = await self._take(connection, tables)
+            if not (count := await self._count(connection, ours)):
+                count = await self._take(connection, ours)
                 await connection.commit()
             # Afterwards: an index of what is there is made in a tenth of the time that adding to it takes.
-            for one in tables:
-                if not await connection.run_sync(self._indexed, one):
+            for one in ours:
+                if not await connection.run_sync(tables.indexed, one, self._schema):
                     await connection.execute(one.index())
             await connection.commit()
         return count
 
-    async def _take(self, connection: AsyncConnection, tables: Sequence[Moving]) -> int:
+    async def _take(self, connection: AsyncConnection, ours: Sequence[Moving]) -> int:
         pick = self._pick()
-        shares = await self._shares(connection, tables, pick)
+        shares = await self._shares(connection, ours, pick)
         total = 0
-        for one in tables:
+        for one in ours:
             taken = (await connection.execute(one.take(pick, shares.get(one.name)))).rowcount
             forgotten = (await connection.execute(one.forget(connection.dialect.name))).rowcount
             if taken != forgotten:
@@ -148,15 +161,15 @@ class Tables:
             total += taken
         return total
 
-    async def _shares(self, connection: AsyncConnection, tables: Sequence[Moving], pick: Pick) -> dict[str, int]:
+    async def _shares(self, connection: AsyncConnection, ours: Sequence[Moving], pick: Pick) -> dict[str, int]:
         """How many of the soonest ``limit`` stand in each table; nothing without a limit."""
         if self._meant.limit is None:
             return {}
         dues = []
-        for one in tables:
+        for one in ours:
             rows = await connection.execute(one.soonest(pick, self._meant.limit))
             dues.append([(due, one.name) for (due,) in rows])
-        shares = dict.fromkeys((one.name for one in tables), 0)
+        shares = dict.fromkeys((one.name for one in ours), 0)
         for _, name in islice(merge(*dues), self._meant.limit):
             shares[name] += 1
         return shares
@@ -167,7 +180,7 @@ class Tables:
             # After the last batch they may be gone already: a run that died before the store knew.
             there = await self._staged(connection)
             self._tables = [one for one in await self._found(connection) if one.staged.name in there]
-            for name, place in _read_progress(run.progress).items():
+            for name, place in places.read(run.progress).items():
                 one = next((table for table in self._tables if table.name == name), None)
                 if one is not None:
                     await connection.execute(one.remove(place))
@@ -197,12 +210,12 @@ class Tables:
                 if not len(items) % AT_A_STRETCH:
                     await asyncio.sleep(0)  # whoever commits meanwhile has to be served
         self._read_upto = upto
-        return Batch(items, _progress(upto)) if items else None
+        return Batch(items, places.write(upto)) if items else None
 
     async def remove(self, batch: Batch) -> int:
         """See the port."""
         removed = 0
-        upto = _read_progress(batch.progress)
+        upto = places.read(batch.progress)
         async with self._database.connected() as connection:
             if (lazily := LAZILY.get(connection.dialect.name)) is not None:
                 await connection.execute(text(lazily))
@@ -218,8 +231,8 @@ class Tables:
         """See the port."""
         left = Survey()
         async with self._database.connected() as connection:
-            tables = await self._found(connection)
-            count = await self._count(connection, tables)
+            ours = await self._found(connection)
+            count = await self._count(connection, ours)
             if count:
                 raise CountMismatch(f"{count} staged timeouts are left")
             await self._drop(connection)
@@ -275,53 +288,24 @@ class Tables:
     async def _found(self, connection: AsyncConnection) -> list[Moving]:
         """The tables that are meant, as the database has them. Raises ImportImpossible where there are none."""
         if self._tables is None:
-            self._tables = await connection.run_sync(self._look)
+            self._tables = await connection.run_sync(tables.found, self._patterns, self._schema, self._layout)
         return self._tables
-
-    def _look(self, connection: Any) -> list[Moving]:
-        inspector = inspect(connection)
-        names = sorted(inspector.get_table_names(schema=self._schema))
-        meant = [
-            name
-            for name in names
-            if not name.endswith(SUFFIX) and any(fnmatchcase(name, pattern) for pattern in self._patterns)
-        ]
-        tables = []
-        for name in meant:
-            columns = [str(one["name"]) for one in inspector.get_columns(name, schema=self._schema)]
-            try:
-                layout = self._layout.of(columns)
-            except KeyError as missing:
-                raise ImportImpossible(
-                    f"table {name}: expected the columns of a timeout table, {missing} is missing"
-                ) from None
-            tables.append(Moving(name, self._schema, columns, layout))
-        if not tables:
-            raise ImportImpossible(
-                f"no table matches {', '.join(self._patterns)}: found {', '.join(names[:20]) or 'no table at all'}"
-            )
-        return tables
-
-    def _indexed(self, connection: Any, one: Moving) -> bool:
-        indexes = inspect(connection).get_indexes(one.staged.name, schema=self._schema)
-        return one.index_name in {index["name"] for index in indexes}
 
     async def _staged(self, connection: AsyncConnection) -> set[str]:
         """The tables beside them that exist."""
-        names = await connection.run_sync(lambda sync: inspect(sync).get_table_names(schema=self._schema))
-        return {name for name in names if name.endswith(SUFFIX)}
+        return await connection.run_sync(tables.staged, self._schema)
 
-    async def _refuse_leftovers(self, connection: AsyncConnection, tables: Sequence[Moving]) -> None:
+    async def _refuse_leftovers(self, connection: AsyncConnection, ours: Sequence[Moving]) -> None:
         there = await self._staged(connection)
-        for one in tables:
+        for one in ours:
             if one.staged.name in there and (await connection.execute(one.count())).scalar_one():
                 raise ImportImpossible(
                     f"table {one.staged.name} holds timeouts of another store's import: finish or abort that one"
                 )
 
-    async def _count(self, connection: AsyncConnection, tables: Sequence[Moving]) -> int:
+    async def _count(self, connection: AsyncConnection, ours: Sequence[Moving]) -> int:
         there = await self._staged(connection)
-        return sum([(await connection.execute(one.count())).scalar_one() for one in tables if one.staged.name in there])
+        return sum([(await connection.execute(one.count())).scalar_one() for one in ours if one.staged.name in there])
 
     async def _drop(self, connection: AsyncConnection) -> None:
         there = await self._staged(connection)
@@ -333,20 +317,3 @@ class Tables:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _progress(places: dict[str, Place]) -> str:
-    said = {
-        name: [place.time.isoformat(), {"uuid": str(place.id)} if isinstance(place.id, uuid.UUID) else place.id]
-        for name, place in places.items()
-    }
-    return json.dumps(said, sort_keys=True)
-
-
-def _read_progress(text: str | None) -> dict[str, Place]:
-    if text is None:
-        return {}
-    return {
-        name: Place(datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
-        for name, (due, id_) in json.loads(text).items()
-    }

@@ -24,10 +24,12 @@ from sqlalchemy import (
     Table,
     and_,
     case,
+    cast,
     column,
     delete,
     func,
     insert,
+    literal,
     or_,
     select,
     table,
@@ -38,6 +40,7 @@ from sqlalchemy.schema import CreateIndex, DropTable
 from sqlalchemy.sql.ddl import ExecutableDDLElement
 from sqlalchemy.sql.elements import quoted_name
 from sqlalchemy.sql.selectable import TableClause
+from sqlalchemy.types import TypeEngine
 
 SUFFIX: Final = "_delayer"
 """Behind a table's name: where its timeouts wait to be imported."""
@@ -110,11 +113,24 @@ def _create_like(element: CreateLike, compiler: Any, **_: Any) -> str:
 
 
 class Moving:
-    """The statements for one table; ``columns`` are all it has."""
+    """The statements for one table; ``columns`` are all it has.
 
-    def __init__(self, name: str, schema: str | None, columns: Sequence[str], layout: Layout) -> None:
+    ``time_type``: the type of its due instants, where the database does not find an instant again that it gave. SQL
+    Server is told instants as datetime2, and its datetime has thirds of a hundredth of a second: the .003 that it gives
+    is less than the .00333 that it then compares with. As datetime the two are equal again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: str | None,
+        columns: Sequence[str],
+        layout: Layout,
+        time_type: TypeEngine[Any] | None = None,
+    ) -> None:
         self.name = name
         self.layout = layout
+        self._time_type = time_type
         self.source = _table(name, schema, columns)
         self.staged = _table(name + SUFFIX, schema, columns)
         self._names = list(columns)
@@ -154,6 +170,11 @@ class Moving:
             .where(self._meant(pick))
             .group_by(destination)
         )
+
+    def staged_goals(self) -> Select[Any]:
+        """The same of what was moved."""
+        time, destination = self.staged.c[self.layout.time], self.staged.c[self.layout.destination]
+        return select(destination, func.count(), func.min(time), func.max(time)).group_by(destination)
 
     def others(self, pick: Pick) -> Select[Any]:
         """Why rows are not meant: how many are without an instant, due sooner than ``since``, not due after ``after``.
@@ -217,17 +238,25 @@ class Moving:
         """The soonest of what was moved, behind that place."""
         time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
         query = select(*(self.staged.c[name] for name in self.layout.names)).order_by(time, id_).limit(limit)
-        return query if after is None else query.where(time >= after.time, or_(time > after.time, id_ > after.id))
+        if after is None:
+            return query
+        since = self._instant(after.time)
+        return query.where(time >= since, or_(time > since, id_ > after.id))
 
     def remove(self, upto: Place, after: Place | None = None) -> Delete:
         """What stands up to there is committed, and what stands up to ``after`` is gone: an index is read over its
         deleted entries as well, unless it is told where to begin."""
         time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
-        query = delete(self.staged).where(time <= upto.time, or_(time < upto.time, id_ <= upto.id))
-        return query if after is None else query.where(time >= after.time)
+        until = self._instant(upto.time)
+        query = delete(self.staged).where(time <= until, or_(time < until, id_ <= upto.id))
+        return query if after is None else query.where(time >= self._instant(after.time))
 
     def count(self) -> Select[Any]:
         return select(func.count()).select_from(self.staged)
+
+    def _instant(self, time: datetime) -> ColumnElement[Any]:
+        """An instant that was read from the table, to compare with what stands there."""
+        return literal(time) if self._time_type is None else cast(time, self._time_type)
 
     def _meant(self, pick: Pick) -> ColumnElement[bool]:
         time = self.source.c[self.layout.time]

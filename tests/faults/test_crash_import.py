@@ -175,6 +175,13 @@ async def test_tables_are_in_one_place_only(store: str, source: Source, fault: s
     await gone(store)
     async with sql(store) as admin:
         assert await admin.fetchval("SELECT count(*) FROM message") == committed
+        # What a person is shown who is asked whether to go on: what is there yet, and that it is this import.
+        code, out, told = await delayer(store, "import", "nservicebus-sql", "preview", *arguments[3::2], **url)
+        assert code == 0, told
+        seen = json.loads(out)
+        at_least, at_most = COUNT - committed, COUNT - max(0, committed - BATCH)
+        assert at_least <= seen["messages"] <= at_most
+        assert seen["unfinished"]["parked"] == committed
         code, out, told = await delayer(store, *arguments, **url)
         assert code == 0, told
         assert json.loads(out)["parked"] == COUNT

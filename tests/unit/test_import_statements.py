@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 
 import pytest
-from sqlalchemy import Dialect
+from sqlalchemy import DATETIME, Dialect
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
 from delayer.legacy.statements import Layout, Moving, Pick, Place
@@ -72,6 +73,18 @@ def test_a_batch_is_removed_by_the_place_of_its_last_row(dialect: str) -> None:
     assert f"({table}.Time < " in bare
     assert f"OR {table}.Id <= " in bare
     assert f"AND {table}.Time >= " in bare
+
+
+def test_sql_server_finds_the_place_of_a_row_again() -> None:
+    """It compares a parameter, which is a datetime2, with a datetime by more digits than the datetime was read with."""
+    place = Place(NOON, "x")
+    for type_ in (mssql.DATETIME2(7), DATETIME()):
+        one = Moving("Sales_TimeoutData", None, COLUMNS, Layout(), type_)
+        for statement in (one.batch(10, place), one.remove(place, place)):
+            text = said(statement, "mssql")
+            bare = re.sub(r"CAST\(:\w+ AS (DATETIME2\(7\)|DATETIME)\)", "cast", text)
+            assert bare.count("[Time] >= cast") == 1
+            assert len(re.findall(r"\[Time\] (<|>|<=|>=) cast", bare)) == len(re.findall(r"\[Time\] [<>]", bare)) > 1
 
 
 @pytest.mark.parametrize(

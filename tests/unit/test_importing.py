@@ -248,9 +248,11 @@ class FakeSource:
         self._after: tuple[int, int] = (-1, -1)
         self.loses = 0
 
-    async def survey(self) -> Survey:
+    async def survey(self, unfinished: Run | None = None) -> Survey:
         survey = Survey()
-        for item in self.shelf.there.values():
+        if unfinished is None and self.shelf.staged is not None:
+            raise ImportImpossible("staged by the import of another store")
+        for item in (self.shelf.there if self.shelf.staged is None else self.shelf.staged).values():
             survey.add(item.parcel.target, item.parcel.due_ms)
         return survey
 
@@ -440,6 +442,22 @@ async def test_a_preview_changes_nothing() -> None:
     seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
     assert (seen.survey.messages, seen.to_hold, seen.unfinished) == (COUNT, 3, None)
     assert (len(shelf.there), book.run) == (COUNT, None)
+
+
+async def test_a_preview_of_what_was_interrupted_tells_what_is_left_of_it() -> None:
+    """Whoever is asked before `run` goes on sees this first."""
+    shelf, book = Shelf(COUNT), FakeBook()
+    steps = 0
+    while await book.unfinished() is None or book.run is None or book.run.committed == 0:
+        steps += 1
+        shelf, book = Shelf(COUNT), FakeBook()
+        with pytest.raises(Died):
+            await run_once(shelf, book, at=steps)
+    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
+    assert seen.unfinished == book.run
+    assert seen.survey.messages == len(shelf.staged or {}) > 0
+    with pytest.raises(ImportImpossible, match="another store"):
+        await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
 
 
 def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

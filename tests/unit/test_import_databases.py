@@ -1,0 +1,40 @@
+"""Of a source's URL is shown and kept which database it is, and never a password, wherever its driver takes one."""
+
+from __future__ import annotations
+
+from urllib.parse import quote_plus
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from delayer.legacy.databases import Database, database_url, odbc_parts
+
+SECRET = "s3cr;t{x"
+ODBC = "DRIVER={ODBC Driver 18};SERVER=tcp:sql7,1433;Database=Sales; UID = me ;PWD={s3cr;t{x};Encrypt=yes"
+URLS = {
+    f"postgresql://me:{quote_plus(SECRET)}@db/sales": ("db/sales", "me"),
+    f"postgresql:///sales?host=db&user=me&password={quote_plus(SECRET)}": ("sales?", "host=db", "user=me"),
+    f"mysql://me@db/sales?passwd={quote_plus(SECRET)}&ssl_key=/k": ("me@db/sales",),
+    f"mssql://me:{quote_plus(SECRET)}@db/sales?driver=ODBC+Driver+18": ("db/sales", "driver=ODBC+Driver+18"),
+    f"mssql:///?odbc_connect={quote_plus(ODBC)}": ("server=tcp%3Asql7%2C1433", "database=Sales", "uid=me"),
+}
+
+
+@pytest.mark.parametrize(("url", "told"), URLS.items(), ids=map(str, range(len(URLS))))
+def test_which_database_it_is_and_no_password(url: str, told: tuple[str, ...]) -> None:
+    shown = Database(database_url(url)).shown
+    assert all(one in shown for one in told), shown
+    assert "s3cr" not in shown
+
+
+@pytest.mark.parametrize("url", URLS, ids=map(str, range(len(URLS))))
+async def test_what_a_driver_quotes(url: str) -> None:
+    database = Database(database_url(url))
+    quoting = OperationalError("SELECT 1", None, ValueError(f"no login with PWD={{{SECRET}}} and {SECRET}\nmore"))
+    assert "s3cr" not in database._described(quoting)
+
+
+def test_odbc_values_in_braces() -> None:
+    assert odbc_parts(ODBC)["pwd"] == "{s3cr;t{x}"
+    assert odbc_parts("PWD={a}};b};SERVER=x") == {"pwd": "{a}};b}", "server": "x"}
+    assert odbc_parts("") == {}
