@@ -42,17 +42,21 @@ def endpoints(cascade: Cascade) -> Topology:
 
 
 def nservicebus_message(cascade: Cascade, seconds: int, address: str, body: str, **more: str) -> Message:
-    """As the transport publishes it: to the level of the highest bit, with a 32-bit delay and the time of sending."""
+    """As the transport publishes it: to the level of the highest bit, mandatory, with a 32-bit delay and the time of
+    sending; what version 9 adds to know a confirm by, and version 10, which has another way."""
     said = {
         "NServiceBus.MessageId": body,
         "NServiceBus.MessageIntent": "Send",
         "NServiceBus.EnclosedMessageTypes": "Shop.Remind, Shop, Version=1.0.0.0",
         "NServiceBus.TimeSent": wire_instant(now_ms()),
+        "NServiceBus.DeliverAt": wire_instant(now_ms() + seconds * 1000),
+        "NServiceBus.Transport.RabbitMQ.ConfirmationId": "7",
         **more,
     }
     headers = (
         *((name.encode(), text(value)) for name, value in said.items()),
         (b"NServiceBus.Transport.RabbitMQ.DelayInSeconds", number("I", seconds)),
+        (b"x-dotnet-pub-seq-no", number("l", 7)),
     )
     props = Props(
         content_type=b"text/xml", headers=headers, delivery_mode=2, correlation_id=b"c-1", reply_to=b"Billing",
@@ -160,10 +164,13 @@ async def test_endpoints_of_nservicebus_do_not_notice(
                     sent[body] = (nservicebus_message(cascade, seconds, address, body), now_ms() + seconds * 1000)
             # A delayed retry: everything but the time of the failure is of a sending long ago.
             retry = "Billing retried after 4"
-            old = {"NServiceBus.TimeSent": wire_instant(now_ms() - 86_400_000), "NServiceBus.Retries": "2"}
+            old = dict.fromkeys(("NServiceBus.TimeSent", "NServiceBus.DeliverAt"), wire_instant(now_ms() - 86_400_000))
+            old["NServiceBus.Retries"] = "2"
             old["NServiceBus.Retries.Timestamp"] = wire_instant(now_ms())
             sent[retry] = (nservicebus_message(cascade, 4, "Billing", retry, **old), now_ms() + 4_000)
             await it.raw.publish(*(message for message, _ in sent.values()))
+            async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
+                await admin.declare(endpoints(cascade))  # as every endpoint does that starts meanwhile
             wanted = [name for name in sent if not name.startswith("Missing")]
             for name in ENDPOINTS:
                 # Whoever is bound with #.Orders gets what is for Sales.Orders too: that is how its owner made it.
