@@ -31,6 +31,7 @@ from bench import (
     given,
     importing,
     looking,
+    mariadb,
     native,
     park,
     peers,
@@ -55,7 +56,8 @@ PARTIAL = RESULTS / "partial.json"
 SECTIONS = {
     "ceilings": ceilings, "park": park, "release": release, "steady": steady, "burst": burst, "native": native,
     "peers": peers, "processes": processes, "adoption": adoption, "bodies": bodies, "start": start,
-    "compaction": compaction, "importing": importing, "looking": looking, "churn": churn,
+    "compaction": compaction, "importing": importing, "mariadb": mariadb, "looking": looking,
+    "churn": churn,
 }  # fmt: skip
 DISTURBED = 0.15
 """Cores that other programs may take before it is said."""
@@ -63,7 +65,7 @@ NEEDS = {"park": "ceilings", "release": "ceilings", "burst": "ceilings", "peers"
 """Sections that say little without another one of the same run."""
 
 
-TAKES_MINUTES = {"adoption", "churn", "compaction", "importing", "looking", "processes"}
+TAKES_MINUTES = {"adoption", "churn", "compaction", "importing", "looking", "mariadb", "processes"}
 """Say nothing in seconds: a quick run has them only if they are asked for, and ends within two minutes."""
 
 
