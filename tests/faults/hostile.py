@@ -217,6 +217,33 @@ ADDRESSES: Mapping[str, Hostile] = {
     "no body": delivered(SECOND, key=b"no body"),
     "a body of 1 MB": delivered(SECOND, body=b"\xce" * 1_000_000),
 }
+
+
+def death(queue: str, *more: Header) -> tuple[Header, ...]:
+    """What only a broker should write: that this queue gave the message up."""
+    note = table((b"count", number("l", 1)), (b"reason", text("rejected")), (b"queue", text(queue)))
+    return ((b"x-death", array(note)), *more)
+
+
+def forged(reason: str, *headers: Header) -> Hostile:
+    """Published straight to the exchange for dead letters. A broker may take such a header for its own, and off."""
+    return refused(f"{reason}|expected x-death", *headers, through="h.retry", key=b"anything")
+
+
+DEATHS: Mapping[str, Hostile] = {
+    "none": forged("expected x-death"),
+    "a word": forged("expected x-death", (b"x-death", text("orders"))),
+    "of numbers": forged("expected x-death", (b"x-death", array(number("I", 1), VOID))),
+    "of no queue": forged("expected x-death", *death("")),
+    "in the intake queue": forged("leads back", *death("delays")),
+    "in the refused queue": forged("leads into delayer's own queues", *death("delays.refused")),
+    "in the due queue, with an envelope": forged("leads into delayer's own queues", *death("delays.due"), *ENVELOPE),
+    "in a level of the cascade": forged("leads into delayer's own queues", *death("delayer.delay-level-00")),
+    "retried so often that no number says it": forged(
+        "expected a whole number",
+        *death("orders", (b"x-delayer-failed-in", text("orders")), (b"x-delayer-retries", number("l", 2**62))),
+    ),
+}
 DESTINATIONS: Mapping[str, Hostile] = {
     f"{what}{when}": held(reason, through, delay)
     for what, reason, through in (
@@ -229,7 +256,14 @@ DESTINATIONS: Mapping[str, Hostile] = {
     )
     for when, delay in (("", 1000), (", at once", 0))
 }
-GROUPS = {"publisher": PUBLISHER, "table": TABLES, "delay": DELAYS, "address": ADDRESSES, "destination": DESTINATIONS}
+GROUPS = {
+    "publisher": PUBLISHER,
+    "table": TABLES,
+    "delay": DELAYS,
+    "address": ADDRESSES,
+    "death": DEATHS,
+    "destination": DESTINATIONS,
+}
 CASES: Mapping[str, Hostile] = {
     f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()
 }

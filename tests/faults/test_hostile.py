@@ -15,6 +15,7 @@ from tests.faults.hostile import EMPTY, MODES, STORE, End, Hostile, cases_of
 from tests.faults.place import Place
 from tests.faults.villain import (
     ROUTES,
+    STRAYS,
     Villain,
     assert_no_forged_line,
     delay_header,
@@ -148,6 +149,27 @@ async def test_bindings_in_a_circle_end_in_the_refused_queue(
         assert await daemon.stop() == 0
 
 
+async def test_no_reply_enters_what_is_delayers_own(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
+    """A cancel names the queue that is to hear of it. One of delayer's own would take the reply for a message: it is
+    not sent there, and the cancel stands."""
+    async with scene(STORE, rabbitmq, vhost_name, store) as (place, daemon, villain):
+        rabbitmq.api("PUT", f"/api/queues/{vhost_name}/h.answers", {"durable": True})
+        queues = [b"delays", b"delays.refused", b"delays.due", STRAYS.encode(), b"delayer.delay-level-00"]
+        for name in queues[2:]:  # of another time, in native mode
+            rabbitmq.api("PUT", f"/api/queues/{vhost_name}/{name.decode()}", {"durable": True})
+        answers = await villain.raw.inbox("h.answers")
+        for queue in (*queues, b"h.answers"):
+            props = Props(headers=((b"x-delay-cancel", text("k")),), reply_to=queue, delivery_mode=2)
+            await villain.raw.publish(Message("h.in", b"k", props, b"cancel"))
+        assert await answers.until(lambda: len(answers.arrivals) == 1)
+        await villain.witness(0)
+        assert await daemon.stop() == 0, daemon.tail()
+        for name in queues:
+            assert await place.depth(name.decode()) == 0, name
+        assert not villain.refused.arrivals
+        assert not [event for event in daemon.events if event["level"] != "info"]
+
+
 async def test_a_content_class_that_nobody_knows(rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
     """The broker ends the publisher's connection; the daemon never hears of it."""
     async with scene(STORE, rabbitmq, vhost_name, store) as (place, daemon, villain):
@@ -178,4 +200,29 @@ async def test_as_large_as_a_broker_lets_them_be(mode: str, template: str, postg
                 villain.inbox.only(body)
             assert villain.inbox.only(b"large table").props.one(b"large") == text("v" * 1_000_000)
             assert await daemon.stop() == 0
+    postgres.drop_database(store)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("mode", MODES)
+async def test_the_largest_body_that_brokers_take_by_default(mode: str, template: str, postgres: Postgres) -> None:
+    """16 MiB, or 128: whole, and nobody else is lost beside it."""
+    store = postgres.add_database(template=template)
+    with RabbitMQ() as broker:
+        async with scene(mode, broker, "%2F", postgres.url(store)) as (_, daemon, villain):
+            name = b"largest"
+            body = name + b"\xce" * (broker.largest_body - len(name))
+            props = Props(headers=(delay_header(2000),), delivery_mode=2)
+            await villain.raw.publish(Message("h.in", b"k", props, body))
+            await villain.witness(0)
+            await villain.inbox.got([body], timeout=200)
+            arrival = villain.inbox.only(body)
+            print(f"{mode}: {len(body) >> 20} MiB, {arrival.at_ms - arrival.due_ms:.0f} ms late")
+            assert arrival.at_ms >= arrival.due_ms
+            case = Hostile(End.TURNED_AWAY, headers=(delay_header(1000),), body=b"\xce" * broker.largest_body)
+            await villain.publish("too large", case)
+            await villain.witness(1)
+            assert await daemon.stop() == 0, daemon.tail()
+            assert not [event for event in daemon.events if event["event"].endswith(("lost", "interrupted"))]
     postgres.drop_database(store)

@@ -30,6 +30,7 @@ ROUTES = [
     {"from": "h.queue", "to": ""},
     *({"from": f"h.{bad}", "to": f"h.{bad}.out"} for bad in ("missing", "internal", "headers", "unbound")),
     *({"from": f"h.{bad}", "to": f"h.{bad}.out"} for bad in ("full", "closed")),
+    {"from": "h.retry", "retry": {"first": "1s", "attempts": 3, "exhausted": "h.parked"}},
     {"from": "", "to": "h.out"},
 ]
 _OURS = (b"x-delay", b"x-deliver-at", b"x-delay-routing-key", b"x-delay-exchange", b"x-delayer-id", b"x-delayer-due")
