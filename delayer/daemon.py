@@ -56,6 +56,9 @@ LANES_WAIT: Final = 5.0
 """Seconds that it waits in native mode, for a store that is in reach: without a lane it would refuse every key."""
 
 
+DUE_GATHER: Final = 0.005
+"""Seconds that what came out of the cascade may wait for company (see Intake): all of it is due, and later by that."""
+
 FAREWELL: Final = 1.0
 """Seconds for closing the connections in order, after everything is settled."""
 
@@ -230,6 +233,8 @@ class Daemon:
         intake = Intake(
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
+        if use == "due":
+            intake = replace(intake, gather=DUE_GATHER)
         prepare = self._prepare if use == "intake" else self.declare
         consumer = RelayConsumer(self._relays[use], fitting=Fitting(BUFFER_BYTES))
         return Session(intake, consumer, carry, prepare=prepare, pulse=self._pulse)
