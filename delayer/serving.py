@@ -14,13 +14,11 @@ from delayer.commands import refused
 from delayer.commands.common import Off
 from delayer.commands.filters import address
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Delivery
 from delayer.daemon import Daemon
 from delayer.ops.http.ports import Depths, RefusedRow, State
 from delayer.ops.http.recent import Recent
 from delayer.ops.http.server import HttpPart
 from delayer.services import reading
-from delayer.services.refusals import Refusal
 from delayer.settings import Settings
 from delayer.supervisor import worker
 from delayer.wiring import cascade_of
@@ -81,7 +79,7 @@ class DaemonInside:
         """See the port."""
         with _reached():
             found, depth = await refused.look(self.settings, refused.ANY, limit)
-        return [_row(delivery, refusal) for delivery, refusal in found], depth
+        return [_row(one) for one in found], depth
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
         """See the port."""
@@ -98,10 +96,11 @@ def _reached() -> Iterator[None]:
         raise BrokerLost(str(error)) from error
 
 
-def _row(delivery: Delivery, refusal: Refusal) -> RefusedRow:
+def _row(one: refused.Seen) -> RefusedRow:
+    refusal = one.refusal
     came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
-    body = reading.preview(delivery.body, PREVIEW)
-    return RefusedRow(refusal.id, came_in, len(delivery.body), refusal.message_id, refusal.reason, body)
+    body = reading.preview(one.head, PREVIEW)
+    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body)
 
 
 def serve(daemon: Daemon) -> None:

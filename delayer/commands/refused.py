@@ -55,6 +55,20 @@ class Wanted(NamedTuple):
 ANY: Final = Wanted(frozenset(), "", None)
 
 
+class Seen(NamedTuple):
+    """A refused message as it is shown: without its body, however large, but for the beginning."""
+
+    refusal: Refusal
+    properties: bytes
+    head: bytes
+    size: int
+
+    @classmethod
+    def of(cls, delivery: Delivery, refusal: Refusal) -> Seen:
+        # One byte more than anybody shows, so that a cut is seen.
+        return cls(refusal, delivery.properties, delivery.body[: reading.PREVIEW + 1], len(delivery.body))
+
+
 class Done(NamedTuple):
     """What became of those that were meant. ``left``: why the others stay, each with its id."""
 
@@ -98,23 +112,25 @@ def list_(
     wanted = Wanted(frozenset(ids), reason, exchange)
     found, depth = asyncio.run(look(settings, wanted, limit))
     if as_json:
-        print_json({"depth": depth, "messages": [_json_of(*one) for one in found]})
+        print_json({"depth": depth, "messages": [_json_of(one) for one in found]})
         return
     if found:
-        print_table(["id", "came in at", "bytes", "message_id", "reason"], [_row(*one) for one in found], right=(2,))
+        print_table(["id", "came in at", "bytes", "message_id", "reason"], map(_row, found), right=(2,))
     else:
         click.echo("Nothing is refused." if not depth else "Nothing that was looked at is meant.")
     if depth > limit:
         note(f"{depth:,} stand in {quoted(settings.refused.queue)}; the first {limit:,} were looked at (--limit).")
 
 
-def _row(delivery: Delivery, refusal: Refusal) -> tuple[object, ...]:
+def _row(one: Seen) -> tuple[object, ...]:
+    refusal = one.refusal
     where = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
-    return refusal.id, where, len(delivery.body), refusal.message_id, refusal.reason
+    return refusal.id, where, one.size, refusal.message_id, refusal.reason
 
 
-def _json_of(delivery: Delivery, refusal: Refusal) -> dict[str, Any]:
-    said = reading.read(delivery.properties)
+def _json_of(one: Seen) -> dict[str, Any]:
+    refusal = one.refusal
+    said = reading.read(one.properties)
     return {
         "id": refusal.id,
         "reason": refusal.reason,
@@ -122,9 +138,9 @@ def _json_of(delivery: Delivery, refusal: Refusal) -> dict[str, Any]:
         "routing_key": None if refusal.routing_key is None else reading.text(refusal.routing_key),
         "message_id": refusal.message_id or None,
         "properties": said.properties,
-        "headers": [one._asdict() for one in said.headers],
-        "body_bytes": len(delivery.body),
-        "body": reading.preview(delivery.body),
+        "headers": [header._asdict() for header in said.headers],
+        "body_bytes": one.size,
+        "body": reading.preview(one.head),
     }
 
 
@@ -227,7 +243,9 @@ def _act(
 
 
 @asynccontextmanager
-async def _consuming(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
+async def _consuming(
+    settings: Settings, prefetch: int = KEPT
+) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
     """A subscription of the refused queue, a publisher beside it, and how many messages were ready."""
     queue = settings.refused.queue
     async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
@@ -240,7 +258,7 @@ async def _consuming(settings: Settings) -> AsyncIterator[tuple[RelaySubscriptio
         relay.start()
     publisher = RelayPublisher(relays[1])
     try:
-        subscription = await RelayConsumer(relays[0]).subscribe(queue, KEPT)
+        subscription = await RelayConsumer(relays[0]).subscribe(queue, prefetch)
         try:
             yield subscription, publisher, depth
         finally:
@@ -262,12 +280,12 @@ async def _portions(subscription: RelaySubscription, count: int) -> AsyncIterato
             yield some
 
 
-async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[tuple[Delivery, Refusal]], int]:
+async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[Seen], int]:
     """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
-    found = []
-    async with _consuming(settings) as (subscription, _, depth):
+    found: list[Seen] = []
+    async with _consuming(settings, limit) as (subscription, _, depth):
         async for some in _portions(subscription, min(depth, limit)):
-            found += [(one, refusal) for one in some if wanted.means(refusal := told(one))]
+            found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one))]
     return found, depth
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from delayer.commands import refused
 from delayer.core.message import Parcel
+from delayer.services import reading
+from delayer.settings.loading import load
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_cli import Run, delayer, take
@@ -209,6 +212,21 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     assert len(ids(applied, "refused", "list")) == 3
     told = json.loads(applied("acts", "--json").stdout)
     assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
+
+
+async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:
+    """The page shows them too, and it lives in the daemon: fifty of 100 MB must not be in its memory."""
+    (one,) = refused_ones(1)
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
+    settings = load(None, {}, {"broker.url": vhost})
+    found, depth = await refused.look(settings, refused.ANY, 2)
+    assert (len(found), depth) == (2, 3)
+    assert {one.size for one in found} == {300_000}
+    assert all(len(one.head) <= reading.PREVIEW + 1 for one in found)
+    (told, *_) = json.loads(applied("refused", "list", "--json").stdout)["messages"]
+    assert told["body_bytes"] == 300_000
+    assert told["body"] == "\u00e4" * (reading.PREVIEW // 2)
 
 
 async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
