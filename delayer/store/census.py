@@ -36,7 +36,7 @@ _SAMPLE: Final = (
     "SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*) FROM {} TABLESAMPLE SYSTEM ({}) GROUP BY 1, 2"
 )
 # $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
-_NEAR: Final = """
+NEAR_ROWS: Final = """
 SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*), max(rows)
 FROM lane AS l
 CROSS JOIN LATERAL (
@@ -122,7 +122,7 @@ async def _total(connection: asyncpg.Connection) -> int:
 
 async def _near(connection: asyncpg.Connection, now_ms: int) -> Counts | None:
     """What is due within the hour, row by row; None where it is too much for that."""
-    rows = await connection.fetch(_NEAR, horizon.bounds(now_ms), now_ms + horizon.HOUR, NEAR)
+    rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + horizon.HOUR, NEAR)
     if any(of_lane >= NEAR for _, _, _, of_lane in rows):
         return None
     return {(route, bucket): float(count) for route, bucket, count, _ in rows}

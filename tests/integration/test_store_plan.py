@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from delayer.core import horizon
 from delayer.core.pace import Scope
-from delayer.store import partitions, statements, upgrades
+from delayer.store import census, listing, partitions, statements, upgrades
 from delayer.store.claiming import READ_AT_ONCE
 from delayer.store.partitions import DAY_MS
 from delayer.store.status import overview
@@ -172,7 +173,7 @@ def of_days(first_ms: int, last_ms: int) -> set[str]:
     return {partitions.name_of(day) for day in range(first_ms // DAY_MS, last_ms // DAY_MS + 1)}
 
 
-def check_messages(plan: Plan, places: Collection[str], *columns: str) -> None:
+def check_ranges(plan: Plan, places: Collection[str], *columns: str) -> None:
     """Each partition among ``places``, by its primary key from ``columns`` on, or where a scan has just found it."""
     seen = [node for node in scans(plan) if node["Relation Name"].startswith(PARTITIONS)]
     assert {node["Relation Name"] for node in seen} <= set(places)
@@ -183,6 +184,11 @@ def check_messages(plan: Plan, places: Collection[str], *columns: str) -> None:
             assert all(column in node["Index Cond"] for column in columns), node
     # What is left out when a plan starts was planned, and locked, all the same.
     assert not any(node.get("Subplans Removed") for node in nodes(plan)), plan
+
+
+def check_messages(plan: Plan, places: Collection[str], *columns: str) -> None:
+    """As :func:`check_ranges`, and nothing is sorted or joined by sorting or hashing."""
+    check_ranges(plan, places, *columns)
     # The few rows of an answer may be sorted, the rows of a partition may not.
     below = (node for child in plan.get("Plans", ()) for node in nodes(child))
     for node in below:
@@ -338,3 +344,21 @@ async def test_who_looks_for_lanes_to_adopt_reads_one_entry_of_each(server: Post
             assert [node["Index Name"] for node in of_held] == ["held_lane_retry_at"]
             assert all("lane" in node["Index Cond"] for node in of_held)
             assert {*tables(plan)} & of_days(now, now)
+
+
+async def test_a_census_samples_pages_and_reads_the_coming_hour_by_the_index(server: Postgres, filled: str) -> None:
+    """It is taken again and again beside the traffic, with however many rows waiting."""
+    plans = Plans(server, filled)
+    async with listing.looking(server.url(filled), "count") as connection:
+        now = await connection.fetchval("SELECT now()")
+        counted = await census.take(connection)
+        assert sum(counted.counts.values()) > WAITING
+    found = plans.take()
+    near = {*of_days(now - 2 * DAY_MS, now + horizon.HOUR), "message_default"}
+    for plan in one_of(found, census.NEAR_ROWS):
+        check_ranges(plan, near, "lane", "due_at")
+        check_bounded(plan, *PARTITIONS)  # what is left of them may be sorted to be grouped
+    samples = one_of(found, "SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*) FROM message_")
+    assert len(samples) > DAYS
+    for plan in samples:
+        assert [node["Node Type"] for node in scans(plan)] == ["Sample Scan"]
