@@ -7,9 +7,10 @@ by reading on, and that is bounded: a page may end before it is full, and says s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 
@@ -185,11 +186,9 @@ async def _in_segments(
 
 
 async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:
-    """The live messages of a segment; None where it does not read back. Raises the driver's errors."""
-    import pyarrow.compute as pc  # noqa: PLC0415
-
-    from delayer.store.arrays import integers  # noqa: PLC0415 - pyarrow, once there is one to read
-    from delayer.store.packing import SegmentBroken  # noqa: PLC0415
+    """The live messages of a segment; None where it does not read back. Read in a thread, as by segments.read. Raises
+    the driver's errors."""
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow, once there is one to read
 
     try:
         table = await segments.read(connection, segment)
@@ -198,6 +197,14 @@ async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry
     if table is None:
         return []
     lane = await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
+    return await asyncio.to_thread(_of_table, table, lane, segment)
+
+
+def _of_table(table: Any, lane: int, segment: int) -> list[Entry]:
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    from delayer.store.arrays import integers  # noqa: PLC0415
+
     columns = [integers(table[name]).to_pylist() for name in ("due_at", "id", "parked_at")]
     columns += [table[name].to_pylist() for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")]
     columns += [table["properties"].to_pylist(), pc.binary_length(table["body"]).to_pylist()]

@@ -252,6 +252,7 @@ def unpacked(segment: Mapping[str, Any], cancelled: Sequence[int]) -> Any:
 
 async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
     """The live messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
+    Decoding is done in a thread: the page asks too, and its daemon has messages to release meanwhile.
 
     Raises SegmentBroken, and the driver's errors.
     """
@@ -260,7 +261,7 @@ async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
         if row is None:
             return None
         whole = dict(row) | {"packed": await bytes_of(connection, segment)}
-        return unpacked(whole, await _cancelled(connection, segment))
+        return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
 
 
 async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
