@@ -14,7 +14,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import BUFFER_BYTES, RelayConsumer
-from delayer.broker.errors import BrokerRefused
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.fitting import Fitting
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
@@ -98,6 +98,7 @@ class Daemon:
         self._pacer.set(rates_of(settings), time.monotonic())
         self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())
         self._due: Session | None = None
+        self._begun = False
 
     async def run(self) -> None:
         """Until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
@@ -211,8 +212,18 @@ class Daemon:
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
 
+    async def _declare_again(self) -> None:
+        """As at the start, but that what is there and different ends nobody who has begun: what is parked is released,
+        and this is tried again until somebody has decided. Raises BrokerLost; TopologyMismatch at the start."""
+        try:
+            await self.declare()
+        except TopologyMismatch as wrong:
+            if not self._begun:
+                raise
+            raise BrokerLost(str(wrong)) from wrong
+
     async def _prepare(self) -> None:
-        await self.declare()
+        await self._declare_again()
         if self.settings.mode == "store":
             await self.shelf.wait_usable(STORE_WAIT)
         else:
@@ -224,6 +235,7 @@ class Daemon:
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
         if consuming.done():
+            self._begun = True
             log.info("ready", mode=self.settings.mode)
             self._notifier.ready(f"mode {self.settings.mode}")
         consuming.cancel()
@@ -235,7 +247,7 @@ class Daemon:
         )
         if use == "due":
             intake = replace(intake, gather=DUE_GATHER)
-        prepare = self._prepare if use == "intake" else self.declare
+        prepare = self._prepare if use == "intake" else self._declare_again
         consumer = RelayConsumer(self._relays[use], fitting=Fitting(BUFFER_BYTES))
         return Session(intake, consumer, carry, prepare=prepare, pulse=self._pulse)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from urllib.parse import quote
 
 import pytest
 
@@ -194,6 +196,18 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
         assert not [event for event in daemon.events if event["level"] in ("error", "critical")]
 
 
+def close_connections(place: Place) -> list[str]:
+    """The daemon's, through the management API, which hears of connections a little later; those that it knows of."""
+    found = [
+        one["name"]
+        for one in place.rabbitmq.api("GET", f"/api/vhosts/{place.vhost}/connections")
+        if one.get("user") == "delayer"
+    ]
+    for name in found:
+        place.rabbitmq.api("DELETE", f"/api/connections/{quote(name, safe='')}")
+    return found
+
+
 async def test_connections_that_an_operator_closes(place: Place, postgres: Postgres, schema: str) -> None:
     """Connections closed by an operator: consumed and published again, by themselves."""
     environ = place.environ("store", secret_store_url(postgres, schema))
@@ -203,21 +217,37 @@ async def test_connections_that_an_operator_closes(place: Place, postgres: Postg
         messages = [delayed(f"closed {n}", n * 10) for n in range(200)]
         await raw.publish(*messages)
         seen = len(daemon.events)
-
-        def close_all() -> list[str]:
-            found = [
-                one["name"]
-                for one in place.rabbitmq.api("GET", f"/api/vhosts/{place.vhost}/connections")
-                if one.get("user") == "delayer"
-            ]
-            for name in found:
-                place.rabbitmq.api("DELETE", f"/api/connections/{name.replace(' ', '%20').replace('>', '%3E')}")
-            return found
-
-        await wait_for(close_all)
+        await wait_for(lambda: close_connections(place))
         await daemon.event("broker connection lost", after=seen)
         await daemon.event("consuming", after=seen)
         await inbox.got(message.body for message in messages)
+        assert await daemon.stop() == 0
+        assert_no_secret(daemon)
+
+
+async def test_what_becomes_different_while_it_runs_ends_nobody(place: Place, postgres: Postgres, schema: str) -> None:
+    """Somebody made his queue anew, of another kind, and the connections are lost: what is parked is released, and
+    consuming goes on when the queue is what it should be."""
+    theirs = [{"exchange": "theirs", "type": "topic", "queue": "theirs"}]
+    environ = place.environ("store", secret_store_url(postgres, schema)) | {"DESTINATION": json.dumps(theirs)}
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        await raw.publish(delayed("parked", 4000), delayed("parked with it", 100))
+        await inbox.got([b"parked with it"])
+        place.rabbitmq.api("DELETE", f"/api/queues/{place.vhost}/theirs")
+        place.things.queue("theirs", "classic")
+
+        def cut() -> bool:
+            close_connections(place)
+            return any("queue 'theirs'" in event.get("reason", "") for event in daemon.events)
+
+        await wait_for(cut)
+        await daemon.event("consuming interrupted", where=lambda event: "queue 'theirs'" in event["reason"])
+        await inbox.got([b"parked"])
+        seen = len(daemon.events)
+        place.rabbitmq.api("DELETE", f"/api/queues/{place.vhost}/theirs")
+        await daemon.event("consuming", after=seen)
         assert await daemon.stop() == 0
         assert_no_secret(daemon)
 
