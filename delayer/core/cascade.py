@@ -188,13 +188,14 @@ def delivery_binding(address: str) -> str:
 def bindable(address: bytes) -> bool:
     """Whether :func:`delivery_binding` of ``address`` means that address and no other, and fits a binding key.
 
-    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8.
+    A word that is exactly ``*`` or ``#`` would be a wildcard. Binding keys are UTF-8. RabbitMQ takes line ends out of
+    the name of a queue that is to be bound, and would bind another one.
     """
     try:
         words = address.decode().split(".")
     except UnicodeDecodeError:
         return False
-    return len(address) <= ADDRESS_BYTES and not {"*", "#"} & set(words)
+    return len(address) <= ADDRESS_BYTES and not {"*", "#"} & set(words) and not set(b"\r\n") & set(address)
 
 
 def catch_all_topology(name: str) -> Topology:

@@ -105,6 +105,8 @@ def test_one_leading_prefix_is_stripped(key: bytes, expected: bytes) -> None:
         (b"a.*.b", False),
         (b"a.#", False),
         (b"\xff", False),  # not UTF-8
+        (b"sales\norders", False),
+        (b"sales\r", False),
         (b"x" * 199, True),
         (b"x" * 200, False),
     ],
