@@ -23,6 +23,7 @@ from delayer.core.late import Limits
 from delayer.core.pace import Pacer
 from delayer.core.plan import Finish, Policy
 from delayer.core.topology import Topology
+from delayer.ops.condition import Condition, Seen
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
 from delayer.services.carry import IntakeCarrier
@@ -78,6 +79,7 @@ class Daemon:
         self._notifier = notifier
         self.life = Life()
         self._pulse = WatchedPulse(notifier)
+        self._condition = Condition(notifier, self._seen)
         address = Address.parse(settings.broker_url)
         heartbeat = settings.broker.heartbeat_ms / 1000
         self._relays = {
@@ -111,6 +113,8 @@ class Daemon:
             self.life.add(part.queue, part.run)
         self.life.add("watchdog", self._pulse.feed)
         self.life.add("readiness", self._announce)
+        self._notifier.status("starting")
+        self.life.add("condition", self._condition.run)
         try:
             await self.life.run()
         finally:
@@ -161,6 +165,16 @@ class Daemon:
             }
             for use, relay in self._relays.items()
         }
+
+    def _seen(self) -> Seen:
+        relays = [relay.current for relay in self._relays.values()]
+        return Seen(
+            connected=all(relay is not None for relay in relays),
+            blocked=any(relay is not None and relay.blocked for relay in relays),
+            store=self.shelf.lanes is not None,
+            usable=self.shelf.usable,
+            consuming=self._intake.consuming.is_set(),
+        )
 
     def stalled(self) -> list[str]:
         """The loops that stand still."""
@@ -237,6 +251,7 @@ class Daemon:
         if consuming.done():
             self._begun = True
             log.info("ready", mode=self.settings.mode)
+            self._condition.tell()
             self._notifier.ready(f"mode {self.settings.mode}")
         consuming.cancel()
         stop.cancel()

@@ -38,6 +38,7 @@ class Notifier:
         self._address = "\0" + path[1:] if path.startswith("@") else path
         self._watchdog = _watchdog_seconds(environ)
         self._status = ""
+        self._trouble = ""
         self._ready = False
         self._reloading = False
 
@@ -56,7 +57,7 @@ class Notifier:
         early = self._early
         # The end of a reload says nothing about a start that is not over.
         self._ready, self._reloading = self._ready or not self._reloading, False
-        self._send("" if early else "READY=1", status)
+        self._send("" if early else "READY=1", self._words)
 
     def reloading(self) -> None:
         """A reload begins. systemd wants its monotonic time too, to tell this reload from an earlier one."""
@@ -79,13 +80,23 @@ class Notifier:
     def status(self, text: str) -> None:
         """One line for ``systemctl status``."""
         self._status = text
-        self._send("", text)
+        self._send("", self._words)
+
+    def trouble(self, text: str) -> None:
+        """What keeps us from our work, for the end of that line; nothing once it is over."""
+        if text != self._trouble:
+            self._trouble = text
+            self._send("", self._words)
+
+    @property
+    def _words(self) -> str:
+        return "; ".join(text for text in (self._status, self._trouble) if text)
 
     def feed_watchdog(self) -> None:
         """With the state that we are in, if it is one that lasts: the word for it may have been lost, and a start that
         is never known to be over is waited for without end."""
         if self._ready and not self._reloading:
-            self._send("WATCHDOG=1\nREADY=1", self._status)
+            self._send("WATCHDOG=1\nREADY=1", self._words)
         else:
             self._send("WATCHDOG=1")
 
