@@ -80,7 +80,7 @@ _OPTIONS = (
 
 tokens = click.argument("tokens", nargs=-1, callback=_tokens, metavar="[ID]...")
 limit_option = click.option(
-    "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Messages of a page."
+    "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows of a page."
 )
 
 
