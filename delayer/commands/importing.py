@@ -171,7 +171,11 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             async with _cascade(settings, source, book) as carrying:
                 return await machine.run(source, carrying, judge, whoami(), say)
 
-    report = _with(context, make, given, go)
+    try:
+        report = _with(context, make, given, go)
+    except KeyboardInterrupt:
+        note("Interrupted. Next: the same command, which goes on where it stopped; or `abort` in place of `run`.")
+        raise
     tell_report(report, json)
     context.exit(FOUND if report.reasons or report.left.get("unreadable") else 0)
 
