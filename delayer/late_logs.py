@@ -28,8 +28,9 @@ def arrange() -> None:
         sys.meta_path.insert(0, _Watch())
 
 
-def _configure() -> None:
-    if any(isinstance(one, _FirstRecord) for one in logging.getLogger().handlers):  # nobody has, since
+def _configure(*, at_once: bool = False) -> None:
+    """Unless somebody has, since. ``at_once``: although somebody has taken the handlers."""
+    if at_once or any(isinstance(one, _FirstRecord) for one in logging.getLogger().handlers):
         from delayer import telemetry  # noqa: PLC0415
 
         telemetry.configure("console", "error")
@@ -47,7 +48,8 @@ def _pass_first_line_on(structlog: Any) -> None:
     """Until somebody configures it, structlog configures the logs with a line, and writes that line then."""
 
     def again(logger: logging.Logger, method: str, event: dict[str, Any]) -> dict[str, Any]:
-        _configure()
+        structlog.reset_defaults()  # whatever comes of the next line: this one is not to come by here again, for ever
+        _configure(at_once=True)
         getattr(structlog.get_logger(logger.name), method)(**event)
         raise structlog.DropEvent
 

@@ -13,6 +13,8 @@ FIRST = {
     "telemetry itself": "from delayer import telemetry; import structlog; structlog.get_logger('ours').error('high')",
     "one that was bound before": "import structlog; log = structlog.get_logger('ours').bind(a=1); log.error('high');"
     " log.info('low')",
+    "one whose handlers somebody took": "import structlog, logging; logging.getLogger().handlers[:] = [];"
+    " log = structlog.get_logger('ours'); log.info('low'); log.error('high')",
     "one after the other": "import structlog, logging; logging.getLogger('theirs').error('high');"
     " structlog.get_logger('ours').info('low')",
 }
