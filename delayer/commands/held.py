@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import asyncpg
 import click
 
 from delayer.commands.acting import agreed, all_option, dry_run_option, whoami, yes_option
@@ -19,6 +20,7 @@ from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.store import acting, acts, heldback, listing
 from delayer.store.heldback import HeldEntry
+from delayer.store.listing import LAST_ID
 
 
 @click.group(short_help="List, retry or drop what destinations would not take.")
@@ -134,43 +136,61 @@ def _act(
         raise click.UsageError("say which messages: ids, a filter, or --all")
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
-    meant = asyncio.run(_meant(url, wanted, ids))
-    missing = ids - {one.entry.place.id for one in meant}
+    meant = Meant(wanted, ids)
+    messages, last, missing = asyncio.run(_count(url, meant))
     for number in sorted(missing):
         note(f"{number} is not held.")
-    if dry_run or not meant:
-        click.echo(f"{len(meant):,} held messages would be meant." if dry_run else "Nothing that is held is meant.")
+    if dry_run or not messages:
+        click.echo(f"{messages:,} held messages would be meant." if dry_run else "Nothing that is held is meant.")
         context.exit(DONE)
-    if not tokens and not agreed(f"{verb.capitalize()} {len(meant):,} held messages?", yes=yes):
+    if not tokens and not agreed(f"{verb.capitalize()} {messages:,} held messages?", yes=yes):
         note("Nothing was done.")
         context.exit(DONE)
-    asked = {"ids": sorted(ids)} if ids else wanted.as_dict()
-    done = asyncio.run(_do(url, verb, meant, asked))
-    click.echo(f"{PAST[verb]}: {done:,}.")
+    click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
 
 
-async def _meant(url: str, wanted: Filter, ids: set[int]) -> list[HeldEntry]:
-    """All held messages that are meant, without their bodies: some hundred bytes each."""
+class Meant(NamedTuple):
+    """Those of ``ids``, or all of ``wanted`` up to the id ``last``."""
+
+    wanted: Filter
+    ids: Set[int]
+    last: int = LAST_ID
+
+
+async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[list[HeldEntry]]:
+    """A page at a time: there may be millions."""
+    if meant.ids:
+        yield await heldback.named(connection, meant.ids)
+        return
+    test = reading.header_test(meant.wanted)
+    after: int | None = 0
+    while after is not None and after < meant.last:
+        page = await heldback.listed(connection, meant.wanted, test, heldback.AT_ONCE, after)
+        yield [one for one in page.messages if one.entry.place.id <= meant.last]
+        after = page.after
+
+
+async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int]]:
+    """How many are meant, the last of them, and which of the ids are not held."""
     async with listing.looking(url, "look at what is held") as connection:
-        if ids:
-            return await heldback.named(connection, ids)
-        found: list[HeldEntry] = []
-        after: int | None = 0
-        while after is not None:
-            page = await heldback.listed(connection, wanted, reading.header_test(wanted), heldback.AT_ONCE, after)
-            found += page.messages
-            after = page.after
-        return found
+        messages, last, missing = 0, 0, set(meant.ids)
+        async for page in _pages(connection, meant):
+            numbers = [one.entry.place.id for one in page]
+            messages += len(numbers)
+            last = max([last, *numbers])
+            missing -= set(numbers)
+    return messages, last, missing
 
 
-async def _do(url: str, verb: str, meant: Sequence[HeldEntry], asked: dict[str, Any]) -> int:
+async def _do(url: str, verb: str, meant: Meant) -> int:
+    """To all that were counted and are held still; what was held since then is not meant."""
+    asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
     done = 0
     async with acting.acting(url, f"held {verb}") as connection:
         act = await acts.begin(connection, whoami(), f"held {verb}", asked)
-        for start in range(0, len(meant), acting.PORTION):
-            some = meant[start : start + acting.PORTION]
+        async for some in _pages(connection, meant):
             work: Callable[[], Any] = partial(heldback.drop, connection, some, act)
             if verb == "retry":
                 work = partial(heldback.retry, connection, [one.entry.place.id for one in some], act)
-            done += await acting.patiently(work)
+            done += await acting.patiently(work) if some else 0
     return done

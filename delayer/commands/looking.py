@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from delayer.commands.filters import (
     json_of,
     limit_option,
     row_of,
+    tokens,
 )
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
@@ -38,13 +40,17 @@ def say_native(settings: Settings) -> None:
 
 
 @click.command("list", short_help="List what waits, soonest first, page by page.")
+@tokens
 @filter_options
 @limit_option
 @click.option("--after", metavar="ID", help="Begin behind this message: the last one of the page before.")
 @as_json
 @click.pass_context
-def list_(context: click.Context, /, *, limit: int, after: str | None, as_json: bool, **given: Any) -> None:
-    """List the messages that wait in the store, the soonest due first: rows, and what was compacted into segments.
+def list_(
+    context: click.Context, /, *, tokens: Sequence[Token], limit: int, after: str | None, as_json: bool, **given: Any
+) -> None:
+    """List the messages that wait in the store, the soonest due first: rows, and what was compacted into segments. All
+    of them, those of a filter, or those of these ids.
 
     By due time, key or nothing at all, a page takes milliseconds however many wait. What no index knows (--route, --to,
     --to-key, --header) is found by reading on: a page then ends after 10,000 rows that are something else, says so, and
@@ -56,16 +62,26 @@ def list_(context: click.Context, /, *, limit: int, after: str | None, as_json: 
       delayer list --route orders.in --due-before 2h
       delayer list --header customer=4711 --json
       delayer list --after 48213@1795291200000
+      delayer list 48213@1795291200000 48214@1795291200500
     """
     settings = request_of(context).settings()
     wanted = filter_of(given)
-    found, entries = asyncio.run(_page(store_url(settings), wanted, limit, _behind(after)))
-    token = None if found.after is None else _token_of(found.after)
+    if tokens and not (wanted.everything and after is None):
+        raise click.UsageError("give either ids or a filter")
+    if tokens:
+        found, entries = asyncio.run(_named(store_url(settings), tokens))
+        for token in {
+            token.id: token for token in tokens if token.id not in {one.place.id for one in entries}
+        }.values():
+            note(f"{token} does not wait. Next: `delayer show {token}`.")
+    else:
+        found, entries = asyncio.run(_page(store_url(settings), wanted, limit, _behind(after)))
+    token_after = None if found.after is None else _token_of(found.after)
     if as_json:
         print_json(
             {
                 "messages": [json_of(entry) for entry in entries],
-                "after": token,
+                "after": token_after,
                 "bounded": found.bounded,
                 "broken_segments": list(found.broken),
             }
@@ -80,9 +96,9 @@ def list_(context: click.Context, /, *, limit: int, after: str | None, as_json: 
     if found.broken:
         note(f"{len(found.broken)} broken segments may hold more; see docs/backlog.md.")
     if found.bounded:
-        note(f"Reading ended at its limit; there may be more. Next: the same with --after {token}.")
-    elif token is not None:
-        note(f"More: the same with --after {token}.")
+        note(f"Reading ended at its limit; there may be more. Next: the same with --after {token_after}.")
+    elif token_after is not None:
+        note(f"More: the same with --after {token_after}.")
 
 
 def _behind(after: str | None) -> tuple[int, int]:
@@ -115,6 +131,12 @@ async def _page(url: str, wanted: Filter, limit: int, after: tuple[int, int]) ->
         return found, await listing.entries(connection, found)
 
 
+async def _named(url: str, tokens: Sequence[Token]) -> tuple[listing.Found, list[Entry]]:
+    async with listing.looking(url, "list") as connection:
+        entries, broken = await listing.named(connection, tokens)
+    return listing.Found([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
+
+
 @click.command(short_help="Show one message: where it is, and what will happen.")
 @click.argument("token", metavar="ID")
 @click.option("--body", "whole_body", is_flag=True, help="Write the body to stdout as it is, and nothing else.")
@@ -124,7 +146,7 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
     """Show a message: properties, headers with their types, the beginning of its body, where it is, what will happen.
 
     ID as `delayer list` prints it, such as 48213@1795291200000. The part before the @ will do, and is found wherever
-    the message is by now; but then the index of every partition is read (seconds, with ten million waiting).
+    the message is by now; but then the index of every partition is read (a second or more, with ten million waiting).
     Exit code 1 if it is nowhere: delivered, cancelled, or never there.
 
     \b

@@ -14,14 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import asyncpg
 
-from delayer.core.filters import Filter
-from delayer.store import schema, segments, session
+from delayer.core.filters import Filter, Token
+from delayer.store import cancelling, schema, segments, session
 from delayer.store.errors import translated
 from delayer.store.scanning import BEGINNING, LAST_ID, Place, Rows, Test, conditions
 
 __all__ = [
     "BEGINNING", "LAST_ID", "SCAN", "SEGMENTS", "SETTINGS", "Entry", "Found", "Place", "Test", "conditions", "entries",
-    "entries_of", "find", "looking", "meant",
+    "entries_of", "find", "looking", "meant", "named",
 ]  # fmt: skip
 
 SCAN: Final = 10_000
@@ -35,9 +35,11 @@ SETTINGS: Final = {
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }
-_ENTRIES: Final = """
+_COLUMNS: Final = """
 SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint AS due_us, m.id, m.parked_at, m.route, m.exchange,
        m.routing_key, m.to_exchange, m.to_key, m.key, octet_length(m.body) AS size, m.properties
+"""
+_ENTRIES: Final = f"""{_COLUMNS}
 FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
 CROSS JOIN LATERAL (
     SELECT * FROM message
@@ -45,6 +47,15 @@ CROSS JOIN LATERAL (
       AND due_at >= $4 AND due_at < $5
 ) AS m
 ORDER BY due_us, id
+"""
+# Of which the due instant is known to the millisecond.
+_NAMED: Final = f"""{_COLUMNS}
+FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+CROSS JOIN LATERAL (
+    SELECT * FROM message
+    WHERE lane = w.lane AND due_at >= w.due AND due_at < w.due + interval '1 millisecond' AND id = w.id
+      AND due_at >= $4 AND due_at < $5
+) AS m
 """
 _KEYED: Final = (
     "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
@@ -131,8 +142,28 @@ async def entries(connection: asyncpg.Connection, found: Found) -> list[Entry]:
             _ENTRIES, [place.lane for place in rows], dues, [place.id for place in rows],
             min(dues) // 1000, max(dues) // 1000 + 1,
         )  # fmt: skip
-        read += [Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:]) for row in told]
+        read += map(_entry, told)
     return sorted(read)
+
+
+def _entry(row: asyncpg.Record) -> Entry:
+    return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:])
+
+
+async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
+    """Those of these names that wait, as rows or in segments; and segments that do not read back and may hold more.
+    Raises the driver's errors."""
+    ids = {token.id for token in tokens}
+    dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        places = await cancelling.find_rows(connection, list(ids), dues)
+        rows = [] if places is None else await connection.fetch(_NAMED, *places[:3], *places.bounds)
+        found = [_entry(row) for row in rows]
+        left = ids - {entry.place.id for entry in found}
+        there = await cancelling.find(connection, left, dues)
+        for segment, numbers in there.holding.items():
+            found += [one for one in await entries_of(connection, segment) or () if one.place.id in numbers]
+    return sorted(found), sorted(there.unreadable)
 
 
 async def _find_keyed(

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from delayer.commands import refused
+from delayer.commands import held, refused
+from delayer.core.filters import Filter
 from delayer.core.message import Parcel
 from delayer.services import reading
 from delayer.settings.loading import load
+from delayer.store import heldback
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_cli import Run, delayer, take
@@ -60,6 +62,10 @@ async def test_list(delayer: Run, database: str) -> None:
     tomorrow = (datetime.now(UTC) + timedelta(hours=36)).isoformat()
     assert ids(delayer, "list", "--due-after", tomorrow, "--limit", "2") == whole[1:3]
     assert ids(delayer, "list", "--route", "nobody's") == []
+    named = delayer("list", of[b"packed"], of[b"soon"].partition("@")[0], of[b"held"], "--json")
+    assert [one["id"] for one in json.loads(named.stdout)["messages"]] == [of[b"soon"], of[b"packed"]]
+    assert f"{of[b'held']} does not wait" in named.stderr
+    delayer("list", of[b"soon"], "--route", "r", expect=2)
     seen, after = [], None
     while after is not None or not seen:
         page = json.loads(delayer("list", "--limit", "1", "--json", *(["--after", after] if after else [])).stdout)
@@ -212,6 +218,27 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     assert len(ids(applied, "refused", "list")) == 3
     told = json.loads(applied("acts", "--json").stdout)
     assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
+
+
+async def test_many_held_ones_are_acted_on_page_by_page(
+    delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be millions, so never more than a page of them is in memory; each is met once, and none that was held
+    since they were counted."""
+    monkeypatch.setattr(heldback, "AT_ONCE", 7)
+    delayer("db", "upgrade")
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        now = place.now_ms()
+        await place.hold(lane, [(parcel(now, b"%d" % n), "nobody is bound") for n in range(40)])
+        meant = held.Meant(Filter(), frozenset())
+        count, last, missing = await held._count(database, meant)
+        assert (count, missing) == (40, set())
+        await place.hold(lane, [(parcel(now, b"later"), "nobody is bound")])
+        sizes = [len(page) async for page in held._pages(admin, meant)]
+        assert (sum(sizes), max(sizes)) == (41, 7)
+        assert await held._do(database, "retry", meant._replace(last=last)) == 40
+        assert await held._do(database, "drop", meant._replace(last=last)) == 40
+        assert [row["body"] for row in await admin.fetch("SELECT body FROM held")] == [b"later"]
 
 
 async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: str) -> None:
