@@ -138,7 +138,8 @@ def cli(
     Every key of the configuration can be set by the file, by the environment (DELAYER_INTAKE__MAX_DELAY=30d) and by
     flags (--set intake.max_delay=30d); the later beats the earlier.
 
-    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach.
+    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach, or
+    something that a command needs is not installed.
     """
     from delayer.commands.common import Request  # noqa: PLC0415 - loaded with the verb, not for --version
 

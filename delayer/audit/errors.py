@@ -27,7 +27,7 @@ class SparkMissing(JobImpossible):
     def __init__(self, module: str) -> None:
         super().__init__(
             f"the Python package {module} is missing: audit, compact and restore are an extra. "
-            "Next: pip install 'delayer[spark]'."
+            "Next: pip install '.[spark]' in delayer's checkout, or the wheel with [spark] behind its name."
         )
 
 

@@ -20,7 +20,10 @@ DRIVERS: Final = {
     "mariadb": "mariadb+asyncmy",
     "mssql": "mssql+aioodbc",
 }
-PACKAGES: Final = {"asyncmy": "pip install 'delayer[mysql]'", "aioodbc": "pip install aioodbc, and Microsoft's driver"}
+PACKAGES: Final = {
+    "asyncmy": "pip install '.[mysql]' in delayer's checkout",
+    "aioodbc": "pip install aioodbc, and Microsoft's driver",
+}
 
 
 SHOWN: Final = frozenset(
