@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from urllib.parse import unquote
 
@@ -42,6 +42,25 @@ TOO_OLD = "delivery acknowledgement on channel"
 """What the broker logs of a consumer that it closes for that."""
 
 
+SLOW = 700_000
+"""Bytes a second that a slow store takes, and gives."""
+SLOW_SECONDS = 75.0
+
+
+def destination(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Queue ``out``, for everything that comes to delayer.out."""
+    rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
+    rabbitmq.api("PUT", f"/api/queues/{vhost}/out", {"durable": True})
+    rabbitmq.api("POST", f"/api/bindings/{vhost}/e/delayer.out/q/out", {"routing_key": "#"})
+
+
+async def published(raw: Raw, bodies: Sequence[bytes]) -> None:
+    """Each due in a second, twenty at a time."""
+    props = Props(headers=((b"x-delay", number("I", 1_000)),), delivery_mode=2)
+    for begin in range(0, len(bodies), 20):
+        await raw.publish(*(Message("delayer.in", b"k", props, body) for body in bodies[begin : begin + 20]))
+
+
 def via(server: RabbitMQ | Postgres, url: str, proxy: Proxy) -> str:
     """The same place, through a proxy."""
     name = unquote(url.rpartition("/")[2])
@@ -73,7 +92,9 @@ async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, 
         await daemon.ready()
         await eventually(place.rows, lambda rows: rows == 5_000, timeout=30)
         assert ledger.total() == 100, "released while the broker takes nothing"
+        assert "memory" in (await daemon.event("broker blocked"))["reason"]
         await asyncio.to_thread(rabbitmq.ctl, "set_vm_memory_high_watermark", "0.4")
+        await daemon.event("broker unblocked")
         await ledger.all_back()
         assert await daemon.stop() == 0
         verdict = await place.settle_accounts(ledger)
@@ -173,13 +194,19 @@ async def dead_store(kill: str, rabbitmq: RabbitMQ, postgres: Postgres, vhost: s
         await daemon.ready()
         await ledger.publish(100, longest_ms=500)
         await ledger.all_back()
+        proxy.slow(bytes_per_second=20_000)  # so that there is something in hand when it dies
+        await ledger.publish(8_000, delay_ms=1_000)
+        await eventually(lambda: place.depth("delays"), lambda depth: depth < 6_000)
         if kill == "refuses":
             await proxy.refuse()
         else:
             proxy.stall()
-        await ledger.publish(8_000, delay_ms=1_000)
         began = time.monotonic()
-        await eventually(lambda: place.depth("delays"), lambda depth: depth == 8_000, timeout=GIVEN_BACK_SECONDS)
+
+        async def in_its_place() -> int:
+            return await place.rows() + await place.depth("delays")
+
+        await eventually(in_its_place, lambda count: count >= 8_000, timeout=GIVEN_BACK_SECONDS)
         print(f"the store {kill}: all given back after {time.monotonic() - began:.1f} s")
         proxy.resume()
         await proxy.accept()
@@ -200,6 +227,46 @@ async def test_a_silent_store_gives_deliveries_back(
     rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
 ) -> None:
     await dead_store("hangs", rabbitmq, postgres, vhost, store)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(300)
+async def test_large_messages_into_a_slow_store_come_once(rabbitmq: RabbitMQ, postgres: Postgres, store: str) -> None:
+    """More than the daemon keeps, for longer than the broker leaves a connection alone that takes nothing (30 s): it
+    reads less ahead, keeps the connection, and nothing is repeated."""
+    bodies = [b"%06d" % n + bytes(500_000) for n in range(300)]
+    vhost = rabbitmq.add_vhost()
+    async with AsyncExitStack() as stack:
+        stack.callback(rabbitmq.drop_vhost, vhost)
+        proxy = await stack.enter_async_context(Proxy(postgres.port))
+        url = rabbitmq.url(vhost)
+        place = await Place("store", url, store, via_store=via(postgres, store, proxy)).declare()
+        destination(rabbitmq, vhost)
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        raw = await stack.enter_async_context(await Raw.connect(url))
+        inbox = await raw.inbox("out")
+        before = megabytes(daemon)
+        proxy.slow(bytes_per_second=SLOW)
+        await published(raw, bodies)
+        largest = before
+
+        async def long_enough() -> bool:
+            nonlocal largest
+            largest = max(largest, megabytes(daemon))
+            return time.monotonic() > until
+
+        until = time.monotonic() + SLOW_SECONDS
+        await eventually(long_enough, bool, timeout=2 * SLOW_SECONDS)
+        proxy.resume()
+        await inbox.got(bodies, timeout=120)
+        assert await daemon.stop() == 0, daemon.tail()
+        assert not await place.standing()
+    told = [event for event in daemon.events if event["event"] in ("deliveries given back", "broker connection lost")]
+    print(f"{len(inbox.arrivals)} arrivals of {len(bodies)}; {before:.0f} → {largest:.0f} MB; {told}")
+    assert {event["event"] for event in told} == {"deliveries given back"}
+    assert len(inbox.arrivals) == len(bodies)
+    assert largest - before < GROWN_MB
 
 
 @asynccontextmanager
@@ -243,21 +310,17 @@ async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, po
         vhost = rabbitmq.add_vhost()
         url = rabbitmq.url(vhost)
         place = await Place("store", url, store, via_store=via(postgres, store, proxy)).declare()
-        rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
-        rabbitmq.api("PUT", f"/api/queues/{vhost}/out", {"durable": True})
-        rabbitmq.api("POST", f"/api/bindings/{vhost}/e/delayer.out/q/out", {"routing_key": "#"})
+        destination(rabbitmq, vhost)
         daemon = await stack.enter_async_context(place.daemon(INTAKE__GIVE_BACK_AFTER="10s"))
         await daemon.ready()
         asleep = await stack.enter_async_context(sleeper(url))
         raw = await stack.enter_async_context(await Raw.connect(url))
         inbox = await raw.inbox("out")
         if store_is == "slow":
-            proxy.slow(bytes_per_second=700_000)
+            proxy.slow(bytes_per_second=SLOW)
         else:
             proxy.stall()
-        props = Props(headers=((b"x-delay", number("I", 1_000)),), delivery_mode=2)
-        for begin in range(0, len(bodies), 20):
-            await raw.publish(*(Message("delayer.in", b"k", props, body) for body in bodies[begin : begin + 20]))
+        await published(raw, bodies)
         await asyncio.wait([asleep], timeout=CONSUMER_TIMEOUT + 90)
         assert asleep.done(), "this broker closes nobody for leaving a delivery unacknowledged"
         proxy.resume()
@@ -271,4 +334,4 @@ async def test_no_delivery_is_in_hand_for_the_consumer_timeout(store_is: str, po
         )
         given_back = [event for event in daemon.events if event["event"] == "deliveries given back"]
         assert len(closed) == 1, f"not only the sleeper's: {closed}"
-        assert bool(given_back) is (store_is == "slow")
+        assert given_back, "large messages were kept back while nothing could be carried on"
