@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import click
 
@@ -11,6 +11,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, quoted, request_of
 from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings, duration_text
 from delayer.store import schema
@@ -18,6 +19,8 @@ from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of, topology_of, uses_cascade
 
+UNOWNED_MS: Final = 30_000
+"""How long something may be overdue in a lane without an owner: daemons adopt such lanes within seconds."""
 Result = Literal["ok", "note", "off", "out of reach"]
 
 
@@ -38,8 +41,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     """Check configuration, broker, topology and store; change nothing.
 
     What is only missing on the broker is a note: the daemon declares it when it starts or reloads. What is there but
-    different, and what nobody but you can make (destinations, the store's schema), is off. Refused and held messages
-    are counted in notes.
+    different, and what nobody but you can make (destinations, the store's schema), is off; so are messages that are
+    overdue where no daemon releases them. A queue that nobody consumes, refused and held messages are told in notes.
 
     Exit code 0 if nothing is off, 1 if anything is, 2 if the configuration cannot be used, 3 if the broker or the store
     is out of reach.
@@ -75,6 +78,7 @@ async def _broker(settings: Settings) -> list[Row]:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
             rows = [Row("broker", "ok", shown)]
             rows += await _topology(admin, settings)
+            rows += await _intake(admin, settings)
             rows += await _destinations(admin, settings)
             rows += await _taken_over(admin, settings)
             return rows + await _set_aside(admin, settings)
@@ -106,6 +110,15 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
         if one.severity != "error"
     ]
     return rows
+
+
+async def _intake(admin: Admin, settings: Settings) -> list[Row]:
+    """Whether anybody is at work, as the broker knows it."""
+    state = await admin.state(settings.intake.queue)
+    if state is None or state.consumers:
+        return []  # what is missing was told already
+    found = f"nobody consumes {quoted(settings.intake.queue)}; {state.messages} wait in it"
+    return [Row("intake", "note", found, "start the daemon, or see in its log what it waits for")]
 
 
 async def _destinations(admin: Admin, settings: Settings) -> list[Row]:
@@ -145,11 +158,12 @@ async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
     """Messages on the broker that wait for a person."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
     depths = await admin.depths([refused, *([strays] if strays else [])])
-    advice = {refused: "see the header x-delayer-refused; mend, and publish again"}
+    advice = {
+        refused: "`delayer refused list` has the reasons; mend their publisher, then `delayer refused retry` or `drop`",
+        strays: "declare or bind their destinations; they are tried again by themselves",
+    }
     return [
-        Row("set aside", "note", f"{depth} in {quoted(name)}", advice.get(name, "bind a queue; publish again"))
-        for name, depth in depths.items()
-        if depth
+        Row("set aside", "note", f"{depth} in {quoted(name)}", advice[name]) for name, depth in depths.items() if depth
     ]
 
 
@@ -168,8 +182,9 @@ async def _store(settings: Settings) -> list[Row]:
     if (wrong := schema.outdated(seen.schema_found)) is not None:
         return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
     rows.append(Row("schema", "ok", schema.HEAD))
+    rows += _lanes(seen)
     if seen.held:
-        advice = "declare or bind their destinations; they are tried again by themselves"
+        advice = "`delayer held list` has the reasons; they are tried again by themselves"
         rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"
@@ -177,4 +192,21 @@ async def _store(settings: Settings) -> list[Row]:
     if seen.segments.broken:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         rows.append(Row("segments", "off", found, "see docs/backlog.md; their bytes are kept"))
+    return rows
+
+
+def _lanes(seen: store_status.StoreOverview) -> list[Row]:
+    """Whether what is due has somebody to release it."""
+    rows = []
+    owners = {lane.owner for lane in seen.lanes if lane.alive}
+    if owners:
+        rows.append(
+            Row("lanes", "ok", f"{sum(lane.alive for lane in seen.lanes)} owned by {', '.join(sorted(owners))}")
+        )
+    left = [lane for lane in seen.lanes if not lane.alive and lane.overdue_ms(seen.store_now_ms) > UNOWNED_MS]
+    if left:
+        since = in_words(max(lane.overdue_ms(seen.store_now_ms) for lane in left))
+        lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
+        found = f"messages are overdue by {since} in {lanes} that no daemon owns"
+        rows.append(Row("lanes", "off", found, "start a daemon: it adopts them within seconds; or see its log"))
     return rows

@@ -56,6 +56,10 @@ class LaneOverview:
     def waiting(self) -> int:
         return waiting(self.counters)
 
+    def overdue_ms(self, now_ms: int) -> int:
+        """How long its first message is due; 0 if none is."""
+        return 0 if self.next_due_ms is None else max(now_ms - self.next_due_ms, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOverview:

@@ -1,0 +1,50 @@
+"""delayer check: whether anybody is at work, and what is told about it."""
+
+from __future__ import annotations
+
+import json
+
+import aio_pika
+
+from tests.conformance.store_contract import owned, parcel
+from tests.integration.test_cli import Run, channel_to, delayer
+from tests.integration.test_store_lane import opened
+
+__all__ = ["delayer"]
+
+
+def rows(run: Run, what: str, *, expect: int = 0) -> list[dict[str, str]]:
+    return [row for row in json.loads(run("check", "--json", expect=expect).stdout)["checks"] if row["what"] == what]
+
+
+async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) -> None:
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+        delayer("db", "upgrade")
+        assert rows(delayer, "intake") == [], "the queue is not there yet"
+        delayer("topology", "apply")
+        await channel.default_exchange.publish(aio_pika.Message(b""), "delays")
+        (row,) = rows(delayer, "intake")
+        assert (row["result"], row["found"]) == ("note", 'nobody consumes "delays"; 1 wait in it')
+
+        async def keep(_message: object) -> None:
+            """Let it wait."""
+
+        await (await channel.get_queue("delays")).consume(keep)
+        assert rows(delayer, "intake") == []
+
+
+async def test_what_is_overdue_and_nobodys_is_off(delayer: Run, vhost: str, database: str) -> None:
+    """All daemons are gone: an exit code of 0 would be the wrong answer to "is it well?"."""
+    async with channel_to(vhost) as channel:
+        await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    delayer("db", "upgrade")
+    async with opened(database) as store, owned(store) as [lane]:
+        await store.park(lane, [parcel(store.now_ms() - 90_000, b"overdue")], [])
+        (row,) = rows(delayer, "lanes")
+        assert row["result"] == "ok", "somebody is about to release it"
+        assert row["found"].startswith("1 owned by ")
+    (row,) = rows(delayer, "lanes", expect=1)
+    assert row["result"] == "off"
+    assert row["found"].startswith("messages are overdue by 0:01:3")
+    assert row["found"].endswith("in lane 1 that no daemon owns")
