@@ -44,6 +44,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     different, and what nobody but you can make (destinations, the store's schema), is off; so are messages that are
     overdue where no daemon releases them. A queue that nobody consumes, refused and held messages are told in notes.
 
+    Offline, credentials that only the service may read (a unit's ExecReload may not) are left out, with a note.
+
     Exit code 0 if nothing is off, 1 if anything is, 2 if the configuration cannot be used, 3 if the broker or the store
     is out of reach.
 
@@ -55,9 +57,13 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
       delayer check --json | jq '.checks[] | select(.result != "ok")'
     """
     request = request_of(context)
-    settings = request.settings()
+    sealed: list[str] = []
+    settings = request.settings(sealed if offline else None)
     where = f"read from {request.file}" if request.file else "defaults, environment and flags; no file"
     rows = [Row("configuration", "ok", f"{where}; {settings.mode} mode, routes: {len(settings.routes)}")]
+    if sealed:
+        found = f"not looked into, as only the service may read them: {', '.join(sealed)}"
+        rows.append(Row("credentials", "note", found))
     if not offline:
         rows += asyncio.run(_broker(settings))
         rows += asyncio.run(_store(settings))

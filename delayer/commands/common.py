@@ -31,9 +31,9 @@ class Request:
     config: Path | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
 
-    def settings(self) -> Settings:
-        """Raises ConfigError."""
-        return configuration.load(self.config, os.environ, self.flags)
+    def settings(self, sealed: list[str] | None = None) -> Settings:
+        """``sealed`` as for load. Raises ConfigError."""
+        return configuration.load(self.config, os.environ, self.flags, sealed)
 
     @property
     def file(self) -> Path | None:

@@ -57,8 +57,13 @@ def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
         return SYSTEM_FILE  # in a directory that is closed to us: reading it says so
 
 
-def load(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
+def load(
+    config: Path | None, environ: Mapping[str, str], flags: Mapping[str, str], sealed: list[str] | None = None
+) -> Settings:
     """Read every layer and build the settings. ``flags`` maps dotted keys to texts, as ``--set`` takes them.
+
+    ``sealed`` gets the credentials that we may not read, where that shall be no problem: systemd hands them to the
+    daemon, and not to what a unit runs at a reload. What they would have said is left out, and not looked at.
 
     Raises ConfigError with every problem of every layer.
     """
@@ -68,7 +73,7 @@ def load(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, st
         merged.lay(layers.read_file(path, merged.problems), lambda key: str(path))
     merged.lay(*layers.environment(environ, merged.problems))
     merged.lay(*layers.flags(flags, merged.problems))
-    _read_named_files(merged, environ)
+    _read_named_files(merged, environ, sealed)
     problems = merged.problems
     settings = None
     try:
@@ -76,9 +81,9 @@ def load(config: Path | None, environ: Mapping[str, str], flags: Mapping[str, st
     except ValidationError as error:
         problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
     problems += _between_keys(merged)
-    if settings is not None:
+    if settings is not None and not sealed:
         problems += _store_address(merged, settings, environ)
-    if settings is not None and not problems:
+    if settings is not None and not sealed and not problems:
         problems += _broker_address(merged, settings)
     if problems or settings is None:
         raise ConfigError(problems)
@@ -102,7 +107,7 @@ def _store_address(merged: Merged, settings: Settings, environ: Mapping[str, str
     return [Problem(source, "store.url", *mistake) for mistake in found]
 
 
-def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:
+def _read_named_files(merged: Merged, environ: Mapping[str, str], sealed: list[str] | None) -> None:
     """Replace ``${CREDENTIALS_DIRECTORY}`` in the ``…_file`` keys, check that each can be read, and read the URLs and
     the token."""
     for section in ("broker", "store", "http"):
@@ -121,6 +126,10 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str]) -> None:
             try:
                 content = Path(table[name]).read_text("utf-8")
             except (OSError, ValueError) as error:
+                if sealed is not None and isinstance(error, PermissionError) and _CREDENTIALS in given:
+                    sealed.append(given)
+                    del table[name]
+                    continue
                 reason = error.strerror if isinstance(error, OSError) else "not text"
                 _note(merged, key, "a file that can be read", show(table[name]), str(reason))
                 continue
