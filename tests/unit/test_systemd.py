@@ -166,7 +166,9 @@ def test_every_unit_comes_with_the_wheel() -> None:
         if path.suffix == ".conf":
             continue
         (documentation,) = re.findall("^Documentation=file:///opt/delayer/(.*)$", path.read_text(), re.MULTILINE)
-        assert documentation in shared["shared-data"].values()
+        brought = {to: ROOT / ours for ours, to in shared["shared-data"].items()}
+        (to,) = [to for to in brought if documentation == to or documentation.startswith(f"{to}/")]
+        assert Path(f"{brought[to]}{documentation.removeprefix(to)}").is_file(), documentation
 
 
 def test_systemd_accepts_them(tmp_path: Path) -> None:
