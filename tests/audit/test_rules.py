@@ -9,7 +9,7 @@ import pytest
 
 from delayer.audit.findings import Report
 from delayer.audit.rules import calendar, integrity, overdue, segments
-from delayer.audit.rules.damage import Damage
+from delayer.audit.rules.damage import TOMBSTONES_LOST, Damage
 from delayer.audit.rules.growth import growth
 from delayer.audit.rules.keys import HELD as CLAIM_HELD
 from delayer.audit.rules.message import DAY_MS, GRACE_MS, HELD, PACKED, STUCK_MS, Context, Lane, Segment
@@ -137,6 +137,12 @@ def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
         (segment(9, **NOTHING_FOUND, fault="the bytes changed"), "violation", segments.UNREADABLE, 10),
         (segment(9, **{**NOTHING_FOUND, "unpacked": 10}, fault="another digest"), "violation", segments.UNREADABLE, 10),
         (segment(9, **{**NOTHING_FOUND, "unpacked": 9}, fault="expected 10"), "violation", segments.COUNT, 10),
+        (
+            segment(9, **{**NOTHING_FOUND, "unpacked": 10}, cancelled=4, fault=f"{TOMBSTONES_LOST}: invalid"),
+            "violation",
+            segments.UNREADABLE,
+            6,
+        ),
         (segment(9, found_first_due_ms=NOW + 8 * DAY_MS - 1), "violation", segments.DUE, 10),
         (segment(9, found_last_due_ms=NOW + 9 * DAY_MS + 1), "violation", segments.DUE, 10),
         (segment(9, found_first_id=99), "violation", segments.IDS, 10),
@@ -173,6 +179,8 @@ def test_tombstones_without_a_segment() -> None:
     report = judged(SOUND, [lost], CLAIMS, context=CONTEXT)
     assert said(report) == [("segments", "warning", "tombstones of a segment that is not there", 4)]
     assert report.findings[0].first_due_ms is None
+    unread = judged(SOUND, [lost], CLAIMS, context=CONTEXT, damage=[Damage("segment", "page 3", "invalid page")])
+    assert said(unread) == [("integrity", "violation", "table segment: the database cannot read it", 1)]
 
 
 def test_a_segment_is_late_only_from_when_it_should_have_been_restored() -> None:
@@ -427,6 +435,29 @@ def test_a_message_of_which_the_place_is_readable_is_one_of_its_lane() -> None:
         "table held: the database cannot read it",
         f"table message_{DAY}: the database cannot read it",
     ]
+
+
+@pytest.mark.parametrize(
+    ("table", "skipped"),
+    [
+        (f"message_{DAY}", {"conservation", "repeats", "keys"}),
+        ("message_default", {"conservation", "repeats", "keys"}),
+        ("held", {"conservation", "repeats", "keys"}),
+        ("message_key", {"keys"}),
+        ("segment_cancelled", set()),
+        ("segment", set()),
+    ],
+)
+def test_what_a_damaged_index_hides_is_not_called_missing(table: str, skipped: set[str]) -> None:
+    """All of its table is there, and nobody could read it."""
+    index = Damage(table, f"index {table}_pkey", "invalid page in block 0")
+    hidden = [] if table in ("message_key", "segment", "segment_cancelled") else [message(77)]
+    report = judged(
+        SOUND, [] if table == "segment" else SEGMENTS, CLAIMS, context=CONTEXT, damage=[index],
+        counters=fitting([*SOUND, *hidden], SEGMENTS),
+    )  # fmt: skip
+    assert said(report) == [("integrity", "violation", f"table {table}: the database cannot read it", 1)]
+    assert {run.rule for run in report.rules if run.skipped} == skipped
 
 
 def test_damage_is_listed_up_to_a_bound_and_counted_beyond() -> None:

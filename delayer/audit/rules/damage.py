@@ -12,6 +12,10 @@ from delayer.audit.rules.tally import Key, Partial, Tally
 
 PLACE, TABLE, MESSAGE = "damage", "damaged", "damaged message"
 """Kinds of keys. ``first`` is the table; ``second`` of a place what it is and the reason, with a line between them."""
+INDEX: Final = "index "
+"""What a place that is an index begins with."""
+TOMBSTONES_LOST: Final = "the store cannot read which of its messages were cancelled"
+"""The beginning of the fault of a segment of which that is so; it does not read back."""
 _PLACES, _REASONS = 20, 3
 _TABLES: Final = {"held": HELD}
 
@@ -28,8 +32,9 @@ class Damage(NamedTuple):
 
 
 def counted(places: Iterable[Damage]) -> Iterator[Partial]:
-    """The tallies of damage. A message that stands in its lane is one of that lane, whatever can be read of it."""
-    for one in places:
+    """The tallies of damage. A message that stands in its lane is one of that lane, whatever can be read of it. An
+    index is met by everybody who reads its table, and is one place."""
+    for one in dict.fromkeys(places):
         table = one.relation.encode()
         yield Key(PLACE, 0, table, f"{one.place}\n{one.reason}".encode()), Tally(1, 0, 0, 0)
         yield Key(TABLE, 0, table), Tally(1, 0, 0, 0)
@@ -37,6 +42,12 @@ def counted(places: Iterable[Damage]) -> Iterator[Partial]:
             tally = Tally(1, 0, one.due_ms, one.due_ms)
             yield Key("lane", one.lane, _TABLES.get(one.relation, WAITING).encode()), tally
             yield Key(MESSAGE, 0, table), tally._replace(examples=(one.id,))
+
+
+def unread(evidence: Evidence) -> dict[str, str]:
+    """Tables of which nothing could be read because of one of their indexes, with that index."""
+    places = ((key.first.decode(), key.second.decode().split("\n", 1)[0]) for key, _ in evidence.of(PLACE))
+    return {table: place for table, place in places if place.startswith(INDEX)}
 
 
 def findings(rule: str, evidence: Evidence, context: Context) -> list[Finding]:

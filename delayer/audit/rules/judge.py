@@ -6,7 +6,7 @@ with what is left; :func:`evidence_of` does the same over lists. A test compares
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Report, RuleRun, Severity, Totals
@@ -76,12 +76,17 @@ def report(
         calendar.RULE: calendar.findings(coming),
     }
     totals = _totals(evidence, figures)
-    if context.whole:
+    unread = damage.unread(evidence)
+    if context.whole and "segment" not in unread:
         sums = [sum(lane.counters[kind] for lane in figures) for kind in ("compacted", "restored")]
         found[segments.RULE] += segments.law(totals.packed, sums[0], sums[1])
-        found[conservation.RULE] = conservation.findings(figures)
-        found[repeats.RULE] = repeats.findings(evidence)
-        found[keys.RULE] = keys.findings(evidence)
+    of_the_whole: dict[str, Callable[[], list[Finding]]] = {
+        conservation.RULE: lambda: conservation.findings(figures),
+        repeats.RULE: lambda: repeats.findings(evidence),
+        keys.RULE: lambda: keys.findings(evidence),
+    }
+    skipped = _skipped(context, unread)
+    found |= {rule: judged() for rule, judged in of_the_whole.items() if rule not in skipped}
     listed = {rule: sorted(of, key=_weight)[:LISTED] for rule, of in found.items()}
     return Report(
         store_now_ms=context.now_ms,
@@ -91,7 +96,9 @@ def report(
         totals=totals,
         lanes=tuple(figures),
         calendar=coming,
-        rules=tuple(_run(rule, found.get(rule), len(listed.get(rule, ()))) for rule in RULES),
+        rules=tuple(
+            _run(rule, found.get(rule, ()), len(listed.get(rule, ())), skipped.get(rule, "")) for rule in RULES
+        ),
         findings=tuple(each for rule in RULES for each in listed.get(rule, ())),
     )
 
@@ -100,11 +107,24 @@ def _weight(found: Finding) -> tuple[bool, int, str]:
     return found.severity == "warning", -found.count, found.subject
 
 
-def _run(rule: str, found: list[Finding] | None, listed: int) -> RuleRun:
-    if found is None:
-        return RuleRun(rule, 0, 0, "a sample was read: this is asked of the whole")
+def _run(rule: str, found: Sequence[Finding], listed: int, skipped: str) -> RuleRun:
     violations = sum(each.severity == "violation" for each in found)
-    return RuleRun(rule, violations, len(found) - violations, unlisted=len(found) - listed)
+    return RuleRun(rule, violations, len(found) - violations, skipped, unlisted=len(found) - listed)
+
+
+def _skipped(context: Context, unread: Mapping[str, str]) -> dict[str, str]:
+    """Which rules are not run, and why. A damaged index hides a table whose rows are all there: to say that they are
+    missing would send people the wrong way."""
+    if not context.whole:
+        return dict.fromkeys(OF_THE_WHOLE, "a sample was read: this is asked of the whole")
+    found = {}
+    for table, index in unread.items():
+        why = f"{index} is damaged, so that table {table} could not be read: see integrity"
+        if table == "message_key":
+            found[keys.RULE] = why
+        elif table == "held" or table in context.partitions or table == "message_default":
+            found |= dict.fromkeys(OF_THE_WHOLE, why)
+    return found
 
 
 def _integrity(evidence: Evidence) -> list[Finding]:

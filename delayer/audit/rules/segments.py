@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from delayer.audit.findings import Finding, Severity
+from delayer.audit.rules import damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.message import Context, Segment
+from delayer.audit.rules.tally import Key
 
 RULE = "segments"
 UNREADABLE = "does not read back"
@@ -36,15 +38,19 @@ def faults(segment: Segment, context: Context) -> tuple[str, ...]:
         found.append(MARKED)
     elif live > 0 and segment.first_due_ms < context.now_ms + context.restored_ms:
         found.append(LATE)
-    if segment.cancelled != segment.tombstones:
-        found.append(CANCELLED)
-    elif segment.live is not None and segment.live != live:
-        found.append(FOREIGN)
-    elif live <= 0:
-        found.append(EMPTY)
+    if segment.fault is None or not segment.fault.startswith(damage.TOMBSTONES_LOST):
+        found += _of_cancelled(segment, live)
     if segment.fault is None and segment.unpacked is not None:
         found += [fault for fault, said, came_out in _told(segment) if said != came_out]
     return tuple(found)
+
+
+def _of_cancelled(segment: Segment, live: int) -> list[str]:
+    if segment.cancelled != segment.tombstones:
+        return [CANCELLED]
+    if segment.live is not None and segment.live != live:
+        return [FOREIGN]
+    return [EMPTY] if live <= 0 else []
 
 
 def _told(segment: Segment) -> tuple[tuple[str, object, object], ...]:
@@ -61,10 +67,13 @@ def _told(segment: Segment) -> tuple[tuple[str, object, object], ...]:
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """The segments' own faults, and the law: compacted - restored = live messages in segments, over all lanes."""
+    """The segments' own faults. Where some of their table cannot be read, tombstones may be of those."""
     found = []
+    unread = evidence.get(Key(damage.TABLE, 0, b"segment")) is not None
     for key, tally in evidence.of("segment fault"):
         fault = key.first.decode()
+        if fault == ORPHANED and unread:
+            continue
         where, first = (f"lane {key.number}: ", tally.first_due_ms) if key.number >= 0 else ("", None)
         details = {"segments": list(tally.examples)}
         severity = _SEVERITY.get(fault, "violation")
