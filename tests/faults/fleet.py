@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -42,6 +42,8 @@ class Kept:
         self.store = Proxy(fleet.postgres.port)
         self.clock = Clock(fleet.directory / f"clock-{number}")
         self.log = (fleet.directory / f"daemon-{number}.log").open("a", buffering=1)
+        self.told: Counter[str] = Counter()
+        """How often it said what, by event; all its processes together."""
         self.process = DaemonProcess({})
         self._fleet = fleet
         self._meant = 0
@@ -66,6 +68,8 @@ class Kept:
 
     def _told(self, event: dict[str, Any] | str) -> None:
         self.log.write(f"{event}\n")
+        if isinstance(event, dict):
+            self.told[str(event.get("event"))] += 1
         if len(self.process.events) > 2 * EVENTS_KEPT:
             del self.process.events[BEGINNING:EVENTS_KEPT]
 
@@ -178,6 +182,10 @@ class Fleet:
 
     # ---- what faults need
 
+    def told(self, event: str) -> int:
+        """How often the daemons said this so far."""
+        return sum(daemon.told[event] for daemon in self.daemons)
+
     @asynccontextmanager
     async def holding(self, things: Iterable[str]) -> AsyncIterator[None]:
         """Nobody else breaks these things meanwhile: "broker", "store", "daemon 1", …"""
@@ -246,14 +254,14 @@ class Fleet:
     async def finish(self) -> None:
         """Let the daemons work until nothing is left that could still come, then stop them as a person would."""
         while True:
-            await eventually(self.place.standing, lambda standing: not set(standing) - {self.strays}, timeout=120)
+            await eventually(self.place.standing, lambda standing: not set(standing) - self.aside, timeout=120)
             for daemon in self.daemons:
                 async with daemon.meant():
                     await daemon.ready()
                     if (code := await daemon.process.stop()) != 0:
                         self.surprises.append(f"daemon {daemon.number} stopped with {code}: {daemon.process.tail(5)}")
             await self.ledger.drained()
-            if not set(await self.place.standing()) - {self.strays}:
+            if not set(await self.place.standing()) - self.aside:
                 return
             # Given back at the stop: it had been read and not begun.
             for daemon in self.daemons:
@@ -264,3 +272,8 @@ class Fleet:
     def strays(self) -> str:
         """The queue for what the broker would not route."""
         return "delayer.delay-strays"
+
+    @property
+    def aside(self) -> set[str]:
+        """Where messages may stand that are not under way any more, for everybody to see."""
+        return {self.strays, "delays.refused"}

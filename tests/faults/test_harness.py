@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import aio_pika
 import pytest
 
+from delayer.core.message import Delivery
+from tests.faults.doomed import judged, refused
 from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Kind, Planned, schedule
-from tests.rig.account import Account, Verdict
+from tests.faults.place import eventually
+from tests.rig.account import Account, Verdict, Window, covered
 from tests.rig.ledger import Ledger
+from tests.rig.letters import doomed
 from tests.rig.odd import BUGS
+from tests.rig.raw import Props, text
 from tests.rig.servers import Postgres, RabbitMQ
 from tests.soak.run import Options, Soak
 
@@ -23,8 +30,10 @@ MESSAGES = 1_000
 
 
 @asynccontextmanager
-async def fleet_with(bug: str, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path) -> AsyncIterator[Fleet]:
-    async with Fleet.open(rabbitmq, postgres, directory, mode="store", seed=SEED, bug=bug) as fleet:
+async def fleet_with(
+    bug: str, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, *, mode: str = "store"
+) -> AsyncIterator[Fleet]:
+    async with Fleet.open(rabbitmq, postgres, directory, mode=mode, seed=SEED, bug=bug) as fleet:
         yield fleet
 
 
@@ -38,10 +47,11 @@ async def passed(ledger: Ledger, *, all_back: bool = True) -> Verdict:
 @pytest.mark.parametrize(
     ("bug", "broken"), [("early", "early"), ("twice", "came more than once"), ("narrow", "changed")]
 )
+@pytest.mark.parametrize("mode", ["store", "native"])
 async def test_a_bug_that_needs_no_fault_is_found(
-    bug: str, broken: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+    mode: str, bug: str, broken: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
 ) -> None:
-    async with fleet_with(bug, rabbitmq, postgres, tmp_path) as fleet:
+    async with fleet_with(bug, rabbitmq, postgres, tmp_path, mode=mode) as fleet:
         verdict = await passed(fleet.ledger)
         with pytest.raises(AssertionError, match=broken):
             verdict.assert_kept()
@@ -64,6 +74,70 @@ async def test_acknowledging_too_soon_is_found(rabbitmq: RabbitMQ, postgres: Pos
                 fleet.ledger.verdict().assert_kept(repeats=True)
 
 
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_forgetting_what_the_broker_returns_is_found(
+    mode: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    """The destination routes to nobody for a while: what came back has to be held, not forgotten."""
+    async with fleet_with("forgetful", rabbitmq, postgres, tmp_path, mode=mode) as fleet:
+        await bind(fleet, away=True)
+        await fleet.ledger.publish(MESSAGES, delay_ms=500)
+        await eventually(fleet.place.standing, lambda standing: not standing)
+        await bind(fleet)
+        await passed(fleet.ledger, all_back=False)
+        with pytest.raises(AssertionError, match="lost"):
+            await fleet.ledger.all_back(timeout=4)
+        with pytest.raises(AssertionError, match=f"{MESSAGES} of {2 * MESSAGES} lost"):
+            fleet.ledger.verdict().assert_kept(repeats=True)
+
+
+async def bind(fleet: Fleet, *, away: bool = False) -> None:
+    """The ledger's queue to the destination."""
+    async with await aio_pika.connect(fleet.place.broker) as connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue(fleet.ledger.queue, passive=True)
+        await (queue.unbind if away else queue.bind)("delayer.out", "#")
+
+
+@pytest.mark.parametrize("bug", ["", "lenient"])
+async def test_throwing_away_what_has_to_be_refused_is_found(
+    bug: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    async with fleet_with(bug, rabbitmq, postgres, tmp_path) as fleet:
+        await fleet.ledger.publish(100, longest_ms=500, doomed_ones=20)
+        await fleet.ledger.all_back()
+        await fleet.finish()
+        found = await refused(fleet)
+    assert found.sent == 20
+    assert found.kept is (not bug)
+    assert len(found.missing) == (20 if bug else 0)
+
+
+def test_what_stands_in_the_refused_queue_is_compared() -> None:
+    """What is missing, twice, changed, and nobody's."""
+    letters = [doomed(number) for number in range(5)]
+    gained = (b"x-delayer-refused", text("x-delay: expected a number"))
+    props = [Props.decode(letter.properties) for letter in letters]
+    found = [replace(one, headers=(*(one.headers or ()), gained)).encode() for one in props]
+    found[2] = props[2].encode()
+    bodies = [*(letter.body for letter in letters[:3]), b"something else", letters[4].body, letters[0].body]
+    deliveries = [
+        Delivery(tag, False, b"", b"delays.refused", properties, body)
+        for tag, (properties, body) in enumerate(zip([*found, found[0]], bodies, strict=True))
+    ]
+    judgement = judged(5, deliveries)
+    assert judgement.missing == [2, 3]
+    assert judgement.again == 1
+    assert [text.split(":")[0] for text in judgement.wrong] == ["doomed 2", "refused and none of the doomed"]
+    assert not judgement.kept
+    assert judged(1, deliveries[:1]).kept
+
+
+def test_seconds_under_a_fault_are_counted_once() -> None:
+    windows = [Window(5_000, 6_000), Window(0, 1_000), Window(500, 1_500), Window(600, 700), Window(9_000, 9_000)]
+    assert covered(windows) == 2.5
+
+
 async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     """Killed between publish and commit: what comes twice has one x-delayer-id, or the store counts otherwise."""
     async with fleet_with("new id", rabbitmq, postgres, tmp_path) as fleet:
@@ -83,7 +157,7 @@ async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Post
 
 
 def test_every_bug_is_planted_somewhere() -> None:
-    assert set(BUGS) == {"early", "twice", "narrow", "acknowledge first", "new id"}
+    assert set(BUGS) == {"early", "twice", "narrow", "acknowledge first", "new id", "forgetful", "lenient"}
 
 
 def test_a_schedule_repeats_by_its_seed_and_has_every_kind() -> None:

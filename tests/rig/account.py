@@ -4,7 +4,7 @@ bytes a message, so that hours of messages fit."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -45,6 +45,15 @@ class Window(NamedTuple):
 
     begin_ms: float
     end_ms: float
+
+
+def covered(windows: Iterable[Window]) -> float:
+    """Seconds that lie in any of them."""
+    seconds, until_ms = 0.0, 0.0
+    for begin_ms, end_ms in sorted(windows):
+        seconds += max(0.0, end_ms - max(begin_ms, until_ms)) / 1000
+        until_ms = max(until_ms, end_ms)
+    return seconds
 
 
 @dataclass

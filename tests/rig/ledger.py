@@ -25,7 +25,7 @@ from delayer.core.message import CONFIRMED, Delivery, Outgoing
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
 from tests.rig.account import Account, Arrival, Arrivals, Verdict
-from tests.rig.letters import NUMBER, Letters
+from tests.rig.letters import NUMBER, Letters, doomed
 
 __all__ = ["Arrival", "Ledger", "Verdict"]
 
@@ -49,6 +49,8 @@ class Ledger:
         self._exchange = exchange
         self.queue = queue
         self.account = Account()
+        self.doomed = 0
+        """How many were published that have to be refused."""
         self._news = asyncio.Event()
         self._publisher: Connection | None = None
         self._publishing: Channel | None = None
@@ -107,10 +109,16 @@ class Ledger:
     # ---- publishing
 
     async def publish(
-        self, count: int, *, longest_ms: int = LONGEST_MS, delay_ms: int | None = None, absolute: bool | None = None
+        self,
+        count: int,
+        *,
+        longest_ms: int = LONGEST_MS,
+        delay_ms: int | None = None,
+        absolute: bool | None = None,
+        doomed_ones: int = 0,
     ) -> None:
         """Publish ``count`` more messages, and return when all are confirmed, however long the broker takes for that.
-        Delays are random unless ``delay_ms`` is given."""
+        Delays are random unless ``delay_ms`` is given. Behind each batch so many that have to be refused."""
         for start in range(0, count, BATCH):
             async with self._turn:
                 # The instant is taken before the batch is made: what is due is never later than we claim.
@@ -119,6 +127,7 @@ class Ledger:
                 for _ in range(min(BATCH, count - start)):
                     delay = self._chance.randint(0, longest_ms) if delay_ms is None else delay_ms
                     batch.append(self._compose(now_ms, delay, absolute))
+                batch += [self._compose_doomed() for _ in range(doomed_ones)]
                 await self._confirmed(batch)
 
     @asynccontextmanager
@@ -134,6 +143,12 @@ class Ledger:
         self.account.owe(form, now_ms + delay_ms, delay_ms)
         letter = self._letters.letter(number, form, now_ms + delay_ms, delay_ms)
         return Outgoing(self._into, letter.routing_key, letter.properties, letter.body, b"%d" % number)
+
+    def _compose_doomed(self) -> Outgoing:
+        """The next message that has to be refused."""
+        number, self.doomed = self.doomed, self.doomed + 1
+        one = doomed(number)
+        return Outgoing(self._into, one.routing_key, one.properties, one.body, b"%d" % (-1 - number))
 
     async def _confirmed(self, batch: Sequence[Outgoing]) -> None:
         while batch:

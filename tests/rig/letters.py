@@ -129,6 +129,13 @@ class Letter(NamedTuple):
         return None if found is None else (found[2], int.from_bytes(found[1], "big"))
 
 
+def doomed(number: int) -> Letter:
+    """A message whose delay nobody can read: it has to be refused, and to stand in the refused queue as it came."""
+    said = [(b"trace", long(number)), (b"x-delay", text(b"in %d moments" % number))]
+    head, tail = _around(number, b"doomed-%d" % number)
+    return Letter(b"doomed.%d" % (number % 5), head, said, said, tail, NUMBER.pack(number) + b"doomed")
+
+
 class Letters:
     """All letters of one seed."""
 

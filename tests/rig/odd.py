@@ -67,11 +67,21 @@ class _Deaf:
 
 
 def early() -> None:
-    """Rows are released 200 ms before they are due (G2)."""
+    """Rows are released 200 ms before they are due; the cascade is a second too short, and nobody looks at its end
+    (G2)."""
+    from delayer.core import plan
+    from delayer.services.due import DueCarrier
     from delayer.store import statements
 
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
+    seconds, init = plan.seconds_until, DueCarrier.__init__
+    plan.seconds_until = lambda due_ms, now_ms: max(0, seconds(due_ms, now_ms) - 1)
+
+    def broken(self: DueCarrier, *, now_ms: Callable[[], int], **more: Any) -> None:
+        init(self, now_ms=lambda: now_ms() + 1_000, **more)
+
+    DueCarrier.__init__ = broken  # type: ignore[method-assign]
 
 
 def twice() -> None:
@@ -83,6 +93,34 @@ def twice() -> None:
     async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
         outcomes = await publish(self, batch)
         return await publish(self, batch) if random.random() < 0.2 else outcomes
+
+    RelayPublisher.publish = broken  # type: ignore[method-assign]
+
+
+def forgetful() -> None:
+    """What the broker returns or does not take counts as delivered (G1)."""
+    from delayer.broker.publisher import RelayPublisher
+    from delayer.core.message import CONFIRMED
+
+    publish = RelayPublisher.publish
+
+    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+        return [CONFIRMED for _ in await publish(self, batch)]
+
+    RelayPublisher.publish = broken  # type: ignore[method-assign]
+
+
+def lenient() -> None:
+    """What has to be refused is thrown away (G5)."""
+    from delayer.broker.publisher import RelayPublisher
+    from delayer.core.message import CONFIRMED
+
+    publish = RelayPublisher.publish
+
+    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+        kept = [one for one in batch if b"x-delayer-refused" not in one.properties]
+        outcomes = iter(await publish(self, kept) if kept else ())
+        return [CONFIRMED if b"x-delayer-refused" in one.properties else next(outcomes) for one in batch]
 
     RelayPublisher.publish = broken  # type: ignore[method-assign]
 
@@ -113,7 +151,7 @@ def narrow() -> None:
 
 
 BUGS: Final[Mapping[str, Callable[[], None]]] = {
-    bug.__name__.replace("_", " "): bug for bug in (acknowledge_first, early, twice, new_id, narrow)
+    bug.__name__.replace("_", " "): bug for bug in (acknowledge_first, early, twice, forgetful, lenient, new_id, narrow)
 }
 
 

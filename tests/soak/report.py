@@ -51,9 +51,15 @@ def show(result: Result, console: Console) -> None:
     figures.add_column(justify="right")
     for name, value in summary(result).items():
         if not isinstance(value, dict | list):
-            figures.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int | float) else str(value))
+            counted = isinstance(value, int | float) and not isinstance(value, bool)
+            figures.add_row(name.replace("_", " "), f"{value:,}" if counted else str(value))
     console.print(faults)
     console.print(figures)
+    _complain(result, console)
+
+
+def _complain(result: Result, console: Console) -> None:
+    """What should not be."""
     for kind, findings in (("early", result.verdict.early), ("changed", result.verdict.changed)):
         for text in findings.first[:5]:
             console.print(f"{kind}: {text[:1000]}", markup=False, style="red")
@@ -61,6 +67,10 @@ def show(result: Result, console: Console) -> None:
         console.print(f"lost: {result.verdict.missing[:50]}", style="red")
     if result.verdict.unexcused:
         console.print(f"twice without a fault: {result.verdict.unexcused[:50]}", style="red")
+    if result.doomed.missing:
+        console.print(f"to be refused, and nowhere: {result.doomed.missing[:50]}", style="red")
+    for text in result.doomed.wrong[:5]:
+        console.print(text[:1000], markup=False, style="red")
     for name, depth in result.verdict.standing.items():
         console.print(f"left standing: {depth} in {name}", markup=False, style="red")
     for surprise in result.surprises:
@@ -71,7 +81,10 @@ def summary(result: Result) -> dict[str, Any]:
     """For --json, in the order of the table."""
     verdict = result.verdict
     return {
+        "begun": f"{result.begun:%Y-%m-%d %H:%M} UTC",
+        "rabbitmq": result.broker,
         "seed": result.options.seed,
+        "minutes": round(result.options.seconds / 60, 1),
         "seconds": round(result.seconds, 1),
         "messages": verdict.sent,
         "published_in_mode": dict(result.modes),
@@ -87,6 +100,11 @@ def summary(result: Result) -> dict[str, Any]:
         "repeated_at_intake_by_message_id": verdict.taken_in_twice,
         "repeated_at_intake_and_never_named": verdict.nameless,
         "of_them_after_a_publish_in_doubt": len(verdict.published_twice & verdict.repeats.keys()),
+        "seconds_that_excuse_no_repeat": round(result.peaceful, 1),
+        "to_be_refused": result.doomed.sent,
+        "refused_and_missing": len(result.doomed.missing),
+        "refused_and_changed": len(result.doomed.wrong),
+        "refused_twice": result.doomed.again,
         "set_aside": result.aside,
         "standing": dict(verdict.standing),
         "rows_released": result.rows[0],

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,12 +18,12 @@ import psutil
 from aiormq.exceptions import AMQPError
 
 from delayer.core.errors import BrokerLost
+from tests.faults.doomed import Doomed, emptied, refused
 from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
-from tests.rig.account import Verdict, Window
+from tests.rig.account import Verdict, Window, covered
 from tests.rig.letters import NUMBER
-from tests.rig.raw import Raw
 from tests.rig.servers import Postgres, RabbitMQ, StartFailed
 
 MODES: Final[Mapping[str, float]] = {"store": 48.0, "native": 12.0}
@@ -32,6 +33,8 @@ WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
 """How many may be under way before no more are published. The second is more, so that there is room for some of them
 when the first have not come back."""
 PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
+DOOMED: Final = 5
+"""Beside each portion, of those that have to be refused."""
 PACE: Final[Mapping[str, float]] = {"store": 0.0, "native": 0.2}
 """Seconds between two portions."""
 LONGEST_MS: Final = 5_000
@@ -61,15 +64,20 @@ class Options:
 @dataclass(frozen=True)
 class Result:
     """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
-    ``aside``: in the strays queue, visible and not delivered. ``rows``: what the store counts as released, and of how
-    many of its rows a copy arrived; these differ if something came twice under two names."""
+    ``aside``: in the strays queue, visible and not delivered. ``doomed``: what had to be refused. ``peaceful``: seconds
+    without a fault that may be why something comes twice. ``rows``: what the store counts as released, and of how many
+    of its rows a copy arrived; these differ if something came twice under two names."""
 
     options: Options
+    begun: datetime
+    broker: str
     seconds: float
     verdict: Verdict
     faults: Mapping[str, int]
     missed: Mapping[str, int]
     aside: int
+    doomed: Doomed
+    peaceful: float
     rows: tuple[int, int]
     largest_mb: float
     modes: Mapping[str, int]
@@ -90,7 +98,7 @@ class Result:
     def kept(self) -> bool:
         """Every promise, and nothing else that should not have happened."""
         verdict = self.verdict
-        broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked
+        broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked or not self.doomed.kept
         return not (broken or any(verdict.standing.values()) or self.surprises)
 
 
@@ -111,6 +119,7 @@ class Soak:
         self._over = asyncio.Event()
         self._no_more_faults = False
         self._began = time.monotonic()
+        self._begun = datetime.now(UTC)
         self._log = (options.directory / "faults.log").open("a", buffering=1)
 
     @property
@@ -172,7 +181,7 @@ class Soak:
                 with suppress(AssertionError):
                     await ledger.until(lambda mode=mode: account.sent - account.back < WAITING[mode], timeout=1.0)
                 continue
-            await ledger.publish(PORTION[mode], longest_ms=LONGEST_MS)
+            await ledger.publish(PORTION[mode], longest_ms=LONGEST_MS, doomed_ones=DOOMED)
             self.modes[mode] += PORTION[mode]
             await asyncio.sleep(PACE[mode])
 
@@ -232,7 +241,8 @@ class Soak:
                 self._note(f"over  {fault}")
                 # Also of one that missed: whoever waits for a daemon at its point kills it in the end.
                 assert fleet.ledger.account.windows is not None
-                fleet.ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
+                if KINDS[fault.kind].excuses(fault):
+                    fleet.ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
 
     def _note(self, text: str) -> None:
         self._log.write(f"{self.elapsed:8.2f} {text}\n")
@@ -252,17 +262,22 @@ class Soak:
         except AssertionError as error:
             surprises.append(f"the counters are not what the rows say: {error}")
         aside = await numbers_in(fleet, fleet.strays)
-        standing = {name: depth for name, depth in (await fleet.place.standing()).items() if name != fleet.strays}
+        doomed = await refused(fleet)
+        standing = {name: depth for name, depth in (await fleet.place.standing()).items() if name not in fleet.aside}
         account = fleet.ledger.account
         verdict = account.verdict(standing)
         missing = [number for number in verdict.missing if number not in aside]
         return Result(
             self.options,
+            self._begun,
+            ".".join(map(str, fleet.rabbitmq.version)),
             self.elapsed,
             replace(verdict, missing=missing),
             self.faults,
             self.missed,
             len(aside),
+            doomed,
+            self.elapsed - covered(account.windows or []),
             (released, account.rows_back),
             self.largest / 1e6,
             self.modes,
@@ -278,8 +293,5 @@ class Soak:
 
 async def numbers_in(fleet: Fleet, queue: str) -> set[int]:
     """Which of the ledger's messages stand in a queue of ours."""
-    depth = (await fleet.ledger.depths(queue))[queue]
-    async with await Raw.connect(fleet.place.broker) as raw:
-        inbox = await raw.inbox(queue)
-        await inbox.until(lambda: len(inbox.arrivals) >= depth)
-        return {NUMBER.unpack_from(one.delivery.body)[0] for one in inbox.arrivals}
+    inbox = await emptied(fleet, queue)
+    return {NUMBER.unpack_from(one.delivery.body)[0] for one in inbox.arrivals}

@@ -16,6 +16,10 @@ from tests.faults.place import eventually
 from tests.rig.proxy import Proxy
 
 LOSSES = 50
+A_PORTION = 0.4
+"""Seconds within which a consumer beside the daemons is given a message where some are published ten times a second."""
+MOST_LOSSES = 25
+"""So many of them have to have had messages in hand: more than the 20 after which a delivery limit by default acts."""
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
@@ -100,16 +104,19 @@ async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
 async def destination_deleted(fleet: Fleet, fault: Fault) -> None:
     """Publishing to it makes the broker close the channel; ``seconds`` later it is there again."""
     await fleet.settled()
+    before = fleet.told("message held")
     async with await aio_pika.connect(fleet.place.broker) as connection:
         await (await connection.channel()).exchange_delete("delayer.out")
     await asyncio.sleep(fault.seconds)
     await fleet.ledger.declare()
+    if fleet.told("message held") == before:
+        raise Missed("nobody published there meanwhile")
 
 
 async def queue_deleted(fleet: Fleet, fault: Fault) -> None:
     """The queue under the consumers, when nothing is in it: what is deleted with it is nobody's to keep."""
     async with fleet.ledger.silent():
-        await eventually(fleet.place.standing, lambda standing: not set(standing) - {fleet.strays}, timeout=90)
+        await eventually(fleet.place.standing, lambda standing: not set(standing) - fleet.aside, timeout=90)
         await fleet.settled()
         async with await aio_pika.connect(fleet.place.broker) as connection:
             await (await connection.channel()).queue_delete("delays")
@@ -130,10 +137,10 @@ async def lost_again_and_again(fleet: Fleet, fault: Fault) -> None:
         url = fleet.rabbitmq.url(fleet.vhost, port=proxy.port)
         for _ in range(LOSSES):
             with suppress(BrokerLost, TimeoutError):
-                await take_and_lose(url, proxy, fault.detail, fault.seconds / LOSSES)
+                await take_and_lose(url, proxy, fault.detail, max(fault.seconds / LOSSES, A_PORTION))
                 lost += 1
-    if not lost:
-        raise Missed(f"{LOSSES} connections were given no message of {fault.detail}")
+    if lost < MOST_LOSSES:
+        raise Missed(f"of {LOSSES} connections {lost} were given a message of {fault.detail}")
 
 
 async def take_and_lose(url: str, proxy: Proxy, queue: str, patience: float, *, messages: int = 1) -> None:

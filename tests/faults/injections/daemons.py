@@ -7,11 +7,15 @@ import signal
 
 from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet, Kept
-from tests.faults.place import stopped
+from tests.faults.place import eventually, stopped
 from tests.rig.memory import out_of_memory
 
 POINT_SECONDS = 8.0
 """How long a daemon has to come to its fault point, under load; one that does not is killed where it is."""
+LANE_SECONDS = 30.0
+"""A daemon that hangs for so long has lost its lanes to the other one, if that lives."""
+NOTICED_SECONDS = 60.0
+"""Within which it knows, once it goes on."""
 STOP_SECONDS = 10.0
 """What is promised for a stop."""
 
@@ -63,11 +67,29 @@ async def told_to_stop(fleet: Fleet, fault: Fault) -> None:
 async def hanging(fleet: Fleet, fault: Fault) -> None:
     """SIGSTOP for ``seconds``: another one adopts its lanes while it still believes to own them."""
     daemon = of(fleet, fault)
+    await daemon.ready()
+    watched = fleet.mode == "store" and fault.seconds >= LANE_SECONDS  # nobody adopts a lane where nothing is due
+    before = fleet.told("lane adopted"), _losses(daemon)
     daemon.process.signal(signal.SIGSTOP)
     try:
         await asyncio.sleep(fault.seconds)
+        adopted = fleet.told("lane adopted") - before[0]
     finally:
         daemon.process.signal(signal.SIGCONT)
+    if not watched:
+        return
+    if not adopted:
+        raise Missed(f"nobody adopted a lane of daemon {daemon.number} meanwhile")
+
+    async def noticed() -> bool:
+        return _losses(daemon) > before[1]
+
+    await eventually(noticed, bool, timeout=NOTICED_SECONDS)
+
+
+def _losses(daemon: Kept) -> int:
+    """How often it said that a lane is not its own any more."""
+    return daemon.told["lane lost"] + daemon.told["lane connection broken"]
 
 
 async def dying_at(fleet: Fleet, fault: Fault) -> None:

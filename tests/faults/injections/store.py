@@ -77,6 +77,21 @@ async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
         raise Missed("no statement of the daemons ran at any of these moments")
 
 
+async def table_locked(fleet: Fleet, fault: Fault) -> None:
+    """Somebody else locks the table of messages for ``seconds``: longer than a statement may take."""
+    before = await _timeouts(fleet)
+    async with _transaction(fleet) as say:
+        await say("LOCK TABLE message IN ACCESS EXCLUSIVE MODE")
+        await asyncio.sleep(fault.seconds)
+    if await _timeouts(fleet) == before:
+        raise Missed("no statement of the daemons took too long")
+
+
+async def _timeouts(fleet: Fleet) -> int:
+    """How often a statement took too long, by the server's log."""
+    return (await asyncio.to_thread(fleet.postgres.log)).count("due to statement timeout")
+
+
 async def disk_full(fleet: Fleet, fault: Fault) -> None:
     """No table can grow beyond ``detail`` bytes for ``seconds``. It must be more than a file of the WAL has."""
     before = await _refusals(fleet)
@@ -114,20 +129,24 @@ def limit_files(postgres: Postgres, limit: int | None) -> None:
 
 
 async def read_only(fleet: Fleet, fault: Fault) -> None:
-    """Everybody's transactions are read-only unless they say otherwise, for ``seconds``."""
-    await fleet.sql("ALTER SYSTEM SET default_transaction_read_only = on")
-    await fleet.sql("SELECT pg_reload_conf()")
+    """Stopped, and started as a standby that nobody has promoted yet: it can be read for ``seconds``, and not written.
+    (``default_transaction_read_only`` would be no fault: every session of the daemons sets it for itself.)"""
+    before = await _refused_writes(fleet)
+    await asyncio.to_thread(fleet.postgres.stop)
+    await asyncio.to_thread(fleet.postgres.become_standby)
+    await asyncio.to_thread(fleet.postgres.start)
     try:
-        await _end(fleet, OURS, 0.0)
         await asyncio.sleep(fault.seconds)
     finally:
-        connection = await fleet.connect()
-        try:
-            await connection.execute("SET default_transaction_read_only = off")
-            await connection.execute("ALTER SYSTEM RESET default_transaction_read_only")
-            await connection.execute("SELECT pg_reload_conf()")
-        finally:
-            await connection.close()
+        await fleet.sql("SELECT pg_promote(true, 60)")
+    if await _refused_writes(fleet) == before:
+        raise Missed("nobody wanted to write meanwhile")
+
+
+async def _refused_writes(fleet: Fleet) -> int:
+    """How often a statement was turned away for writing, or a lock for being one, by the server's log."""
+    log = await asyncio.to_thread(fleet.postgres.log)
+    return log.count("in a read-only transaction") + log.count("during recovery")
 
 
 async def long_transaction(fleet: Fleet, fault: Fault) -> None:
