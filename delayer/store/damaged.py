@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
+import asyncpg
+
 from delayer.core.errors import StoreLost
 from delayer.store import session
-from delayer.store.errors import DRIVER_ERRORS, describe
+from delayer.store.errors import DAMAGED, DRIVER_ERRORS, describe
 
 _FILE: Final = re.compile(r"(?:base/\d+|pg_tblspc/(\d+)/[^/\s\"]+/\d+)/(\d+)")
 _INDEX: Final = re.compile(r'index "([^"]+)"')
@@ -46,6 +48,21 @@ def question(text: str) -> str | None:
         quoted = index[1].replace("'", "''")
         return _NAMES.format(f"""to_regclass('"{quoted}"')""")
     return None
+
+
+async def said(connection: asyncpg.Connection, error: BaseException) -> str:
+    """An error that is about damage, with the name of what is damaged and what to do about that. The transaction of
+    ``connection`` must be one that goes on."""
+    asked = question(str(error))
+    try:
+        async with session.transaction(connection):
+            row = await connection.fetchrow(asked) if asked else None
+    except DAMAGED:  # the catalogs are damaged as well
+        row = None
+    if row is None:
+        return f"{describe(error)}; {SEE}"
+    named = Named(*row)
+    return f"{named}: {describe(error)}; {named.advice}"
 
 
 async def lost(url: str, doing: str, error: BaseException) -> StoreLost:

@@ -14,7 +14,7 @@ import asyncpg
 from delayer.core.errors import LaneLost
 from delayer.core.segment import FORMAT, Broken, Restored
 from delayer.faultpoint import reach
-from delayer.store import session, statements
+from delayer.store import damaged, session, statements
 from delayer.store.envelope import reason_text
 from delayer.store.errors import DAMAGED, describe
 
@@ -177,8 +177,8 @@ async def _restore_at_once(
         if segment["format"] > FORMAT:
             reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
             return Broken(segment["id"], live, segment["first_due"], reason, newer=True)
-        cancelled = await _cancelled(connection, segment["id"])
         try:
+            cancelled = await _cancelled(connection, segment)
             whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
             portions = await asyncio.to_thread(_portions, whole, cancelled, into.number, portion_bytes)
         except SegmentBroken as error:
@@ -194,7 +194,7 @@ async def _restore_at_once(
         if status != f"COPY {live}":
             raise RuntimeError(f"segment {segment['id']}: expected {live} messages, but {status}")
         reach("restore.copied")
-        await delete(connection, segment["id"])
+        await delete(connection, segment["id"], noted=bool(cancelled))
         counted = await connection.fetch(
             statements.COUNT_PARKED, [into.number], ["restored"], [live], into.number, into.epoch
         )
@@ -261,14 +261,14 @@ async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
         if row is None:
             return None
         whole = dict(row) | {"packed": await bytes_of(connection, segment)}
-        return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
+        return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, row))
 
 
 async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
     """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked, whether it was
     read with its bytes or not. Decoding is done in a thread. Raises SegmentBroken, and the driver's errors."""
     whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
-    return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment["id"]))
+    return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
 
 
 async def write_rows(connection: asyncpg.Connection, table: Any, lane: int) -> None:
@@ -279,14 +279,26 @@ async def write_rows(connection: asyncpg.Connection, table: Any, lane: int) -> N
     await connection.copy_to_table("message", source=source, columns=COLUMNS, format="binary")
 
 
-async def _cancelled(connection: asyncpg.Connection, segment: int) -> list[int]:
-    rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment)
+async def _cancelled(connection: asyncpg.Connection, segment: Mapping[str, Any]) -> list[int]:
+    """Which messages of a row of ``segment`` were cancelled. Raises SegmentBroken where the store itself cannot read
+    that, and the driver's errors."""
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
+
+    try:
+        async with session.transaction(connection):  # a savepoint, as for its bytes
+            rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment["id"])
+    except DAMAGED as error:
+        if not segment["cancelled"]:
+            return []  # whoever cancels counts it in the segment's row, in the same transaction
+        what = await damaged.said(connection, error)
+        raise SegmentBroken(f"the store cannot read which of its messages were cancelled: {what}") from error
     return [number for (number,) in rows]
 
 
-async def delete(connection: asyncpg.Connection, segment: int) -> None:
-    """Delete a segment that the open transaction has locked, and what is noted of its messages."""
-    await connection.execute("DELETE FROM segment_cancelled WHERE segment = $1", segment)
+async def delete(connection: asyncpg.Connection, segment: int, *, noted: bool = True) -> None:
+    """Delete a segment that the open transaction has locked, and what is ``noted`` of its messages, if there is."""
+    if noted:
+        await connection.execute("DELETE FROM segment_cancelled WHERE segment = $1", segment)
     await connection.execute("DELETE FROM segment WHERE id = $1", segment)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import asyncpg
 import pytest
 
 from delayer.audit import restore
@@ -21,15 +22,18 @@ from tests.conformance.store_contract import owned
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NOW
 from tests.rig.postgres import Postgres
-from tests.rig.rows import compact, put, row, rows, waiting
+from tests.rig.rows import compact, conserved, put, row, rows, waiting
 
 PAGE = 8192
 EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE
 LANE = 9
 ROWS = 900
 OF_A_SEGMENT = 30
+GONE = 11
+"""Messages that are cancelled in every other segment."""
 BYTES_OF = "(SELECT reltoastrelid FROM pg_class WHERE oid = 'segment'::regclass)"
 TABLE = "'segment'"
+CANCELLED, KEY_OF_CANCELLED = "'segment_cancelled'", "'segment_cancelled_pkey'"
 FIRST_DAY = NOW // DAY_MS + 10
 KEY_OF_A_DAY = (
     f"(SELECT indexrelid FROM pg_index WHERE indrelid = '{partitions.name_of(FIRST_DAY)}'::regclass AND indisprimary)"
@@ -67,6 +71,22 @@ async def fill_days(url: str) -> None:
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone')")
 
 
+async def fill_cancelled(url: str) -> None:
+    """The same, and some messages of every other segment are cancelled: so many that they take pages."""
+    await fill(url)
+    async with sql(url) as admin:
+        await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
+        found = [one for one in await segments.listed(admin) if one.id % 2]
+        ids = [id for one in found for id in (await listed_ids(admin, one.id))[:GONE]]
+        assert set((await cancelling.cancel(admin, ids)).values()) == {Found.SEGMENT}
+
+
+async def listed_ids(admin: asyncpg.Connection, segment: int) -> list[int]:
+    table = await segments.read(admin, segment)
+    assert table is not None
+    return list(table["id"].to_pylist())
+
+
 async def place(url: str, relation: str, page: int) -> str:
     """The file of ``relation``, which has that page, all of it written."""
     async with sql(url) as admin:
@@ -93,8 +113,9 @@ def damaged() -> Iterator[dict[str, Damaged]]:
     with Postgres() as server:
         template = server.add_database()
         asyncio.run(fill(server.url(template)))
-        days = server.add_database()
+        days, cancelled = server.add_database(), server.add_database()
         asyncio.run(fill_days(server.url(days)))
+        asyncio.run(fill_cancelled(server.url(cancelled)))
         stores, places = {}, []
         for name, of, relation, page, content in [
             ("bytes", template, BYTES_OF, 2, EMPTY),
@@ -103,6 +124,8 @@ def damaged() -> Iterator[dict[str, Damaged]]:
             ("daemon", template, TABLE, 0, NOISE),
             ("bulk", template, TABLE, 1, NOISE),
             ("partition", days, KEY_OF_A_DAY, 1, EMPTY),
+            ("cancelled", cancelled, CANCELLED, 1, NOISE),
+            ("key of cancelled", cancelled, KEY_OF_CANCELLED, 0, NOISE),
         ]:
             url = server.url(server.add_database(template=of))
             stores[name] = Damaged(url, asyncio.run(on_page(url, page)))
@@ -175,6 +198,57 @@ async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
         assert await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS) is None
         assert await segments.doubtful(admin, segments.FOREVER_MS) == [spoiled]
         assert await admin.fetchval("SELECT messages FROM segment") == 50
+
+
+async def test_a_damaged_page_of_what_was_cancelled(damaged: dict[str, Damaged]) -> None:
+    """Segments whose cancelled messages are named on it stay as they are: nobody may bring those back. All others come
+    back, in their turn."""
+    async with sql(damaged["cancelled"].url) as admin:
+        found = await restored_or_broken(admin)
+        broken = [one for one in found if isinstance(one, Broken)]
+        assert 1 <= len(broken) < ROWS // OF_A_SEGMENT / 2
+        assert {one.messages for one in broken} == {OF_A_SEGMENT - GONE}
+        said = "the store cannot read which of its messages were cancelled: table segment_cancelled: DataCorruptedError"
+        assert all(one.reason.startswith(said) for one in broken)
+        assert sum(one.messages for one in found) == await alive(admin)
+        assert len(await waiting(admin)) == await alive(admin) - len(broken) * (OF_A_SEGMENT - GONE)
+
+
+async def test_a_damaged_key_of_what_was_cancelled(damaged: dict[str, Damaged]) -> None:
+    """No statement on its table is of use, and the segments without cancelled messages need none. With a new key, the
+    others come back, without those that were cancelled."""
+    async with sql(damaged["key of cancelled"].url) as admin:
+        rows_alive, every = await alive(admin), ROWS // OF_A_SEGMENT
+        found = await restored_or_broken(admin)
+        broken = [one for one in found if isinstance(one, Broken)]
+        assert (len(found), len(broken)) == (every, every // 2)
+        assert "index segment_cancelled_pkey of table segment_cancelled: " in broken[0].reason
+        assert "REINDEX INDEX segment_cancelled_pkey" in broken[0].reason
+        assert len(await waiting(admin)) == every // 2 * OF_A_SEGMENT
+        assert await listing.entries_of(admin, broken[0].segment) is None
+        assert [(one.cancelled, one.broken is not None) for one in await segments.listed(admin)] == [
+            (GONE, True)
+        ] * len(broken)
+
+        await admin.execute("REINDEX INDEX segment_cancelled_pkey")
+        for number in await segments.doubtful(admin, segments.FOREVER_MS):
+            assert isinstance(await segments.restore(admin, Fence(LANE, 0), number), Restored)
+        assert len(await waiting(admin)) == rows_alive == ROWS - len(broken) * GONE
+        assert await admin.fetchval("SELECT count(*) FROM segment_cancelled") == 0
+        await conserved(admin)
+
+
+async def alive(admin: asyncpg.Connection) -> int:
+    """Messages that were not cancelled, by the counters."""
+    of = dict(await admin.fetch("SELECT kind, sum(n)::int FROM counter GROUP BY kind"))
+    return int(of["parked"] - of["cancelled"])
+
+
+async def restored_or_broken(admin: asyncpg.Connection) -> list[Restored | Broken]:
+    found = []
+    while one := await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS):
+        found.append(one)
+    return found
 
 
 async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damaged]) -> None:
