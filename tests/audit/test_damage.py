@@ -189,7 +189,10 @@ def test_a_page_of_segments(spark: SparkSession, stores: Stores) -> None:
     assert report.totals.waiting == 2 * ROWS
 
 
-@pytest.mark.parametrize(("name", "place", "lost"), [("cancelled", "page 0", 1), ("key of cancelled", "index", 2)])
+@pytest.mark.parametrize(
+    ("name", "place", "lost"),
+    [pytest.param("cancelled", "page 0", 1, marks=pytest.mark.slow), ("key of cancelled", "index", 2)],
+)
 def test_what_was_cancelled_cannot_be_read(
     spark: SparkSession, stores: Stores, name: str, place: str, lost: int
 ) -> None:
