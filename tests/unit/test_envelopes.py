@@ -61,7 +61,9 @@ parcels = st.builds(
 )
 
 
-held = st.none() | st.builds(envelopes.Held, st.text(max_size=600), st.integers(1, 1 << 40), st.integers(0, LATEST_MS))
+held = st.none() | st.builds(
+    envelopes.Held, st.text(max_size=600), st.integers(1, (1 << 31) - 1), st.integers(0, LATEST_MS)
+)
 
 
 @given(parcels, st.binary(max_size=ID_BYTES), held)
