@@ -32,7 +32,7 @@ END_SECONDS: Final = 10.0
 """What a JVM has to end by itself."""
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
-# Rows pass through the JVM and are garbage at once: the full read takes 8 % less CPU than with Java's own choice (G1).
+# Rows pass through the JVM and are garbage at once: it takes 6 % less CPU for a full read than with Java's choice (G1).
 _COLLECTOR: Final = "-XX:+UseParallelGC"
 
 # Bounds of what one exchange between the JVM and a Python worker holds: rows of any size must not add up.
