@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aio_pika
 import pytest
@@ -21,6 +23,7 @@ import pytest
 from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade
 from delayer.core.nservicebus import wire_instant
+from delayer.core.topology import Queue, Topology, arguments
 from tests.acceptance.test_takeover import endpoints, nservicebus_message
 from tests.faults.place import eventually
 from tests.rig.daemon import EXECUTABLE, DaemonProcess
@@ -28,6 +31,7 @@ from tests.rig.raw import Arrival, Message, Props, Raw, now_ms, number, text
 from tests.rig.servers import Postgres, RabbitMQ
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
+COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"
 LATE_MS = 3_000
 SAGA = "2d6f1c1e-6e7c-4d0b-9f6c-b2a300e5c1aa"
 
@@ -116,6 +120,14 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
 
 
+def pass_on(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """The policy that the documentation tells people to make for the queues of timeout managers."""
+    found = re.search(r"set_policy timeouts '(.*?)' '(\{.*?\})' --apply-to queues", COMING_FROM.read_text())
+    assert found is not None
+    policy = {"pattern": found[1], "definition": json.loads(found[2]), "apply-to": "queues"}
+    rabbitmq.api("PUT", f"/api/policies/{quote(vhost, safe='')}/timeouts", policy)
+
+
 def message(exchange: str, key: str, body: bytes, *headers: tuple[bytes, Any], **more: Any) -> Message:
     props = Props(headers=headers or None, delivery_mode=2, message_id=b"id of " + body[:40], **more)
     return Message(exchange, key.encode(), props, body)
@@ -161,10 +173,13 @@ async def test_nservicebus(rabbitmq: RabbitMQ, store: str) -> None:
     cascade = Cascade("nservicebus-v2")
     [takeover] = read("nservicebus")["takeover"]
     assert takeover == {"cascade": "nservicebus-v2", "levels_from": 6}
+    managers: dict[str, dict[str, Any]] = {"Sales.Timeouts": {}, "Billing.Timeouts": {"x-queue-type": "quorum"}}
 
     async def endpoints_start(url: str) -> None:
+        await asyncio.to_thread(pass_on, rabbitmq, url.rpartition("/")[2])
         async with await Admin.connect(url) as admin:
             await admin.declare(endpoints(cascade))
+            await admin.declare(Topology(queues=tuple(Queue(name, arguments(of)) for name, of in managers.items())))
 
     shortened = [takeover | {"levels_from": 1}]
     async with example("nservicebus", rabbitmq, store, before=endpoints_start, TAKEOVER=shortened) as it:
@@ -178,6 +193,11 @@ async def test_nservicebus(rabbitmq: RabbitMQ, store: str) -> None:
             to = (b"NServiceBus.Timeout.RouteExpiredTimeoutTo", text("Billing"))
             return message("delayer.timeouts", "", body, expire, to, *headers)
 
+        # What is sent to timeout managers that are turned off.
+        for name in managers:
+            now = now_ms()
+            sent = timeout(f"to {name}".encode(), now + 3_000)
+            await it.send(sent._replace(exchange="", routing_key=name.encode()), now + 3_000, "Billing")
         now = now_ms()
         of_saga = (b"NServiceBus.SagaId", text(SAGA))
         await it.send(timeout(b"timeout", now + 2_000), now + 2_000, "Billing")
