@@ -1,23 +1,30 @@
-"""The audit on a cluster, its executors JVMs of their own."""
+"""The audit on a cluster, its executors JVMs of their own; and one of them is killed in the middle."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from delayer.audit.findings import Report
+from delayer.commands import submit
 from tests.audit.cluster import Cluster
 from tests.audit.test_job import violated
-from tests.audit.test_reading import fill, pack
+from tests.audit.test_reading import execute, fill, pack
+from tests.faults.place import eventually
 from tests.rig.daemon import EXECUTABLE
+from tests.rig.postgres import Postgres
+from tests.rig.proxy import Proxy
 
 pytestmark = [pytest.mark.long, pytest.mark.deadline(400)]
 
 COUNT = 3_000
+SLOW = 40_000
+"""Bytes a second, of about a megabyte."""
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +36,22 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def filled(database: str) -> str:
     fill(database, COUNT)
+    # A cluster takes its time, and what is held would be overdue by then.
+    execute(database, "UPDATE held SET retry_at = now() + interval '1 day'")
     pack(database)
     return database
 
 
-async def begun(cluster: Cluster, url: str, work: Path) -> asyncio.subprocess.Process:
+async def begun(
+    cluster: Cluster, url: str, work: Path, program: Sequence[str] = (str(EXECUTABLE),), **environ: str
+) -> asyncio.subprocess.Process:
     ours = {
         name: value for name, value in os.environ.items() if not name.startswith(("DELAYER_", "PYSPARK_", "SPARK_"))
     }
+    master = ["--master", cluster.url] if len(program) == 1 else []
     return await asyncio.create_subprocess_exec(
-        str(EXECUTABLE), "audit", "--url", url, "--no-broker", "--json", "--master", cluster.url, "--work", str(work),
-        env=ours | cluster.environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        *program, "audit", "--url", url, "--no-broker", "--json", *master, "--work", str(work),
+        env=ours | cluster.environment | environ, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -47,7 +59,8 @@ async def exact(process: asyncio.subprocess.Process, work: Path) -> None:
     """It ends well, its figures are those of the store, and it leaves nothing."""
     told, said = await process.communicate()
     assert process.returncode == 0, said.decode()
-    report = Report.from_json(told.decode())
+    *_, last = told.decode().splitlines()  # spark-submit puts what goes to stderr there too
+    report = Report.from_json(last)
     assert violated(report) == {}
     assert report.totals.waiting + report.totals.packed == COUNT
     assert report.totals.packed > 500
@@ -63,3 +76,39 @@ def names(work: Path, pattern: str = "*") -> list[str]:
 
 async def test_the_audit_on_a_cluster(cluster: Cluster, filled: str, tmp_path: Path) -> None:
     await exact(await begun(cluster, filled, tmp_path), tmp_path)
+
+
+async def test_the_audit_by_spark_submit(cluster: Cluster, filled: str, tmp_path: Path) -> None:
+    """As an administrator of the cluster starts it: the entry script, and their choice of an interpreter."""
+    starter = str(Path(sys.executable).parent / "spark-submit")
+    program = [starter, "--master", cluster.url, "--conf", f"spark.pyspark.python={sys.executable}", submit.__file__]
+    await exact(await begun(cluster, filled, tmp_path, program, PYSPARK_DRIVER_PYTHON=sys.executable), tmp_path)
+
+
+async def test_an_executor_is_killed_while_it_reads(
+    cluster: Cluster, postgres: Postgres, filled: str, tmp_path: Path
+) -> None:
+    """Spark starts its task again, on another executor: nothing is missing then, and nothing is there twice."""
+    async with Proxy(postgres.port) as proxy:
+        proxy.slow(bytes_per_second=SLOW)
+        process = await begun(cluster, filled.replace(f":{postgres.port}/", f":{proxy.port}/"), tmp_path)
+
+        async def reading() -> list[int]:
+            return cluster.connected_to(proxy.port)
+
+        [victim, *_] = await eventually(reading, bool, timeout=180.0)
+        cluster.kill_executor(victim)
+        proxy.resume()
+        await exact(process, tmp_path)
+
+
+async def test_an_executor_is_killed_while_it_judges(cluster: Cluster, filled: str, tmp_path: Path) -> None:
+    """What it had made for others to take is gone with it, and is made again."""
+    process = await begun(cluster, filled, tmp_path)
+
+    async def extracted() -> list[str]:
+        return names(tmp_path, "delayer-audit-*/keys/_SUCCESS")
+
+    await eventually(extracted, bool, timeout=180.0)
+    cluster.kill_executor()
+    await exact(process, tmp_path)
