@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.faults.place import Place
+from tests.faults.place import Place, eventually
 from tests.faults.scenes import work_off
+from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Verdict
 
 MESSAGES = 20_000
 KILLS = 7
 SEED = 20_000
 LONGEST_LIFE = 0.8
+WORKER_LIVES = 4
 
 
 def place_of(mode: str, vhost: str, store: str) -> Place:
@@ -82,6 +85,51 @@ async def test_one_of_two_daemons_is_killed(mode: str, vhost: str, store: str) -
         verdict = await place.settle_accounts(ledger)
     await report(mode, place, verdict, 1)
     verdict.assert_kept(repeats=True)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("mode", ["store", "native"])
+async def test_workers_are_killed_and_then_their_supervisor(mode: str, vhost: str, store: str) -> None:
+    """One of two workers at a random moment, twice, and then the supervisor, again and again: whoever is left goes on
+    with what the dead had in hand, or the next one does."""
+    place = await place_of(mode, vhost, store).declare()
+    chance = random.Random(SEED + 3)
+    kills = 0
+    async with place.ledger(SEED + 3) as ledger:
+        for life in range(WORKER_LIVES):
+            async with place.daemon(WORKERS="2") as daemon:
+                await daemon.event("workers ready", timeout=60)
+                for victim in (chance.randint(1, 2), chance.randint(1, 2), 0):
+                    publishing = asyncio.create_task(ledger.publish(MESSAGES // 20))
+                    moment = chance.uniform(0, LONGEST_LIFE)
+                    print(f"life {life}: worker {victim or 'none, the supervisor'} killed after {moment:.3f} s")
+                    await asyncio.sleep(moment)  # not for something to happen: this is the random moment
+                    seen = len(daemon.events)
+                    os.kill(await living(daemon, victim) if victim else daemon.pid, signal.SIGKILL)
+                    kills += 1
+                    if victim:
+                        await daemon.event("worker died", after=seen)
+                    else:
+                        await daemon.wait(timeout=60)
+                    await publishing
+        async with place.daemon() as daemon:
+            await ledger.all_back()
+            await work_off(place, daemon)
+        verdict = await place.settle_accounts(ledger)
+    await report(mode, place, verdict, kills)
+    verdict.assert_kept(repeats=True)
+
+
+async def living(daemon: DaemonProcess, worker: int) -> int:
+    """The process id that this worker has now; one that was killed is started again after a while."""
+
+    async def look() -> int:
+        started = [event for event in daemon.events if event["event"] == "worker started" and event["worker"] == worker]
+        died = [event for event in daemon.events if event["event"] == "worker died" and event["worker"] == worker]
+        return int(started[-1]["pid"]) if len(started) > len(died) else 0
+
+    return await eventually(look, bool)
 
 
 @pytest.mark.deadline(90)
