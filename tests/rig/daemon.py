@@ -17,7 +17,9 @@ EXECUTABLE = Path(sys.executable).with_name("delayer")
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-def _die_with_parent() -> None:
+def _in_our_hands() -> None:
+    """It dies with us, and Ctrl-C in a terminal does not reach it beside us: whoever started it ends it."""
+    os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -67,7 +69,7 @@ class DaemonProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             limit=1 << 20,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_in_our_hands,
         )
         self._reader = asyncio.create_task(self._read(self._process))
         return self
