@@ -97,13 +97,6 @@ class Postgres:
         self.stop()
         self.start()
 
-    def become_standby(self) -> None:
-        """At its next start, until somebody promotes it. While it is stopped."""
-        signal_file = self._data / "standby.signal"
-        signal_file.touch()
-        if self._user:
-            shutil.chown(signal_file, self._user)
-
     def pause(self) -> None:
         """Connections stay open and nothing answers."""
         assert self._server, "not running"

@@ -77,21 +77,6 @@ async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
         raise Missed("no statement of the daemons ran at any of these moments")
 
 
-async def table_locked(fleet: Fleet, fault: Fault) -> None:
-    """Somebody else locks the table of messages for ``seconds``: longer than a statement may take."""
-    before = await _timeouts(fleet)
-    async with _transaction(fleet) as say:
-        await say("LOCK TABLE message IN ACCESS EXCLUSIVE MODE")
-        await asyncio.sleep(fault.seconds)
-    if await _timeouts(fleet) == before:
-        raise Missed("no statement of the daemons took too long")
-
-
-async def _timeouts(fleet: Fleet) -> int:
-    """How often a statement took too long, by the server's log."""
-    return (await asyncio.to_thread(fleet.postgres.log)).count("due to statement timeout")
-
-
 async def disk_full(fleet: Fleet, fault: Fault) -> None:
     """No table can grow beyond ``detail`` bytes for ``seconds``. It must be more than a file of the WAL has."""
     before = await _refusals(fleet)
@@ -126,27 +111,6 @@ def limit_files(postgres: Postgres, limit: int | None) -> None:
     owner = psutil.Process(int(pids[0])).username()
     other = {"user": owner, "group": pwd.getpwnam(owner).pw_gid, "extra_groups": ()} if os.geteuid() == 0 else {}
     subprocess.run(["/bin/sh", "-c", script, "sh", *pids], check=True, capture_output=True, **other)
-
-
-async def read_only(fleet: Fleet, fault: Fault) -> None:
-    """Stopped, and started as a standby that nobody has promoted yet: it can be read for ``seconds``, and not written.
-    (``default_transaction_read_only`` would be no fault: every session of the daemons sets it for itself.)"""
-    before = await _refused_writes(fleet)
-    await asyncio.to_thread(fleet.postgres.stop)
-    await asyncio.to_thread(fleet.postgres.become_standby)
-    await asyncio.to_thread(fleet.postgres.start)
-    try:
-        await asyncio.sleep(fault.seconds)
-    finally:
-        await fleet.sql("SELECT pg_promote(true, 60)")
-    if await _refused_writes(fleet) == before:
-        raise Missed("nobody wanted to write meanwhile")
-
-
-async def _refused_writes(fleet: Fleet) -> int:
-    """How often a statement was turned away for writing, or a lock for being one, by the server's log."""
-    log = await asyncio.to_thread(fleet.postgres.log)
-    return log.count("in a read-only transaction") + log.count("during recovery")
 
 
 async def long_transaction(fleet: Fleet, fault: Fault) -> None:
