@@ -1,0 +1,289 @@
+"""The service as an operator installs and runs it: by the README's lines, under a systemd of our own (tests/rig)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.place import delayed
+from tests.acceptance.world import Things, secret_broker_url, secret_store_url
+from tests.faults.place import eventually
+from tests.rig import ports, systemd
+from tests.rig.proxy import Proxy
+from tests.rig.raw import Raw
+from tests.rig.servers import Postgres, RabbitMQ
+from tests.rig.systemd import Machine
+from tests.rig.web import Web
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")
+CONFIG = "/etc/delayer/delayer.toml"
+LOG = "/var/log/delayer.json"
+# Who is not root in the machine, and sees no home directory, runs this machine's dependencies all the same.
+PATHS = [str(ROOT), next(path for path in sys.path if path.endswith("site-packages"))]
+SAID = {1: "", 2: "2 workers ready: "}
+NOT_HERE = ("pip install", "createuser", "rabbitmqctl")
+"""Lines of the README about what is there already."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.deadline(120),
+    pytest.mark.skipif(bool(systemd.missing()), reason=systemd.missing()),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"the service cannot run without {PYTHON}"),
+]
+
+
+def readme() -> list[str]:
+    """The commands of "Install as a service"."""
+    (block,) = re.findall(r"### Install as a service\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [line for line in block.splitlines() if not any(word in line for word in NOT_HERE)]
+
+
+@dataclass
+class Service:
+    machine: Machine
+    rabbitmq: RabbitMQ
+    vhost: str
+    config: str
+    """What the README's steps have left in the configuration."""
+
+    def shown(self, *properties: str) -> dict[str, str]:
+        return self.machine.shown("delayer", *properties)
+
+    @property
+    def status(self) -> str:
+        return self.shown("StatusText")["StatusText"]
+
+    def start(self, *changes: tuple[str, str], drop_in: str = "") -> None:
+        """From the configuration of the README, with these texts replaced."""
+        self.machine.run("systemctl", "stop", "delayer")
+        self.change(*changes)
+        directory = self.machine.file(f"{systemd.UNITS}/delayer.service.d")
+        directory.mkdir(exist_ok=True)
+        (directory / "test.conf").write_text(f"[Service]\nStandardError=append:{LOG}\n{drop_in}")
+        self.machine.file(LOG).unlink(missing_ok=True)
+        self.machine.run("systemctl", "daemon-reload")
+        self.machine.run("systemctl", "start", "delayer")
+
+    def change(self, *changes: tuple[str, str]) -> None:
+        text = self.config
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        self.machine.file(CONFIG).write_text(text)
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = self.machine.file(LOG).read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]  # ExecReload writes there too
+
+    def names(self) -> list[str]:
+        return [one["event"] for one in self.events()]
+
+    def say(self, *verb: str) -> Any:
+        """Run a verb from a shell of the machine, as the README has it."""
+        done = self.machine.run("sudo", "CREDENTIALS_DIRECTORY=/etc/delayer", "delayer", *verb)
+        return json.loads(done.stdout) if "--json" in verb else done.stdout
+
+    async def raw(self) -> Raw:
+        return await Raw.connect(self.rabbitmq.url(self.vhost))
+
+
+@pytest.fixture(scope="module")
+def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
+    """Installed by the README's lines, on a vhost and a database of its own."""
+    vhost, database = rabbitmq.add_vhost(), postgres.add_database()
+    things = Things(rabbitmq, vhost)
+    things.exchange("delayer.out")
+    things.queue("inbox")
+    things.bind("delayer.out", "inbox")
+    with Machine() as machine:
+        machine.install("/usr/local/bin/sudo", ["#!/bin/sh", 'exec env "$@"'])
+        machine.run(str(PYTHON), "-m", "venv", "--without-pip", "/opt/delayer")
+        packages = next(machine.file("/opt/delayer/lib").glob("python3.*")) / "site-packages"
+        (packages / "delayer.pth").write_text("\n".join(PATHS) + "\n")
+        machine.install(
+            "/opt/delayer/bin/delayer", ["#!/opt/delayer/bin/python", "from delayer.cli import main", "main()"]
+        )
+        share = machine.file("/opt/delayer/share/delayer")
+        share.mkdir(parents=True)
+        shutil.copy(ROOT / "config" / "delayer.toml", share)
+        for unit in (ROOT / "systemd").iterdir():
+            shutil.copy(unit, share)
+        text = "\n".join(["set -e", *readme()])
+        for theirs, ours in (
+            ("amqp://delayer:PASSWORD@localhost:5672/", secret_broker_url(rabbitmq, vhost)),
+            ("postgresql://delayer:PASSWORD@localhost/delayer", secret_store_url(postgres, database)),
+        ):
+            assert text.count(theirs) == 1
+            text = text.replace(theirs, ours)
+        machine.run("sh", "-c", text)
+        listen = f"127.0.0.1:{ports.reserve()}"
+        config = machine.file(CONFIG).read_text().replace("127.0.0.1:9419", listen)
+        yield Service(machine, rabbitmq, vhost, config)
+    rabbitmq.drop_vhost(vhost)
+    postgres.drop_database(database)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_it_starts_delivers_and_stops_in_order(service: Service, workers: int) -> None:
+    service.start(("workers = 1", f"workers = {workers}"))
+    assert service.shown("ActiveState", "SubState", "StatusText", "UnitFileState", "User") == {
+        "ActiveState": "active", "SubState": "running", "StatusText": f"{SAID[workers]}mode store",
+        "UnitFileState": "enabled", "User": "delayer",
+    }  # fmt: skip
+    assert "consuming" in service.names(), "started means ready"
+    async with await service.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await raw.publish(delayed("soon", 200, through="delayer.in"), delayed("later", 3_600_000, through="delayer.in"))
+        await inbox.got([b"soon"])
+    lanes = service.say("status", "--json")["store"]["lanes"]
+    assert sum(lane["waiting"] for lane in lanes) == workers  # of each turn of this test one
+    service.say("check")
+    service.machine.run("systemctl", "stop", "delayer")
+    stopped = service.shown("ActiveState", "Result", "ExecMainStatus")
+    assert stopped == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
+    assert "stopped" in service.names()
+    assert not [one for one in service.events() if one["level"] == "error"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_reload_is_over_when_it_is_in_force(service: Service, workers: int) -> None:
+    """However long that takes: here the broker answers late, and the new route is declared there."""
+    url = service.machine.file("/etc/delayer/broker-url")
+    before = url.read_text()
+    many = ("workers = 1", f"workers = {workers}")
+    async with Proxy(service.rabbitmq.port) as proxy:
+        url.write_text(before.replace(str(service.rabbitmq.port), str(proxy.port)))
+        try:
+            await asyncio.to_thread(service.start, many)
+            proxy.stall()
+            service.change(many, ('mode = "store"', 'mode = "native"'))
+            reload = asyncio.create_task(asyncio.to_thread(service.machine.run, "systemctl", "reload", "delayer"))
+            await eventually(lambda: asyncio.to_thread(service.shown, "SubState"), {"SubState": "reload"}.__eq__)
+            await asyncio.wait([reload], timeout=3)
+            assert not reload.done(), "its broker has not answered yet"
+            assert "reloaded" not in service.names()
+            proxy.resume()
+            await reload
+            assert "reloaded" in service.names()
+            assert service.status == f"{SAID[workers]}mode native"
+            assert service.shown("ActiveState", "SubState") == {"ActiveState": "active", "SubState": "running"}
+            await asyncio.to_thread(service.machine.run, "systemctl", "stop", "delayer")
+        finally:
+            url.write_text(before)
+
+
+async def test_a_start_that_waits_says_what_for(service: Service) -> None:
+    machine = service.machine
+    machine.run("systemctl", "stop", "delayer")
+    url = machine.file("/etc/delayer/broker-url")
+    before = url.read_text()
+    async with Proxy(service.rabbitmq.port) as proxy:
+        url.write_text(before.replace(str(service.rabbitmq.port), str(proxy.port)))
+        try:
+            await proxy.refuse()
+            service.change()
+            machine.run("systemctl", "start", "--no-block", "delayer")
+            waiting = "starting; the broker is out of reach"
+            await eventually(lambda: asyncio.to_thread(lambda: service.status), waiting.__eq__)
+            assert service.shown("ActiveState", "SubState") == {"ActiveState": "activating", "SubState": "start"}
+            await proxy.accept()
+            await eventually(lambda: asyncio.to_thread(lambda: service.status), "mode store".__eq__)
+            await proxy.refuse()
+            lost = "mode store; the broker is out of reach"
+            await eventually(lambda: asyncio.to_thread(lambda: service.status), lost.__eq__)
+            await proxy.accept()
+            await eventually(lambda: asyncio.to_thread(lambda: service.status), "mode store".__eq__)
+            await asyncio.to_thread(machine.run, "systemctl", "stop", "delayer")
+        finally:
+            url.write_text(before)
+
+
+def test_a_file_with_mistakes_fails_the_reload_and_reaches_nobody(service: Service) -> None:
+    service.start()
+    service.change(('mode = "store"', 'mode = "nativ"'))
+    done = service.machine.run("systemctl", "reload", "delayer", check=False)
+    assert done.returncode != 0
+    assert service.status == "mode store"
+    assert not {"reloaded", "reload refused"} & set(service.names())
+    assert "mode: expected" in service.machine.file(LOG).read_text(), "and the journal says what is wrong"
+    # Nor does it start with such a file; and it is not tried again and again.
+    assert service.machine.run("systemctl", "restart", "delayer", check=False).returncode != 0
+    assert service.shown("ActiveState", "ExecMainStatus", "NRestarts") == {
+        "ActiveState": "failed", "ExecMainStatus": "2", "NRestarts": "0",
+    }  # fmt: skip
+    service.machine.run("systemctl", "reset-failed", "delayer")
+
+
+async def test_a_daemon_that_hangs_is_replaced(service: Service) -> None:
+    service.start(drop_in="WatchdogSec=3\n")
+    first = service.shown("MainPID")["MainPID"]
+    service.machine.signal("delayer", signal.SIGSTOP)
+    expected = {"NRestarts": "1", "ActiveState": "active", "SubState": "running"}
+    await eventually(lambda: asyncio.to_thread(service.shown, *expected), expected.__eq__)
+    assert service.shown("MainPID")["MainPID"] != first
+    await eventually(lambda: asyncio.to_thread(service.names), lambda names: names.count("ready") == 2)
+    service.machine.run("systemctl", "stop", "delayer")
+
+
+def test_only_what_it_needs_is_there_for_it(service: Service) -> None:
+    """The credentials are its own, nobody else's and not in the environment; its rights are what the unit says."""
+    service.start()
+    pid = service.shown("MainPID")["MainPID"]
+    status = service.machine.run("cat", f"/proc/{pid}/status").stdout
+    assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
+    assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
+    assert re.search(r"^Seccomp:\s+2$", status, re.MULTILINE)
+    assert not re.search(r"^Uid:\s+0", status, re.MULTILINE)
+    environ = service.machine.run("cat", f"/proc/{pid}/environ").stdout
+    assert "CREDENTIALS_DIRECTORY=" in environ
+    assert "://" not in environ
+    service.machine.run("systemctl", "stop", "delayer")
+
+
+async def test_a_token_for_the_page(service: Service) -> None:
+    """By the lines of docs/http.md."""
+    (block,) = re.findall(r"```sh\n(head .*?)```", (ROOT / "docs" / "http.md").read_text(), re.DOTALL)
+    service.start()
+    config = service.machine.file(CONFIG)
+    try:
+        service.machine.run("sh", "-ec", block)
+        token = service.machine.file("/etc/delayer/http-token").read_text().strip()
+        (listen,) = re.findall(r'^listen = "(.*)"', config.read_text(), re.MULTILINE)
+        form, program = {"verb": "cancel", "id": "1"}, {"Accept": "application/json"}
+        answer = await Web(listen).post("/deeds/messages", form, Authorization=f"Bearer {token}", **program)
+        assert (answer.status, answer.json["done"]) in ((200, 0), (200, 1))
+        assert (await Web(listen).post("/deeds/messages", form, **program)).status == 403
+        # And what it is checked with before a reload does not see it.
+        service.machine.run("systemctl", "reload", "delayer")
+        service.machine.run("systemctl", "stop", "delayer")
+    finally:
+        service.machine.file(f"{systemd.UNITS}/delayer.service.d/http-token.conf").unlink()
+
+
+def test_an_instance_for_another_broker(service: Service) -> None:
+    """delayer@orders.service, with a file and credentials of its own name."""
+    machine = service.machine
+    machine.run("systemctl", "stop", "delayer")
+    machine.run("sh", "-c", "sed 's/^#LoadCredential=/LoadCredential=/'"
+                f" /opt/delayer/share/delayer/delayer@.service > {systemd.UNITS}/delayer@.service")  # fmt: skip
+    service.change()
+    for name, its in (("delayer.toml", "orders.toml"), ("broker-url", "orders.broker-url"),
+                      ("store-url", "orders.store-url")):  # fmt: skip
+        machine.run("cp", "--preserve=mode", f"/etc/delayer/{name}", f"/etc/delayer/{its}")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "delayer@orders")
+    shown = machine.shown("delayer@orders", "ActiveState", "User", "StatusText")
+    assert shown == {"ActiveState": "active", "User": "delayer-orders", "StatusText": "mode store"}
+    machine.run("systemctl", "stop", "delayer@orders")
+    assert machine.shown("delayer@orders", "Result") == {"Result": "success"}
