@@ -309,6 +309,8 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
         (row,) = await this.waiting("--key", "order-4711")
         paths = {"overview": "/", "waiting": "/waiting", "message": f"/message/{row['id']}", "held": "/held",
                  "refused": "/refused", "login": "/login"}  # fmt: skip
+        if PICTURES:  # charts with something in them
+            await eventually(lambda: _rates(this), lambda rates: sum(rates) > 0)
         for device, width in (("desk", 1280), ("telephone", 390)):
             page = await this.tab(viewport={"width": width, "height": 900}, color_scheme=scheme)
             await this.unlock(page)
@@ -326,8 +328,20 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
                 )
                 assert targets == 0, f"{name} on a {device}: things too small to press"
                 if PICTURES:
-                    await page.screenshot(path=Path(PICTURES) / f"{name}-{device}-{scheme}.png", full_page=True)
+                    await _keep(page, f"{name}-{device}-{scheme}.png", width)
             await page.context.close()
+
+
+async def _rates(this: Shown) -> list[float]:
+    return list((await this.web.get("/api/live")).json["series"]["released"])
+
+
+async def _keep(page: Any, name: str, width: int) -> None:
+    """Of a long list the beginning will do."""
+    height = int(await page.evaluate("() => document.documentElement.scrollHeight"))
+    part = {"x": 0, "y": 0, "width": width, "height": min(height, 1_000 if width > 1_000 else 3_200)}
+    whole = name.startswith("overview") and width > 1_000
+    await page.screenshot(path=Path(PICTURES) / name, full_page=True, **({} if whole else {"clip": part}))
 
 
 async def _pressed(page: Any) -> None:
