@@ -23,6 +23,7 @@ RUNBOOKS: Mapping[str, Callable[[Desk], Awaitable[None]]] = {
     "broker-upgrade": brokers.broker_upgrade,
     "flood": destinations.flood,
     "disk-full": stores.disk_full,
+    "broker-disk-full": brokers.broker_disk_full,
     "another-broker": brokers.another_broker,
     "disaster-recovery": stores.disaster_recovery,
 }

@@ -47,6 +47,40 @@ async def broker_upgrade(desk: Desk) -> None:
     desk.balance(ledger, repeats=True)
 
 
+async def broker_disk_full(desk: Desk) -> None:
+    """The free disk space of the broker's machine falls below its limit, under 300 messages a second."""
+    broker, postgres = RabbitMQ(), Postgres()
+    await desk.server(broker)
+    await desk.server(postgres)
+    desk.configure(broker.url(), postgres.url())
+    await desk.quietly("db", "upgrade")
+    ledger = await desk.ledger(broker.url())
+    await desk.begin()
+    async with flowing(ledger, 300, longest_ms=8_000):
+        await ledger.until(lambda: ledger.total() > 1_000, timeout=120)
+        desk.notes.step("300 messages a second flow; free disk space falls below disk_free_limit")
+        desk.mark()
+        await asyncio.to_thread(broker.ctl, "set_disk_free_limit", str(10**14))
+        await desk.event("broker blocked")
+        await eventually(lambda: overdue_seconds(desk), lambda late: late > 5, timeout=120)
+        await desk.delayer("status", show="parked|over the last|1 min|BLOCKED")
+        await asyncio.to_thread(broker.ctl, "set_disk_free_limit", str(10**7))
+        desk.notes.step("there is room again")
+        at = ledger.total()
+        await desk.event("broker unblocked")
+        await ledger.until(lambda: ledger.total() > at + 1_000, timeout=120)
+        desk.notes.step("messages come out again")
+    await ledger.all_back(timeout=120)
+    await desk.end()
+    desk.balance(ledger, repeats=True)
+
+
+async def overdue_seconds(desk: Desk) -> float:
+    """Of the first message that waits in the store."""
+    store = json.loads(await desk.quietly("status", "--json"))["store"]
+    return 0.0 if store["next_due_ms"] is None else (store["store_now_ms"] - store["next_due_ms"]) / 1000
+
+
 async def another_broker(desk: Desk) -> None:
     """From one broker to another one, of another version where there is one: from native mode, by way of the store."""
     old, postgres = RabbitMQ(), Postgres()
