@@ -1,4 +1,4 @@
-"""Compaction on a cluster; an executor is killed in the middle of a segment, JVM and worker at once."""
+"""Compact and restore on a cluster; an executor is killed in the middle of a segment, JVM and worker at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.audit.backlog import everything, lawful
+from tests.audit.backlog import everything, lawful, segments_of
 from tests.audit.cluster import Cluster
 from tests.audit.compacting import FEW, command, filled, stopped, until_quiet
 from tests.faults.place import eventually
@@ -23,7 +23,7 @@ def cluster() -> Iterator[Cluster]:
         yield started
 
 
-@pytest.mark.parametrize("step", ["compact.locked", "compact.written"])
+@pytest.mark.parametrize("step", ["compact.locked", "compact.written", "compact.deleted", "compact.committed"])
 async def test_an_executor_is_killed_while_it_packs(cluster: Cluster, database: str, step: str, tmp_path: Path) -> None:
     async with filled(database, FEW):
         before = await everything(database)
@@ -31,6 +31,22 @@ async def test_an_executor_is_killed_while_it_packs(cluster: Cluster, database: 
         assert await everything(database) == before
         assert (await lawful(database))["compacted"] == FEW
         # What the dead executor had committed and could not tell is in segments, and not among what it told.
+        assert FEW - 500 <= told["messages"] <= FEW
+
+
+@pytest.mark.parametrize("step", ["restore.locked", "restore.copied", "restore.deleted", "restore.committed"])
+async def test_an_executor_is_killed_while_it_restores(
+    cluster: Cluster, database: str, step: str, tmp_path: Path
+) -> None:
+    async with filled(database, FEW):
+        before = await everything(database)
+        async with command(database, "compact", "--rows", "250", "--master", "local[1]", fault="") as process:
+            await process.communicate()
+        assert len(await segments_of(database)) >= 8
+        told = await killed(cluster, database, step, tmp_path, "restore", "--all")
+        assert await everything(database) == before
+        assert await segments_of(database) == []
+        assert (await lawful(database))["restored"] == FEW
         assert FEW - 500 <= told["messages"] <= FEW
 
 
