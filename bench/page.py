@@ -44,9 +44,15 @@ TAKEN = {
     "plans.json": "performance-plans.json",
 }
 """Results, and the names that they have beside the page."""
-KEPT = ("performance-earlier.json", "performance-park.json")
+KEPT = ("performance-earlier.json", "performance-park.json", "performance-present.json")
 """Runs that the page compares with, and that nothing replaces by itself."""
-BENCHMARK = ("performance-earlier.json", "performance-later.json", "performance-park.json", "performance.json")
+BENCHMARK = (
+    "performance-earlier.json",
+    "performance-later.json",
+    "performance-park.json",
+    "performance.json",
+    "performance-present.json",
+)
 """The runs of the benchmark proper, in the order of their time."""
 _MARK = re.compile(
     r"(<!-- (runs|compared|missed|figures|later|where|rolling|looking|plans|sizing)(?:: ([a-z ]+))? -->\n)"
