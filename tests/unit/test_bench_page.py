@@ -57,6 +57,7 @@ def some_runs() -> page.Runs:
         "performance-looking.json": Result({}, [Figure("looking", "show", 12, "ms", {"backlog": 10_000_000})]),
         "performance-earlier.json": Result(),
         "performance-park.json": Result(),
+        "performance-present.json": Result(),
     }
     return page.Runs(results, some_plans())
 
