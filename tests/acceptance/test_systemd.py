@@ -29,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 CONFIG = "/etc/delayer/delayer.toml"
 LOG = "/var/log/delayer.json"
-# Who is not root in the machine, and sees no home directory, runs this machine's dependencies all the same.
-PATHS = [str(ROOT), next(path for path in sys.path if path.endswith("site-packages"))]
 SAID = {1: "", 2: "2 workers ready: "}
 NOT_HERE = ("pip install", "createuser", "rabbitmqctl")
 """Lines of the README about what is there already."""
@@ -110,7 +108,7 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
         machine.install("/usr/local/bin/sudo", ["#!/bin/sh", 'exec env "$@"'])
         machine.run(str(PYTHON), "-m", "venv", "--without-pip", "/opt/delayer")
         packages = next(machine.file("/opt/delayer/lib").glob("python3.*")) / "site-packages"
-        (packages / "delayer.pth").write_text("\n".join(PATHS) + "\n")
+        (packages / "delayer.pth").write_text("\n".join(systemd.PATHS) + "\n")
         machine.install(
             "/opt/delayer/bin/delayer", ["#!/opt/delayer/bin/python", "from delayer.cli import main", "main()"]
         )

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,12 @@ import psutil
 from tests.rig import processes
 from tests.rig.processes import Family
 
+PATHS: Final = ("/opt/checkout", "/opt/packages")
+"""Where this checkout and the packages of its Python are in there."""
 SYSTEMD: Final = Path("/usr/lib/systemd/systemd")
 UNITS: Final = "/etc/systemd/system"
+_CHECKOUT: Final = Path(__file__).parents[2]
+_PACKAGES: Final = next(path for path in sys.path if path.endswith("site-packages"))
 _ENVIRON: Final = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
@@ -31,8 +36,9 @@ _ENVIRON: Final = {
     "container": "delayer-test",
 }
 _APART: Final = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--cgroup")
-# In namespaces of its own, $1 an empty directory. Nothing of the host is there to be written to but its control groups,
-# below the one that this was started in.
+# In namespaces of its own, $1 an empty directory. $2 is the checkout and $3 the packages of its Python: where
+# they lie, a hardened service may see nothing. Nothing else of the host is there to be written to but its control
+# groups, below the one that this was started in.
 _MACHINE: Final = r"""
 set -e
 cd "$1"
@@ -53,7 +59,8 @@ for place in dev/shm tmp; do mount -t tmpfs -o mode=1777 "$place" "root/$place";
 for place in run etc/systemd/system usr/lib/systemd/system-generators; do
     mount -t tmpfs -o mode=755 "$place" "root/$place"
 done
-mkdir root/run/targets root/run/host
+mkdir -p root/run/targets root/run/host root/opt/checkout root/opt/packages
+mount --bind "$2" root/opt/checkout && mount --bind "$3" root/opt/packages
 for target in sysinit basic shutdown multi-user; do
     cp "/usr/lib/systemd/system/$target.target" root/run/targets/
 done
@@ -100,7 +107,7 @@ class Machine:
         enter = f'echo $$ > {shlex.quote(str(self._group / "cgroup.procs"))} && exec "$@"'
         self._family = Family(
             ["sh", "-c", enter, "sh", "unshare", *_APART, "--kill-child", "--propagation", "private",
-             "bash", "-c", _MACHINE, "machine", self._directory / "machine"],
+             "bash", "-c", _MACHINE, "machine", self._directory / "machine", _CHECKOUT, _PACKAGES],
             env=_ENVIRON, cwd=self._directory, log=self._directory / "systemd.log",
         )  # fmt: skip
         try:
