@@ -155,15 +155,18 @@ _ROW = (
 
 
 async def prepare(postgres: Postgres) -> None:
-    """A store without partitions, and with two segments, one of them broken, as the jobs leave them."""
+    """A store without partitions, and with two segments as the jobs leave them: one broken, of the other a message was
+    cancelled."""
     await asyncio.to_thread(clear, postgres)
     owner = await session.connect(postgres.url(DATABASE, user=OWNER), "test")
     try:
         now_ms = await owner.fetchval("SELECT now()")
         for number in range(2):
-            await put(owner, [row(number + 1, now_ms + DAY_MS + number)])
+            await put(owner, [row(2 * number + n, now_ms + DAY_MS + number) for n in (1, 2)])
             assert await compact(owner)
         await owner.execute("UPDATE segment SET packed = '' WHERE id = (SELECT min(id) FROM segment)")
+        await owner.execute("INSERT INTO segment_cancelled (segment, id) SELECT max(id), 4 FROM segment")
+        await owner.execute("UPDATE segment SET cancelled = 1 WHERE id = (SELECT max(id) FROM segment)")
     finally:
         await session.close(owner)
 
