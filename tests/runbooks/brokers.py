@@ -20,12 +20,7 @@ NEWER = Path(__file__).parents[2] / "build" / "brokers" / "forky"
 async def broker_upgrade(desk: Desk) -> None:
     """The broker is stopped for its upgrade and started again, under 300 messages a second."""
     broker, postgres = RabbitMQ(), Postgres()
-    await desk.server(broker)
-    await desk.server(postgres)
-    desk.configure(broker.url(), postgres.url())
-    await desk.quietly("db", "upgrade")
-    ledger = await desk.ledger(broker.url())
-    await desk.begin()
+    ledger = await desk.installed(broker, postgres)
     async with flowing(ledger, 300, longest_ms=3_000):
         await ledger.until(lambda: ledger.total() > 1_000, timeout=120)
         desk.notes.step(f"300 messages a second flow; RabbitMQ {dotted(broker)} is stopped")
@@ -50,12 +45,7 @@ async def broker_upgrade(desk: Desk) -> None:
 async def broker_disk_full(desk: Desk) -> None:
     """The free disk space of the broker's machine falls below its limit, under 300 messages a second."""
     broker, postgres = RabbitMQ(), Postgres()
-    await desk.server(broker)
-    await desk.server(postgres)
-    desk.configure(broker.url(), postgres.url())
-    await desk.quietly("db", "upgrade")
-    ledger = await desk.ledger(broker.url())
-    await desk.begin()
+    ledger = await desk.installed(broker, postgres)
     async with flowing(ledger, 300, longest_ms=8_000):
         await ledger.until(lambda: ledger.total() > 1_000, timeout=120)
         desk.notes.step("300 messages a second flow; free disk space falls below disk_free_limit")

@@ -112,6 +112,18 @@ class Desk:
         await self.stack.enter_async_context(self.daemon)
         await self.daemon.ready()
 
+    async def installed(
+        self, broker: RabbitMQ, postgres: Postgres, *, route: Mapping[str, object] | None = None
+    ) -> Ledger:
+        """Start both servers and a daemon with its schema, and open the account of its messages."""
+        await self.server(broker)
+        await self.server(postgres)
+        self.configure(broker.url(), postgres.url(), route=route)
+        await self.quietly("db", "upgrade")
+        ledger = await self.ledger(broker.url())
+        await self.begin()
+        return ledger
+
     async def end(self) -> None:
         """Stop it in order."""
         assert await self.daemon.stop() == 0, self.daemon.tail()

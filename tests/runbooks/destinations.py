@@ -15,12 +15,7 @@ from tests.runbooks.desk import NOT_OK, Desk
 async def stuck_destination(desk: Desk) -> None:
     """Somebody removes the binding that led due messages to their queue, and puts it back a while later."""
     broker, postgres = RabbitMQ(), Postgres()
-    await desk.server(broker)
-    await desk.server(postgres)
-    desk.configure(broker.url(), postgres.url())
-    await desk.quietly("db", "upgrade")
-    ledger = await desk.ledger(broker.url())
-    await desk.begin()
+    ledger = await desk.installed(broker, postgres)
 
     async def held() -> int:
         status = await desk.quietly("status", "--json")
@@ -56,12 +51,7 @@ async def bind(url: str, *, bound: bool) -> None:
 async def flood(desk: Desk) -> None:
     """40,000 messages fall due within seconds, for a consumer that must not get more than 1,000 a second."""
     broker, postgres = RabbitMQ(), Postgres()
-    await desk.server(broker)
-    await desk.server(postgres)
-    desk.configure(broker.url(), postgres.url(), route={"max_rate": 1_000})
-    await desk.quietly("db", "upgrade")
-    ledger = await desk.ledger(broker.url())
-    await desk.begin()
+    ledger = await desk.installed(broker, postgres, route={"max_rate": 1_000})
     desk.notes.step("max_rate = 1000 stands in the route; 40,000 messages come in, and are due in the same 15 s")
     await ledger.publish(40_000, delay_ms=15_000)
     desk.notes.step("all of them are confirmed into `delays`")

@@ -104,12 +104,7 @@ async def disaster_recovery(desk: Desk) -> None:
     (desk.directory / "wal").mkdir()
     desk.directory.chmod(0o755)
     (desk.directory / "wal").chmod(0o777)
-    await desk.server(broker)
-    await desk.server(postgres)
-    desk.configure(broker.url(), postgres.url())
-    await desk.quietly("db", "upgrade")
-    ledger = await desk.ledger(broker.url())
-    await desk.begin()
+    ledger = await desk.installed(broker, postgres)
     await ledger.publish(1_000, delay_ms=90_000)
     copy = Standby(postgres)
     desk.stack.callback(copy.close)
@@ -141,12 +136,7 @@ async def disaster_recovery(desk: Desk) -> None:
 async def disk_full(desk: Desk) -> None:
     """Somebody else's file fills the disk that Postgres writes to, and is removed half a minute later."""
     broker, postgres = RabbitMQ(), SmallDisk(220)
-    await desk.server(broker)
-    await desk.server(postgres)
-    desk.configure(broker.url(), postgres.url())
-    await desk.quietly("db", "upgrade")
-    ledger = await desk.ledger(broker.url())
-    await desk.begin()
+    ledger = await desk.installed(broker, postgres)
 
     async def queued() -> int:
         status = await desk.quietly("status", "--json", expect=None)
