@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -49,13 +50,25 @@ async def filled(database: str, count: int = COUNT) -> AsyncIterator[PostgresSto
 
 @contextmanager
 def fault(spark: SparkSession, point: str) -> Iterator[None]:
-    """Python workers that are started meanwhile have this fault; each one by itself counts how often it is there."""
+    """Python workers that are started meanwhile have this fault; each one by itself counts how often it is there.
+    Behind it, none of them is at work."""
     environment = spark.sparkContext.environment
     environment["DELAYER_FAULT"] = point
     try:
         yield
     finally:
         del environment["DELAYER_FAULT"]
+        until_idle(spark)
+
+
+def until_idle(spark: SparkSession) -> None:
+    """Until every task has left its executor: when one fails for good, Spark ends the job, and only then the others.
+    One that has not opened its session yet would lock rows that a next job leaves where they are."""
+    tracker = spark.sparkContext._jsc.sc().statusTracker()
+    until = time.monotonic() + 60
+    while running := sum(executor.numRunningTasks() for executor in tracker.getExecutorInfos()):
+        assert time.monotonic() < until, f"{running} tasks are still at work"
+        time.sleep(0.02)
 
 
 def failed_tasks(spark: SparkSession, name: str) -> int:

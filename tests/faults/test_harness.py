@@ -87,7 +87,8 @@ async def test_forgetting_what_the_broker_returns_is_found(
         await passed(fleet.ledger, all_back=False)
         with pytest.raises(AssertionError, match="lost"):
             await fleet.ledger.all_back(timeout=4)
-        with pytest.raises(AssertionError, match=f"{MESSAGES} of {2 * MESSAGES} lost"):
+        # Of the first ones, those that a daemon had in hand (they stand in no queue) may find the destination again.
+        with pytest.raises(AssertionError, match=rf"[1-9]\d* of {2 * MESSAGES} lost"):
             fleet.ledger.verdict().assert_kept(repeats=True)
 
 
