@@ -44,15 +44,9 @@ TAKEN = {
     "plans.json": "performance-plans.json",
 }
 """Results, and the names that they have beside the page."""
-KEPT = ("performance-earlier.json", "performance-park.json", "performance-present.json")
+KEPT = ("performance-earlier.json", "performance-park.json")
 """Runs that the page compares with, and that nothing replaces by itself."""
-BENCHMARK = (
-    "performance-earlier.json",
-    "performance-later.json",
-    "performance-park.json",
-    "performance.json",
-    "performance-present.json",
-)
+BENCHMARK = ("performance-earlier.json", "performance.json", "performance-later.json", "performance-park.json")
 """The runs of the benchmark proper, in the order of their time."""
 _MARK = re.compile(
     r"(<!-- (runs|compared|missed|figures|later|where|rolling|looking|plans|sizing)(?:: ([a-z ]+))? -->\n)"
@@ -169,7 +163,9 @@ COMPARED: tuple[tuple[str, str, str, dict[str, int]], ...] = (
     ("broker consume, 512 B", "ceilings", ceilings.CONSUME, _SMALL),
     ("store copy, 512 B", "ceilings", ceilings.COPY, _SMALL),
     ("park, 512 B, 0 waiting", "park", "park", _SMALL | {"backlog": 0}),
+    ("park, 512 B, 10,000,000 waiting", "park", "park", _SMALL | {"backlog": targets.TEN_MILLION}),
     ("release, 512 B, 0 waiting", "release", "release", _SMALL | {"backlog": 0}),
+    ("release, 512 B, 10,000,000 waiting", "release", "release", _SMALL | {"backlog": targets.TEN_MILLION}),
     ("5,000/s, broker alone, p50", "steady", "broker alone, lateness p50", _EMPTY),
     ("5,000/s, broker alone, p99", "steady", "broker alone, lateness p99", _EMPTY),
     ("5,000/s, without a store, p50", "steady", "without a store, lateness p50", _EMPTY),
@@ -178,6 +174,9 @@ COMPARED: tuple[tuple[str, str, str, dict[str, int]], ...] = (
     ("5,000/s, 0 waiting, p99", "steady", "lateness p99", _EMPTY),
     ("5,000/s, 10,000,000 waiting, p50", "steady", "lateness p50", _FULL),
     ("5,000/s, 10,000,000 waiting, p99", "steady", "lateness p99", _FULL),
+    ("5,000/s, 0 waiting, CPU of daemon", "steady", "CPU of daemon", _EMPTY),
+    ("5,000/s, 0 waiting, CPU of database", "steady", "CPU of database", _EMPTY),
+    ("burst of 100,000, drained", "burst", "drained, from the first due instant", {"count": 100_000}),
 )
 
 
