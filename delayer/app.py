@@ -33,6 +33,7 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     Ends the process with the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is
     logged). Raises ConfigError if the first ``load`` does.
     """
+    telemetry.never_wait()
     number = worker.number(os.environ)
     if number is not None:
         telemetry.sign(worker=number)

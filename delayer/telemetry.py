@@ -17,9 +17,10 @@ from typing import Any, Final, Literal, TextIO
 
 import structlog
 
+from delayer.log_writer import LogWriter
 from delayer.settings.readable import readable
 
-__all__ = ["EVENTS", "clean_values", "configure", "readable", "sign"]
+__all__ = ["EVENTS", "clean_values", "configure", "never_wait", "readable", "sign"]
 
 EVENTS: Final[Mapping[str, str]] = {
     # the daemon's life
@@ -38,6 +39,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "loops stalled": "these loops stand still: the watchdog is not fed, and systemd or the supervisor ends the process",
     "notify failed": "systemd did not hear of a change of state",
     "notify socket unusable": "NOTIFY_SOCKET is of a kind that is not spoken here; systemd hears nothing",
+    "log lines dropped": "whoever reads the log stood still: so many lines are missing here; the daemon went on",
     "http served": "health and metrics are to be had at these addresses",
     "http not served": "the address of [http] listen could not be had; the daemon works, and it is tried again",
     # several workers under a supervisor
@@ -99,6 +101,7 @@ _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 Event = MutableMapping[str, Any]
 
 _signature: dict[str, str | int] = {}
+_writer: LogWriter | None = None
 
 
 def _clean(value: object, depth: int = 0) -> object:
@@ -139,7 +142,13 @@ def sign(**fields: str | int) -> None:
     _signature.update(fields)
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+def never_wait() -> None:
+    """From now on no line on stderr waits for who reads it. For the daemon: see delayer/log_writer.py."""
+    global _writer  # noqa: PLW0603 - one for the life of the process: two would mix their lines
+    _writer = LogWriter.on(sys.stderr)
+
+
+class _Handler(logging.StreamHandler[Any]):
     """Writes to ``stream``; without one, to what is stderr at that moment, which is not always what it was before."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -147,8 +156,13 @@ class _Handler(logging.StreamHandler[TextIO]):
         self._fixed = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = self._fixed or sys.stderr
+        self.stream = self._fixed or _writer or sys.stderr
         super().emit(record)
+
+    def close(self) -> None:
+        if self.stream is _writer and _writer is not None:
+            _writer.finish()
+        super().close()
 
 
 def configure(

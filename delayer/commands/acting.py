@@ -152,12 +152,10 @@ def _act(
 def _named(
     url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
 ) -> int:
-    if dry_run:
-        note(f"{len(tokens)} ids; whether they are there is seen by `delayer show`.")
-        return DONE
-
     async def work() -> dict[int, Found]:
         async with acting.acting(url, verb) as connection:
+            if dry_run:
+                return await acting.whereabouts(connection, tokens)
             asked = {"ids": [str(token) for token in tokens], **new}
             act = await acts.begin(connection, whoami(), verb, asked)
             return await acting.named(connection, do, tokens, act)
@@ -166,13 +164,14 @@ def _named(
     if as_json:
         print_json({str(token): found[token.id].value for token in tokens})
     else:
-        _say_named(verb, tokens, found)
+        _say_named(verb, tokens, found, dry_run=dry_run)
     return FOUND if any(where in (Found.NOWHERE, Found.UNREADABLE) for where in found.values()) else DONE
 
 
-def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found]) -> None:
-    done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
-    click.echo(f"{PAST[verb]}: {done} of {len(found)}.")
+def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *, dry_run: bool) -> None:
+    there = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+    done = f"{PAST[verb]}: {there} of {len(found)}."
+    click.echo(f"{there} of {len(found)} would be {PAST[verb].lower()}." if dry_run else done)
     for token in tokens:
         if found[token.id] is Found.NOWHERE:
             moved = ", or rescheduled: try the id without @…" if token.due_ms is not None else ""

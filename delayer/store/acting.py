@@ -73,6 +73,19 @@ async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token],
     return found
 
 
+async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -> dict[int, Found]:
+    """Where :func:`named` would meet them; nothing is done to them. Raises the driver's errors."""
+    found: dict[int, Found] = {}
+    for start in range(0, len(tokens), PORTION):
+        some = tokens[start : start + PORTION]
+        entries, broken = await listing.named(connection, some)
+        held = await connection.fetch("SELECT id FROM held WHERE id = ANY($1)", [token.id for token in some])
+        found |= dict.fromkeys((token.id for token in some), Found.UNREADABLE if broken else Found.NOWHERE)
+        found |= {one.place.id: Found.WAITING if one.place.segment is None else Found.SEGMENT for one in entries}
+        found |= dict.fromkeys((number for (number,) in held), Found.HELD)
+    return found
+
+
 async def every(
     connection: asyncpg.Connection,
     do: Do,

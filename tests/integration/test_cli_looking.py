@@ -102,6 +102,12 @@ async def test_cancel(delayer: Run, database: str) -> None:
     assert "nobody can be asked" in delayer("cancel", "--all", expect=2).stderr
     assert "1 messages would be cancelled" in delayer("cancel", "--key", "order-1", "--dry-run").stdout
     assert "Cancelled: 1." in delayer("cancel", "--key", "order-1", "--yes").stdout
+    names = (of[b"packed"], of[b"held"], of[b"soon"], "4711")
+    asked = delayer("cancel", *names, "--dry-run", expect=1)
+    assert "3 of 4 would be cancelled." in asked.stdout
+    assert "4711 is not in the store" in asked.stderr
+    where = json.loads(delayer("reschedule", *names[:3], "--by", "1h", "--dry-run", "--json").stdout)
+    assert where == {of[b"packed"]: "segment", of[b"held"]: "held", of[b"soon"]: "waiting"}
     assert "Cancelled: 2 of 2." in delayer("cancel", of[b"packed"], of[b"held"]).stdout
     late = delayer("cancel", of[b"packed"], of[b"soon"], expect=1)
     assert "Cancelled: 1 of 2." in late.stdout

@@ -51,7 +51,8 @@ HOUSE: Mapping[str, Layer] = {
     "legacy": layer("core", "store", "broker", "wire", never="aio_pika aiormq pyspark"),
     # The Spark job: nothing but the edge imports it, so that the daemon never starts a JVM.
     "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", never="sqlalchemy"),
-    "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "log_writer": layer(never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "telemetry": layer("core", "log_writer", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
 # The edge may import everything below it; what it may not is to be imported from below.
 EDGE = frozenset(
