@@ -125,7 +125,8 @@ class RelaySubscription:
                 await asyncio.wait_for(self._arrived.wait(), IDLE)
             except TimeoutError:
                 return []
-        self._limit = limit
+        # What is here is unsettled: the broker sends no more of it than the prefetch, and to wait for more is in vain.
+        self._limit = min(limit, self.prefetch)
         if not self._full():
             self._filled.clear()
             with suppress(TimeoutError):

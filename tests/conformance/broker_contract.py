@@ -416,6 +416,19 @@ class ConsumerContract:
             assert bodies(found) == numbered(range(30))
             await subscription.close()
 
+    async def test_a_batch_of_all_that_may_be_unsettled_waits_for_no_company(self, place: str) -> None:
+        """No more would come, however long it waited."""
+        async with self.world(place) as world:
+            await self._filled(world, 5)
+            subscription = await world.consumer.subscribe("q", 2)
+            async with asyncio.timeout(20):
+                for expected in ([b"0", b"1"], [b"2", b"3"]):
+                    found = await subscription.next_batch(30, 60.0)
+                    assert bodies(found) == expected
+                    subscription.ack(found[-1].tag, multiple=True)
+                assert bodies(await subscription.next_batch(30, GATHER)) == [b"4"]
+            await subscription.close()
+
     async def test_an_idle_queue_gives_an_empty_batch(self, place: str) -> None:
         async with self.world(place) as world:
             await self._filled(world, 0)
