@@ -44,7 +44,7 @@ from bench import (
 )
 from bench.about import about
 from bench.figures import Result
-from bench.meter import Neighbours
+from bench.meter import Neighbours, adopt_orphans
 from bench.run import Bench, Options, quick
 from bench.servers import running_servers
 from delayer import telemetry
@@ -101,6 +101,8 @@ def arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--churn-seconds", type=some, help="default 600")
     parser.add_argument("--compacted", type=some, help="rows that are compacted (default 5,000,000)")
     parser.add_argument("--restored", type=some, help="rows of these that are restored (default 1,000,000)")
+    alone = "compaction without what it does to traffic, which takes half an hour of a full run"
+    parser.add_argument("--compaction-alone", action="store_true", default=None, help=alone)
     parser.add_argument("--imported", type=some, help="timeouts that are imported (default 1,000,000)")
     parser.add_argument("--output", type=Path, help="the JSON file (default bench/results/latest.json or quick.json)")
     parser.add_argument("--charts", type=Path, metavar="DIR", help="where charts go (default beside the JSON file)")
@@ -122,6 +124,7 @@ def options_of(asked: argparse.Namespace) -> Options:
         "churn_seconds",
         "compacted",
         "restored",
+        "compaction_alone",
         "imported",
     )
     return replace(options, **{name: getattr(asked, name) for name in names if getattr(asked, name) is not None})
@@ -195,6 +198,7 @@ def asked_for() -> tuple[argparse.Namespace, list[str], Path, Path]:
 
 def measured(asked: argparse.Namespace, names: list[str], path: Path) -> Result:
     """The result, stored. Raises ending.Ended."""
+    adopt_orphans()
     PARTIAL.unlink(missing_ok=True)
     result = ending.run(measure(options_of(asked), names))
     result.save(path)

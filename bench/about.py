@@ -64,6 +64,8 @@ def changed(told: dict[str, Any]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "+".join(_value(one) for one in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:,}"
 
 

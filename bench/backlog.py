@@ -1,8 +1,8 @@
 """How fast Spark reads the store, and in how much memory: `python -m bench.backlog --rows 10000000`.
 
-Starts a Postgres of its own, fills it, and prints JSON: rows a second of the full read (every column, bodies too), of
-the extract (what the audit keeps of it) and of the whole audit, and the largest process that ran for it. The session's
-start is not in the rates.
+Starts a Postgres of its own, fills it, and prints JSON, or writes it to a file: rows a second of the full read (every
+column, bodies too), of the extract (what the audit keeps of it) and of the whole audit, and the largest process that
+ran for it. The session's start is not in the rates. bench/backlog_page.py puts it into docs/backlog.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import psutil
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as sql
 
-from bench import compaction, rows
+from bench import about, compaction, given, rows
 from bench.meter import Meter, Neighbours, Pids, tree
 from bench.servers import POSTGRES
 from delayer import telemetry
@@ -153,7 +153,7 @@ def store(count: int, size: int, *, orders: bool = False) -> Iterator[tuple[str,
         yield url, server.pids
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--size", type=int, default=512, help="bytes of a body")
@@ -161,25 +161,38 @@ def main() -> None:
     parser.add_argument("--master", default="local[2]")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--url", help="a store that is there already, with --rows rows; it is only read")
-    given = parser.parse_args()
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where the JSON goes, if not to stdout")
+    asked = parser.parse_args()
     telemetry.configure("console", "error")
-    told: dict[str, Any] = {"rows": given.rows, "size": given.size, "cores": os.cpu_count(), "master": given.master}
+    told: dict[str, Any] = {"about": about.provenance(), "rows": asked.rows, "size": asked.size}
+    told |= {"orders": asked.orders, "cores": os.cpu_count(), "master": asked.master}
+    if asked.output is not None:
+        try:
+            given.writable("--output", asked.output)
+        except given.Mistake as mistake:
+            print(mistake, file=sys.stderr)
+            return given.USAGE
     with tempfile.TemporaryDirectory() as work:
-        if given.url:
-            told |= measure(given, given.url, list, work)
+        if asked.url:
+            told |= measure(asked, asked.url, list, work)
         else:
-            with store(given.rows, given.size, orders=given.orders) as (url, pids):
-                told |= measure(given, url, pids, work)
-    print(json.dumps(told, indent=2))
+            with store(asked.rows, asked.size, orders=asked.orders) as (url, pids):
+                told |= measure(asked, url, pids, work)
+    text = json.dumps(told, indent=2)
+    if asked.output is None:
+        print(text)
+    else:
+        asked.output.write_text(f"{text}\n", encoding="utf-8")
+    return 0
 
 
-def measure(given: argparse.Namespace, url: str, database: Pids, work: str) -> dict[str, Any]:
-    more = {"spark.driver.memory": given.driver_memory}
+def measure(asked: argparse.Namespace, url: str, database: Pids, work: str) -> dict[str, Any]:
+    more = {"spark.driver.memory": asked.driver_memory}
     began = time.monotonic()
-    with spark.session("delayer bench", master=given.master, work=work, more=more) as session:
+    with spark.session("delayer bench", master=asked.master, work=work, more=more) as session:
         session.range(1).count()
         told: dict[str, Any] = {"session_seconds": round(time.monotonic() - began, 2)}
-        measured = Measuring(given.rows, database)
+        measured = Measuring(asked.rows, database)
         told["full_read"] = measured("full read", lambda: full_read(session, url))
         told["extract"] = measured("extract", lambda: take(session, url))
         told["audit"] = measured("audit", lambda: audit(session, url))
@@ -187,4 +200,4 @@ def measure(given: argparse.Namespace, url: str, database: Pids, work: str) -> d
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

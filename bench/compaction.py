@@ -37,6 +37,8 @@ DELAYS_MS = (1_000, 5_000, 1)
 AFTER = "8d"
 LEAD_SECONDS = 4.0
 """From the start of the load to that of the command."""
+AROUND_SECONDS = 35.0
+"""What a command takes beside its work on rows: the start of Spark, and its pauses between partitions that it drops."""
 END_SECONDS = 1.0
 """From the end of the work to that of the command: the JVM's, at most."""
 _SEGMENTS = "SELECT pg_total_relation_size('segment')"
@@ -143,7 +145,8 @@ def tell_lateness(bench: Bench, name: str, found: Beside, rows: int) -> None:
 async def run(bench: Bench) -> None:
     rows, some = bench.options.compacted, bench.options.restored
     await alone(bench, rows, some)
-    await with_traffic(bench, min(rows, 2 * some))
+    if not bench.options.compaction_alone:
+        await with_traffic(bench, min(rows, 2 * some))
 
 
 async def alone(bench: Bench, rows: int, some: int) -> None:
@@ -173,7 +176,7 @@ async def with_traffic(bench: Bench, rows: int) -> None:
     place = await bench.place()
     await fill(place, rows, bench.say)
     for name, arguments in (("compact", ("compact", "--after", AFTER)), ("restore", ("restore", "--all"))):
-        seconds = LEAD_SECONDS + 15 + rows / bench.options.slowest_compaction
+        seconds = LEAD_SECONDS + AROUND_SECONDS + rows / bench.options.slowest_compaction
         bench.say(f"{RATE:,} messages a second beside {name}, {rows:,} rows")
         found = await beside(place, seconds, *arguments)
         if found.done.seconds > seconds:

@@ -35,6 +35,7 @@ class Options:
     compacted: int = 5_000_000
     restored: int = 1_000_000
     slowest_compaction: int = 7_000
+    compaction_alone: bool = False
     imported: int = 1_000_000
 
     def count_of(self, size: int) -> int:
