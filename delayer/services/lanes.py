@@ -13,6 +13,7 @@ does not even reach its broker has nothing to park either, and lets go of these 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
@@ -46,16 +47,20 @@ MUTE_SECONDS: Final = 10.0
 UPKEEP: Final = 60
 """Looks between two rounds of partition upkeep."""
 TOGETHER: Final = 128
-"""Messages of a park that goes to the lanes in turn, so that it is released by all of them side by side: with one lane
-a process releases a fifth less in bulk. Smaller parks are a steady traffic's, and stay in one lane: what comes due of
-them at a time is one claim, publish and commit instead of two half as large. At 5,000 a second that is 65 us of the
-daemon a message instead of 75, and 38 of the database instead of 48 (docs/performance.md, punctuality)."""
+TOGETHER_BYTES: Final = 1 << 20
+"""Messages, or bytes, of a park that goes to the lanes in turn, so that all of them release it side by side: with one
+lane a process releases a fifth less in bulk. Smaller parks are a steady traffic's, and stay in one lane: what comes due
+of them at a time is one claim, publish and commit instead of two half as large, which spares CPU of the daemon and of
+the database (docs/performance.md, punctuality)."""
+STAY: Final = 300.0
+"""Seconds that small parks stay in one lane while it keeps up: what gathers for one instant, or while nothing can be
+released, is in all lanes when its time comes, however little came at a time."""
 
 
 class Lanes:
     """Keeps ``wanted`` lanes of its own and any number of adopted ones, each with a release loop.
 
-    Large parks go to our own lanes in turn, small ones to the first; adopted lanes are only emptied. Satisfies
+    Large parks go to our own lanes in turn, small ones to one for a while; adopted lanes are only emptied. Satisfies
     ports.Parking and ports.Holder.
     """
 
@@ -88,6 +93,7 @@ class Lanes:
         self._share = wanted
         self._complete = 0  # looks in a row that found all lanes of our own in hand
         self._turn = count()
+        self._began = time.monotonic()
         self._ready = asyncio.Event()
         self._out_of_reach = asyncio.Event()
 
@@ -121,11 +127,12 @@ class Lanes:
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
-        return await self._write(lambda store, lane: store.park(lane, parcels, cancels), len(parcels))
+        return await self._write(lambda store, lane: store.park(lane, parcels, cancels), small=_small(parcels))
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         """Into the held table of a lane of ours. See ports.Holder."""
-        await self._write(lambda store, lane: store.hold(lane, items), len(items))
+        small = _small([parcel for parcel, _ in items])
+        await self._write(lambda store, lane: store.hold(lane, items), small=small)
         report(items, self._counters)
 
     async def restore(self, ahead_ms: int) -> Restoration:
@@ -141,10 +148,10 @@ class Lanes:
         """Try to restore one of :meth:`doubtful` into a lane of ours."""
         return await self._write(lambda store, lane: store.restore_again(lane, segment))
 
-    async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], messages: int = TOGETHER) -> T:
-        """``messages``: how many it may be. A lane lost under our hands costs one try; the next one is another lane."""
+    async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], *, small: bool = False) -> T:
+        """A lane lost under our hands costs one try; the next one is another lane."""
         while True:
-            store, lane = self._place(messages)
+            store, lane = self._place(small=small)
             try:
                 return await work(store, lane)
             except LaneLost as lost:
@@ -297,11 +304,15 @@ class Lanes:
         self._loops[asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")] = lane
         return release
 
-    def _place(self, messages: int = TOGETHER) -> tuple[Store, Lane]:
+    def _place(self, *, small: bool = False) -> tuple[Store, Lane]:
         if self._store is None or not self._own:
             raise StoreLost("no lane of ours to park into")
-        turn = next(self._turn) if messages >= TOGETHER else 0
-        return self._store, self._own[turn % len(self._own)]
+        return self._store, (self._staying() if small else None) or self._own[next(self._turn) % len(self._own)]
+
+    def _staying(self) -> Lane | None:
+        """Where small parks go now; None while no lane keeps up."""
+        first = int((time.monotonic() - self._began) / STAY) % len(self._own)
+        return next((lane for lane in self._own[first:] + self._own[:first] if not self._releases[lane].behind), None)
 
     def _disown(self, lane: Lane, lost: LaneLost) -> None:
         self._counters.lanes_lost += 1
@@ -335,3 +346,7 @@ class Lanes:
             self._ready.clear()
         if failures:
             raise failures[0]
+
+
+def _small(parcels: Sequence[Parcel]) -> bool:
+    return len(parcels) < TOGETHER and sum(len(parcel.body) for parcel in parcels) < TOGETHER_BYTES

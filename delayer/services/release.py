@@ -38,6 +38,10 @@ COMPANY: Final = 0.002
 transaction, write and confirm. Without it a daemon at 5,000 messages a second makes a turn for every dozen of them;
 with more, every message is later by it (docs/performance.md, punctuality)."""
 
+BEHIND: Final = 2.0
+"""Seconds without having taken all that was due, after which a lane does not keep up. A broker that begins a new log
+confirms nothing for almost one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Portion:
@@ -78,6 +82,12 @@ class Release:
         self._pulse = pulse
         self._counters = counters
         self._leaving = False
+        self._busy_since: float | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether this lane does not keep up: it has been in one turn, or in full ones without a rest, for too long."""
+        return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND
 
     def leave(self) -> None:
         """End this loop alone, after its tick and within a slice of its rest or pause, and let go of the lane."""
@@ -98,6 +108,7 @@ class Release:
                     await retry.wait(SLICE)
                     continue
                 seconds: float | None = None
+                self._busy_since = self._busy_since or time.monotonic()
                 try:
                     seconds = await self.tick()
                 except BrokerLost as lost:
@@ -106,6 +117,8 @@ class Release:
                     await retry.pause()
                     continue
                 retry.succeeded()
+                if seconds > 0:
+                    self._busy_since = None
                 await self._rest(seconds, beat, stopping)
         except LaneLost as lost:
             log.warning("lane lost", lane=self._lane.number, reason=str(lost))

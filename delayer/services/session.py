@@ -30,10 +30,10 @@ class Intake:
     """What a session reads: the queue, and how much of it at a time.
 
     ``gather`` is how long the first delivery of a batch may wait for company, in seconds: with a commit for every
-    few messages the time of daemon, broker and database goes into the commits. With 10 ms instead of 5 the daemon uses
-    59 us a message at 5,000 a second instead of 65; later is only what is due sooner than that. ``in_flight`` batches
-    overlap each other's waiting. After ``give_back_after`` seconds in which less was carried out than was read ahead,
-    the rest goes back to the queue: see :class:`Patience`.
+    few messages the time of daemon, broker and database goes into the commits. Later by it is what is due sooner than
+    that, and a relative delay that no broker's timestamp goes with: it counts from when the batch is read.
+    ``in_flight`` batches overlap each other's waiting. After ``give_back_after`` seconds in which less was carried out
+    than was read ahead, the rest goes back to the queue: see :class:`Patience`.
     """
 
     queue: str

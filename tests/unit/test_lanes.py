@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -106,6 +107,41 @@ async def test_small_parks_stay_together() -> None:
             await it.lanes.park(parcels, [])
         assert [number for number, _, _ in it.store.parked[:2]] == [1, 1]
         assert it.store.parked[3][0] == 1
+
+
+async def test_few_messages_with_large_bodies_are_no_small_park() -> None:
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        large = due(1).parcel._replace(body=bytes(module.TOGETHER_BYTES))
+        for _ in range(4):
+            await it.lanes.park([large], [])
+        assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
+
+
+async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
+    """What gathers for one instant, a few at a time, is released by all lanes when it comes."""
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        for _ in range(4):
+            await it.lanes.park([due(1).parcel], [])
+            it.lanes._began -= module.STAY
+        assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
+
+
+async def test_small_parks_leave_a_lane_that_does_not_keep_up() -> None:
+    """More comes than one lane gets through, or its claim waits for somebody's lock: there are others."""
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        first, second = (it.lanes._releases[lane] for lane in it.store.made)
+        await asyncio.gather(*(lane.sleeping.wait() for lane in it.store.made))
+        for behind in ((first,), (first, second), (second,), ()):
+            first._busy_since = second._busy_since = None
+            for release in behind:
+                release._busy_since = -math.inf
+            for _ in range(4):
+                await it.lanes.park([due(1).parcel], [])
+        placed = [number for number, _, _ in it.store.parked]
+        assert placed == [2, 2, 2, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("write", ["park", "hold"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
-from delayer.core.message import NACKED, Returned
+from delayer.core.message import NACKED, Outcome, Outgoing, Returned
 from delayer.services import release as module
 from delayer.services.counting import Counters
 from delayer.services.release import COMPANY, Portion, Release, prepared
@@ -184,6 +185,46 @@ async def test_a_lost_broker_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     publisher.answers.clear()
     await until(lambda: bool(publisher.published))
     assert it.lane.events[:4] == ["claim", "give up", "claim", "give up"]
+    stopping.set()
+    it.lane.note_parked(NOW)
+    await task
+
+
+class Gated(ScriptedPublisher):
+    """Confirms nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
+        self.asked.set()
+        await self.gate.wait()
+        return await super().publish(batch)
+
+
+async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEHIND", 0.0)
+    publisher, stopping = Gated(), asyncio.Event()
+    it = Scene(ScriptedLane(claims=[[due(1)], [due(2)]]), publisher)
+    assert not it.release.behind
+    task = asyncio.create_task(it.release.run(stopping))
+    await publisher.asked.wait()
+    assert it.release.behind
+    monkeypatch.setattr(module, "BEHIND", 60.0)
+    assert not it.release.behind
+    it.release._busy_since -= 3600.0
+    publisher.asked.clear()
+    publisher.gate.set()
+    await until(lambda: publisher.batches == 1)
+    publisher.gate.clear()
+    await publisher.asked.wait()
+    assert it.release.behind, "since its first turn: the second one came without a rest"
+    publisher.gate.set()
+    await it.lane.sleeping.wait()
+    monkeypatch.setattr(module, "BEHIND", -1.0)
+    assert not it.release.behind
     stopping.set()
     it.lane.note_parked(NOW)
     await task
