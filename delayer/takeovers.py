@@ -16,7 +16,7 @@ from delayer.settings import Settings
 def levels_of(settings: Settings) -> Iterator[tuple[Cascade, int]]:
     """The levels that are taken over, the longest first."""
     for table in settings.takeovers:
-        cascade = Cascade(table.cascade)
+        cascade = Cascade(table.cascade, owner=table.prefix)
         for level in reversed(range(table.levels_from, LEVELS)):
             yield cascade, level
 

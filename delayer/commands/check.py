@@ -142,21 +142,22 @@ async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
     """The cascades of other systems; what is missing there is theirs to declare."""
     rows = []
     for table in settings.takeovers:
-        cascade = Cascade(table.cascade)
+        cascade = Cascade(table.cascade, owner=table.prefix)
+        of = f"{cascade.owner} {cascade.kind}".lstrip()
         try:
             depths = await admin.depths(cascade.level(level) for level in range(table.levels_from, LEVELS))
             missing = [f"queue {name}" for name, depth in depths.items() if depth is None]
             missing += [] if await admin.exchange_exists(cascade.delivery) else [f"exchange {cascade.delivery}"]
         except BrokerRefused as refused:
             # RabbitMQ 4.3 shows them only to who may configure them, which the daemon need not.
-            rows.append(Row("takeover", "note", f"{cascade.kind}: could not be seen: {refused}"))
+            rows.append(Row("takeover", "note", f"{of}: could not be seen: {refused}"))
             continue
         if missing:
-            found = f"{cascade.kind}: {len(missing)} missing: {missing[0]}" + (", …" if len(missing) > 1 else "")
+            found = f"{of}: {len(missing)} missing: {missing[0]}" + (", …" if len(missing) > 1 else "")
             rows.append(Row("takeover", "note", found, "nothing: its owner declares it, and the daemon waits for that"))
         else:
             waiting = sum(depth or 0 for depth in depths.values())
-            rows.append(Row("takeover", "ok", f"{cascade.kind}: {len(depths)} levels, {waiting} messages in them"))
+            rows.append(Row("takeover", "ok", f"{of}: {len(depths)} levels, {waiting} messages in them"))
     return rows
 
 

@@ -69,23 +69,33 @@ _FAMILIES: dict[Kind, _Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """``prefix`` begins the names of our own cascade (kind "delayer") and means nothing for the shared kinds."""
+    """``prefix`` begins the names of our own cascade (kind "delayer") and means nothing for the shared kinds.
+
+    ``owner``: what kombu, from 5.7 on, puts before the names of Celery's if it is told to; of that kind only."""
 
     kind: Kind = "delayer"
     prefix: str = "delayer."
+    owner: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown kind, and for a prefix that the broker would not take in a name."""
         if self.kind not in KINDS:
             raise ValueError(f"cascade: expected one of {', '.join(KINDS)}, found {self.kind!r}")
-        if not _NAMES_BEGIN.fullmatch(self.prefix):
-            raise ValueError(f"prefix: expected letters, digits and any of '-_.:' only, found {self.prefix!r}")
+        for begin in (self.prefix, self.owner):
+            if not _NAMES_BEGIN.fullmatch(begin):
+                raise ValueError(f"prefix: expected letters, digits and any of '-_.:' only, found {begin!r}")
+        if self.owner and self.kind != "celery":
+            raise ValueError(
+                f"prefix: expected none, because cascade {self.kind} has names of its own, found {self.owner!r}"
+            )
         if self.prefix.startswith("amq."):
             raise ValueError(
                 f"prefix: expected any but 'amq.', which the broker keeps for itself, found {self.prefix!r}"
             )
-        if len(self.level(0)) > NAME_BYTES:
-            raise ValueError(f"prefix: expected names of at most {NAME_BYTES} bytes, found {self.prefix!r}")
+        if len(self.level(0)) > NAME_BYTES or len(self.delivery) > NAME_BYTES:
+            raise ValueError(
+                f"prefix: expected names of at most {NAME_BYTES} bytes, found {self.owner or self.prefix!r}"
+            )
 
     @property
     def shared(self) -> bool:
@@ -95,7 +105,7 @@ class Cascade:
     @property
     def delivery(self) -> str:
         """Name of the delivery exchange, where every path through the cascade ends."""
-        return _FAMILIES[self.kind].delivery.format(prefix=self.prefix)
+        return self._owned(_FAMILIES[self.kind].delivery.format(prefix=self.prefix))
 
     @property
     def strays(self) -> str | None:
@@ -109,7 +119,10 @@ class Cascade:
         """Name of the exchange and of the queue of level 0..27."""
         if not 0 <= number < LEVELS:
             raise ValueError(f"level: expected 0 to {LEVELS - 1}, found {number}")
-        return _FAMILIES[self.kind].level.format(prefix=self.prefix, level=number)
+        return self._owned(_FAMILIES[self.kind].level.format(prefix=self.prefix, level=number))
+
+    def _owned(self, name: str) -> str:
+        return f"{self.owner}_{name}" if self.owner else name
 
     def levels(self) -> Iterator[Level]:
         """From 27 down to 0, the way that messages go."""

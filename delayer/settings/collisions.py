@@ -84,17 +84,21 @@ def takeovers(merged: Merged, queues: Mapping[tuple[str, str], str], routes: Rou
     if tables and merged.values.get("mode") == "native" and "url" not in (merged.values.get("store") or {}):
         expected = "a store for what is taken over: store.url, where the mode is native"
         problems.append(Problem(source, "takeover", expected, "none"))
-    seen: set[str] = set()
+    seen: set[Cascade] = set()
     for index, one in enumerate(tables):
         kind = _text(one.get("cascade"))
-        if kind in seen:
+        if kind is None or kind not in SHARED:
+            continue
+        try:
+            cascade = Cascade(SHARED[kind], owner=_text(one.get("prefix")) or "")
+        except ValueError:
+            continue  # said already, by the table
+        if cascade in seen:
             problems.append(
                 Problem(source, f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind))
             )
-        if kind is None or kind not in SHARED or kind in seen:
             continue
-        seen.add(kind)
-        cascade = Cascade(SHARED[kind])
+        seen.add(cascade)
         taken = {level.name for level in cascade.levels()} | {cascade.delivery}
         expected = f"a name that is not one of cascade {kind}'s, which is its owner's"
         ours = {".".join(key): name for key, name in queues.items()}

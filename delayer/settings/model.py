@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from delayer.core.cascade import Cascade
 from delayer.core.forms import DEFAULT_FORMS, DELAY_FORMS, is_form
 from delayer.settings import values
 from delayer.settings.errors import Expected, show
@@ -169,6 +170,16 @@ class Takeover(Table):
 
     cascade: Literal["nservicebus-v2", "nservicebus-v1", "celery"]
     levels_from: Annotated[StrictInt, Field(ge=0, le=27)] = 6
+    prefix: values.Prefix = ""
+
+    @field_validator("prefix")
+    @classmethod
+    def _of_celerys_names(cls, prefix: str, info: ValidationInfo) -> str:
+        try:
+            Cascade(info.data.get("cascade", "celery"), owner=prefix)
+        except ValueError:
+            raise Expected('none, or beside cascade = "celery" a short one of letters, digits and -_.:') from None
+        return prefix
 
 
 class Destination(Table):

@@ -100,9 +100,11 @@ class Shop:
         return found
 
     @asynccontextmanager
-    async def daemon(self, kind: Kind, levels_from: int, *, ends: int = 0) -> AsyncIterator[DaemonProcess]:
+    async def daemon(
+        self, kind: Kind, levels_from: int, *, prefix: str = "", ends: int = 0
+    ) -> AsyncIterator[DaemonProcess]:
         """With the rights of docs/security.md: it could not declare, bind or delete anything of the owner's."""
-        cascade, own = Cascade(kind), r"delays|delays\.refused|delayer\.in"
+        cascade, own = Cascade(kind, owner=prefix), r"delays|delays\.refused|delayer\.in"
         levels = "|".join(re.escape(cascade.level(level)) for level in range(levels_from, LEVELS))
         self.rabbitmq.add_user(
             "taker", "sesame", vhost=self.vhost,
@@ -111,7 +113,7 @@ class Shop:
         environ = {
             "BROKER__URL": self.rabbitmq.url(self.vhost, user="taker:sesame"),
             "STORE__URL": self.postgres.url(self.database),
-            "TAKEOVER": json.dumps([{"cascade": kind, "levels_from": levels_from}]),
+            "TAKEOVER": json.dumps([{"cascade": kind, "levels_from": levels_from, "prefix": prefix}]),
         }
         async with DaemonProcess(environ) as daemon:
             await daemon.ready()
@@ -231,8 +233,9 @@ async def test_a_daemon_that_is_killed_at_it_loses_nothing(rabbitmq: RabbitMQ, p
         assert set(inbox.counts) == set(dues)
 
 
-async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
-    """Declared, bound and published by kombu itself."""
+@pytest.mark.parametrize("prefix", ["", pytest.param("shop", marks=pytest.mark.long)])
+async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, schema: str, prefix: str) -> None:
+    """Declared, bound and published by kombu itself, also where it is told to put something before its names."""
     kombu = pytest.importorskip("kombu")
     from kombu.transport import native_delayed_delivery as delayed
 
@@ -240,13 +243,13 @@ async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, 
         dues: dict[bytes, int] = {}
 
         def declare(connection: Any) -> None:
-            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum", prefix)
             tasks = kombu.Queue(
                 "tasks", kombu.Exchange("tasks", type="topic"), routing_key="tasks",
                 queue_arguments={"x-queue-type": "quorum"},
             )  # fmt: skip
             tasks.bind(connection.default_channel).declare()
-            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks)
+            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, tasks, prefix)
 
         def publish(connection: Any) -> None:
             producer = connection.Producer(connection.default_channel)
@@ -255,7 +258,7 @@ async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, 
                     body = f"{key} after {seconds}".encode()
                     producer.publish(
                         body,
-                        exchange=delayed.level_name(delayed.MAX_LEVEL),
+                        exchange=delayed.level_name(delayed.MAX_LEVEL, prefix),
                         routing_key=delayed.calculate_routing_key(seconds, key),
                         headers={"task": "shop.remind", "id": body.decode(), "eta": None, "retries": 0},
                         content_type="application/octet-stream",
@@ -273,7 +276,7 @@ async def test_tasks_of_celery_by_kombu(rabbitmq: RabbitMQ, postgres: Postgres, 
         await asyncio.to_thread(by_kombu, declare)
         inbox = await it.raw.inbox("tasks")
         before = it.topology()
-        async with it.daemon("celery", 1):
+        async with it.daemon("celery", 1, prefix=prefix):
             await asyncio.to_thread(by_kombu, publish)
             await inbox.got(list(dues))
             for body, due_ms in dues.items():

@@ -141,6 +141,17 @@ def test_the_prefix_is_ours_only() -> None:
     assert Cascade("celery", prefix="team.").entry(1) == "celery_delayed_0"
 
 
+def test_what_kombu_puts_before_the_names_of_celerys() -> None:
+    delayed = pytest.importorskip("kombu.transport.native_delayed_delivery")
+    cascade = Cascade("celery", owner="shop")
+    assert [cascade.level(level) for level in range(LEVELS)] == [delayed.level_name(n, "shop") for n in range(LEVELS)]
+    assert cascade.delivery == delayed._celery_delayed_delivery_exchange("shop")
+    for kind in KINDS:
+        if kind != "celery":
+            with pytest.raises(ValueError, match="names of its own"):
+                Cascade(kind, owner="shop")
+
+
 QUORUM = {"x-queue-type": "quorum", "x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
 
 

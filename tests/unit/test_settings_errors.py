@@ -12,6 +12,7 @@ from delayer.settings import ConfigError, Problem, load, loading, mask
 
 DURATION = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
 KNOWN = "a known key"
+OF_CELERY = 'none, or beside cascade = "celery" a short one of letters, digits and -_.:'
 UNKNOWN = "an unknown one"
 LISTEN = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
 BROKER_URL = "a URL like amqp://user:password@host:5672/vhost, or amqps:// for TLS"
@@ -243,6 +244,14 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     (
         '[[takeover]]\ncascade = "celery"\n[[takeover]]\ncascade = "celery"',
         [("takeover[1].cascade", "a cascade that no other takeover has", '"celery"', "")],
+    ),
+    (
+        '[[takeover]]\ncascade = "celery"\nprefix = "shop"\n[[takeover]]\ncascade = "celery"\nprefix = "shop"',
+        [("takeover[1].cascade", "a cascade that no other takeover has", '"celery"', "")],
+    ),
+    (
+        '[[takeover]]\ncascade = "nservicebus-v2"\nprefix = "shop"\n[[takeover]]\ncascade = "celery"\nprefix = "a b"',
+        [(f"takeover[{index}].prefix", OF_CELERY, found, "") for index, found in enumerate(('"shop"', '"a b"'))],
     ),
     (
         'mode = "native"\n[[takeover]]\ncascade = "celery"',
