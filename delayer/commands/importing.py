@@ -227,7 +227,9 @@ async def _cascade(settings: Settings, source: Source, book: ImportStore) -> Asy
     """Into the cascade of ``[native]``. Raises ImportImpossible for what would come out of it just to go in again."""
     here, cascade = Address.parse(settings.broker_url), cascade_of(settings)
     said = source.parameters
-    if source.name == "cascade" and (said["broker"], said["cascade"]) == (str(here), cascade.kind):
+    prefix = cascade.owner if cascade.shared else cascade.prefix
+    own = {"broker": str(here), "cascade": cascade.kind, "prefix": prefix}
+    if source.name == "cascade" and {name: said.get(name, "") for name in own} == own:
         raise ImportImpossible("these messages wait in this cascade already. Next: say --into store")
     relay = Relay(here, "delayer import", heartbeat=HEARTBEAT)
     relay.start()

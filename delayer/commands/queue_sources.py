@@ -48,7 +48,10 @@ def _opened(delivery: Delivery) -> Parcel | None:
 def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     kind, prefix = given["kind"], given["prefix"]
     try:
-        cascade = Cascade(kind, wanted.settings.native.prefix if prefix is None else prefix)
+        if kind == "delayer":
+            cascade = Cascade(kind, wanted.settings.native.prefix if prefix is None else prefix)
+        else:
+            cascade = Cascade(kind, owner=prefix or "")
     except ValueError as error:
         raise ImportImpossible(str(error)) from None
     to = given["to_exchange"]
@@ -78,7 +81,7 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
             wanted.meant,
             book.now_ms,
             rewrites=wanted.rewrites,
-            said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"]),
+            said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["whole_time"]),
         )
     except ValueError as error:
         raise ImportImpossible(f"the source's {error}") from None
@@ -93,7 +96,12 @@ def add() -> None:
         "the last seconds, the cascade delivers by itself.",
         [
             click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Whose it is."),
-            click.option("--prefix", metavar="TEXT", help="Of the names of delayer's own. [default: native.prefix]"),
+            click.option(
+                "--prefix",
+                metavar="TEXT",
+                help="Of the names of delayer's own, or what Celery is told to put before its own. [default: "
+                "native.prefix; none]",
+            ),
             click.option(
                 "--levels-from",
                 type=click.IntRange(0, LEVELS - 1),
@@ -125,6 +133,12 @@ def add() -> None:
             ),
             click.option(
                 "--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"
+            ),
+            click.option(
+                "--whole-time",
+                is_flag=True,
+                help="Each message waits its whole time again, whatever its timestamp tells: for those that publishers "
+                "sent again as they got them.",
             ),
             click.option(
                 "--management-url",

@@ -36,6 +36,7 @@ CONSULTED: Final = frozenset(
 
 Headers = Mapping[bytes, object]
 
+_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - as the texts are that are compared with it
 # yyyy-MM-dd HH:mm:ss:ffffff Z: a colon before the microseconds, and always UTC.
 _INSTANT = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d):(\d{6}) Z", re.ASCII)
 
@@ -56,10 +57,19 @@ def read_wire_instant_ms(value: object) -> int:
     found = _INSTANT.fullmatch(value) if isinstance(value, str) else None
     try:
         if found is not None:
-            return read_instant_ms(f"{found[1]}.{found[2]}Z")
+            return _epoch_ms(f"{found[1]}.{found[2]}")
     except UnreadableDelay:
         pass  # the 31st of February: said below, in the words of this format
     raise UnreadableDelay(f"expected an instant like 2026-04-29 22:11:26:330982 Z, found {shown(value)}")
+
+
+def _epoch_ms(text: str) -> int:
+    """Of an instant in UTC without its zone. Raises UnreadableDelay."""
+    try:
+        since = datetime.fromisoformat(text) - _EPOCH  # in a tenth of the time: an import reads one in every row
+    except ValueError:
+        return read_instant_ms(f"{text}Z")  # a leap second is an instant, too
+    return (since.days * 86_400 + since.seconds) * 1000 - (-since.microseconds // 1000)
 
 
 def wire_instant(epoch_ms: int) -> str:

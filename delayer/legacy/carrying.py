@@ -1,8 +1,8 @@
 """An import into delayer's own cascade, for native mode: what is imported is published there, and confirmed.
 
-The state of the run is in the store all the same, and so is what a cascade cannot take: what is held, has a key, or is
-due in more than 8.5 years. A batch is published first and noted then: a kill between the two repeats it, with the same
-message ids, as every fault may repeat what is in flight.
+The state of the run is in the store all the same, and so is what a cascade cannot take: what is held, has a key, is due
+in more than 8.5 years, or is too large for the broker. A batch is published first and noted then: a kill between these
+repeats it, with the same message ids, as every fault may repeat what is in flight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from delayer.legacy.ports import ImportImpossible
 from delayer.store.importing import ImportStore
 
 AT_ONCE: Final = 500
+LARGEST_BODY: Final = 16_000_000
+"""Bytes. RabbitMQ 4 closes the channel over more than 16 MiB, unless it is told otherwise."""
 Envelop = Callable[[Parcel, bytes], bytes]
 """The properties of the carrier that takes a message through the cascade, under an id."""
 
 
 class Publisher(Protocol):
     """What services.ports.Publisher has of it."""
+
+    @property
+    def max_properties(self) -> int: ...
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]: ...
 
@@ -68,20 +73,27 @@ class CascadeBook:
         kept: list[Item] = []
         outgoing: list[Outgoing] = []
         for item in batch.items:
-            seconds = seconds_until(item.parcel.due_ms, now_ms)
-            if item.problem or item.parcel.key is not None or seconds > MAX_SECONDS:
+            carrier = None if item.problem else self._carrier(item.parcel, now_ms)
+            if carrier is None:
                 kept.append(item)
             else:
-                outgoing.append(self._carrier(item.parcel, seconds))
+                outgoing.append(carrier)
         for start in range(0, len(outgoing), AT_ONCE):
             await self._publish(outgoing[start : start + AT_ONCE])
         reach("import.published")
         return await self._book.commit(run, Batch(kept, batch.progress, batch.again), published=len(outgoing))
 
-    def _carrier(self, parcel: Parcel, seconds: int) -> Outgoing:
+    def _carrier(self, parcel: Parcel, now_ms: int) -> Outgoing | None:
+        """None for what a cascade cannot take."""
+        seconds = seconds_until(parcel.due_ms, now_ms)
+        if parcel.key is not None or seconds > MAX_SECONDS or len(parcel.body) > LARGEST_BODY:
+            return None
         id_ = uuid.uuid4().hex.encode()
+        properties = self._envelop(parcel, id_)
+        if len(properties) > self._publisher.max_properties:
+            return None
         key = routing_key(seconds, self._due_queue)
-        return Outgoing(self._cascade.entry(seconds).encode(), key, self._envelop(parcel, id_), parcel.body, id_)
+        return Outgoing(self._cascade.entry(seconds).encode(), key, properties, parcel.body, id_)
 
     async def _publish(self, some: Sequence[Outgoing]) -> None:
         """Raises BrokerLost, ImportImpossible."""

@@ -96,6 +96,8 @@ class CascadeLevels(Queues):
         said: dict[str, object] = {"cascade": self._cascade.kind, "levels_from": self._lowest}
         if self._cascade.kind == "delayer":
             said["prefix"] = self._cascade.prefix
+        elif self._cascade.owner:
+            said["prefix"] = self._cascade.owner
         if self._to_exchange is not None:
             said["to_exchange"] = self._to_exchange.decode("utf-8", "backslashreplace")
         return said

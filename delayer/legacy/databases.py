@@ -9,7 +9,7 @@ from typing import Final
 
 from sqlalchemy import URL
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from delayer.legacy.ports import ImportImpossible, SourceLost
@@ -26,6 +26,8 @@ PACKAGES: Final = {
 }
 
 
+FORBIDDEN: Final = frozenset({1044, 1142, 1143, 1227})
+"""MySQL's numbers for what a user may not do; its drivers take them for a server that is in trouble."""
 SHOWN: Final = frozenset(
     {"host", "port", "server", "address", "database", "dbname", "service", "driver", "uid", "user"}
 )
@@ -79,6 +81,14 @@ def secrets(url: URL) -> set[str]:
     return found - {""}
 
 
+def _refused(error: Exception) -> bool:
+    """Whether it answered, and will answer the same again: something is missing, or forbidden."""
+    if isinstance(error, ProgrammingError):
+        return True
+    arguments = error.orig.args if isinstance(error, DBAPIError) and error.orig is not None else ()
+    return bool(arguments) and arguments[0] in FORBIDDEN
+
+
 class Database:
     """Connections to one database."""
 
@@ -103,6 +113,11 @@ class Database:
             advice = PACKAGES.get(error.name or "", f"install {error.name}")
             raise ImportImpossible(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
         except (SQLAlchemyError, OSError) as error:
+            if _refused(error):
+                raise ImportImpossible(
+                    f"the database refuses it: {self._described(error)}. Next: see that its user may SELECT, INSERT "
+                    "and DELETE there, and create tables"
+                ) from error
             raise SourceLost(self._described(error)) from error
 
     def _described(self, error: Exception) -> str:

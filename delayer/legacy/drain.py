@@ -155,6 +155,8 @@ class Queues(ABC):
         self._count = run.committed
         if run.progress is not None:
             self._known.update(json.loads(run.progress)["digests"])
+        if self._full():
+            await self._remove_known(run)  # no batch comes any more that would meet them
 
     async def next_batch(self) -> Batch | None:
         """See the port."""
@@ -209,6 +211,10 @@ class Queues(ABC):
     async def put_back(self, run: Run) -> None:
         """See the port. What is not committed is in its queue; what is committed and still there goes now."""
         await self.resume(run)
+        await self._remove_known(run)
+
+    async def _remove_known(self, run: Run) -> None:
+        """Acknowledge what is committed and still in the queue that was read last."""
         if not self._known.total():
             return
         queue = json.loads(str(run.progress))["queue"]

@@ -26,18 +26,23 @@ from delayer.wire.properties import Properties, splice
 
 NAME: Final = "hold-queues"
 X_DEATH: Final = b"x-death"
+COPIES: Final = b"CC"
+SENT_AGAIN: Final = "_retry"
+"""What Symfony's names of queues end with whose messages its workers sent once more, with the timestamp they had."""
 _LONGEST_MS: Final = 315_360_000_000
 """Ten years: RabbitMQ's own limit for a TTL."""
 
 
 @dataclass(slots=True)
 class Hold:
-    """Satisfies drain.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts."""
+    """Satisfies drain.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``believed``:
+    whether messages are asked when they came."""
 
     queue: str
     exchange: bytes
     routing_key: bytes | None
     ttl_ms: int | None
+    believed: bool = True
     last_ms: int = 0
     """The latest due instant that a message of it told: those behind it came later, and are due later."""
 
@@ -63,7 +68,7 @@ class Hold:
         return Item(
             Parcel(
                 due_ms, self.queue.encode(), delivery.exchange, delivery.routing_key, Target(self.exchange, own),
-                _without_expiration(delivery.properties, properties), delivery.body,
+                _dead_lettered(delivery.properties, properties, rerouted=self.routing_key is not None), delivery.body,
             ),
             problem,
         )  # fmt: skip
@@ -83,7 +88,7 @@ class Hold:
         but when it was first sent, and it may have come just now.
         """
         latest_ms = now_ms + wait_ms
-        came = _came_ms(properties)
+        came = self._came_ms(properties)
         if came is None or came + wait_ms <= now_ms:
             return latest_ms
         due_ms = min(came + wait_ms, latest_ms)
@@ -91,23 +96,39 @@ class Hold:
             due_ms = self.last_ms = max(due_ms, min(self.last_ms, latest_ms))
         return due_ms
 
+    def _came_ms(self, properties: Properties | None) -> int | None:
+        """The latest of what the message says about when it came, at the end of that second.
 
-def _came_ms(properties: Properties | None) -> int | None:
-    """The latest of what the message says about when it came, at the end of that second."""
-    if properties is None:
-        return None
-    told = [] if properties.timestamp is None else [properties.timestamp]
-    deaths = decoded(properties, (X_DEATH,)).get(X_DEATH)
-    if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict):
-        at = deaths[0].get("time")
-        if isinstance(at, Timestamp):
+        It says nothing where it was let out of such a queue before: somebody sent it again since, with what it had,
+        and nothing notes when. Nor does its timestamp where that is what those do who fill the queue.
+        """
+        if properties is None or not self.believed:
+            return None
+        last = _last_death(properties)
+        if last.get("reason") == "expired":
+            return None
+        told = []
+        if properties.timestamp is not None and (last or not self.queue.endswith(SENT_AGAIN)):
+            told.append(properties.timestamp)
+        if isinstance(at := last.get("time"), Timestamp):
             told.append(int(at))
-    return (max(told) + 1) * 1000 if told else None
+        return (max(told) + 1) * 1000 if told else None
 
 
-def _without_expiration(raw: bytes, properties: Properties | None) -> bytes:
-    """As the broker dead-letters: an expiration has acted, and does not act again."""
-    return raw if properties is None or properties.expiration is None else splice(properties, drop=("expiration",))
+def _last_death(properties: Properties) -> Mapping[str, object]:
+    deaths = decoded(properties, (X_DEATH,)).get(X_DEATH)
+    return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else {}
+
+
+def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool) -> bytes:
+    """As the broker dead-letters: an expiration has acted, and does not act again; and where the queue says the key,
+    further keys of the message do not act either."""
+    if properties is None:
+        return raw
+    remove = (COPIES,) if rerouted and properties.get(COPIES) is not None else ()
+    return (
+        splice(properties, remove=remove, drop=("expiration",)) if remove or properties.expiration is not None else raw
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +138,16 @@ class Said:
     ttl_ms: int | None = None
     exchange: str | None = None
     routing_key: str | None = None
+    whole_time: bool = False
+    """Each message waits its whole time again, whatever it says about when it came."""
 
     def as_dict(self) -> dict[str, object]:
-        said = {"ttl_ms": self.ttl_ms, "to_exchange": self.exchange, "to_key": self.routing_key}
+        said = {
+            "ttl_ms": self.ttl_ms,
+            "to_exchange": self.exchange,
+            "to_key": self.routing_key,
+            "whole_time": self.whole_time or None,
+        }
         return {name: value for name, value in said.items() if value is not None}
 
 
@@ -191,4 +219,5 @@ class HoldQueues(Queues):
             str(exchange).encode(),
             None if key is None else str(key).encode(),
             None if ttl is None else int(ttl),
+            believed=not said.whole_time,
         )

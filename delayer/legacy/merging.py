@@ -15,6 +15,8 @@ from delayer.legacy.statements import Moving, Place
 READ: Final = 2_000
 """Rows that are in memory, of all tables together; more where there are very many tables."""
 LEAST: Final = 100
+READ_BYTES: Final = 32 << 20
+"""The same for their bytes: a row more than that only where it is alone."""
 
 
 class Merge:
@@ -27,6 +29,7 @@ class Merge:
         self._portion = max(READ // max(len(tables), 1), LEAST)
         self._rows: list[deque[Any]] = [deque() for _ in tables]
         self._heads: list[tuple[datetime, int]] | None = None
+        self._largest: dict[str, int] = {}
 
     async def next(self, connection: AsyncConnection) -> tuple[str, Any] | None:
         """The next row and its table's name; None when nothing is left. Raises the driver's errors."""
@@ -50,7 +53,24 @@ class Merge:
 
     async def _read(self, connection: AsyncConnection, index: int) -> None:
         one = self._tables[index]
-        found = (await connection.execute(one.batch(self._portion, self._after.get(one.name)))).all()
+        limit = await self._fitting(connection, one)
+        found = (await connection.execute(one.batch(limit, self._after.get(one.name)))).all()
         if found:
             self._rows[index].extend(found)
             self._after[one.name] = Place(found[-1][3], found[-1][0])
+
+    async def _fitting(self, connection: AsyncConnection, one: Moving) -> int:
+        """How many of the next rows fit into memory. Asked for only where there are rows that might not."""
+        dialect, room = connection.dialect.name, READ_BYTES // len(self._tables)
+        if one.name not in self._largest:
+            self._largest[one.name] = (await connection.execute(one.largest(dialect))).scalar_one() or 0
+        if self._portion * self._largest[one.name] <= room:
+            return self._portion
+        sizes = await connection.execute(one.sizes(dialect, self._portion, self._after.get(one.name)))
+        fitting = 0
+        for size in sizes.scalars():
+            room -= size
+            if room < 0:
+                break
+            fitting += 1
+        return max(fitting, 1)

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from delayer.core.importing import SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
 from delayer.core.message import Target
+from delayer.faultpoint import reach
 from delayer.legacy import places, tables
 from delayer.legacy.ahead import Ahead
 from delayer.legacy.databases import Database
@@ -135,15 +136,18 @@ class Tables:
             for one in ours:
                 if one.staged.name not in there:
                     await connection.execute(one.create())
+                    if spare := await connection.run_sync(tables.spare_indexes, one, self._schema):
+                        await connection.execute(one.bare(spare))
             await connection.commit()
             # A stage that was committed is whole.
             if not (count := await self._count(connection, ours)):
                 count = await self._take(connection, ours)
                 await connection.commit()
+                reach("import.moved")
             # Afterwards: an index of what is there is made in a tenth of the time that adding to it takes.
             for one in ours:
-                if not await connection.run_sync(tables.indexed, one, self._schema):
-                    await connection.execute(one.index())
+                if (statement := await connection.run_sync(tables.ordering, one, self._schema)) is not None:
+                    await connection.execute(statement)
             await connection.commit()
         return count
 

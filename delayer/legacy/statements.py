@@ -30,20 +30,24 @@ from sqlalchemy import (
     func,
     insert,
     literal,
+    literal_column,
     or_,
     select,
     table,
     text,
 )
-from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, DropTable
-from sqlalchemy.sql.ddl import ExecutableDDLElement
 from sqlalchemy.sql.elements import quoted_name
 from sqlalchemy.sql.selectable import TableClause
 from sqlalchemy.types import TypeEngine
 
+from delayer.legacy.create_like import CreateLike
+
 SUFFIX: Final = "_delayer"
 """Behind a table's name: where its timeouts wait to be imported."""
+MYSQL: Final = frozenset({"mysql", "mariadb"})
+"""Dialects of databases that keep the rows of a table in the order of its primary key."""
+_ZERO: Final[ColumnElement[Any]] = literal_column("0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +91,6 @@ class Place:
     id: Any
 
 
-class CreateLike(ExecutableDDLElement):
-    """An empty table with the columns of another."""
-
-    inherit_cache = False
-
-    def __init__(self, new: Table, like: Table) -> None:
-        self.new = new
-        self.like = like
-
-
-@compiles(CreateLike)
-def _create_like(element: CreateLike, compiler: Any, **_: Any) -> str:
-    format_table = compiler.preparer.format_table
-    new, like = format_table(element.new), format_table(element.like)
-    match compiler.dialect.name:
-        case "mssql":
-            return f"SELECT * INTO {new} FROM {like} WHERE 1 = 0"
-        case "postgresql":
-            return f"CREATE TABLE {new} (LIKE {like})"
-        case "oracle":
-            return f"CREATE TABLE {new} AS SELECT * FROM {like} WHERE 1 = 0"
-        case _:
-            return f"CREATE TABLE {new} LIKE {like}"
-
-
 class Moving:
     """The statements for one table; ``columns`` are all it has.
 
@@ -152,6 +131,17 @@ class Moving:
             schema=self.staged.schema, quote=True,
         )  # fmt: skip
         return CreateIndex(Index(self.index_name, *(made.c[name] for name in names)))
+
+    def cluster(self) -> Executable:
+        """The same for MySQL: the rows in the order that they are read and removed in. An index would lead from each to
+        another page, and where there are more pages than it keeps in memory it would read, and write, one for each."""
+        names = ", ".join(_backquoted((name,)) for name in (self.layout.time, self.layout.id))
+        return text(f"ALTER TABLE {_backquoted(self._place(SUFFIX))} DROP PRIMARY KEY, ADD PRIMARY KEY ({names})")
+
+    def bare(self, indexes: Sequence[str]) -> Executable:
+        """For MySQL, whose table is made with all indexes of the other: without these."""
+        dropped = ", ".join(f"DROP INDEX {_backquoted((name,))}" for name in indexes)
+        return text(f"ALTER TABLE {_backquoted(self._place(SUFFIX))} {dropped}")
 
     @property
     def index_name(self) -> str:
@@ -216,7 +206,7 @@ class Moving:
         """Delete what was copied. MySQL would look through the whole table for that, and wait for every row in it that
         somebody has locked, unless it is told to begin with what was copied."""
         id_ = self.layout.id
-        if dialect in ("mysql", "mariadb"):
+        if dialect in MYSQL:
             source, staged, key = (_backquoted(name) for name in (self._place(), self._place(SUFFIX), (id_,)))
             return text(f"DELETE {source} FROM {staged} STRAIGHT_JOIN {source} ON {source}.{key} = {staged}.{key}")
         return delete(self.source).where(self.source.c[id_].in_(select(self.staged.c[id_])))
@@ -236,12 +226,28 @@ class Moving:
 
     def batch(self, limit: int, after: Place | None = None) -> Select[Any]:
         """The soonest of what was moved, behind that place."""
+        return self._soonest([self.staged.c[name] for name in self.layout.names], limit, after)
+
+    def sizes(self, dialect: str, limit: int, after: Place | None = None) -> Select[Any]:
+        """How many bytes the same rows have."""
+        return self._soonest([self._size(dialect)], limit, after)
+
+    def largest(self, dialect: str) -> Select[Any]:
+        """How many bytes the largest of all has."""
+        return select(func.max(self._size(dialect)))
+
+    def _soonest(self, columns: Sequence[ColumnElement[Any]], limit: int, after: Place | None) -> Select[Any]:
         time, id_ = self.staged.c[self.layout.time], self.staged.c[self.layout.id]
-        query = select(*(self.staged.c[name] for name in self.layout.names)).order_by(time, id_).limit(limit)
+        query = select(*columns).select_from(self.staged).order_by(time, id_).limit(limit)
         if after is None:
             return query
         since = self._instant(after.time)
         return query.where(time >= since, or_(time > since, id_ > after.id))
+
+    def _size(self, dialect: str) -> ColumnElement[Any]:
+        length = func.datalength if dialect == "mssql" else func.octet_length
+        state, headers = (self.staged.c[name] for name in (self.layout.state, self.layout.headers))
+        return func.coalesce(length(state), _ZERO) + func.coalesce(length(headers), _ZERO)
 
     def remove(self, upto: Place, after: Place | None = None) -> Delete:
         """What stands up to there is committed, and what stands up to ``after`` is gone: an index is read over its

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, Executable, inspect
 
 from delayer.legacy.ports import ImportImpossible
-from delayer.legacy.statements import SUFFIX, Layout, Moving
+from delayer.legacy.statements import MYSQL, SUFFIX, Layout, Moving
 
 TOLD: Final = 20
 """Names of other tables that are told where none matches."""
@@ -45,8 +45,22 @@ def staged(connection: Connection, schema: str | None) -> set[str]:
     return {name for name in inspect(connection).get_table_names(schema=schema) if name.endswith(SUFFIX)}
 
 
-def indexed(connection: Connection, one: Moving, schema: str | None) -> bool:
-    """Whether the one beside it has its index."""
-    return one.index_name in {
-        index["name"] for index in inspect(connection).get_indexes(one.staged.name, schema=schema)
-    }
+def spare_indexes(connection: Connection, one: Moving, schema: str | None) -> list[str]:
+    """Indexes of the new one beside it that nobody needs there."""
+    if connection.dialect.name not in MYSQL:
+        return []
+    return sorted(str(index["name"]) for index in inspect(connection).get_indexes(one.staged.name, schema=schema))
+
+
+def ordering(connection: Connection, one: Moving, schema: str | None) -> Executable | None:
+    """What gives the one beside it the order that its batches are read in; None where it has it."""
+    inspector = inspect(connection)
+    if one.index_name in {index["name"] for index in inspector.get_indexes(one.staged.name, schema=schema)}:
+        return None
+    if connection.dialect.name in MYSQL:
+        key = inspector.get_pk_constraint(one.staged.name, schema=schema)["constrained_columns"]
+        if key == [one.layout.time, one.layout.id]:
+            return None
+        if key == [one.layout.id]:
+            return one.cluster()
+    return one.index()

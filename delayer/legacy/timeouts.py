@@ -99,7 +99,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
     if NET_TYPE in found:  # Json.NET's, where it is told to say what it wrote; no header
         found = {name: value for name, value in found.items() if name != NET_TYPE}
     longest = max(map(len, found), default=0)
-    if longest > SHORT_STRING // 4 and any(len(_utf8(name)) > SHORT_STRING for name in found):
+    if longest > SHORT_STRING // 4 and any(len(name.encode("utf-8", "surrogatepass")) > SHORT_STRING for name in found):
         raise ValueError(f"a name has more than {SHORT_STRING} bytes")
     return found
 
@@ -122,7 +122,7 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
     texts.setdefault(RELATED, id_)
     parts: list[bytes] = []
     for name, text in texts.items():
-        value = _utf8(text)
+        value = text.encode("utf-8", "surrogatepass")  # JSON can spell half of a pair of surrogates
         parts += (_head(name), _U32.pack(len(value)), value)
     if raw:
         parts.append(entry(UNREAD, long_string(raw)))
@@ -138,7 +138,7 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
         (_MESSAGE_ID, get("NServiceBus.MessageId", "") or id_),
         (_TYPE, kind),
     ):
-        value = _utf8(text)
+        value = text.encode("utf-8", "surrogatepass")
         if 0 < len(value) <= SHORT_STRING:
             flags |= bit
             if bit == _CONTENT_TYPE:
@@ -148,17 +148,10 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
     return b"".join((_U16.pack(flags), before, _U32.pack(len(table)), table, _PERSISTENT, behind))
 
 
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can spell
-        return text.encode("utf-8", "surrogatepass")
-
-
 @lru_cache(maxsize=1 << 12)
 def _head(name: str) -> bytes:
     """What stands before the length of a string header of this name; a system uses a few dozen of them."""
-    key = _utf8(name)
+    key = name.encode("utf-8", "surrogatepass")
     return b"%c%bS" % (len(key), key)
 
 

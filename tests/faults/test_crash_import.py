@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,8 @@ BATCH = 20
 FAR_MS = 4_000_000_000_000
 PROGRAM = f"""
 import sys
-from delayer.legacy import files, merging, sql
-files.BATCH = sql.BATCH = {BATCH}
+from delayer.legacy import drain, files, merging, sql
+drain.BATCH = files.BATCH = sql.BATCH = {BATCH}
 merging.LEAST = merging.READ = 7
 from delayer.cli import main
 main()
@@ -93,9 +93,9 @@ STEPS = [
 ]
 
 
-def of_steps(*default: str) -> list[Any]:
+def of_steps(*default: str, steps: Sequence[tuple[str, int]] = STEPS) -> list[Any]:
     """All of them; those that are not ``default`` take longer than one wants to wait every day."""
-    return [pytest.param(*step, marks=() if step[0] in default else pytest.mark.long) for step in STEPS]
+    return [pytest.param(*step, marks=() if step[0] in default else pytest.mark.long) for step in steps]
 
 
 async def gone(store: str) -> None:
@@ -149,6 +149,7 @@ async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: 
 
 
 TABLES = ("A_TimeoutData", "B_TimeoutData")
+OF_TABLES = [*STEPS[:1], ("import.moved", 0), *STEPS[1:]]
 
 
 @pytest.fixture(params=["postgresql", pytest.param("mysql", marks=pytest.mark.long)])
@@ -164,7 +165,7 @@ async def fill(source: Source) -> list[bytes]:
     return sorted(row["State"] for row in rows)
 
 
-@pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2", "import.emptied"))
+@pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2", "import.emptied", steps=OF_TABLES))
 async def test_tables_are_in_one_place_only(store: str, source: Source, fault: str, committed: int) -> None:
     """Killed anywhere, each timeout is in its table, or staged, or in the store; and run again it is in the store."""
     states = await fill(source)
@@ -213,7 +214,7 @@ async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: So
     assert sorted(bodies) == sorted(row["State"] for row in rows)
 
 
-@pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2")[:-1])
+@pytest.mark.parametrize(("fault", "committed"), of_steps("import.committed:2", steps=OF_TABLES)[:-1])
 async def test_tables_get_the_rest_back(store: str, source: Source, fault: str, committed: int) -> None:
     states = await fill(source)
     before = [await source.rows(name) for name in TABLES]

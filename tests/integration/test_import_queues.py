@@ -117,7 +117,7 @@ async def test_a_cascade_of_nservicebus(delayer: Run, vhost: str, rabbitmq: Rabb
 
 async def test_a_cascade_on_its_way_down_comes_out_on_time(delayer: Run, vhost: str, database: str) -> None:
     """Short delays, drained while they fall from level to level: what is drained is due when it would have been."""
-    cascade = Cascade("celery")
+    cascade = Cascade("celery", owner="shop")
     await declared(vhost, cascade.topology(), queues("tasks"))
     await declared(vhost, Topology(bindings=(Binding(cascade.delivery, "tasks", "queue", "#.tasks"),)))
     delayer("db", "upgrade")
@@ -129,7 +129,8 @@ async def test_a_cascade_on_its_way_down_comes_out_on_time(delayer: Run, vhost: 
             props = Props(headers=((b"id", text(f"task-{n}")),), delivery_mode=2)
             await raw.publish(Message(cascade.level(27), routing_key(seconds, b"tasks"), props, b"%d" % n))
         ended = now_ms()
-        report = json.loads(delayer("import", "cascade", "run", "--kind", "celery", "--yes", "--json").stdout)
+        words = ("import", "cascade", "run", "--kind", "celery", "--prefix", "shop", "--yes", "--json")
+        report = json.loads(delayer(*words).stdout)
         inbox = await raw.inbox("tasks")
         rows = await rows_of(database)
         assert report["parked"] == len(rows)
@@ -289,9 +290,12 @@ async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, da
     delayer("db", "upgrade")
     hold = {"x-message-ttl": 3_600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work"}
     await declared(vhost, Topology(queues=(Queue("hold", arguments(hold)),)), queues("work"))
+    began = now_ms()
+    half_an_hour_ago = began // 1000 - 1_800
     async with await Raw.connect(vhost) as raw:
         for n in range(5):
-            await raw.publish(Message("", b"hold", Props(message_id=b"%d" % n), b"%d" % n))
+            props = Props(message_id=b"%d" % n, timestamp=half_an_hour_ago)
+            await raw.publish(Message("", b"hold", props, b"%d" % n))
     by_hand = ("--queue", "hold", "--to-exchange", "", "--to-key", "work", "--yes", "--json")
     told = delayer("import", "hold-queues", "run", "--queue", "ho*", "--yes", expect=1).stderr
     assert "patterns need broker.management_url" in told
@@ -305,6 +309,12 @@ async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, da
     async with await Admin.connect(vhost) as admin:
         assert (await admin.depths(["hold"]))["hold"] == 3
     assert set(await rows_of(database)) == {b"0", b"1"}
+    told = delayer("import", "hold-queues", "run", *by_hand, "--ttl", "1h", "--whole-time")
+    assert json.loads(told.stdout)["parked"] == 3
+    half, ended = 1_800_000, now_ms()
+    for n, row in sorted((await rows_of(database)).items()):
+        waits = half if n in (b"0", b"1") else 2 * half
+        assert began + waits - 1_000 <= row["due_at"] <= ended + waits + 1_000, n
 
 
 async def test_into_the_cascade_and_back(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
@@ -343,6 +353,9 @@ async def test_into_the_cascade_and_back(delayer: Run, vhost: str, database: str
     assert set(await held_of(database)) == {b"gone"}
     told = delayer("import", "cascade", "run", "--yes", expect=1, **native).stderr
     assert "in this cascade already" in told
+    assert "0 parked" in delayer("import", "cascade", "run", "--prefix", "other.", "--yes", **native).stdout
+    told = delayer("import", "cascade", "run", "--kind", "nservicebus-v1", "--prefix", "x", "--yes", expect=1).stderr
+    assert "has names of its own" in told
     report = json.loads(delayer("import", "cascade", "run", "--into", "store", "--yes", "--json").stdout)
     assert report["parked"] == 40
     async with sql(database) as admin:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from delayer.legacy.databases import database_url
@@ -239,6 +239,30 @@ async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
     assert "the source is out of reach" in run_of(delayer, nowhere)("run", expect=3)
     nonsense = Source(source.kind, f"{MariaDB.PASSWORD}::")
     assert "cannot be read" in run_of(delayer, nonsense)("run", expect=1)
+
+
+async def test_a_user_who_may_only_look(delayer: Run, source: Source) -> None:
+    """He can have a preview; a run is refused by name, and leaves everything where it is."""
+    delayer("db", "upgrade")
+    await source.create("Sales_TimeoutData")
+    await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3)])
+    user = f"looker_{uuid.uuid4().hex[:8]}"
+    if source.kind == "postgresql":
+        statements = [f"CREATE ROLE {user} LOGIN PASSWORD 'x'", f'GRANT SELECT ON "Sales_TimeoutData" TO {user}']
+    else:
+        database = source.url.rpartition("/")[2].partition("?")[0]
+        statements = [f"CREATE USER {user} IDENTIFIED BY 'x'", f"GRANT SELECT ON {database}.* TO {user}"]
+    async with source.connected() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+    url = make_url(source.url).set(username=user, password="x").render_as_string(hide_password=False)
+    looker = run_of(delayer, Source(source.kind, url))
+    assert looker("preview")["messages"] == 3
+    told = looker("run", expect=1)
+    assert "the database refuses it" in told
+    assert "may SELECT, INSERT and DELETE there" in told
+    assert await source.tables() == ["Sales_TimeoutData"]
+    assert len(await source.rows("Sales_TimeoutData")) == 3
 
 
 async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:

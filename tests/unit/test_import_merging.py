@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from delayer.legacy import merging
 from delayer.legacy.merging import LEAST, READ, Merge
 from delayer.legacy.statements import Place
 
@@ -23,20 +25,41 @@ class Table:
     name: str
     rows: list[Row]
     asked: int = 0
+    read_bytes: list[int] = field(default_factory=list)
 
     def batch(self, limit: int, after: Place | None) -> list[Row]:
         self.asked += 1
+        found = self._behind(limit, after)
+        self.read_bytes.append(sum(len(row[2]) for row in found))
+        return found
+
+    def sizes(self, _dialect: str, limit: int, after: Place | None) -> list[int]:
+        return [len(row[2]) for row in self._behind(limit, after)]
+
+    def largest(self, _dialect: str) -> list[int | None]:
+        return [max((len(row[2]) for row in self.rows), default=None)]
+
+    def _behind(self, limit: int, after: Place | None) -> list[Row]:
         behind = [row for row in self.rows if after is None or (row[3], row[0]) > (after.time, after.id)]
         return sorted(behind, key=lambda row: (row[3], row[0]))[:limit]
 
 
-class Answer(list[Row]):
-    def all(self) -> list[Row]:
+class Answer(list[Any]):
+    def all(self) -> list[Any]:
         return list(self)
+
+    def scalars(self) -> list[Any]:
+        return list(self)
+
+    def scalar_one(self) -> Any:
+        [one] = self
+        return one
 
 
 class Connection:
-    async def execute(self, question: list[Row]) -> Answer:
+    dialect = SimpleNamespace(name="any")
+
+    async def execute(self, question: list[Any]) -> Answer:
         return Answer(question)
 
 
@@ -82,3 +105,19 @@ async def test_behind_a_place() -> None:
     after = {one: Place(last[3], last[0]) for one, last in all_of[:251]}
     assert after[name] == Place(row[3], row[0])
     assert await merged(tables, after) == all_of[251:]
+
+
+async def test_no_more_bytes_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among small rows are some that are as large as all that may be read at once, and larger."""
+    room = 1_000
+    monkeypatch.setattr(merging, "READ_BYTES", 2 * room)
+    tables = tables_of(2, 500, 100)
+    chance = random.Random(1)
+    for table in tables:
+        table.rows = [(*row[:2], bytes(chance.choice([0, 3, 50, room, 3 * room])), *row[3:]) for row in table.rows]
+    found = await merged(tables)
+    assert len(found) == sum(len(table.rows) for table in tables)
+    for table in tables:
+        assert max(table.read_bytes) == 3 * room, "that one alone"
+        assert all(size <= room or size == 3 * room for size in table.read_bytes)
+        assert table.asked < len(table.rows)

@@ -24,8 +24,9 @@ def item(hold: Hold, props: Props, now_ms: int = NOW) -> tuple[int, str]:
     return found.parcel.due_ms, found.problem
 
 
-def died(seconds: int) -> tuple[tuple[bytes, Value], ...]:
-    return ((b"x-death", array(table((b"time", number("T", seconds)), (b"queue", text("work"))))),)
+def died(seconds: int, reason: str = "rejected") -> tuple[tuple[bytes, Value], ...]:
+    note = table((b"time", number("T", seconds)), (b"queue", text("work")), (b"reason", text(reason)))
+    return ((b"x-death", array(note)),)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,25 @@ def test_due(ttl_ms: int | None, props: Props, due_ms: int) -> None:
     assert item(Hold("hold", b"", b"work", ttl_ms), props) == (due_ms, "")
 
 
+@pytest.mark.parametrize(
+    ("hold", "props", "told"),
+    [
+        # It was let out of a queue with a TTL before: who sent it again may have copied everything.
+        (Hold("hold", b"", b"work", 60_000), Props(timestamp=SECOND - 20, headers=died(SECOND - 30, "expired")), False),
+        (Hold("hold", b"", b"work", 60_000), Props(headers=died(SECOND - 20, "expired")), False),
+        # Symfony's workers send with the timestamp of the first time; the pair of a broker's own dead letters notes it.
+        (Hold("delay_x__60000_retry", b"", b"work", 60_000), Props(timestamp=SECOND - 20), False),
+        (Hold("delay_x__60000_delay", b"", b"work", 60_000), Props(timestamp=SECOND - 20), True),
+        (Hold("work_retry", b"", b"work", 60_000), Props(timestamp=SECOND - 90, headers=died(SECOND - 20)), True),
+        # Nobody is to be believed.
+        (Hold("hold", b"", b"work", 60_000, believed=False), Props(timestamp=SECOND - 20), False),
+        (Hold("hold", b"", b"work", 60_000, believed=False), Props(headers=died(SECOND - 20)), False),
+    ],
+)
+def test_who_is_believed(hold: Hold, props: Props, told: bool) -> None:
+    assert item(hold, props) == ((SECOND - 19) * 1000 + 60_000 if told else NOW + 60_000, "")
+
+
 def test_nobody_says_for_how_long() -> None:
     assert "for how long" in item(Hold("hold", b"", b"work", None), Props())[1]
 
@@ -72,6 +92,16 @@ def test_where_it_goes() -> None:
     assert "to itself" in Hold("hold", b"", None, 5).item(one, properties, NOW).problem
     own = Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel
     assert (own.target, own.route, own.properties) == (Target(b"x", b"hold"), b"hold", Props().encode())
+
+
+def test_further_keys_act_where_the_broker_would_let_them() -> None:
+    """A queue that says the key of its dead letters takes the others away."""
+    copies, other = (b"CC", array(text("audit"))), (b"mine", text("x"))
+    one = delivery(Props(headers=(copies, other), message_id=b"1"))
+    properties = Properties.parse(one.properties)
+    rerouted = Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel
+    assert rerouted.properties == Props(headers=(other,), message_id=b"1").encode()
+    assert Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel.properties == one.properties
 
 
 def known(props: Props, body: bytes = b"body") -> str:

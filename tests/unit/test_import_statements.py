@@ -65,6 +65,32 @@ def test_the_others_lock_by_the_statement(dialect: str, create: str) -> None:
     assert "WITH (" not in said(moving().take(Pick(), None), dialect)
 
 
+@pytest.mark.parametrize(("dialect", "length"), [("mssql", "datalength"), ("mysql", "octet_length")])
+def test_what_the_next_rows_weigh(dialect: str, length: str) -> None:
+    size = f"coalesce({length}(x.State), 0) + coalesce({length}(x.Headers), 0)"
+
+    def bare(statement: object) -> str:
+        return (
+            said(statement, dialect).translate(str.maketrans("", "", '"`[]')).replace("Sales_TimeoutData_delayer", "x")
+        )
+
+    assert f"max({size})" in bare(moving().largest(dialect))
+    text = bare(moving().sizes(dialect, 10, Place(NOON, "a")))
+    assert f"{size} AS " in text
+    assert "FROM x WHERE x.Time >= " in text
+    assert "ORDER BY x.Time, x.Id" in text
+
+
+def test_mysql_keeps_the_rows_in_the_order_of_the_batches() -> None:
+    one = Moving("Sales`TimeoutData", "t", COLUMNS, Layout())
+    assert said(one.bare(["Index_SagaId", "Index_Time"]), "mysql") == (
+        "ALTER TABLE `t`.`Sales``TimeoutData_delayer` DROP INDEX `Index_SagaId`, DROP INDEX `Index_Time`"
+    )
+    assert said(one.cluster(), "mysql") == (
+        "ALTER TABLE `t`.`Sales``TimeoutData_delayer` DROP PRIMARY KEY, ADD PRIMARY KEY (`Time`, `Id`)"
+    )
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_batch_is_removed_by_the_place_of_its_last_row(dialect: str) -> None:
     bare = said(moving().remove(Place(NOON, "x"), Place(NOON, "a")), dialect).translate(str.maketrans("", "", '"`[]'))

@@ -491,8 +491,8 @@ def test_without_a_store_it_says_why_it_needs_one(verb: str, tmp_path: Path) -> 
 # ---- reading ahead
 
 
-async def test_one_batch_is_read_while_the_one_before_is_committed() -> None:
-    batches = [Batch([Item(parcel(n))], str(n)) for n in range(3)]
+async def test_two_batches_are_read_while_the_one_before_is_committed_and_removed() -> None:
+    batches = [Batch([Item(parcel(n))], str(n)) for n in range(5)]
     begun: list[int] = []
 
     async def read() -> Batch | None:
@@ -502,10 +502,11 @@ async def test_one_batch_is_read_while_the_one_before_is_committed() -> None:
 
     ahead = Ahead(read)
     assert await ahead.next() is batches[0]
-    await asyncio.sleep(0)
-    assert begun == [0, 1]  # and not one more, however long the commit takes
-    await asyncio.sleep(0)
-    assert [await ahead.next() for _ in range(3)] == [*batches[1:], None]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert begun == [0, 1, 2]  # and not one more, however long the commit takes
+    assert [await ahead.next() for _ in range(5)] == [*batches[1:], None]
+    assert await ahead.next() is None
     await ahead.close()
 
 
@@ -521,7 +522,7 @@ async def test_what_goes_wrong_while_reading_ahead_is_told_when_it_is_asked_for(
     ahead = Ahead(read)
     assert await ahead.next() is not None
     await asyncio.sleep(0)
-    with pytest.raises(SourceLost):
+    with pytest.raises(SourceLost, match=r"^gone$"):
         await ahead.next()
     answers += [Batch([], "2"), SourceLost("gone again")]
     await ahead.next()

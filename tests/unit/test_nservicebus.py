@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core import nservicebus
-from delayer.core.delay import UnreadableDelay
+from delayer.core.delay import UnreadableDelay, read_instant_ms
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
     DELAY_IN_SECONDS,
@@ -63,6 +63,27 @@ def test_an_instant_comes_back_from_its_text(epoch_ms: int) -> None:
     text = wire_instant(epoch_ms)
     assert len(text) == 28
     assert read_wire_instant_ms(text) == epoch_ms
+
+
+@given(
+    st.datetimes(),
+    st.sampled_from(["", "0000-01-01", "0000-02-29", "2026-02-29", "2026-13-01", "2026-06-00"]),
+    st.sampled_from([None, 59, 60, 61]),
+)
+def test_it_is_the_instant_of_rfc_3339(moment: datetime, day: str, second: int | None) -> None:
+    """Whatever way it is read: of days and seconds that do not exist too."""
+    date = day or moment.date().isoformat()
+    time = f"{moment:%H:%M:}{moment.second if second is None else second:02d}"
+    try:
+        expected: int | None = read_instant_ms(f"{date} {time}.{moment.microsecond:06d}Z")
+    except UnreadableDelay:
+        expected = None
+    text = f"{date} {time}:{moment.microsecond:06d} Z"
+    if expected is not None:
+        assert read_wire_instant_ms(text) == expected
+    else:
+        with pytest.raises(UnreadableDelay):
+            read_wire_instant_ms(text)
 
 
 @pytest.mark.parametrize(
