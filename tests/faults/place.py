@@ -212,11 +212,20 @@ async def compact_all(connection: asyncpg.Connection, rows: int = compacting.ROW
 
 
 async def stopped(daemon: DaemonProcess, timeout: float = 30.0) -> None:
-    """Wait until the process stopped itself (SIGSTOP) at its fault point; fails if it ended instead."""
-    waiting = asyncio.to_thread(os.waitid, os.P_PID, daemon.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    result = await asyncio.wait_for(waiting, timeout)
-    state = os.CLD_STOPPED if result is None else result.si_code
+    """Wait until the process stopped itself (SIGSTOP) at its fault point; fails if it ended instead. Raises
+    TimeoutError. No thread waits for it: of these there are few, and of daemons in a scene many."""
+    async with asyncio.timeout(timeout):
+        while (state := _stopped_or_ended(daemon.pid)) is None:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(LOOK_SECONDS)
     assert state == os.CLD_STOPPED, f"it ended; the log ends:\n{daemon.tail()}"
+
+
+def _stopped_or_ended(pid: int) -> int | None:
+    try:
+        seen = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # the loop has taken its exit code already
+        return os.CLD_EXITED
+    return None if seen is None else seen.si_code
 
 
 async def killed_by_fault(daemon: DaemonProcess) -> None:
