@@ -67,6 +67,15 @@ def remove_directory(directory: Path) -> None:
     _reaper().tell("forget", directory)
 
 
+def move_directory(directory: Path, parent: Path) -> Path:
+    """A directory of :func:`make_directory` elsewhere, under its name."""
+    moved = parent / directory.name
+    _reaper().tell("remove", moved)
+    shutil.move(directory, moved)
+    _reaper().tell("forget", directory)
+    return moved
+
+
 class Family:
     """A server process and every process it starts.
 

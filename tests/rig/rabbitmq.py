@@ -24,7 +24,15 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from tests.rig import ports
-from tests.rig.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+from tests.rig.processes import (
+    Family,
+    StartFailed,
+    clean_environment,
+    make_directory,
+    move_directory,
+    remove_directory,
+    tail,
+)
 
 ROOT_VARIABLE = "TEST_BROKER_ROOT"
 """The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
@@ -107,6 +115,18 @@ class RabbitMQ:
     def restart(self) -> None:
         self.stop()
         self.start()
+
+    def become(self, root: Path) -> None:
+        """While it is stopped: the RabbitMQ of another Debian in place of the one that it is, which has to be one of
+        another Debian itself, with the same data, configuration and ports from the next start on."""
+        assert self._root is not None and self._node is None
+        if self._epmd:
+            self._epmd.kill()
+            self._epmd = None
+        self._directory = move_directory(self._directory, root / "tmp")
+        self._root = root
+        self._programs = _find_programs(root)
+        vars(self).pop("version", None)
 
     def pause(self) -> None:
         """Connections stay open and nothing answers."""

@@ -13,31 +13,50 @@ from tests.rig.rabbitmq import ROOT_VARIABLE
 from tests.rig.servers import Postgres, RabbitMQ
 from tests.runbooks.desk import NOT_OK, Desk
 
-NEWER = Path(__file__).parents[2] / "build" / "brokers" / "forky"
-"""What .ci/brokers unpacks; without it the other broker is of the same version."""
+OLDER, NEWER = (Path(__file__).parents[2] / "build" / "brokers" / suite for suite in ("trixie", "forky"))
+"""What .ci/brokers unpacks: RabbitMQ 4.0 and 4.3. Without them other brokers are of the machine's own version."""
+FLAGS = (("all",), ("--opt-in", "khepri_db"))
+"""What 4.3 has to find: it has no other place for its metadata any more."""
 
 
 async def broker_upgrade(desk: Desk) -> None:
-    """The broker is stopped for its upgrade and started again, under 300 messages a second."""
-    broker, postgres = RabbitMQ(), Postgres()
-    ledger = await desk.installed(broker, postgres)
+    """The broker is upgraded in place under 300 messages a second, with others in its cascade and among the refused;
+    where there is one version only, it is stopped and started again."""
+    broker, postgres = of(OLDER), Postgres()
+    ledger = await desk.installed(broker, postgres, mode="native")
+    await ledger.publish(500, delay_ms=150_000, doomed_ones=2)
+    await eventually(lambda: levels(desk), lambda depth: depth == 500, timeout=120)
+    desk.configure(broker.url(), postgres.url())
+    desk.reload()
+    await desk.event("mode switched")
+    desk.notes.step(f"RabbitMQ {dotted(broker)}: 500 messages wait in its cascade, and 2 are refused")
     async with flowing(ledger, 300, longest_ms=3_000):
         await ledger.until(lambda: ledger.total() > 1_000, timeout=120)
-        desk.notes.step(f"300 messages a second flow; RabbitMQ {dotted(broker)} is stopped")
+        desk.notes.step("300 messages a second flow through the store")
+        if both_there():
+            for words in FLAGS:
+                await asyncio.to_thread(broker.ctl, "enable_feature_flag", *words)
+                desk.notes.step(f"$ rabbitmqctl enable_feature_flag {' '.join(words)}")
         desk.mark()
         await asyncio.to_thread(broker.stop)
+        desk.notes.step("the broker is stopped")
         await desk.event("broker connection lost")
         await desk.event("broker unreachable")
         await desk.delayer("status", expect=3, show="out of reach")
-        desk.notes.step("the broker is started again")
+        if both_there():
+            broker.become(NEWER)
         at = ledger.total()
         desk.mark()
         await asyncio.to_thread(broker.start)
+        upgraded = "its packages are upgraded, and it is started on its data"
+        desk.notes.step(upgraded if both_there() else "it is started again on its data")
         await desk.event("consuming")
         await ledger.until(lambda: ledger.total() > at + 1_000, timeout=120)
-        desk.notes.step("messages come out again")
+        desk.notes.step(f"messages come out again; it is RabbitMQ {dotted(broker)} now")
         await desk.delayer("check", show=NOT_OK)
-    await ledger.all_back(timeout=120)
+        await desk.delayer("topology", "verify")
+        await desk.delayer("refused", "list", "--limit", "1", show="^id |doomed|stand")
+    await ledger.all_back(timeout=240)
     await desk.end()
     desk.balance(ledger, repeats=True)
 
@@ -74,7 +93,7 @@ async def overdue_seconds(desk: Desk) -> float:
 async def another_broker(desk: Desk) -> None:
     """From one broker to another one, of another version where there is one: from native mode, by way of the store."""
     old, postgres = RabbitMQ(), Postgres()
-    new = newer()
+    new = of(NEWER)
     await desk.server(old)
     await desk.server(new)
     await desk.server(postgres)
@@ -114,10 +133,14 @@ async def levels(desk: Desk) -> int:
     return sum(level["depth"] or 0 for level in seen["cascade"])
 
 
-def newer() -> RabbitMQ:
-    if not (NEWER / ".ready").exists():
+def both_there() -> bool:
+    return all((root / ".ready").exists() for root in (OLDER, NEWER))
+
+
+def of(root: Path) -> RabbitMQ:
+    if not both_there():
         return RabbitMQ()
-    os.environ[ROOT_VARIABLE] = str(NEWER)
+    os.environ[ROOT_VARIABLE] = str(root)
     try:
         return RabbitMQ()
     finally:

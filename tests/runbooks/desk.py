@@ -113,12 +113,17 @@ class Desk:
         await self.daemon.ready()
 
     async def installed(
-        self, broker: RabbitMQ, postgres: Postgres, *, route: Mapping[str, object] | None = None
+        self,
+        broker: RabbitMQ,
+        postgres: Postgres,
+        *,
+        mode: str = "store",
+        route: Mapping[str, object] | None = None,
     ) -> Ledger:
         """Start both servers and a daemon with its schema, and open the account of its messages."""
         await self.server(broker)
         await self.server(postgres)
-        self.configure(broker.url(), postgres.url(), route=route)
+        self.configure(broker.url(), postgres.url(), mode=mode, route=route)
         await self.quietly("db", "upgrade")
         ledger = await self.ledger(broker.url())
         await self.begin()

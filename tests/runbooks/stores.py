@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import asyncpg
 
+from delayer.commands.filters import iso
 from tests.faults.place import eventually
 from tests.rig.flow import flowing
 from tests.rig.postgres_kinds import SmallDisk, Standby
@@ -99,38 +101,55 @@ async def backup_and_restore(desk: Desk) -> None:
 
 
 async def disaster_recovery(desk: Desk) -> None:
-    """The machine of the store is gone: base backup and archived WAL bring the backlog back to its last commit."""
+    """The machine of the store is gone: base backup and archived WAL bring the backlog back to the archive's end. What
+    was released since then is held instead of sent again, and beside it what became late during the outage."""
     broker, postgres = RabbitMQ(), Postgres(settings=archiving(desk.directory))
     (desk.directory / "wal").mkdir()
     desk.directory.chmod(0o755)
     (desk.directory / "wal").chmod(0o777)
     ledger = await desk.installed(broker, postgres)
-    await ledger.publish(1_000, delay_ms=90_000)
+    await ledger.publish(1_000, delay_ms=150_000)
     copy = Standby(postgres)
     desk.stack.callback(copy.close)
     await asyncio.to_thread(copy.copy)
-    desk.notes.step("$ pg_basebackup --pgdata=/backup/base   (1,000 messages waited)")
-    await ledger.publish(1_000, delay_ms=90_000)
-    await ledger.publish(500, delay_ms=1_000)
-    await ledger.until(lambda: ledger.total() == 500, timeout=120)
-    desk.notes.step("1,000 more are parked, and 500 came and went; the WAL is archived, and the machine is gone")
+    desk.notes.step("$ pg_basebackup --pgdata=/backup/base --checkpoint=fast   (1,000 messages waited)")
+    await ledger.publish(1_000, delay_ms=150_000)
+    await ledger.publish(500, delay_ms=12_000)
+    await eventually(lambda: waiting(desk), lambda count: count == 2_500, timeout=120)
     await archive(postgres)
+    desk.notes.step("1,500 more are parked, and the WAL that says so is archived")
+    await ledger.until(lambda: ledger.total() == 500, timeout=120)
     desk.mark()
     await asyncio.to_thread(postgres.kill)
+    crash = iso(time.time_ns() // 1_000_000)
+    desk.notes.step(
+        f"500 of them are released; before the WAL that says so is archived the machine is gone, at {crash}"
+    )
     await desk.event("store unreachable")
-    await ledger.publish(200, delay_ms=1_000)
+    await ledger.publish(200, delay_ms=100, absolute=True)
     desk.notes.step("200 messages come in meanwhile: they wait in `delays`")
     await asyncio.to_thread(copy.recover, f"cp {desk.directory}/wal/%f %p")
     await asyncio.to_thread(copy.start)
     desk.notes.step("Postgres is started on the copy, with restore_command and recovery.signal; it is the primary now")
     await desk.end()
-    desk.configure(broker.url(), copy.url())
+    late = {"late_limit": "2s", "late_action": "hold"}
+    desk.configure(broker.url(), copy.url(), route=late)
     await desk.delayer("status", show="parked")
     await desk.begin()
-    desk.notes.step("store.url names the new server; the daemon is started")
-    await ledger.all_back(timeout=150)
+    desk.notes.step('store.url names the new server; late_limit = "2s", late_action = "hold"; the daemon is started')
+    await eventually(lambda: held(desk), lambda count: count == 700, timeout=120)
+    await desk.delayer("held", "list", "--limit", "1")
+    dropped = await desk.delayer("held", "drop", "--due-before", crash, "--yes")
+    assert "Dropped: 500." in dropped, dropped
+    await desk.delayer("held", "retry", "--all", "--yes")
+    desk.configure(broker.url(), copy.url())
+    desk.reload()
+    await desk.event("reloaded")
+    await ledger.until(lambda: ledger.total() == 700, timeout=120)
+    await desk.delayer("audit", show="✓|✗|rule", lines=8)
+    await ledger.all_back(timeout=200)
     await desk.end()
-    desk.balance(ledger, repeats=True)
+    desk.balance(ledger)
 
 
 async def disk_full(desk: Desk) -> None:
