@@ -130,7 +130,8 @@ class Route(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_finish(cls, table: object) -> object:
-        if isinstance(table, dict) and not table.get("to", ""):
+        # What comes back to its queue comes as from a publisher: without a cascade's digits and its x-death.
+        if isinstance(table, dict) and not table.get("to", "") and not table.get("retry"):
             return {"finish": "broker", **table}
         return table
 
