@@ -255,8 +255,10 @@ async def test_hybrid(rabbitmq: RabbitMQ, store: str) -> None:
     assert (end["cascaded"], end["parked"]) == (2, 2)
 
 
-@pytest.mark.parametrize("fails", [2, 4])
-async def test_retry(rabbitmq: RabbitMQ, store: str, fails: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "fails"), [("store", 2), ("store", 4), pytest.param("native", 4, marks=pytest.mark.long)]
+)
+async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> None:
     """A consumer that fails so many times; three retries are allowed."""
     [route] = read("retry")["route"]
     assert route["retry"]["attempts"] == 10
@@ -272,7 +274,7 @@ async def test_retry(rabbitmq: RabbitMQ, store: str, fails: int) -> None:
             await queue.bind(shop, "order.#")
 
     async with (
-        example("retry", rabbitmq, store, before=consumer_starts, ROUTE=[route]) as it,
+        example("retry", rabbitmq, store, before=consumer_starts, ROUTE=[route], MODE=mode) as it,
         await aio_pika.connect(rabbitmq.url(it.vhost)) as connection,
     ):
         seen: list[tuple[float, aio_pika.abc.AbstractIncomingMessage]] = []
