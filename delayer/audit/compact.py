@@ -1,31 +1,29 @@
 """`delayer compact`: rows that are due in the far future become segments.
 
-The driver cuts the backlog into windows, executors make a segment of each (store/compacting.py: one transaction a
-segment), and in the end the partitions that lost their rows give their room back (store/shrinking.py). Nothing is kept
-beside the store: a job that was killed is simply started again, and so is a task.
+The driver cuts the backlog into windows, executors make segments of them (compact_work.py), and in the end the
+partitions that lost their rows give their room back (store/shrinking.py). Nothing is kept beside the store: a job that
+was killed is simply started again, and so is a task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
-from delayer.audit import turns
+from delayer.audit.compact_work import Packed, work
 from delayer.audit.errors import DaemonsOutdated, JobMisused
-from delayer.audit.turns import Turns
 from delayer.audit.watching import Say
-from delayer.core.errors import StoreLost
 from delayer.settings import duration_text
 from delayer.store import compacting, owners, schema, session, shrinking
-from delayer.store.compacting import Compacted, Window
-from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.partitions import DAY_MS
+from delayer.store.compacting import Window
+from delayer.store.days import DAY_MS
+from delayer.store.errors import translated
 from delayer.store.shrinking import Shrunk
 
 if TYPE_CHECKING:
@@ -33,12 +31,6 @@ if TYPE_CHECKING:
 
 WINDOWS_PER_TASK: Final = 4
 """What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second."""
-PORTION: Final = 1_000
-"""Rows that are locked at once beside traffic: 10 ms of the server's, and a megabyte of its log."""
-PAUSE: Final = 0.01
-"""Seconds after each portion, by Pace.share of them."""
-ATTEMPTS: Final = 5
-"""How often a window is tried that loses against other transactions."""
 
 _NUMBERS: Final = """
 SELECT count(*) FILTER (WHERE key IS NULL), count(*) FILTER (WHERE key IS NOT NULL),
@@ -69,21 +61,6 @@ class Numbers(NamedTuple):
     raw_bytes: int
     disk_bytes: int
     """Of all waiting rows, near ones too, with their indexes."""
-
-
-class Packed(NamedTuple):
-    """What became of a window. ``lost`` and ``broken`` are reasons: the store was out of reach; a segment did not read
-    back and was not kept. What was committed before stays."""
-
-    window: Window
-    segments: int
-    messages: int
-    raw_bytes: int
-    packed_bytes: int
-    lost: str | None = None
-    broken: str | None = None
-    perhaps: int = 0
-    """Messages that were packed, but may be undone: they are in no total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,80 +144,6 @@ def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, s
 def days_of(window: Window) -> range:
     """The days that it touches, from 1970."""
     return range(window.first_ms // DAY_MS, window.last_ms // DAY_MS + 1)
-
-
-def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
-    """On an executor: make segments of ``windows``, one after the other."""
-    return asyncio.run(_work(url, rows, list(windows)))
-
-
-async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
-    try:
-        connection = await session.connect(url, "delayer compact", {**turns.SESSION, **session.LAZY})
-    except StoreLost as error:
-        return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
-    packed: list[Packed] = []
-    try:
-        if lanes := await owners.without_segments(connection):  # started since it was planned
-            return [Packed(window, 0, 0, 0, 0, lost=str(DaemonsOutdated(lanes))) for window in windows]
-        ours = Turns(connection)
-        for window in windows:
-            packed.append(await pack_window(connection, window, rows, ours))
-        await session.flush(connection)
-    except DRIVER_ERRORS as error:  # of the flush, mostly: perhaps the last of them are undone
-        told = {one.window: one for one in packed}
-        return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]
-    else:
-        return packed
-    finally:
-        await session.close(connection)
-
-
-def _perhaps(one: Packed, reason: str) -> Packed:
-    """What is not sure to be kept is in no total, but its day is looked at."""
-    lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
-    return Packed(one.window, 0, 0, 0, 0, lost, one.broken, one.messages)
-
-
-async def pack_window(connection: asyncpg.Connection, window: Window, rows: int, ours: Turns | None = None) -> Packed:
-    """Segments of ``window`` until nothing is left there that can be taken."""
-    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
-
-    made: list[Compacted] = []
-    ours = ours or Turns(connection)
-    lost = broken = None
-    attempts = 0
-    while attempts < ATTEMPTS:
-        try:
-            async with ours.turn() as pace:
-                portion = PORTION if pace.giving_way else None
-                one = await compacting.compact_one(
-                    connection, window, rows=rows, portion=portion, pause=PAUSE * pace.share
-                )
-                if one is not None:
-                    made.append(one)  # whatever happens to the turn
-        except WORTH_REPEATING as error:
-            attempts += 1
-            lost = describe(error)
-            continue
-        except DRIVER_ERRORS as error:
-            lost = describe(error)
-            break
-        except SegmentBroken as error:
-            broken = f"lane {window.lane}, due from {window.first_ms}: {error.reason}"
-            break
-        lost, attempts = None, 0
-        if one is None or not one.more:
-            break
-    return Packed(
-        window,
-        len(made),
-        sum(one.messages for one in made),
-        sum(one.raw_bytes for one in made),
-        sum(one.packed_bytes for one in made),
-        lost,
-        broken,
-    )
 
 
 async def _connect(url: str, application: str) -> asyncpg.Connection:

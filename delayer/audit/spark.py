@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -31,6 +32,10 @@ LOCAL: Final = "local[*]"
 END_SECONDS: Final = 10.0
 """What a JVM has to end by itself."""
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
+
+# A JVM that hands out tasks, and works on none of their rows, is done before compiling it well has paid for itself; and
+# that takes the cores which the tasks want.
+_BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 # Bounds of what one exchange between the JVM and a Python worker holds: rows of any size must not add up.
 BATCH_BYTES: Final = 16 << 20
@@ -70,12 +75,16 @@ def check_work(master: str | None, work: str | None) -> None:
         raise JobMisused(f"--work is needed with the master {chosen}: a directory or URL that all machines share")
 
 
-def settings(master: str | None, work: str | None, more: Mapping[str, str]) -> dict[str, str]:
-    """Spark's settings for a job. ``work``: a local directory for what Spark spills. ``more`` wins."""
+def settings(
+    master: str | None, work: str | None, more: Mapping[str, str], *, handing_out: bool = False
+) -> dict[str, str]:
+    """Spark's settings for a job. ``work``: a local directory for what Spark spills. ``more`` wins. ``handing_out``: no
+    row of the store passes through the JVM."""
     found = dict(_EVERYWHERE)
     if is_local(master):
         found |= _HERE
-        found["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
+        logging = f"-Dlog4j2.configurationFile={_LOGGING.as_uri()}"
+        found["spark.driver.extraJavaOptions"] = f"{_BRIEF} {logging}" if handing_out else logging
         if work is not None and not urlsplit(work).scheme:
             found |= {"spark.local.dir": work, "spark.sql.warehouse.dir": str(Path(work) / "warehouse")}
     return found | dict(more)
@@ -83,9 +92,15 @@ def settings(master: str | None, work: str | None, more: Mapping[str, str]) -> d
 
 @contextmanager
 def session(
-    name: str, *, master: str | None = None, work: str | None = None, more: Mapping[str, str] | None = None
+    name: str,
+    *,
+    master: str | None = None,
+    work: str | None = None,
+    more: Mapping[str, str] | None = None,
+    handing_out: bool = False,
 ) -> Iterator[SparkSession]:
-    """A session, stopped at the end. ``master``: None is spark-submit's, without that ``local[*]``.
+    """A session, stopped at the end. ``master``: None is spark-submit's, without that ``local[*]``. The rest as in
+    :func:`settings`.
 
     Raises SparkMissing, JavaMissing, JobMisused.
     """
@@ -99,7 +114,7 @@ def session(
         builder = SparkSession.builder.appName(name)
         if chosen is not None:
             builder = builder.master(chosen)
-        for key, value in settings(chosen, scratch, more or {}).items():
+        for key, value in settings(chosen, scratch, more or {}, handing_out=handing_out).items():
             builder = builder.config(key, value)
         try:
             spark = builder.getOrCreate()
@@ -186,10 +201,8 @@ def check_machine() -> None:
 def check_packages() -> None:
     """Raise SparkMissing unless the extra is installed."""
     for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
-        try:
-            __import__(module)
-        except ModuleNotFoundError as error:
-            raise SparkMissing(error.name or module) from error
+        if find_spec(module) is None:  # to import pandas takes most of a second, and not every job needs it
+            raise SparkMissing(module)
 
 
 def check_java(environ: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ work on an item must be one transaction, and doing it again must be harmless.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -36,10 +36,10 @@ def with_retries(master: str | None) -> str:
 
 
 @contextmanager
-def session(name: str, master: str | None) -> Iterator[SparkSession]:
+def session(name: str, master: str | None, more: Mapping[str, str] | None = None) -> Iterator[SparkSession]:
     """A session whose tasks are started again when their worker dies. Raises SparkMissing, JavaMissing, JobMisused."""
     chosen = None if master is None and sessions.submitted() else with_retries(master)
-    with sessions.session(name, master=chosen) as spark:
+    with sessions.session(name, master=chosen, more=more, handing_out=True) as spark:
         yield spark
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from delayer.commands.common import DONE, FOUND, WIDTH_WITHOUT_TERMINAL, Misused, note, request_of
 from delayer.commands.db import store_url
-from delayer.commands.jobs import json_option, master_option, progress
+from delayer.commands.jobs import conf_option, json_option, master_option, progress
 from delayer.settings import Settings
 from delayer.settings.secret import SecretUrl
 from delayer.store.status import restored_ms
@@ -18,16 +18,6 @@ from delayer.store.status import restored_ms
 if TYPE_CHECKING:
     from delayer.audit.findings import Report
     from delayer.audit.job import Audited, Options
-
-
-def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    pairs = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise click.BadParameter("expected KEY=VALUE, such as spark.driver.memory=4g")
-        pairs[key] = value
-    return pairs
 
 
 @click.command(short_help="Check that nothing is missing, and show what is coming.")
@@ -74,9 +64,7 @@ def _assignments(_context: click.Context, _option: click.Parameter, given: tuple
     "hdfs://…, that all of its machines share. [default: the system's directory for temporary files]",
 )
 @master_option
-@click.option(
-    "--conf", "conf", multiple=True, callback=_assignments, metavar="KEY=VALUE", help="Set one of Spark's settings."
-)
+@conf_option
 @click.pass_context
 def audit(
     context: click.Context,

@@ -11,6 +11,8 @@ from delayer.commands.common import FOUND, Unreached, note, print_json, request_
 from delayer.commands.db import store_url
 from delayer.commands.jobs import (
     Say,
+    Spark,
+    conf_option,
     duration,
     in_bytes,
     json_option,
@@ -43,9 +45,17 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Count what would be packed, and change nothing. Needs no Spark.")
 @json_option
 @master_option
+@conf_option
 @click.pass_context
 def compact(
-    context: click.Context, *, after_ms: int, rows: int, dry_run: bool, as_json: bool, master: str | None
+    context: click.Context,
+    *,
+    after_ms: int,
+    rows: int,
+    dry_run: bool,
+    as_json: bool,
+    master: str | None,
+    conf: dict[str, str],
 ) -> None:
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
 
@@ -61,7 +71,7 @@ def compact(
     Examples:
       delayer compact --dry-run
       delayer compact --after 30d
-      delayer compact --master spark://cluster:7077 --json
+      delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
     """
     from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
 
@@ -73,12 +83,12 @@ def compact(
         _tell_plan(planned, asyncio.run(job.numbers(url, planned)), rows, as_json=as_json)
         return
     with progress() as say:
-        done = _run(url, planned, rows, master, say)
+        done = _run(url, planned, rows, Spark(master, conf), say)
     _tell(done, as_json=as_json)
     _end(context, done)
 
 
-def _run(url: str, planned: Plan, rows: int, master: str | None, say: Say) -> Done:
+def _run(url: str, planned: Plan, rows: int, where: Spark, say: Say) -> Done:
     from delayer.audit import compact as job  # noqa: PLC0415
     from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
     from delayer.audit.turns import step_back  # noqa: PLC0415
@@ -86,7 +96,7 @@ def _run(url: str, planned: Plan, rows: int, master: str | None, say: Say) -> Do
     if not planned.windows:
         return job.nothing(url, planned)
     step_back()
-    with session("delayer compact", master) as spark:
+    with session("delayer compact", where.master, where.conf) as spark:
         return job.run(spark, url, planned, rows, say)
 
 

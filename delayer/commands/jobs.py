@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import click
 from rich.console import Console
@@ -14,8 +15,31 @@ from delayer.settings import duration_ms
 Say = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""
 
+
+class Spark(NamedTuple):
+    """Where a job's tasks run (None: here), and what was said of Spark's settings."""
+
+    master: str | None
+    conf: dict[str, str]
+
+
 master_option = click.option(
     "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
+)
+
+
+def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise click.BadParameter("expected KEY=VALUE, such as spark.driver.memory=4g")
+        pairs[key] = value
+    return pairs
+
+
+conf_option = click.option(
+    "--conf", "conf", multiple=True, callback=_assignments, metavar="KEY=VALUE", help="Set one of Spark's settings."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -11,6 +11,8 @@ from delayer.commands.common import FOUND, Misused, Unreached, note, print_json,
 from delayer.commands.db import store_url
 from delayer.commands.jobs import (
     Say,
+    Spark,
+    conf_option,
     duration,
     in_bytes,
     json_option,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Say what would be restored, and change nothing. Needs no Spark.")
 @json_option
 @master_option
+@conf_option
 @click.pass_context
 def restore(
     context: click.Context,
@@ -45,6 +48,7 @@ def restore(
     dry_run: bool,
     as_json: bool,
     master: str | None,
+    conf: dict[str, str],
 ) -> None:
     """Make rows of segments again, all of them or those that are due within some time.
 
@@ -69,12 +73,12 @@ def restore(
         _tell_plan(planned, as_json=as_json)
         return
     with progress() as say:
-        done = _run(url, planned, master, say)
+        done = _run(url, planned, Spark(master, conf), say)
     _tell(done, as_json=as_json)
     _end(context, done)
 
 
-def _run(url: str, planned: Plan, master: str | None, say: Say) -> Done:
+def _run(url: str, planned: Plan, where: Spark, say: Say) -> Done:
     from delayer.audit import restore as job  # noqa: PLC0415
     from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
     from delayer.audit.turns import step_back  # noqa: PLC0415
@@ -82,7 +86,7 @@ def _run(url: str, planned: Plan, master: str | None, say: Say) -> Done:
     if not planned.segments:
         return job.Done((), 0.0, planned.unreadable)
     step_back()
-    with session("delayer restore", master) as spark:
+    with session("delayer restore", where.master, where.conf) as spark:
         return job.run(spark, url, planned, say)
 
 

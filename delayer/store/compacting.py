@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import asyncpg
 
 from delayer.faultpoint import reach
-from delayer.store import partitions, session, statements
+from delayer.store import days, session, statements
 
 if TYPE_CHECKING:
     from delayer.store.packing import Packed
@@ -24,7 +24,7 @@ ROWS: Final = 10_000
 """Messages of a segment at most."""
 BYTES: Final = 32 << 20
 """Bodies and properties of a segment at most, in bytes; one message is taken whatever its size."""
-SPAN_MS: Final = 7 * partitions.DAY_MS
+SPAN_MS: Final = 7 * days.DAY_MS
 """Where little is due, one window reaches over several days, but not more: a segment comes back as a whole."""
 SETTINGS: Final = (
     # The rows of a segment are kept at hand while they are summed up.
@@ -74,9 +74,9 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
     found: list[Window] = []
     by_day = "date_trunc('day', due_at)"
     places = [("message_default", by_day, f", {by_day}")]
-    for day in sorted(await partitions.existing(connection)):
-        if (day + 1) * partitions.DAY_MS > after_ms:
-            places.append((partitions.name_of(day), f"'{partitions.bounds_of(day)[0]}'::timestamptz", ""))
+    for day in sorted(await days.existing(connection)):
+        if (day + 1) * days.DAY_MS > after_ms:
+            places.append((days.name_of(day), f"'{days.bounds_of(day)[0]}'::timestamptz", ""))
     for name, day_of_row, of_day in places:
         statement = statements.RUNS.format(partition=name, day=day_of_row, of_day=of_day)
         with suppress(asyncpg.UndefinedTableError):  # it was empty, and somebody dropped it

@@ -16,8 +16,6 @@ from delayer.store.errors import DAMAGED
 from delayer.store.lane import PostgresLane
 from delayer.store.partitions import DAY_MS
 
-PORTION_BYTES: Final = 256 << 10
-"""Rows are sent so many bytes at a time: what the event loop does at once, and the server beside the releases."""
 PAUSE: Final = 0.002
 """Seconds between two portions."""
 
@@ -85,7 +83,7 @@ async def _restore(
     await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
     try:
         async with session.borrowed(pool) as connection:
-            found = await work(connection, portion_bytes=PORTION_BYTES, pause=PAUSE)
+            found = await work(connection, portion_bytes=segments.SMALL_PORTION_BYTES, pause=PAUSE)
     except BaseException:
         # Perhaps it was committed. None that could have been restored begins sooner.
         lane.note_parked(first_ms)

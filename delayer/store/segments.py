@@ -21,6 +21,8 @@ from delayer.store.errors import DAMAGED, describe
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
 PORTION_BYTES = 1 << 20
+SMALL_PORTION_BYTES = 256 << 10
+"""What an event loop does at once beside releases, and the server as well."""
 # Without its bytes: a damaged page under them must not hide whose they are.
 _LOCK = (
     "SELECT id, first_due, messages, cancelled, format, digest FROM segment"

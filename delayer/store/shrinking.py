@@ -10,7 +10,8 @@ A daemon that knew the partition does not hear of it: its rows for that day go t
 as well, until its next upkeep reads the catalog. So the days that upkeep makes ahead are left alone, empty or not.
 
 Dropping locks everything for a moment. It is tried with a timeout that is shorter than anybody would notice, with
-pauses, and after VACUUM has cut the partition to nothing: looking at it once more, under the lock, then takes no time.
+pauses where there is traffic, and after VACUUM has cut the partition to nothing: looking at it once more, under the
+lock, then takes no time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ LOCK_MS = 50
 """How long the traffic may stand behind a drop that waits for a release, a park or a pack."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
-"""Between drops: lateness of some milliseconds, four times a second, is less than one message in a hundred."""
+"""Between drops beside traffic: lateness of some milliseconds, four times a second, is less than one message in a
+hundred. And before another try."""
 COST_DELAY_MS = 2.0
 """VACUUM's pauses beside traffic, by Pace.share of them: what autovacuum makes. Elsewhere none."""
 
@@ -116,7 +118,8 @@ async def _shrink(
         await _vacuum(connection, name)
     dropped, left = [], []
     for name in emptied:
-        gone = await _drop(connection, name)
+        pace.look(await traffic.look(connection))
+        gone = await _drop(connection, name, PAUSE_SECONDS if pace.giving_way else 0.0)
         if gone is None:
             left.append(name)
         elif gone:
@@ -148,10 +151,10 @@ async def _vacuum(connection: asyncpg.Connection, name: str) -> None:
         await connection.execute(f"VACUUM (TRUNCATE, ANALYZE, SKIP_LOCKED) {name}")
 
 
-async def _drop(connection: asyncpg.Connection, name: str) -> bool | None:
-    """Whether ``name`` was dropped; None if there was no moment for it."""
+async def _drop(connection: asyncpg.Connection, name: str, pause: float) -> bool | None:
+    """Whether ``name`` was dropped, after ``pause`` seconds; None if there was no moment for it."""
     for attempt in range(1, TRIES + 1):
-        await asyncio.sleep(PAUSE_SECONDS * attempt)
+        await asyncio.sleep(pause if attempt == 1 else PAUSE_SECONDS * attempt)
         try:
             dropped = await dropping.drop_empty(connection, name, LOCK_MS)
         except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:

@@ -104,12 +104,15 @@ async def test_the_commands_give_it_to_nobody(database: str, arguments: list[str
             planned = await compact.plan(database, WEEK_MS, ROWS)
             assert await asyncio.to_thread(compact.work, database, ROWS, planned.windows)
         more = {"TMPDIR": str(tmp_path), "SPARK_LOCAL_DIRS": str(tmp_path)}
-        async with command(secret(database), *arguments, "--master", "local[2]", fault="", **more) as process:
+        log = {"enabled": "true", "dir": tmp_path.as_uri(), "compress": "false"}
+        conf = [word for name, value in log.items() for word in ("--conf", f"spark.eventLog.{name}={value}")]
+        async with command(secret(database), *arguments, "--master", "local[2]", *conf, fault="", **more) as process:
             with process_list(process.pid) as processes:
                 stdout, stderr = await process.communicate()
         assert process.returncode == 0, stderr.decode()
     assert b"2,000 messages" in stdout
     assert any("java" in text for text in processes)
     left = contents(tmp_path)
+    assert any(b"SparkListenerJobEnd" in one for one in left)  # what was said of Spark's settings holds
     assert not [text for text in processes if PASSWORD in text]
     assert not [text for text in [stdout, stderr, *left] if PASSWORD.encode() in text]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delayer.audit import job, libpq, spark, tasks
-from delayer.audit.errors import JavaMissing, JobFailed, JobMisused
+from delayer.audit.errors import JavaMissing, JobFailed, JobMisused, SparkMissing
 from delayer.audit.watching import failure
 from delayer.core.errors import StoreLost
 
@@ -72,9 +72,10 @@ def test_local_masters(master: str | None, local: bool) -> None:
     assert spark.is_local(tasks.with_retries("local[2]"))
 
 
-def test_what_reads_the_store_loads_little() -> None:
+@pytest.mark.parametrize("module", ["source", "tasks", "compact_work", "restore_work"])
+def test_what_executors_do_loads_little(module: str) -> None:
     """Each process of Spark's does it before its first row: with pandas and the settings it took half a second more."""
-    look = "import sys, delayer.audit.source as _; print(*{'pandas', 'pydantic', 'structlog'} & set(sys.modules))"
+    look = f"import sys, delayer.audit.{module}; print(*{{'pandas', 'pydantic', 'structlog'}} & set(sys.modules))"
     told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert told.stdout.split() == []
 
@@ -91,6 +92,23 @@ def test_only_on_this_machine_are_pages_off_and_the_logging_ours() -> None:
     assert (here["spark.ui.enabled"], here["spark.local.dir"]) == ("false", "/w")
     assert not {"spark.ui.enabled", "spark.local.dir", "spark.driver.extraJavaOptions"} & set(there)
     assert spark.settings("local[*]", None, {"spark.ui.enabled": "true"})["spark.ui.enabled"] == "true"
+
+
+@pytest.mark.parametrize("handing_out", [True, False])
+def test_a_jvm_that_reads_rows_is_compiled_well(handing_out: bool) -> None:
+    options = "spark.driver.extraJavaOptions"
+    here = spark.settings("local[*]", None, {}, handing_out=handing_out)[options]
+    assert ("TieredStopAtLevel" in here) is handing_out
+    assert "log4j2" in here
+    assert options not in spark.settings("yarn", None, {}, handing_out=handing_out)
+
+
+@pytest.mark.parametrize("module", ["pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"])
+def test_a_package_that_is_missing_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spark.check_packages()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SparkMissing, match=module):
+        spark.check_packages()
 
 
 @pytest.mark.parametrize(
