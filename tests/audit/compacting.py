@@ -62,9 +62,12 @@ def fault(spark: SparkSession, point: str) -> Iterator[None]:
 
 
 def until_idle(spark: SparkSession) -> None:
-    """Until every task has left its executor: when one fails for good, Spark ends the job, and only then the others.
-    One that has not opened its session yet would lock rows that a next job leaves where they are."""
-    tracker = spark.sparkContext._jsc.sc().statusTracker()
+    """Until every task has left its executor: when one fails for good, Spark ends the job, and only then the others,
+    whose Python processes it kills after two seconds. One that has not opened its session yet would lock rows that a
+    next job leaves where they are."""
+    context = spark.sparkContext._jsc.sc()
+    context.listenerBus().waitUntilEmpty()  # what began a moment ago is counted
+    tracker = context.statusTracker()
     until = time.monotonic() + 60
     while running := sum(executor.numRunningTasks() for executor in tracker.getExecutorInfos()):
         assert time.monotonic() < until, f"{running} tasks are still at work"
