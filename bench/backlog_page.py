@@ -141,6 +141,10 @@ def compaction(runs: Runs) -> Iterator[str]:
             raise ValueError(f"the run has no figure {what!r} in section 'compaction'")
         texts = dict.fromkeys(target["text"] for one in found if one for target in one.targets)
         yield page.line([title, *map(_told, found), ", ".join(texts)])
+    for name, run in runs.compactions.items():
+        for note in run.notes:
+            yield ""
+            yield f"*The run's own note in {KEPT[name]}:* {report.note(note.removeprefix('compaction: '))}."
 
 
 def _rows(run: Result) -> int:

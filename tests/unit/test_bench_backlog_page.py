@@ -105,6 +105,14 @@ def test_a_run_without_traffic_may_be_missing() -> None:
     assert backlog_page.KEPT["alone"] not in found
 
 
+def test_what_a_run_says_of_itself_is_told() -> None:
+    whole = some_run(800_000)
+    whole.notes.append("compaction: beside compact: 62 s of work, but traffic for 48 s only")
+    found = backlog_page.filled(MARKS, some_runs(whole))
+    kept = backlog_page.KEPT["whole"]
+    assert f"*The run's own note in {kept}:* beside compact: 62 s of work, but traffic for 48 s only." in found
+
+
 def test_a_target_that_was_missed_for_reasons_unknown_is_an_error() -> None:
     assert "shrinks by" not in backlog_words.LIMITS
     with pytest.raises(ValueError, match="shrinks by"):
