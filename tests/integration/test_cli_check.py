@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import aio_pika
 
@@ -48,3 +49,23 @@ async def test_what_is_overdue_and_nobodys_is_off(delayer: Run, vhost: str, data
     assert row["result"] == "off"
     assert row["found"].startswith("messages are overdue by 0:01:3")
     assert row["found"].endswith("in lane 1 that no daemon owns")
+
+
+def test_a_destination_that_the_daemon_declares_is_not_off(delayer: Run, tmp_path: Path) -> None:
+    """Its absence is a note, as of everything that the daemon makes at its start; that of another one is off."""
+    delayer("db", "upgrade")
+    file = tmp_path / "delayer.toml"
+    file.write_text("""
+[[route]]
+from = "orders"
+to = "orders.due"
+[[destination]]
+exchange = "orders.due"
+queue = "orders.eu"
+""")
+    seen = json.loads(delayer("--config", str(file), "check", "--json").stdout)["checks"]
+    assert [row["result"] for row in seen if row["what"] == "destination"] == []
+    assert any("orders.due" in row["found"] for row in seen if (row["what"], row["result"]) == ("topology", "note"))
+    file.write_text(file.read_text().replace('exchange = "orders.due"', 'exchange = "other"'))
+    seen = json.loads(delayer("--config", str(file), "check", "--json", expect=1).stdout)["checks"]
+    assert [row["result"] for row in seen if row["what"] == "destination"] == ["off"]
