@@ -50,8 +50,11 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
         no_held = True
     url = store_url(request_of(context).settings())
     if str(file) == "-":
-        found = _written(url, wanted, sys.stdout.buffer, with_held=not no_held)
-        sys.stdout.flush()  # before they are said to be written
+        try:
+            found = _written(url, wanted, sys.stdout.buffer, with_held=not no_held)
+            sys.stdout.flush()  # before they are said to be written
+        except (NotWritten, OSError) as error:
+            raise Misused(f"stdout: {_why(error)}: what is written so far is not all") from error
         _say(*found)
         return
     if file.exists() and not force:
@@ -63,11 +66,19 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
             out.flush()
             os.fsync(out.fileno())
         part.replace(file)
-    except OSError as error:
-        raise Misused(f"{file}: {error.strerror}") from error
+    except (NotWritten, OSError) as error:
+        raise Misused(f"{file}: {_why(error)}") from error
     finally:
         part.unlink(missing_ok=True)
     _say(count, broken)
+
+
+class NotWritten(Exception):
+    """The file, or who reads the pipe, takes no more. No OSError: within the store's session those are the store's."""
+
+
+def _why(error: NotWritten | OSError) -> str:
+    return str(error) if isinstance(error, NotWritten) else error.strerror or str(error)
 
 
 def _private(path: str, flags: int) -> int:
@@ -96,7 +107,7 @@ async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -
             count += error.exported
         if with_held:
             count += await _put(exporting.held(connection), out)
-    out.write(lines.write_end(count))
+    _append(out, lines.write_end(count))
     return count, broken
 
 
@@ -104,6 +115,13 @@ async def _put(portions: AsyncIterator[Sequence[Exported]], out: IO[bytes]) -> i
     count = 0
     async for portion in portions:
         for one in portion:
-            out.write(lines.write(Line(one.parcel, one.checksum, one.held)))
+            _append(out, lines.write(Line(one.parcel, one.checksum, one.held)))
         count += len(portion)
     return count
+
+
+def _append(out: IO[bytes], text: bytes) -> None:
+    try:
+        out.write(text)
+    except OSError as error:
+        raise NotWritten(error.strerror) from error

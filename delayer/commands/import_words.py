@@ -105,6 +105,7 @@ def tell_report(report: Report, as_json: bool) -> None:
                 "seconds": round(report.seconds, 3),
                 "left": report.left,
                 "held_because": report.reasons,
+                "doubts": report.doubts,
             }
         )
         return
@@ -120,6 +121,8 @@ def tell_report(report: Report, as_json: bool) -> None:
         note(f"Held: {count:,}, {_short(why)}.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
+    for doubt in report.doubts:
+        note(f"Note: {doubt}.")
 
 
 def tell_aborted(done: Aborted, as_json: bool) -> None:

@@ -244,7 +244,10 @@ async def _cascade(settings: Settings, source: Source, book: ImportStore) -> Asy
 def _failure(error: Exception) -> Failure:
     match error:
         case SourceLost():
-            return Unreached(f"the source is out of reach: {error}. Next: run it again; it goes on where it stopped.")
+            return Unreached(
+                f"the source is out of reach: {error}. Next: mend that, and run the same again; "
+                "an import that had begun goes on where it stopped."
+            )
         case ImportBusy() | ImportImpossible():
             return Off(f"{error}.")
         case _:

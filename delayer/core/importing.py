@@ -98,7 +98,8 @@ def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
 @dataclass(slots=True)
 class Survey:
     """What a source holds, without changing anything there. ``messages``: those that are meant; None where only a run
-    can tell. ``left``: why others stay, and how many. ``remarks``: for people."""
+    can tell. ``left``: why others stay, and how many. ``remarks``: for people. ``doubts``: those of them that a run has
+    to tell as well, because something may be lacking, or come in twice."""
 
     messages: int | None = 0
     first_due_ms: int | None = None
@@ -106,6 +107,7 @@ class Survey:
     goals: dict[Target, Goal] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
     def add(self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1) -> None:
         """Count messages of one destination."""
@@ -125,6 +127,10 @@ class Survey:
             self.goals[target] = Goal(messages, first_due_ms)
         elif MORE_GOALS not in self.remarks:
             self.remarks.append(MORE_GOALS)
+
+    def doubt(self, text: str) -> None:
+        self.remarks.append(text)
+        self.doubts.append(text)
 
     def leave(self, why: str, messages: int = 1) -> None:
         if messages:

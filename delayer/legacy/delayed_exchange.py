@@ -115,7 +115,7 @@ class DelayedExchange(FileSource):
         survey = super().look()
         found = (survey.messages or 0) + sum(survey.left.values())
         if not self._ends:
-            survey.remarks.append("the dump does not say how many messages it has: whether it was cut is not known")
+            survey.doubt("the dump does not say how many messages it has: whether it was cut is not known")
         elif sum(self._ends) != found:
             raise ImportImpossible(
                 f"{self.path}: expected {sum(self._ends)} messages by its last line, found {found}: it was cut"

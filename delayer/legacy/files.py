@@ -94,6 +94,12 @@ class FileSource(ABC):
         """See the port. What cannot be read is left, and told."""
         if self._survey is None:
             self._survey = self.look()
+            if unfinished is None and self._notes is not None:
+                for earlier, messages in await self._notes.brought(self.name, str(self.parameters["sha256"])):
+                    self._survey.doubt(
+                        f"import {earlier} brought {messages:,} messages of this very file: what both are meant to "
+                        "bring comes in twice, and is delivered twice"
+                    )
         return self._survey
 
     def look(self) -> Survey:
@@ -128,7 +134,7 @@ class FileSource(ABC):
                 if survey is not None:
                     survey.leave("unreadable")
                     if unreadable <= NAMED:
-                        survey.remarks.append(f"line {number} is unreadable: {why}")
+                        survey.doubt(f"line {number} is unreadable: {why}")
             position += len(line)
 
     def _checked(self, line: bytes) -> Reading:

@@ -60,7 +60,7 @@ class JsonLines(FileSource):
         survey = super().look()
         found = self.records - len(self._ends)
         if not self._ends:
-            survey.remarks.append("the file does not say how many messages it has: whether it was cut is not known")
+            survey.doubt("the file does not say how many messages it has: whether it was cut is not known")
         elif sum(self._ends) != found:
             raise ImportImpossible(
                 f"{self.path}: expected {sum(self._ends)} messages by its last line, found {found}: it was cut, or "

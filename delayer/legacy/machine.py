@@ -38,7 +38,8 @@ class Preview:
 @dataclass(slots=True)
 class Report:
     """What a run did, this time (``parked``, ``held``, ``again``) and altogether (``run``). ``again``: messages that
-    were committed before the last interruption, and only had to be removed. ``left``: why others stay there."""
+    were committed before the last interruption, and only had to be removed. ``left``: why others stay there.
+    ``doubts``: the survey's, where one was made; before a run that is resumed there is none."""
 
     run: Run
     resumed: bool
@@ -48,6 +49,7 @@ class Report:
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
 
     def count(self, batch: Batch) -> None:
         self.again += batch.again
@@ -80,9 +82,11 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say) -> R
     """Begin, or go on. Raises SourceLost, ImportImpossible, CountMismatch, StoreLost; run it again then."""
     began = time.monotonic()
     found = await book.unfinished()
+    doubts: list[str] = []
     if found is None:
         # Before anything moves: what nobody can read, or nobody could be asked about, stops it here.
         survey = await source.survey()
+        doubts = survey.doubts
         await judge.problems(survey.goals)
         current = await book.begin(source.name, source.parameters, who)
         reach("import.begun")
@@ -93,7 +97,7 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say) -> R
         messages = await source.stage(current)
         reach("import.staged")
         current = await book.staged(current, messages)
-    report = Report(current, resumed=found is not None)
+    report = Report(current, resumed=found is not None, doubts=doubts)
     await source.resume(current)
     await _batches(source, book, judge, report, say)
     current = report.run

@@ -88,6 +88,8 @@ class Notes(Protocol):
 
     async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]: ...
 
+    async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]: ...
+
 
 class Judge(Protocol):
     """Who knows which destinations the broker would take."""

@@ -196,6 +196,17 @@ class ImportStore:
 
     # ---- records of a file
 
+    async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
+        """Imports of the same bytes that are over: the number of each, and how many messages it brought."""
+        with translated("import"):
+            rows = await self._connection.fetch(
+                "SELECT id, parked + held AS messages FROM import_run WHERE ended_at IS NOT NULL AND source = $1"
+                " AND parked + held > 0 AND strpos(parameters, $2) > 0 ORDER BY id",
+                source,
+                f'"sha256": "{sha256}"',  # as begin() writes it; a file's name need not be what Postgres takes as jsonb
+            )
+        return [(row["id"], row["messages"]) for row in rows]
+
     async def write_items(self, run: Run, items: AsyncIterable[Sequence[tuple[int, int, int]]]) -> int:
         """Note what there is to read: (due instant, where it begins, its length), by portions. How many; whatever was
         noted before is gone. All of it, or nothing."""

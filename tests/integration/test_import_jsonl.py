@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.daemon import EXECUTABLE
 from tests.rig.rows import compact, conserved
 from tests.rig.servers import Postgres
 
@@ -162,3 +165,32 @@ async def test_files_that_are_none(delayer: Run, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     assert "0 parked" in delayer("import", "jsonl", "run", str(empty), "--yes").stdout
+
+
+def test_what_may_lack_or_come_twice_is_told_by_a_run_too(delayer: Run, tmp_path: Path) -> None:
+    """Between lines a cut cannot be seen but by the last one; and a file stays there, for somebody to import again."""
+    delayer("db", "upgrade")
+    file = tmp_path / "head.jsonl"
+    file.write_text('{"v":1,"due_ms":4000000000000,"routing_key":"queue","body":"text"}\n')
+    run = ("import", "jsonl", "run", str(file), "--unverified", "--yes")
+    first = delayer(*run).stderr
+    assert "whether it was cut is not known" in first
+    assert "of this very file" not in first
+    seen = json.loads(delayer("import", "jsonl", "preview", str(file), "--unverified", "--json").stdout)
+    assert "import 1 brought 1 messages of this very file" in seen["remarks"][-1]
+    assert "import 1 brought 1 messages of this very file" in delayer(*run).stderr
+
+
+async def test_a_pipe_that_takes_no_more_is_not_the_store(delayer: Run, database: str) -> None:
+    delayer("db", "upgrade")
+    async with opened(database) as place, owned(place) as [lane]:
+        await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
+    call = [str(EXECUTABLE), "--config", os.devnull, "--store-url", database, "export", "-"]
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = await asyncio.create_subprocess_exec(*call, stdout=full, stderr=asyncio.subprocess.PIPE)
+        _, said = await done.communicate()
+    finally:
+        os.close(full)
+    assert done.returncode == 2
+    assert said.decode().startswith("delayer: stdout: No space left on device")
