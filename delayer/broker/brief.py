@@ -7,7 +7,7 @@ daemon that carries thousands of messages a second a hundred of them take half a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -76,18 +76,31 @@ class Brief:
         """Levels with their depths, and the depths of ``queues`` and of the strays queue.
 
         A cascade without its first and its last level is taken not to be there: the broker writes a line into its log
-        for each thing that somebody asked for in vain.
+        for each thing that somebody asked for in vain. What this user may not look at is None as well: in store mode
+        the daemon's has no rights in the cascade, and RabbitMQ 4.3 hides it then. Raises BrokerRefused where that is
+        everything.
         """
         wanted = list(queues)
         first, last = cascade.level(LEVELS - 1), cascade.level(0)
         every = names(cascade, wanted)
         inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
-        depths = await self.depths([name for name in every if name not in inner])
+        depths = await self._shown([name for name in every if name not in inner])
         there = depths[first] is not None or depths[last] is not None
-        depths |= await self.depths(inner) if there else dict.fromkeys(inner)
+        depths |= await self._shown(inner) if there else dict.fromkeys(inner)
         return drawn(cascade, wanted, depths)
 
+    async def _shown(self, queues: Sequence[str]) -> dict[str, int | None]:
+        said = await self._ask(queues)
+        if all(_forbidden(one) for one in said):
+            _raise_if_forbidden(said)
+        return dict(zip(queues, _depths(said), strict=True))
+
     async def _look(self, queues: Collection[str]) -> list[int | None]:
+        said = await self._ask(queues)
+        _raise_if_forbidden(said)
+        return _depths(said)
+
+    async def _ask(self, queues: Collection[str]) -> list[int | ChannelClosed]:
         room = asyncio.Semaphore(min(CHANNELS, self._connection.channel_max))
 
         async def look(queue: str) -> int:
@@ -97,11 +110,7 @@ class Brief:
                 await channel.close()
                 return found.message_count or 0
 
-        said = await self._all([look(queue) for queue in queues])
-        for one in said:
-            if isinstance(one, ChannelClosed) and one.code == ACCESS_REFUSED:
-                raise BrokerRefused(str(one)) from one
-        return [None if isinstance(one, ChannelClosed) else one for one in said]
+        return await self._all([look(queue) for queue in queues])
 
     async def _channel(self) -> Channel:
         opened = (await self._all([self._connection.channel()]))[0]
@@ -125,6 +134,20 @@ class Brief:
         if lost:
             raise lost[0]
         return [_answer(task) for task in tasks]
+
+
+def _forbidden(answer: int | ChannelClosed) -> bool:
+    return isinstance(answer, ChannelClosed) and answer.code == ACCESS_REFUSED
+
+
+def _raise_if_forbidden(answers: Iterable[int | ChannelClosed]) -> None:
+    for one in answers:
+        if isinstance(one, ChannelClosed) and one.code == ACCESS_REFUSED:
+            raise BrokerRefused(str(one)) from one
+
+
+def _depths(answers: Iterable[int | ChannelClosed]) -> list[int | None]:
+    return [None if isinstance(one, ChannelClosed) else one for one in answers]
 
 
 def _loss(task: asyncio.Task[object]) -> BaseException | None:

@@ -74,6 +74,25 @@ async def test_who_may_not_declare_hears_no(rabbitmq: RabbitMQ, vhost: str) -> N
         assert not await broker.exists("nowhere")
 
 
+async def test_what_is_hidden_from_this_user_is_missing_in_the_picture(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Unless that is everything."""
+    async with briefly(vhost, "test") as broker:
+        assert await broker.declared(whole(CASCADE) + Topology((), (Queue("q0"), Queue("q1"))))
+    hidden = None if rabbitmq.hides_queues else 0
+    for user, rights in (("q0-alone", "^q0$"), ("nothing", "^$")):
+        rabbitmq.add_user(user, user, vhost=urlsplit(vhost).path[1:], configure=rights, read=rights)
+    async with briefly(vhost.replace("guest:guest", "q0-alone:q0-alone"), "test") as broker:
+        seen = await broker.picture(CASCADE, ["q0", "q1"])
+    assert (seen.queues["q0"], seen.queues["q1"], seen.queues[CASCADE.strays]) == (0, hidden, hidden)
+    assert {level.depth for level in seen.levels} == {hidden}
+    async with briefly(vhost.replace("guest:guest", "nothing:nothing"), "test") as broker:
+        if hidden is None:
+            with pytest.raises(BrokerRefused, match="ACCESS_REFUSED"):
+                await broker.picture(CASCADE, ["q0"])
+        else:
+            assert (await broker.picture(CASCADE, ["q0"])).queues["q0"] == 0
+
+
 async def test_a_wrong_password_is_refused(vhost: str) -> None:
     with pytest.raises(BrokerRefused, match="ACCESS_REFUSED"):
         async with briefly(vhost.replace("guest:guest", "guest:wrong"), "test"):

@@ -11,6 +11,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from delayer.broker.admin import Admin
 from delayer.core.topology import Exchange, Topology
 from tests.integration.test_cli import Run, delayer
@@ -65,6 +67,8 @@ def one_liner() -> str:
 async def test_the_documented_dump_of_a_real_broker(
     delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str, tmp_path: Path
 ) -> None:
+    if not rabbitmq.knows_old_messages:
+        pytest.skip("RabbitMQ 4.3 cannot run the plugin: a dump is made before the upgrade")
     name = vhost.rpartition("/")[2]
     await asyncio.to_thread(rabbitmq.ctl, "eval", PLANT.replace("VHOST", name))
     try:

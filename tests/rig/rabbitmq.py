@@ -203,6 +203,17 @@ class RabbitMQ:
         character, as it does from 4.0 on."""
         return self.version >= (4,)
 
+    @property
+    def hides_queues(self) -> bool:
+        """Whether who may not configure a queue is not even told that it is there, as from 4.3 on."""
+        return self.version >= (4, 3)
+
+    @property
+    def knows_old_messages(self) -> bool:
+        """Whether its code can still make messages of the form before 4.0, which the delayed-message plugin kept: that
+        plugin cannot run from 4.3 on."""
+        return self.version < (4, 3)
+
     # ---- what is in it
 
     def add_vhost(self, name: str | None = None) -> str:
@@ -280,7 +291,9 @@ class RabbitMQ:
         return _find(program)
 
     def _is_ready(self) -> bool:
-        return _answers(self.port, b"AMQP\x00\x00\x09\x01") and _answers(self.management_port, b"")
+        plain = _answers(self.port, b"AMQP\x00\x00\x09\x01") and _answers(self.management_port, b"")
+        # RabbitMQ 4 may listen there last of all.
+        return plain and (self.tls_port is None or _answers(self.tls_port, b""))
 
     def _write_files(self, tls: Certificates | None, more: Mapping[str, str | int]) -> None:
         for name in ("home", "log", "data", "conf.d"):
