@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,71 @@ def test_only_what_it_needs_is_there_for_it(service: Service) -> None:
     assert "CREDENTIALS_DIRECTORY=" in environ
     assert "://" not in environ
     service.machine.run("systemctl", "stop", "delayer")
+
+
+JOBS = ("audit", "compact")
+BEGAN = "ExecMainStartTimestampMonotonic"
+SOON = "[Timer]\nOnActiveSec=1s\nRandomizedDelaySec=0\nAccuracySec=100ms\n"
+"""As if the night had come."""
+
+
+def after(machine: Machine, unit: str, before: dict[str, str]) -> dict[str, str]:
+    """How a service stands, once it was started again."""
+    shown = machine.shown(unit, BEGAN, "ActiveState", "Result", "ExecMainStatus")
+    return {} if {BEGAN: shown.pop(BEGAN)} == before else shown
+
+
+@pytest.mark.long
+@pytest.mark.deadline(700)
+async def test_the_jobs_of_the_night_and_their_timers(service: Service) -> None:
+    """By the lines of docs/backlog.md, with nothing to write to but what systemd makes for them: the audit by hand, the
+    compaction when its timer says so."""
+    if shutil.which("java") is None:
+        pytest.skip("Java is not installed: `.ci/setup servers`")
+    machine, far = service.machine, 20 * 24 * 3_600_000
+    (block,) = re.findall(r"```sh\n(sudo install .*?)```", (ROOT / "docs" / "backlog.md").read_text(), re.DOTALL)
+    await asyncio.to_thread(service.start)
+    async with await service.raw() as raw:
+        await raw.publish(*(delayed(f"far {n}", far + n, through="delayer.in") for n in range(300)))
+
+    async def waiting() -> int:
+        lanes = (await asyncio.to_thread(service.say, "status", "--json"))["store"]["lanes"]
+        return sum(int(lane["waiting"]) for lane in lanes)
+
+    await eventually(waiting, lambda count: count >= 300)
+    for job in JOBS:
+        directory = machine.file(f"{systemd.UNITS}/delayer-{job}.service.d")
+        directory.mkdir()
+        (directory / "test.conf").write_text(f"[Service]\nStandardOutput=append:{LOG}.{job}\nStandardError=inherit\n")
+
+    def told(job: str) -> str:
+        return machine.file(f"{LOG}.{job}").read_text()
+
+    done = await asyncio.to_thread(machine.run, "bash", "-ec", f"cd /root\n{block}", check=False, timeout=400)
+    assert done.returncode == 0, done.stderr + told("audit")
+    assert "<html" in machine.file("/root/audit.html").read_text()
+    assert machine.file("/var/lib/delayer-audit/audit.json").exists()
+    assert not list(machine.file("/var/cache/private/delayer-audit").iterdir()), "nothing of its extract is left"
+
+    for job in JOBS:
+        timer = f"delayer-{job}.timer"
+        shown = machine.shown(timer, "ActiveState", "UnitFileState", "Unit", "NextElapseUSecRealtime")
+        assert re.search(r" 0[24]:[2-4]\d:\d\d", shown.pop("NextElapseUSecRealtime")), "at night"
+        assert shown == {"ActiveState": "active", "UnitFileState": "enabled", "Unit": f"delayer-{job}.service"}
+        machine.run("systemctl", "stop", timer)
+    never = machine.shown("delayer-compact", BEGAN)
+    directory = machine.file(f"{systemd.UNITS}/delayer-compact.timer.d")
+    directory.mkdir()
+    (directory / "test.conf").write_text(SOON)
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "delayer-compact.timer")
+    ended = partial(asyncio.to_thread, after, machine, "delayer-compact", never)
+    seen = await eventually(ended, lambda shown: shown.get("ActiveState") in ("inactive", "failed"), timeout=300)
+    assert seen == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}, told("compact")
+    segments = service.say("status", "--json")["store"]["segments"]
+    assert (segments["messages"], segments["broken"]) == (300, 0), told("compact")
+    assert service.status == "mode store", "the daemon has seen nothing of it"
+    machine.run("systemctl", "stop", "delayer", "delayer-compact.timer")
 
 
 async def test_a_token_for_the_page(service: Service) -> None:
