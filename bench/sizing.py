@@ -39,7 +39,7 @@ def slopes(result: Result, rate: int, body: int = SMALL) -> Slopes:
 
     Steady traffic was measured with small bodies only: what larger ones cost more is taken from park and release.
     """
-    measured = sorted(one.at["rate"] for one in result.all("steady", "lateness p50") if _kept_up(one))
+    measured = sorted(one.at["rate"] for one in result.all("steady", "lateness p50") if _kept_up(result, one))
     if not measured:
         raise ValueError("the run has no steady rates")
     bulk = _bulk(result, body)
@@ -55,9 +55,12 @@ def _bulk(result: Result, body: int = SMALL) -> dict[str, float]:
     return {part: sum(_cpu(result, what, part, body=body) for what in ("park", "release")) for part in PARTS}
 
 
-def _kept_up(lateness: Figure) -> bool:
-    """A daemon that fell behind used less CPU a message than it owed."""
-    return lateness.value < BEHIND_MS and not lateness.at["backlog"]
+def _kept_up(result: Result, lateness: Figure) -> bool:
+    """A daemon that fell behind used less CPU a message than it owed; and with a publisher that did, it had fewer to do
+    than the rate says."""
+    publisher = result.find("steady", "publisher behind its plan, at most", **lateness.at)
+    late_ms = max(lateness.value, publisher.value if publisher is not None else 0.0)
+    return late_ms < BEHIND_MS and not lateness.at["backlog"]
 
 
 def _cpu(result: Result, section: str, part: str, **at: int) -> float:

@@ -224,6 +224,16 @@ def test_cores_and_disk() -> None:
     assert "13.9 h" in disk[4]
 
 
+def test_a_rate_that_the_publisher_did_not_keep_is_none() -> None:
+    """It says what fewer messages cost, by the message of a rate that never was."""
+    run = some_run()
+    run.figures.append(
+        Figure("steady", "publisher behind its plan, at most", 5_931, "ms", {"rate": 10_000, "backlog": 0})
+    )
+    assert sizing.slopes(run, 5_000) == sizing.slopes(run, 2_000)
+    assert sizing.slopes(run, 10_000).source == "in bulk"
+
+
 def test_sizing_says_what_the_run_lacks() -> None:
     with pytest.raises(ValueError, match="steady"):
         list(sizing.fleets(Result()))
