@@ -112,10 +112,11 @@ def when(due_ms: int | None, now_ms: int | None = None) -> str:
     except (OverflowError, ValueError, OSError):
         instant = f"{due_ms} ms"  # beyond the calendar
     seconds = abs(due_ms - now_ms) // 1000
-    return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {_roughly(seconds)})"
+    return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {roughly(seconds)})"
 
 
-def _roughly(seconds: int) -> str:
+def roughly(seconds: int) -> str:
+    """So long, for people: the largest unit that there are two of."""
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
         if seconds >= 2 * size:
             return f"{seconds // size}{unit}"

@@ -11,7 +11,7 @@ from typing import IO
 
 import click
 
-from delayer.commands.common import Misused, Off, Request, note, quoted
+from delayer.commands.common import Misused, Off, Request, note, quoted, roughly
 from delayer.commands.publishing import Message, Value, publish
 from delayer.settings import Route, Settings, duration_ms, duration_text
 
@@ -182,5 +182,11 @@ def _said(message: Message, ids: list[str]) -> str:
         return f"Sent {what} to {where}; its own header says when it is due."
     due = datetime.fromtimestamp(message.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
     wait = message.due_ms - time.time_ns() // 1_000_000
-    about = f"in {duration_text(-(-wait // 1000) * 1000)}" if wait > 0 else "now"
+    about = f"in {_about(-(-wait // 1000))}" if wait > 0 else "now"
     return f"Sent {what} to {where}; due {due.replace('+00:00', 'Z')} ({about})."
+
+
+def _about(seconds: int) -> str:
+    """As it was asked for, where that is a whole number of minutes, hours or days; else in two digits or so."""
+    exact = duration_text(seconds * 1000)
+    return roughly(seconds) if exact.endswith("s") else exact
