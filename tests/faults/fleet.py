@@ -78,6 +78,12 @@ class Kept:
         """It is ready, so that it knows what to do when it gets a signal."""
         return self.process.running and any(one.get("event") == "ready" for one in self.process.events[:BEGINNING])
 
+    @property
+    def mode(self) -> str:
+        """In which it works, by its own word; empty before it has said so."""
+        said = [one for one in self.process.events if one.get("event") in ("starting", "mode switched")]
+        return str(said[-1].get("now") or said[-1].get("mode")) if said else ""
+
     async def ready(self) -> None:
         await self.process.event("ready", timeout=STARTUP)
 
@@ -179,6 +185,16 @@ class Fleet:
         for daemon in self.daemons:
             if daemon.up:  # before that a SIGHUP would end it; it reads the file when it gets there
                 daemon.process.reload()
+
+    async def switched(self, mode: str) -> None:
+        """Switch to it, and wait until every daemon works in it: before that a fault would meet the other mode."""
+        await asyncio.gather(*(daemon.ready() for daemon in self.daemons))
+        self.switch(mode)
+
+        async def modes() -> list[str]:
+            return [daemon.mode for daemon in self.daemons]
+
+        await eventually(modes, lambda found: set(found) == {mode}, timeout=60)
 
     # ---- what faults need
 

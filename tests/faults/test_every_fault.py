@@ -104,7 +104,7 @@ class Play:
     async def _play(self, mode: str, fault: Fault) -> None:
         fleet, ledger = self.fleet, self.fleet.ledger
         if mode != fleet.mode:
-            fleet.switch(mode)
+            await fleet.switched(mode)
         await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=DOOMED)
         begin_ms = time.time() * 1000
         async with asyncio.timeout(fault.seconds + 90), flowing(ledger, A_SECOND, longest_ms=LONGEST_MS):
