@@ -134,6 +134,7 @@ def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> 
             help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
         ),
         click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing."),
+        click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
         yes_option,
     )(_run)
     command(
@@ -150,7 +151,7 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 
 
 def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
-    json, dry_run, yes = given.pop("as_json"), given.pop("dry_run"), given.pop("yes")
+    json, dry_run, yes, again = (given.pop(name) for name in ("as_json", "dry_run", "yes", "again"))
     settings = request_of(context).settings()
     into = given.pop("into") or ("cascade" if settings.mode == "native" else "store")
     if dry_run or not yes:
@@ -167,9 +168,9 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
         with _few_collections(), _progress() as say:
             if into == "store":
-                return await machine.run(source, book, judge, whoami(), say)
+                return await machine.run(source, book, judge, whoami(), say, again=again)
             async with _cascade(settings, source, book) as carrying:
-                return await machine.run(source, carrying, judge, whoami(), say)
+                return await machine.run(source, carrying, judge, whoami(), say, again=again)
 
     try:
         report = _with(context, make, given, go)

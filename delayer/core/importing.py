@@ -99,7 +99,8 @@ def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
 class Survey:
     """What a source holds, without changing anything there. ``messages``: those that are meant; None where only a run
     can tell. ``left``: why others stay, and how many. ``remarks``: for people. ``doubts``: those of them that a run has
-    to tell as well, because something may be lacking, or come in twice."""
+    to tell as well, because something may be lacking, or come in twice. ``brought``: imports that brought the same
+    before."""
 
     messages: int | None = 0
     first_due_ms: int | None = None
@@ -108,6 +109,7 @@ class Survey:
     left: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    brought: list[int] = field(default_factory=list)
 
     def add(self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1) -> None:
         """Count messages of one destination."""

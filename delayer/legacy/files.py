@@ -96,6 +96,7 @@ class FileSource(ABC):
             self._survey = self.look()
             if unfinished is None and self._notes is not None:
                 for earlier, messages in await self._notes.brought(self.name, str(self.parameters["sha256"])):
+                    self._survey.brought.append(earlier)
                     self._survey.doubt(
                         f"import {earlier} brought {messages:,} messages of this very file: what both are meant to "
                         "bring comes in twice, and is delivered twice"

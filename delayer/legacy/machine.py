@@ -78,8 +78,9 @@ async def preview(source: Source, book: Book, judge: Judge) -> Preview:
     return Preview(survey, problems, unfinished)
 
 
-async def run(source: Source, book: Book, judge: Judge, who: str, say: Say) -> Report:
-    """Begin, or go on. Raises SourceLost, ImportImpossible, CountMismatch, StoreLost; run it again then."""
+async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
+    """Begin, or go on. What an earlier import brought is brought only if ``again`` is said. Raises SourceLost,
+    ImportImpossible, CountMismatch, StoreLost; run it again then."""
     began = time.monotonic()
     found = await book.unfinished()
     doubts: list[str] = []
@@ -87,6 +88,11 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say) -> R
         # Before anything moves: what nobody can read, or nobody could be asked about, stops it here.
         survey = await source.survey()
         doubts = survey.doubts
+        if survey.brought and not again:
+            raise ImportImpossible(
+                f"import {', '.join(map(str, survey.brought))} brought messages of this very file: what both are meant "
+                "to bring would be delivered twice. Next: --again, if it is gone by now, or meant to come twice"
+            )
         await judge.problems(survey.goals)
         current = await book.begin(source.name, source.parameters, who)
         reach("import.begun")

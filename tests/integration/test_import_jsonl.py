@@ -151,7 +151,7 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
         assert (held["to_key"], held["reason"]) == (b"gone", "import: there is no such queue or exchange")
         assert held["retry_at"] == held["due_at"], "somebody may declare the queue long before that"
     nobody = {"DELAYER_BROKER__URL": "amqp://guest:s3cret@127.0.0.1:1/"}
-    told = delayer("import", "jsonl", "run", *args, "--yes", expect=1, **nobody).stderr
+    told = delayer("import", "jsonl", "run", *args, "--yes", "--again", expect=1, **nobody).stderr
     assert "Nothing was moved" in told
     assert "s3cret" not in told
 
@@ -178,7 +178,10 @@ def test_what_may_lack_or_come_twice_is_told_by_a_run_too(delayer: Run, tmp_path
     assert "of this very file" not in first
     seen = json.loads(delayer("import", "jsonl", "preview", str(file), "--unverified", "--json").stdout)
     assert "import 1 brought 1 messages of this very file" in seen["remarks"][-1]
-    assert "import 1 brought 1 messages of this very file" in delayer(*run).stderr
+    refused = delayer(*run, expect=1).stderr
+    assert "import 1 brought messages of this very file" in refused
+    assert "--again" in refused
+    assert "import 1 brought 1 messages of this very file" in delayer(*run, "--again").stderr
 
 
 async def test_a_pipe_that_takes_no_more_is_not_the_store(delayer: Run, database: str) -> None:

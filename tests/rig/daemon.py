@@ -39,17 +39,24 @@ class DaemonProcess:
     """One ``delayer run``. ``async with`` kills it at the end if it still runs; a clean end is the test's to ask for.
 
     ``environ`` are DELAYER_… variables: ``{"MODE": "native", "BROKER__URL": url}``. ``program`` stands in for
-    ``delayer``.
+    ``delayer``. ``serving``: HTTP is served where the file says.
     """
 
     def __init__(
-        self, environ: Mapping[str, str], *, config: Path | None = None, program: Sequence[str] | None = None
+        self,
+        environ: Mapping[str, str],
+        *,
+        config: Path | None = None,
+        program: Sequence[str] | None = None,
+        serving: bool = False,
     ) -> None:
         self._program = program or (str(EXECUTABLE),)
         self._arguments = ["--config", str(config)] if config else []
         ours = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
         # Nothing is served unless somebody asks for it: daemons of several tests run beside each other.
         fixed = {"DELAYER_LOG__FORMAT": "json", "DELAYER_HTTP__LISTEN": ""}
+        if serving:
+            del fixed["DELAYER_HTTP__LISTEN"]
         self._environ = ours | fixed | {f"DELAYER_{k}": v for k, v in environ.items()}
         self.events: list[dict[str, Any]] = []
         self.stray_lines: list[str] = []

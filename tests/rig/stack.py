@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.rig import ports
 from tests.rig.daemon import DaemonProcess, command
 from tests.rig.servers import Postgres, RabbitMQ
 
@@ -30,12 +31,15 @@ class Stack:
     config: Path
     routes: Sequence[dict[str, object]] = ROUTES
     management_url: str = ""
+    page: str = ""
+    """Host and port where the daemon serves HTTP; without one it does not."""
     daemon: DaemonProcess = field(init=False)
 
     def configure(self, mode: str) -> None:
         lines = [f'mode = "{mode}"', "[broker]", f"url = {json.dumps(self.broker_url)}"]
         lines += [f"management_url = {json.dumps(self.management_url)}"]
         lines += ["[store]", f"url = {json.dumps(self.store_url)}", "[log]", 'level = "info"']
+        lines += ["[http]", f"listen = {json.dumps(self.page)}"]
         for route in self.routes:
             lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
         self.config.write_text("\n".join(lines) + "\n")
@@ -46,8 +50,10 @@ class Stack:
 
 
 @asynccontextmanager
-async def running_stack(mode: str, routes: Sequence[dict[str, object]] = ROUTES) -> AsyncIterator[Stack]:
-    """Servers, schema, daemon; all of it gone at the end, whatever ends it."""
+async def running_stack(
+    mode: str, routes: Sequence[dict[str, object]] = ROUTES, *, page: bool = False
+) -> AsyncIterator[Stack]:
+    """Servers, schema, daemon (with its ``page``); all of it gone at the end, whatever ends it."""
     with ExitStack() as undo:
         directory = Path(tempfile.mkdtemp(prefix="delayer-stack-"))
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -56,9 +62,10 @@ async def running_stack(mode: str, routes: Sequence[dict[str, object]] = ROUTES)
         undo.callback(postgres.close)
         await asyncio.gather(asyncio.to_thread(broker.start), asyncio.to_thread(postgres.start))
         stack = Stack(broker.url(), postgres.url(), directory / "delayer.toml", routes, broker.management_url)
+        stack.page = f"{ports.HOST}:{ports.reserve()}" if page else ""
         stack.configure(mode)
         await stack.delayer("db", "upgrade")
-        async with DaemonProcess({}, config=stack.config) as stack.daemon:
+        async with DaemonProcess({}, config=stack.config, serving=page) as stack.daemon:
             await stack.daemon.ready()
             yield stack
             if stack.daemon.running:

@@ -39,6 +39,7 @@ def explain(stack: Stack) -> None:
 [bold]broker[/]   {stack.broker_url}   (management: {stack.management_url})
 [bold]store[/]    {stack.store_url}
 [bold]config[/]   {stack.config}   (edit it, then: kill -HUP {stack.daemon.pid})
+[bold]page[/]     http://{stack.page}
 [bold]daemon[/]   process {stack.daemon.pid}   (kill -9 {stack.daemon.pid}: it is started again, and nothing is lost)
 
 Send a message that comes back in ten seconds, and watch it arrive here:
@@ -116,7 +117,7 @@ async def keep_alive(stack: Stack, told_to_stop: asyncio.Event) -> None:
 
 async def main() -> int:
     console.print("starting a private RabbitMQ and Postgres …")
-    async with running_stack("store", ROUTES) as stack:
+    async with running_stack("store", ROUTES, page=True) as stack:
         await show_arrivals(stack)
         explain(stack)
         stack.daemon.told = show
