@@ -8,6 +8,7 @@ Tables stand on the page between a mark and `<!-- end -->`, and are written anew
     <!-- figures: park release -->    sections of `make bench`
     <!-- later: steady churn -->      sections of `make bench BENCH_ARGS="--only … --output bench/results/later.json"`
     <!-- where: turn database -->     sections of `python -m bench.where`
+    <!-- profile: parking passing --> sections of `python -m bench.profile`
     <!-- rolling: rolling -->         the one of `python -m bench.rolling`
     <!-- looking: looking -->         `make bench BENCH_ARGS="--only looking --output bench/results/looking.json"`
     <!-- plans -->                    `python -m bench.plans --json`
@@ -39,6 +40,7 @@ TAKEN = {
     "latest.json": "performance.json",
     "later.json": "performance-later.json",
     "where.json": "performance-where.json",
+    "profile.json": "performance-profile.json",
     "rolling.json": "performance-rolling.json",
     "looking.json": "performance-looking.json",
     "plans.json": "performance-plans.json",
@@ -49,7 +51,7 @@ KEPT = ("performance-earlier.json", "performance-park.json")
 BENCHMARK = ("performance-earlier.json", "performance.json", "performance-later.json", "performance-park.json")
 """The runs of the benchmark proper, in the order of their time."""
 _MARK = re.compile(
-    r"(<!-- (runs|compared|missed|figures|later|where|rolling|looking|plans|sizing)(?:: ([a-z ]+))? -->\n)"
+    r"(<!-- (runs|compared|missed|figures|later|where|profile|rolling|looking|plans|sizing)(?:: ([a-z ]+))? -->\n)"
     r".*?(<!-- end -->)",
     re.DOTALL,
 )
@@ -107,7 +109,7 @@ def filled(page: str, runs: Runs) -> str:
 
 def lines(kind: str, names: list[str], runs: Runs) -> Iterator[str]:
     sections = {"figures": runs.full, "later": runs.later}
-    sections |= {kind: runs.results[f"performance-{kind}.json"] for kind in ("where", "rolling", "looking")}
+    sections |= {kind: runs.results[f"performance-{kind}.json"] for kind in ("where", "profile", "rolling", "looking")}
     match kind:
         case "runs":
             yield from provenance(runs)

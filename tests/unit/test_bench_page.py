@@ -53,6 +53,7 @@ def some_runs() -> page.Runs:
         "performance.json": some_run(),
         "performance-later.json": Result({}, [Figure("churn", "claims", 5, "ms")]),
         "performance-where.json": Result({}, [Figure("turn", "claim, p50", 0.7, "ms", {"rate": 5000})]),
+        "performance-profile.json": Result({}, [Figure("parking", "asyncpg", 12.5, "%", {"body": 512})]),
         "performance-rolling.json": Result({}, [Figure("rolling", "daemon, lateness p99", 66, "ms", {"log": 64})]),
         "performance-looking.json": Result({}, [Figure("looking", "show", 12, "ms", {"backlog": 10_000_000})]),
         "performance-earlier.json": Result(),
@@ -77,6 +78,7 @@ def test_every_kind_of_table() -> None:
         "compared",
         "later: churn",
         "where: turn",
+        "profile: parking",
         "rolling: rolling",
         "looking: looking",
         "plans",
@@ -88,6 +90,7 @@ def test_every_kind_of_table() -> None:
     assert "| park, 512 B, 0 waiting |  | 40,000 msg/s |  |  |" in filled
     assert "| *5,000/s* |" in filled
     assert "| claim, p50 | 0.70 ms |" in filled
+    assert "| asyncpg | 12.5 % |" in filled
     assert "| claims | 5.00 ms |" in filled
     assert "| show | 12.0 ms |" in filled
     assert "| claim | 1,000 | 2.50 | 0.20 | 3,000 | 1 |" in filled
