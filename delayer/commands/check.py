@@ -9,7 +9,19 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
-from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, note, print_json, print_table, quoted, request_of
+from delayer.commands.common import (
+    BROKER_RIGHTS,
+    BROKER_RUNS,
+    DONE,
+    FOUND,
+    OUT_OF_REACH,
+    STORE_RUNS,
+    note,
+    print_json,
+    print_table,
+    quoted,
+    request_of,
+)
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
@@ -89,9 +101,9 @@ async def _broker(settings: Settings) -> list[Row]:
             rows += await _taken_over(admin, settings)
             return rows + await _set_aside(admin, settings)
     except BrokerLost as lost:
-        return [Row("broker", "out of reach", str(lost), "check broker.url, and that the broker runs")]
+        return [Row("broker", "out of reach", str(lost), BROKER_RUNS)]
     except BrokerRefused as refused:
-        return [Row("broker", "out of reach", str(refused), "check user, password, vhost and permissions")]
+        return [Row("broker", "out of reach", str(refused), BROKER_RIGHTS)]
 
 
 async def _topology(admin: Admin, settings: Settings) -> list[Row]:
@@ -183,7 +195,7 @@ async def _store(settings: Settings) -> list[Row]:
     try:
         seen = await store_status.overview(url, settings.store.restore_ahead_ms)
     except StoreLost as lost:
-        return [Row("store", "out of reach", str(lost), lost.advice or "check store.url, and that Postgres runs")]
+        return [Row("store", "out of reach", str(lost), lost.advice or STORE_RUNS)]
     except BadStoreUrl as bad:
         return [Row("store", "off", str(bad), "write the URL as postgresql://user@host:port/database")]
     rows = [Row("store", "ok", str(settings.store.url or url))]

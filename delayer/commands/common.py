@@ -21,6 +21,11 @@ from delayer.settings.readable import readable
 DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
 """The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
 
+BROKER_RUNS = "check broker.url, and that the broker runs"
+BROKER_RIGHTS = "check user, password, vhost and permissions"
+STORE_RUNS = "check store.url, and that Postgres runs"
+"""Advice for who is out of reach."""
+
 WIDTH_WITHOUT_TERMINAL = tables.WIDTH_WITHOUT_TERMINAL
 
 

@@ -11,7 +11,7 @@ import asyncpg
 import click
 
 from delayer.commands.acting import agreed, all_option, dry_run_option, whoami, yes_option
-from delayer.commands.common import DONE, note, print_json, print_table, request_of
+from delayer.commands.common import DONE, FOUND, note, print_json, print_table, request_of
 from delayer.commands.db import store_url
 from delayer.commands.filters import address, filter_of, filter_options, iso, json_of, limit_option, tokens
 from delayer.commands.looking import as_json
@@ -142,11 +142,13 @@ def _act(
         note(f"{number} is not held.")
     if dry_run or not messages:
         click.echo(f"{messages:,} held messages would be meant." if dry_run else "Nothing that is held is meant.")
-        context.exit(DONE)
+        context.exit(FOUND if missing else DONE)
     if not tokens and not agreed(f"{verb.capitalize()} {messages:,} held messages?", yes=yes):
         note("Nothing was done.")
         context.exit(DONE)
     click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
+    if missing:
+        context.exit(FOUND)
 
 
 class Meant(NamedTuple):

@@ -228,9 +228,13 @@ def _act(
     settings = request_of(context).settings()
     found, depth = asyncio.run(look(settings, wanted, KEPT))
     about = f"{len(found):,} of {depth:,} refused messages"
+    seen_all = depth <= KEPT
+    missing = set(ids).difference(*((one.refusal.id, one.refusal.message_id) for one in found)) if seen_all else set()
+    for name in sorted(missing):
+        note(f"{quoted(name)} is not among them.")
     if dry_run or not found:
         click.echo(f"{about} are meant.")
-        context.exit(DONE)
+        context.exit(FOUND if missing else DONE)
     if not ids and not agreed(f"{verb.capitalize()} {about}?", yes=yes):
         note("Nothing was done.")
         context.exit(DONE)
@@ -238,7 +242,7 @@ def _act(
     click.echo(f"{PAST[verb]}: {done.messages:,}.")
     for name, why in done.left:
         note(f"{name or 'one without an id'} stays refused: {why}.")
-    if done.left:
+    if done.left or missing:
         context.exit(FOUND)
 
 

@@ -124,6 +124,9 @@ def send(
             "Next: `delayer topology apply`, then `delayer check`."
         )
     click.echo(_said(message, ids))
+    longest_ms = settings.intake.max_delay_ms
+    if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
+        note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
     note("Next: `delayer status` shows what waits.")
 
 

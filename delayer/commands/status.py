@@ -12,9 +12,12 @@ from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
 from delayer.commands import live
 from delayer.commands.common import (
+    BROKER_RIGHTS,
+    BROKER_RUNS,
     DONE,
     FOUND,
     OUT_OF_REACH,
+    STORE_RUNS,
     depth_text,
     note,
     print_json,
@@ -96,8 +99,10 @@ async def _broker(settings: Settings) -> dict[str, Any]:
     try:
         async with briefly(settings.broker_url, "delayer status") as broker:
             picture = await broker.picture(cascade_of(settings), queues)
-    except (BrokerLost, BrokerRefused) as error:
-        return {"error": str(error)}
+    except BrokerLost as error:
+        return {"error": str(error), "advice": BROKER_RUNS}
+    except BrokerRefused as error:
+        return {"error": str(error), "advice": BROKER_RIGHTS}
     levels = [
         {"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in picture.levels
     ]
@@ -110,7 +115,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
     try:
         seen = await store_status.overview(settings.store_url, settings.store.restore_ahead_ms)
     except StoreLost as error:
-        return {"error": str(error), "upgrade_pending": False, "advice": error.advice}
+        return {"error": str(error), "upgrade_pending": False, "advice": error.advice or STORE_RUNS}
     except BadStoreUrl as error:
         return {"error": str(error), "upgrade_pending": False, "advice": ""}
     wrong = schema.outdated(seen.schema_found)

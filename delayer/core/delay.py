@@ -122,12 +122,12 @@ def seconds_until(due_ms: int, now_ms: int) -> int:
 def in_words(milliseconds: int) -> str:
     """A delay for people: ``268435456 s`` reads badly in a reason.
 
-    >>> in_words(90_061_000), in_words(1500)
-    ('1 day, 1:01:01', '1.5 s')
+    >>> in_words(90_061_000), in_words(172_800_000), in_words(1500)
+    ('1 day, 1:01:01', '2 days', '1.5 s')
     """
     if milliseconds < 60_000:
         return f"{milliseconds / 1000:g} s"
     try:
-        return str(timedelta(milliseconds=milliseconds))
+        return str(timedelta(milliseconds=milliseconds)).removesuffix(", 0:00:00")
     except OverflowError:
         return f"{milliseconds // DAY_MS} days"

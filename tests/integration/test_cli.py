@@ -170,8 +170,15 @@ async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:
 
 async def test_send_many(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
-    delayer("send", "--delay", "5m", "--id", "n", "--count", "30", "--body", "x")
+    told = delayer("send", "--delay", "5m", "--id", "n", "--count", "30", "--body", "x")
+    assert "max_delay" not in told.stderr
     assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n}" for n in range(1, 31)]
+
+
+async def test_send_says_what_the_daemon_will_refuse(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    assert "longer than intake.max_delay, 3650d" in delayer("send", "--delay", "5000d").stderr
+    assert len(await take(vhost, "delays")) == 1
 
 
 async def test_send_says_the_instant_as_a_timestamp_where_the_route_wants_that(delayer: Run, vhost: str) -> None:
@@ -388,6 +395,7 @@ def test_status_works_with_what_is_left(delayer: Run) -> None:
     half = delayer("status", expect=3, DELAYER_BROKER__URL="amqp://u:hunter2@127.0.0.1:1")
     assert "parked: 0" in half.stdout
     assert "The broker is out of reach" in half.stderr
+    assert "Next: check broker.url" in half.stderr
     assert "hunter2" not in half.stdout + half.stderr
 
 

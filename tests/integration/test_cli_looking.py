@@ -158,7 +158,7 @@ async def test_held(delayer: Run, database: str) -> None:
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT retry_at < now() + interval '1 second' FROM held")
     assert "1 held messages would be meant" in delayer("held", "drop", "--all", "--dry-run").stdout
-    missing = delayer("held", "drop", of[b"held"], "999")
+    missing = delayer("held", "drop", of[b"held"], "999", expect=1)
     assert "Dropped: 1." in missing.stdout
     assert "999 is not held." in missing.stderr
     assert ids(delayer, "held", "list") == []
@@ -270,6 +270,8 @@ async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
     applied("refused", "drop", expect=2)
     applied("refused", "drop", "--all", "--from", "other", expect=2)
     assert "Dropped: 3." in applied("refused", "drop", "--from", "other", "--yes").stdout
+    nobody = applied("refused", "drop", "nobody", "--yes", expect=1)
+    assert '"nobody" is not among them' in nobody.stderr
     assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
     assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
     assert await take(vhost, "delays.refused") == []
