@@ -10,7 +10,7 @@ from typing import Final
 
 from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
-from delayer.commands import refused
+from delayer.commands import refusing
 from delayer.commands.common import Off
 from delayer.commands.filters import address
 from delayer.core.errors import BrokerLost
@@ -78,13 +78,13 @@ class DaemonInside:
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         """See the port."""
         with _reached():
-            found, depth = await refused.look(self.settings, refused.ANY, limit)
+            found, depth = await refusing.look(self.settings, refusing.ANY, limit)
         return [_row(one) for one in found], depth
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
         """See the port."""
         with _reached():
-            done = await refused.do(self.settings, verb, refused.Wanted(ids, "", None), who)
+            done = await refusing.do(self.settings, verb, refusing.Wanted(ids, "", None), who)
         return done.messages, done.left
 
 
@@ -96,7 +96,7 @@ def _reached() -> Iterator[None]:
         raise BrokerLost(str(error)) from error
 
 
-def _row(one: refused.Seen) -> RefusedRow:
+def _row(one: refusing.Seen) -> RefusedRow:
     refusal = one.refusal
     came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
     body = reading.preview(one.head, PREVIEW)

@@ -1,0 +1,195 @@
+"""Looking at refused messages in their queue, and acting on them: for the command and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+from delayer.broker.admin import Admin
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.commands.common import Off, note, quoted
+from delayer.core.message import Confirmed, Delivery, Outgoing, Returned
+from delayer.services import reading
+from delayer.services.refusals import Refusal, again, told
+from delayer.settings import Settings
+from delayer.store import acting, acts
+from delayer.wire.address import Address
+
+AT_ONCE: Final = 100
+"""Messages that are published together; each is acknowledged when it is confirmed."""
+KEPT: Final = 10_000
+"""Messages that are not meant and stand before others, at most: the broker has them on its list until we go."""
+GATHER_SECONDS: Final = 0.02
+PATIENCE: Final = 3
+"""Empty answers, a second each, after which the rest of the queue is in somebody else's hands."""
+HEARTBEAT: Final = 20.0
+
+
+class Wanted(NamedTuple):
+    """Which refused messages are meant; empty: any."""
+
+    ids: frozenset[str]
+    reason: str
+    exchange: str | None
+
+    def means(self, refusal: Refusal) -> bool:
+        named = not self.ids or refusal.id in self.ids or refusal.message_id in self.ids
+        from_there = self.exchange is None or refusal.exchange == self.exchange.encode("utf-8", "surrogateescape")
+        return named and from_there and self.reason in refusal.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
+        said |= {"reason": self.reason} if self.reason else {}
+        return said | ({"exchange": self.exchange} if self.exchange is not None else {})
+
+
+ANY: Final = Wanted(frozenset(), "", None)
+
+
+class Seen(NamedTuple):
+    """A refused message as it is shown: without its body, however large, but for the beginning."""
+
+    refusal: Refusal
+    properties: bytes
+    head: bytes
+    size: int
+
+    @classmethod
+    def of(cls, delivery: Delivery, refusal: Refusal) -> Seen:
+        # One byte more than anybody shows, so that a cut is seen.
+        return cls(refusal, delivery.properties, delivery.body[: reading.PREVIEW + 1], len(delivery.body))
+
+
+class Done(NamedTuple):
+    """What became of those that were meant. ``left``: why the others stay, each with its id."""
+
+    messages: int
+    left: Sequence[tuple[str, str]]
+
+
+Do = Callable[[RelayPublisher, Sequence[Delivery]], Awaitable[list[str]]]
+"""What to do with each of a portion: "" where it may be acknowledged, else why it stays."""
+
+
+async def _taken(_publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+    return [""] * len(some)
+
+
+async def _published(publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+    prepared = [again(delivery) for delivery in some]
+    outgoing = [one for one in prepared if isinstance(one, Outgoing)]
+    outcomes = iter(await publisher.publish(outgoing))
+    return [one if isinstance(one, str) else _why(next(outcomes)) for one in prepared]
+
+
+DEEDS: Final[Mapping[str, Do]] = {"retry": _published, "drop": _taken}
+
+
+def _why(outcome: object) -> str:
+    match outcome:
+        case Confirmed():
+            return ""
+        case Returned(code=code, text=text):
+            return f"the broker returned it: {code} {text}"
+        case _:
+            return "a queue refused it"
+
+
+@asynccontextmanager
+async def _consuming(
+    settings: Settings, prefetch: int = KEPT
+) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
+    """A subscription of the refused queue, a publisher beside it, and how many messages were ready."""
+    queue = settings.refused.queue
+    async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
+        depth = (await admin.depths([queue]))[queue]
+    if depth is None:
+        raise Off(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
+    # Two connections: a consumer that is paused must not keep the confirms waiting.
+    relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=HEARTBEAT) for n in (1, 2)]
+    for relay in relays:
+        relay.start()
+    publisher = RelayPublisher(relays[1])
+    try:
+        subscription = await RelayConsumer(relays[0]).subscribe(queue, prefetch)
+        try:
+            yield subscription, publisher, depth
+        finally:
+            await subscription.close()  # what was not acknowledged is back in the queue, where it was
+    finally:
+        await publisher.close()
+        for relay in relays:
+            await relay.close()
+
+
+async def _portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
+    """The next ``count`` messages: not those that come while we work, among them what is refused again."""
+    empty = 0
+    while count > 0 and empty < PATIENCE:
+        some = await subscription.next_batch(min(count, AT_ONCE), GATHER_SECONDS)
+        empty = 0 if some else empty + 1
+        count -= len(some)
+        if some:
+            yield some
+
+
+async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[Seen], int]:
+    """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
+    found: list[Seen] = []
+    async with _consuming(settings, limit) as (subscription, _, depth):
+        async for some in _portions(subscription, min(depth, limit)):
+            found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one))]
+    return found, depth
+
+
+async def do(settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT) -> Done:
+    """Retry or drop those that are meant among the first ``depth``, in the name of ``who``. Raises as :func:`look`,
+    and StoreLost."""
+    work = DEEDS[verb]
+    done = 0
+    left: list[tuple[str, str]] = []
+    async with (
+        _trail(settings, f"refused {verb}", wanted, who) as add,
+        _consuming(settings) as (queue, publisher, ready),
+    ):
+        kept = 0
+        async for some in _portions(queue, min(depth, ready)):
+            meant = [one for one in some if wanted.means(told(one))]
+            whys = await work(publisher, meant) if meant else []
+            taken = [one for one, why in zip(meant, whys, strict=True) if not why]
+            # Written down before it is gone from the queue; an acknowledgement that is lost repeats a message.
+            await add(len(taken))
+            for one in taken:
+                queue.ack(one.tag, multiple=False)
+            left += [(told(one).id, why) for one, why in zip(meant, whys, strict=True) if why]
+            done += len(taken)
+            kept += len(some) - len(taken)
+            if kept >= KEPT:
+                note(f"{KEPT:,} messages that stay stand before the rest, which was not looked at.")
+                break
+    return Done(done, left)
+
+
+@asynccontextmanager
+async def _trail(
+    settings: Settings, verb: str, wanted: Wanted, who: str
+) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """The audit trail: in the store, where there is one."""
+    if settings.store_url is None:
+
+        async def nothing(_messages: int) -> None:
+            return
+
+        note("No store is configured: this is not written down.")
+        yield nothing
+        return
+    async with acting.acting(settings.store_url, verb) as connection:
+        act = await acts.begin(connection, who, verb, wanted.as_dict())
+
+        async def add(messages: int) -> None:
+            await acts.add(connection, act, messages)
+
+        yield add
