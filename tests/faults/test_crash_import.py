@@ -144,7 +144,11 @@ async def test_abort_instead(store: str, tmp_path: Path, fault: str, committed: 
     async with sql(store) as admin:
         assert await admin.fetchval("SELECT count(*) FROM message") == committed
         assert await admin.fetchval("SELECT count(*) FROM import_item") == 0
-    code, out, told = await delayer(store, "import", "jsonl", "run", *arguments)
+    if committed:  # the whole file again would bring those once more
+        code, _, told = await delayer(store, "import", "jsonl", "run", *arguments)
+        assert code == 1
+        assert "Next: --again" in told
+    code, out, told = await delayer(store, "import", "jsonl", "run", *arguments, "--again")
     assert json.loads(out)["parked"] == COUNT, told  # from the beginning: that is a new import
 
 

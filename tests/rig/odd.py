@@ -98,14 +98,19 @@ def twice() -> None:
 
 
 def forgetful() -> None:
-    """What the broker returns or does not take counts as delivered (G1)."""
+    """What the broker returns or does not take counts as delivered (G1), and is told in the log."""
+    import structlog
+
     from delayer.broker.publisher import RelayPublisher
     from delayer.core.message import CONFIRMED
 
-    publish = RelayPublisher.publish
+    log, publish = structlog.get_logger(__name__), RelayPublisher.publish
 
     async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
-        return [CONFIRMED for _ in await publish(self, batch)]
+        for outcome in await publish(self, batch):
+            if outcome != CONFIRMED:
+                log.warning("forgotten")
+        return [CONFIRMED for _ in batch]
 
     RelayPublisher.publish = broken  # type: ignore[method-assign]
 
