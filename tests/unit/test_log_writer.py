@@ -51,7 +51,8 @@ class Reader:
 
     @property
     def lines(self) -> list[str]:
-        return self.seen.decode().splitlines()
+        """The whole ones: of a line in pieces the end may come by itself."""
+        return self.seen.decode().split("\n")[:-1]
 
     def close(self) -> None:
         for descriptor in (self.inlet, self.outlet):
