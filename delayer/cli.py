@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from delayer import __version__, late_logs, streams
+from delayer.commands.assignments import assignments
 
 VERBS: Final = {
     "run": "run",
@@ -78,16 +79,6 @@ class Verbs(click.Group):
             raise failure(error) from error
 
 
-def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    flags = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise click.BadParameter("expected KEY=VALUE, such as intake.prefetch=1000")
-        flags[key] = value
-    return flags
-
-
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
     "--config",
@@ -100,7 +91,7 @@ def _assignments(_context: click.Context, _option: click.Parameter, given: tuple
     "--set",
     "assignments",
     multiple=True,
-    callback=_assignments,
+    callback=assignments("intake.prefetch=1000"),
     metavar="KEY=VALUE",
     help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
 )

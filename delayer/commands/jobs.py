@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from delayer.commands.assignments import assignments
 from delayer.settings import duration_ms
 
 Say = Callable[[str, int, int], None]
@@ -28,18 +29,13 @@ master_option = click.option(
 )
 
 
-def _assignments(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    pairs = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise click.BadParameter("expected KEY=VALUE, such as spark.driver.memory=4g")
-        pairs[key] = value
-    return pairs
-
-
 conf_option = click.option(
-    "--conf", "conf", multiple=True, callback=_assignments, metavar="KEY=VALUE", help="Set one of Spark's settings."
+    "--conf",
+    "conf",
+    multiple=True,
+    callback=assignments("spark.driver.memory=4g"),
+    metavar="KEY=VALUE",
+    help="Set one of Spark's settings.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from tests.runbooks import brokers, destinations, stores
-from tests.runbooks.desk import Desk, Notes
-from tests.runbooks.page import written
+from tests.runbooks.carrying import Steps, asked, carry_out
 
 APART = "RUNBOOKS_APART"
 """Set where we are in a mount namespace of our own. For root only."""
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-RUNBOOKS: Mapping[str, Callable[[Desk], Awaitable[None]]] = {
+RUNBOOKS: Steps = {
     "stuck-destination": destinations.stuck_destination,
     "postgres-failover": stores.postgres_failover,
     "backup-and-restore": stores.backup_and_restore,
@@ -29,28 +25,14 @@ RUNBOOKS: Mapping[str, Callable[[Desk], Awaitable[None]]] = {
 }
 
 
-async def carry_out(name: str, notes: Notes) -> None:
-    async with Desk.open(notes) as desk:
-        await RUNBOOKS[name](desk)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.runbooks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNBOOKS)}")
-    parser.add_argument("--write", action="store_true", help="write what was seen into docs/operations.md")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - RUNBOOKS.keys():
-        parser.error(f"no runbook {sorted(unknown)}; there are {', '.join(RUNBOOKS)}")
+    names, write = asked("tests.runbooks", __doc__, RUNBOOKS, PAGE)
     if APART not in os.environ:
         # What is mounted (a disk to fill) goes with the processes, however they end.
         argv = ["unshare", "--mount", sys.executable, "-m", "tests.runbooks", *sys.argv[1:]]
         os.execvpe(argv[0], argv, os.environ | {APART: "1"})
-    for name in arguments.names or RUNBOOKS:
-        print(f"== {name}", flush=True)
-        notes = Notes(told=lambda line: print(line, flush=True))
-        asyncio.run(carry_out(name, notes))
-        if arguments.write:
-            PAGE.write_text(written(PAGE.read_text(), name, notes.lines))
+    for name in names:
+        carry_out(name, RUNBOOKS, PAGE if write else None)
     return 0
 
 
