@@ -96,9 +96,22 @@ class Admin:
         return await Verifier(self._link, topology, cascade, self._management).findings()
 
     async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
-        """Levels with their depths, and the depths of ``queues`` and of the strays queue."""
+        """Levels with their depths, and the depths of ``queues`` and of the strays queue.
+
+        What this user may not look at is hidden (RabbitMQ 4.3 shows a queue only to who may configure it). Raises
+        BrokerRefused where that is everything.
+        """
         wanted = list(queues)
-        return drawn(cascade, wanted, await self.depths(names(cascade, wanted)))
+        depths: dict[str, int | None] = {}
+        hidden: dict[str, BrokerRefused] = {}
+        for name in names(cascade, wanted):
+            try:
+                depths |= await self.depths([name])
+            except BrokerRefused as refused:
+                depths[name], hidden[name] = None, refused
+        if len(hidden) == len(depths):
+            raise next(iter(hidden.values()))
+        return drawn(cascade, wanted, depths, hidden)
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
         """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone."""

@@ -76,24 +76,24 @@ class Brief:
         """Levels with their depths, and the depths of ``queues`` and of the strays queue.
 
         A cascade without its first and its last level is taken not to be there: the broker writes a line into its log
-        for each thing that somebody asked for in vain. What this user may not look at is None as well: in store mode
-        the daemon's has no rights in the cascade, and RabbitMQ 4.3 hides it then. Raises BrokerRefused where that is
-        everything.
+        for each thing that somebody asked for in vain. What this user may not look at is hidden: in store mode the
+        daemon's has no rights in the cascade, and RabbitMQ 4.3 shows it none of it then. Raises BrokerRefused where
+        that is everything.
         """
         wanted = list(queues)
         first, last = cascade.level(LEVELS - 1), cascade.level(0)
         every = names(cascade, wanted)
         inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
-        depths = await self._shown([name for name in every if name not in inner])
-        there = depths[first] is not None or depths[last] is not None
-        depths |= await self._shown(inner) if there else dict.fromkeys(inner)
-        return drawn(cascade, wanted, depths)
+        said = await self._said([name for name in every if name not in inner])
+        if all(_forbidden(one) for one in said.values()):
+            _raise_if_forbidden(said.values())
+        there = isinstance(said[first], int) or isinstance(said[last], int)
+        said |= await self._said(inner) if there else dict.fromkeys(inner, said[first])
+        hidden = [name for name in every if _forbidden(said[name])]
+        return drawn(cascade, wanted, dict(zip(said, _depths(said.values()), strict=True)), hidden)
 
-    async def _shown(self, queues: Sequence[str]) -> dict[str, int | None]:
-        said = await self._ask(queues)
-        if all(_forbidden(one) for one in said):
-            _raise_if_forbidden(said)
-        return dict(zip(queues, _depths(said), strict=True))
+    async def _said(self, queues: Sequence[str]) -> dict[str, int | ChannelClosed]:
+        return dict(zip(queues, await self._ask(queues), strict=True))
 
     async def _look(self, queues: Collection[str]) -> list[int | None]:
         said = await self._ask(queues)

@@ -21,12 +21,14 @@ class LevelState:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What ``topology show`` prints. ``queues``: depths of the queues around the cascade, None where one is missing."""
+    """What ``topology show`` prints. ``queues``: depths of the queues around the cascade, None where one is missing.
+    ``hidden``: which of all these the broker does not show to this user, whose depths are None too."""
 
     kind: str
     delivery: str
     levels: tuple[LevelState, ...]
     queues: dict[str, int | None]
+    hidden: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -38,13 +40,16 @@ def names(cascade: Cascade, queues: Iterable[str] = ()) -> list[str]:
     return [*(level.name for level in cascade.levels()), *_around(cascade, queues)]
 
 
-def drawn(cascade: Cascade, queues: Iterable[str], depths: Mapping[str, int | None]) -> Picture:
+def drawn(
+    cascade: Cascade, queues: Iterable[str], depths: Mapping[str, int | None], hidden: Iterable[str] = ()
+) -> Picture:
     """The levels, ``queues``, and the strays queue."""
     return Picture(
         cascade.kind,
         cascade.delivery,
         tuple(LevelState(level.number, level.name, level.ttl_ms, depths[level.name]) for level in cascade.levels()),
         {name: depths[name] for name in _around(cascade, queues)},
+        tuple(hidden),
     )
 
 

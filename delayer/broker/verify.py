@@ -142,7 +142,10 @@ class Verifier:
         cascade = self._cascade
         if cascade is None or cascade.shared or missing & {one.name for one in cascade.topology().exchanges}:
             return []
-        answer = await answered(self._link, lambda channel: try_zero_path(channel, cascade))
+        try:
+            answer = await answered(self._link, lambda channel: try_zero_path(channel, cascade))
+        except BrokerRefused as refused:  # the daemon's user need not have the right to a queue of the probe's
+            return [self._unseen(f"the zero path could not be tried: {refused}")]
         if isinstance(answer, ChannelClosed):
             return [self._unseen(f"the zero path could not be tried: {answer}")]
         found = [

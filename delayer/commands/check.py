@@ -177,7 +177,14 @@ async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
 async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
     """Messages on the broker that wait for a person."""
     refused, strays = settings.refused.queue, cascade_of(settings).strays
-    depths = await admin.depths([refused, *([strays] if strays else [])])
+    depths = await admin.depths([refused])
+    if strays:
+        try:
+            depths |= await admin.depths([strays])
+        except BrokerRefused:
+            # RabbitMQ 4.3 shows it only to who may configure it, which a daemon in store mode need not.
+            if uses_cascade(settings):
+                raise
     advice = {
         refused: "`delayer refused list` has the reasons; mend their publisher, then `delayer refused retry` or `drop`",
         strays: "declare or bind their destinations; they are tried again by themselves",

@@ -100,10 +100,13 @@ def quoted(name: str) -> str:
     return f'"{readable(name)}"'
 
 
-def depth_text(depth: int | None, *, used: bool = True) -> str:
-    """How many messages are in a queue; ``used``: whether this configuration needs it at all."""
+def depth_text(depth: int | None, *, used: bool = True, hidden: bool = False) -> str:
+    """How many messages are in a queue; ``used``: whether this configuration needs it at all; ``hidden``: the broker
+    does not show it to this user."""
+    if depth is None and used:
+        return "hidden from this user" if hidden else "missing"
     if depth is None:
-        return "missing" if used else "not used in store mode"
+        return "not used in store mode"
     return str(depth)
 
 

@@ -13,6 +13,7 @@ import click
 from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
+from delayer.broker.errors import BrokerRefused
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.acting import Progress, agreed, dry_run_option, whoami, yes_option
@@ -160,6 +161,9 @@ async def _around(settings: Settings, levels: Cascade) -> Around:
     due = settings.native.due_queue
     async with briefly(settings.broker_url, "delayer drain") as broker:
         seen = await broker.picture(levels, [due])
+    if seen.hidden:
+        # What is not shown must not count as nothing: whoever drains removes the cascade next.
+        raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
     depths = {name: depth or 0 for name, depth in seen.queues.items()}
     return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays or "", 0))
 

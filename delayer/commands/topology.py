@@ -119,13 +119,17 @@ def show(request: Request, as_json: bool) -> None:
         print_json(picture.as_dict())
         return
     used = uses_cascade(settings)
+    intake = {queue.name for queue in intake_of(settings).queues}
+
+    def shown(name: str, depth: int | None) -> str:
+        return depth_text(depth, used=used or name in intake, hidden=name in picture.hidden)
+
     levels: list[tuple[object, ...]] = [
-        (one.level, one.name, in_words(one.ttl_ms), depth_text(one.depth, used=used)) for one in picture.levels
+        (one.level, one.name, in_words(one.ttl_ms), shown(one.name, one.depth)) for one in picture.levels
     ]
     if not used and all(one.depth is None for one in picture.levels):
         levels = [("", "cascade", "", depth_text(None, used=False))]
-    intake = {queue.name for queue in intake_of(settings).queues}
-    others = [("", name, "", depth_text(depth, used=used or name in intake)) for name, depth in picture.queues.items()]
+    others = [("", name, "", shown(name, depth)) for name, depth in picture.queues.items()]
     print_table(["level", "queue", "waits", "messages"], [*levels, *others], right=(0, 2, 3))
     if not used:
         note("Store mode without store.park_beyond: new delays do not enter the cascade.")

@@ -359,6 +359,13 @@ async def test_the_daemon_with_these_rights(
                 await ledger.all_back()
                 ledger.verdict().assert_kept()
             assert "error" not in (await command(config, "status")).lower()
+            await command(config, "check")
+            shown = (await command(config, "topology", "show")).split("\n")
+            assert any(line.split() == ["delays", "0"] for line in shown), shown
+            assert not any("hidden" in line or "missing" in line for line in shown), shown
+            if mode == "store" and rabbitmq.hides_queues:
+                with pytest.raises(RuntimeError, match="ACCESS_REFUSED"):
+                    await command(config, "drain", "--to", "store", "--dry-run")
             assert await daemon.stop() == 0
         assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
     finally:
