@@ -80,6 +80,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "partition not made": "a day's partition could not be made; its rows go to the default one",
     "partition dropped": "an empty partition was dropped: its day has passed, or its rows were compacted",
     "partition not dropped": "an empty partition could not be dropped; it is tried again",
+    "partition not vacuumed": "a compaction could not vacuum a partition, as somebody else held it; the next one does",
     "segment restored": "the messages of a segment wait in a lane again, ahead of the first one's due time",
     "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
     # messages that need somebody's attention

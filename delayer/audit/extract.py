@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from delayer.audit import places, snapshot
@@ -74,17 +74,30 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
     assert spark is not None
     url = f"{work.rstrip('/')}/{places.EXTRACT}{uuid.uuid4().hex}"
     try:
+        _make(spark, url)
         yield url
     finally:
         _remove(spark, url)
 
 
+def _make(spark: SparkSession, url: str) -> None:
+    """A directory for this user only, by whatever file system Spark has for it; those without rights have none."""
+    jvm, (files, path) = spark._jvm, _found(spark, url)
+    assert jvm is not None
+    files.mkdirs(path, jvm.org.apache.hadoop.fs.permission.FsPermission("700"))
+
+
 def _remove(spark: SparkSession, url: str) -> None:
-    """Delete a directory by whatever file system Spark has for it."""
+    files, path = _found(spark, url)
+    files.delete(path, True)
+
+
+def _found(spark: SparkSession, url: str) -> tuple[Any, Any]:
+    """Hadoop's file system of a URL, and its path there."""
     jvm = spark._jvm
     assert jvm is not None
     path = jvm.org.apache.hadoop.fs.Path(url)
-    path.getFileSystem(spark._jsc.hadoopConfiguration()).delete(path, True)
+    return path.getFileSystem(spark._jsc.hadoopConfiguration()), path
 
 
 def take(

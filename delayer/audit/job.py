@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from delayer.audit import extract
-from delayer.audit.errors import JobMisused
+from delayer.audit import extract, keeping
+from delayer.audit import spark as sessions
+from delayer.audit.errors import JobFailed, JobMisused
 from delayer.audit.findings import Report
 from delayer.audit.rules import calendar
-from delayer.audit.rules.growth import growth
 from delayer.audit.watching import Say, Watching
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 
     from delayer.audit.frames import Frames
 
-FINDINGS: Final = (
-    "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
-)
-"""Columns of the findings as Parquet; ``details`` is JSON."""
 TARGETS: Final = 100_000
 """Destinations that the broker is asked about at most, the soonest due."""
 
@@ -61,18 +55,21 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """``remarks``: what could not be asked, or compared, for people."""
+    """``remarks``: what could not be asked, or compared, for people. ``unkept``: what the report could not be written
+    to; hours of reading are not thrown away for that."""
 
     report: Report
     remarks: tuple[str, ...] = ()
+    unkept: tuple[JobFailed | JobMisused, ...] = ()
 
 
 def check(options: Options) -> None:
-    """Look before a JVM is started: can the store be read, and has it our schema? Is there a place for the state?
+    """Look before a JVM is started: can the store be read, and has it our schema? Is there a place for what is kept?
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused.
     """
-    last(options.state)
+    keeping.check(options.state, options.out)
+    keeping.last(options.state)
     if wrong := schema.outdated(asyncio.run(schema.current(options.store.reveal()))):
         raise wrong
 
@@ -80,20 +77,33 @@ def check(options: Options) -> None:
 def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     """One audit. Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused, JobFailed."""
     began = time.monotonic()
+    sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is known only now
     watching = Watching(spark, say)
-    before, remarks = last(options.state)
+    before, remarks = keeping.last(options.state)
     with extract.workplace(options.work, spark) as place:
         frames = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
         report = _judged(frames, options, watching)
         report, asked = _asked(report, frames, options, watching)
-    report = grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
-    if options.out is not None:
-        with watching("writing the findings"):
-            _write_findings(spark, report, options.out)
-    if options.state is not None and report.sample is None:
-        keep(options.state, report)
+    report = keeping.grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
     unsure = (frames.facts.remark,) if frames.facts.remark else ()
-    return Audited(report, (*remarks, *unsure, *asked))
+    return Audited(report, (*remarks, *unsure, *asked), tuple(_unkept(spark, report, options, watching)))
+
+
+def _unkept(
+    spark: SparkSession, report: Report, options: Options, watching: Watching
+) -> Iterator[JobFailed | JobMisused]:
+    """Write the report to where it is to be kept. What failed."""
+    if options.out is not None:
+        try:
+            with watching("writing the findings"):
+                keeping.add_findings(spark, report, options.out)
+        except JobFailed as error:
+            yield error
+    if options.state is not None and report.sample is None:
+        try:
+            keeping.keep(options.state, report)
+        except JobMisused as error:
+            yield error
 
 
 def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
@@ -119,50 +129,3 @@ def _asked(report: Report, frames: Frames, options: Options, watching: Watching)
             destinations.ask(options.broker.url.reveal(), management.reveal() if management else None, targets)
         )
     return destination_findings.with_destinations(report, asked), asked.remarks
-
-
-def _write_findings(spark: SparkSession, report: Report, out: str) -> None:
-    """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart."""
-    at = report.store_now_ms
-    rows = [
-        (at, one.rule, one.severity, one.subject, one.count, one.first_due_ms, json.dumps(one.details, default=str))
-        for one in report.findings
-    ]
-    spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
-
-
-# ---- the last time
-
-
-def last(state: Path | None) -> tuple[Report | None, tuple[str, ...]]:
-    """The report kept in ``state``, and a remark if what stands there is none. Raises JobMisused if it cannot be read,
-    now and not at the end of an hour's work."""
-    if state is None:
-        return None, ()
-    if not state.parent.is_dir():
-        raise JobMisused(f"--state {state}: there is no directory {state.parent}")
-    try:
-        return Report.from_json(state.read_text(encoding="ascii")), ()
-    except FileNotFoundError:
-        return None, ()
-    except (ValueError, UnicodeDecodeError) as error:
-        return None, (f"{state} tells nothing of the last audit, it is written anew: {error}",)
-    except OSError as error:
-        raise JobMisused(f"--state {state}: {error.strerror}") from error
-
-
-def keep(state: Path, report: Report) -> None:
-    """Let ``state`` hold this report, all of it or what was there before. Raises JobMisused."""
-    written = state.with_name(f"{state.name}.{os.getpid()}")
-    try:
-        written.write_text(report.to_json(), encoding="ascii")
-        written.replace(state)
-    except OSError as error:
-        with suppress(OSError):
-            written.unlink()
-        raise JobMisused(f"--state {state}: {error.strerror}") from error
-
-
-def grown(report: Report, before: Report | None) -> Report:
-    """The report with its growth since the last one, if there is one to compare with."""
-    return report if before is None else replace(report, growth=growth(report, before))

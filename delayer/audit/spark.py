@@ -105,8 +105,11 @@ def session(
     Raises SparkMissing, JavaMissing, JobMisused.
     """
     check_machine()
+    more = more or {}
+    if "spark.master" in more:  # it would win, behind the back of everything that depends on where the tasks run
+        raise JobMisused("--conf spark.master: expected --master")
     chosen = master if master is not None or submitted() else LOCAL
-    _point_to_python(chosen)
+    _point_to_python(chosen, more)
     from pyspark.errors import PySparkException  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
@@ -114,7 +117,7 @@ def session(
         builder = SparkSession.builder.appName(name)
         if chosen is not None:
             builder = builder.master(chosen)
-        for key, value in settings(chosen, scratch, more or {}, handing_out=handing_out).items():
+        for key, value in settings(chosen, scratch, more, handing_out=handing_out).items():
             builder = builder.config(key, value)
         try:
             spark = builder.getOrCreate()
@@ -235,13 +238,16 @@ def _java(environ: Mapping[str, str]) -> str | None:
     return shutil.which("java", path=environ.get("PATH"))
 
 
-def _point_to_python(master: str | None) -> None:
+def _point_to_python(master: str | None, more: Mapping[str, str]) -> None:
     """Let the workers run this interpreter: the ``python3`` on the path may lack our packages.
 
     On a cluster the administrator's choice stands, if there is one: this path may not exist on the other machines.
+    PySpark itself reads the environment alone.
     """
     if is_local(master):
         os.environ["PYSPARK_PYTHON"] = sys.executable
+    elif "spark.pyspark.python" in more:
+        os.environ["PYSPARK_PYTHON"] = more["spark.pyspark.python"]
     else:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from delayer.commands.common import DONE, FOUND, WIDTH_WITHOUT_TERMINAL, Misused, note, request_of
+from delayer.commands.common import DONE, FOUND, WIDTH_WITHOUT_TERMINAL, Failure, Misused, note, request_of
 from delayer.commands.db import store_url
 from delayer.commands.jobs import conf_option, json_option, master_option, progress
 from delayer.settings import Settings
@@ -18,6 +19,13 @@ from delayer.store.status import restored_ms
 if TYPE_CHECKING:
     from delayer.audit.findings import Report
     from delayer.audit.job import Audited, Options
+
+
+def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    """Not a number is in every range, as no comparison with it holds."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"expected a number, found {value}")
+    return value
 
 
 @click.command(short_help="Check that nothing is missing, and show what is coming.")
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
     "--sample",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
+    callback=_finite,
     metavar="SHARE",
     help="Read this share of the store, such as 0.01, for a quick look. Sums and repeats are not judged then.",
 )
@@ -53,6 +62,7 @@ if TYPE_CHECKING:
 @click.option(
     "--release-rate",
     type=click.FloatRange(0, min_open=True),
+    callback=_finite,
     metavar="N",
     help="Messages a second that daemons release, as measured; peaks are told in seconds by it.",
 )
@@ -87,7 +97,8 @@ def audit(
     Daemons may go on working meanwhile. Nothing is changed, neither in the store nor in the broker, and no message is
     published: of destinations only those things are asked that a look can answer.
 
-    Exit code 1 if a rule is violated; 3 if the store is out of reach, or Java is missing.
+    Exit code 1 if a rule is violated (or the store's schema is of another version); 3 if the store is out of reach,
+    Java is missing, or Spark gave up.
 
     \b
     Examples:
@@ -116,15 +127,24 @@ def audit(
     for remark in audited.remarks:
         note(remark)
     _tell(audited.report, as_json=as_json)
-    found = any(rule.violations for rule in audited.report.rules)
+    failures = _failures(audited)
     try:
         if html is not None:
             _write_page(audited.report, html)
     except Misused as error:
-        if not found:
-            raise
-        note(str(error))
-    context.exit(FOUND if found else DONE)
+        failures.append(error)
+    for one in failures:
+        note(f"delayer: {one.message}")
+    if any(rule.violations for rule in audited.report.rules):
+        context.exit(FOUND)
+    context.exit(failures[0].exit_code if failures else DONE)
+
+
+def _failures(audited: Audited) -> list[Failure]:
+    """What the report could not be written to."""
+    from delayer.commands.failing import failure  # noqa: PLC0415 - the errors of every layer
+
+    return [failure(error) for error in audited.unkept]
 
 
 def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:

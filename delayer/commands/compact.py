@@ -63,9 +63,9 @@ def compact(
     stay as they are. Daemons may go on working meanwhile, and the command may be interrupted and repeated: every
     message is either a row or in exactly one segment. In the end emptied partitions are dropped.
 
-    Exit code 1 if a segment did not read back as it was written (its messages stayed rows), if daemons are at work that
-    restore no segments (of an older version, from before `db upgrade`), or Spark gave up; 3 if the store is out of
-    reach, or Java is missing.
+    Exit code 1 if a segment did not read back as it was written (its messages stayed rows), or if daemons are at work
+    that restore no segments (of an older version, from before `db upgrade`); 3 if the store is out of reach, Java is
+    missing, or Spark gave up.
 
     \b
     Examples:
@@ -151,9 +151,7 @@ def _tell(done: Done, *, as_json: bool) -> None:
         f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed."
     )
     if shrunk.left:
-        note(
-            f"{len(shrunk.left)} empty partitions are still there, as the traffic held them: the next time drops them."
-        )
+        note(f"{len(shrunk.left)} partitions have their room still, as others held them: the next time gives it back.")
 
 
 def _end(context: click.Context, done: Done) -> None:

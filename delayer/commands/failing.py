@@ -38,7 +38,7 @@ def failure(error: Exception) -> Failure:
             made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():
             made = Misused(text)
-        case JobImpossible():
+        case JobImpossible() | JobFailed():  # 1 would say that an audit found something
             made = Unreached(text)
         case BrokerRefused():
             made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
@@ -49,5 +49,5 @@ def failure(error: Exception) -> Failure:
         case StoreLost():
             made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
         case _:
-            made = Off(text)  # what is outdated has its advice in its text, JobFailed Spark's reason
+            made = Off(text)  # what is outdated has its advice in its text
     return made

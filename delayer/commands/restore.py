@@ -56,7 +56,7 @@ def restore(
     a version of delayer that knows no segments. Daemons may go on working meanwhile, and the command may be interrupted
     and repeated. Segments that are marked as broken are tried again.
 
-    Exit code 1 if a segment is broken, or Spark gave up; 3 if the store is out of reach, or Java is missing.
+    Exit code 1 if a segment is broken; 3 if the store is out of reach, Java is missing, or Spark gave up.
 
     \b
     Examples:

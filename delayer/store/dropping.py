@@ -34,9 +34,11 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
     return dropped
 
 
-async def drop_empty(connection: asyncpg.Connection, name: str, lock_ms: int = 200) -> bool:
-    """Drop the partition ``name`` if it is empty; False if it is not, or is gone. Raises LockNotAvailableError, and
-    the driver's other errors."""
+async def drop_empty(
+    connection: asyncpg.Connection, name: str, lock_ms: int = 200, look_seconds: float = LOOK_SECONDS
+) -> bool:
+    """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
+    ``look_seconds`` to see. Raises LockNotAvailableError, and the driver's other errors."""
     try:
         if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
             return False
@@ -45,7 +47,7 @@ async def drop_empty(connection: asyncpg.Connection, name: str, lock_ms: int = 2
             await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
             await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            await bound(connection, LOOK_SECONDS)  # many empty pages, which VACUUM did not cut off
+            await bound(connection, look_seconds)  # many empty pages, which VACUUM did not cut off
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")

@@ -3,24 +3,26 @@
 A partition that lost all of its rows is dropped; the others are vacuumed, and their tail of empty pages goes back too:
 they are made with ``vacuum_truncate = off``, as it would lock out the traffic of the near days, but these are far.
 
-A job that dies before this leaves its pages as they are. So the days that segments reach over are looked at too: where
-the last VACUUM is older than the newest of these segments, somebody was not done, and this one finishes it.
+A job that dies before this leaves its pages as they are, and one beside an older snapshot (a dump, an audit, a
+replica's query) finds rows there that it may not remove. So the days that segments reach over are looked at too: where
+the last VACUUM is older than the newest of these segments, or a table is much larger than its rows, somebody was not
+done, and this one finishes it.
 
 A daemon that knew the partition does not hear of it: its rows for that day go to the default one, where they are found
 as well, until its next upkeep reads the catalog. So the days that upkeep makes ahead are left alone, empty or not.
 
-Dropping locks everything for a moment. It is tried with a timeout that is shorter than anybody would notice, with
-pauses where there is traffic, and after VACUUM has cut the partition to nothing: looking at it once more, under the
-lock, then takes no time.
+Dropping locks everything for a moment. It is tried with a timeout that is shorter than anybody would notice; where
+there is traffic with pauses, and after VACUUM has cut the partition to nothing: looking at it once more, under the
+lock, then takes no time. Without traffic VACUUM is left out where it can be: it was most of the time that this took.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 import asyncpg
 import structlog
@@ -34,15 +36,26 @@ log = structlog.get_logger()
 
 LOCK_MS = 50
 """How long the traffic may stand behind a drop that waits for a release, a park or a pack."""
+LOOK_SECONDS = 0.05
+"""And behind one that looks through the pages of an empty partition, before there was a VACUUM."""
 TRIES = 5
 PAUSE_SECONDS = 0.25
 """Between drops beside traffic: lateness of some milliseconds, four times a second, is less than one message in a
 hundred. And before another try."""
+VACUUM_LOCK_MS = 5_000
+"""How long VACUUM waits behind another one; the traffic passes meanwhile. Postgres ends an autovacuum of its own for
+whoever waits for deadlock_timeout (1 s): not waiting left a partition of 80 MB in a job on five million rows."""
 COST_DELAY_MS = 2.0
 """VACUUM's pauses beside traffic, by Pace.share of them: what autovacuum makes. Elsewhere none."""
 
 LATEST_COMMIT = timedelta(minutes=5)
 """How much later than ``made_at``, the beginning of its transaction, a segment may have been committed."""
+
+ROW_BYTES = 4_096
+"""More than any row takes of a table's own pages: what is larger lies out of line."""
+SPARE_BYTES = 8 << 20
+DEAD_ROWS = 1_000
+"""Fewer are those of traffic that went on meanwhile."""
 
 # Each day that segments reach over, with the newest of them.
 _MADE = """
@@ -52,11 +65,12 @@ FROM segment CROSS JOIN LATERAL generate_series(
 ) AS day
 GROUP BY day
 """
-_VACUUMED = """
-SELECT s.relname::text, s.last_vacuum
+_TABLES = """
+SELECT s.relname::text, s.last_vacuum, pg_relation_size(s.relid) AS bytes, s.n_live_tup AS live
 FROM pg_inherits AS i JOIN pg_stat_all_tables AS s ON s.relid = i.inhrelid
 WHERE i.inhparent = 'message'::regclass
 """
+_DEAD = "SELECT n_dead_tup FROM pg_stat_all_tables WHERE relid = to_regclass($1)"
 _SIZE = "SELECT coalesce(sum(pg_total_relation_size(relid)), 0)::bigint FROM pg_partition_tree('message') WHERE isleaf"
 
 
@@ -67,7 +81,7 @@ class Shrunk:
     dropped: tuple[str, ...]
     vacuumed: tuple[str, ...]
     left: tuple[str, ...]
-    """Empty, but there was no moment to drop them; the next time comes."""
+    """There was no moment to vacuum or to drop them; the next time comes."""
     bytes_before: int
     bytes_after: int
 
@@ -105,18 +119,20 @@ async def _shrink(
     before = int(await connection.fetchval(_SIZE))
     days = await partitions.existing(connection)
     names = {day: partitions.name_of(day) for day in sorted(days)}
-    emptied = [name for day, name in names.items() if day > today + DAYS_AHEAD and await _empty(connection, name)]
-    made = {day: at for day, at in await connection.fetch(_MADE) if day > today}
-    vacuumed = dict(map(tuple, await connection.fetch(_VACUUMED)))
-    worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, vacuumed)}]
-    vacuum = sorted({*emptied, *worked})
     pace = Pace()
+    far = [name for day, name in names.items() if day > today + DAYS_AHEAD]
+    dropped, emptied = await _dropped_at_once(connection, far, pace)
+    made = {day: at for day, at in await connection.fetch(_MADE) if day > today}
+    tables = {name: Table(*found) for name, *found in await connection.fetch(_TABLES)}
+    worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, tables)}]
+    vacuum = sorted({*emptied, *worked} - {*dropped})
+    left = []
     for done, name in enumerate(vacuum):
         say(done, len(vacuum))
         pace.look(await traffic.look(connection))
         await connection.execute(f"SET vacuum_cost_delay = {COST_DELAY_MS * pace.share if pace.giving_way else 0}")
-        await _vacuum(connection, name)
-    dropped, left = [], []
+        if not await _vacuum(connection, name) and name not in emptied:
+            left.append(name)
     for name in emptied:
         pace.look(await traffic.look(connection))
         gone = await _drop(connection, name, PAUSE_SECONDS if pace.giving_way else 0.0)
@@ -126,17 +142,45 @@ async def _shrink(
             dropped.append(name)
     say(len(vacuum), len(vacuum))
     after = int(await connection.fetchval(_SIZE))
-    kept = tuple(name for name in vacuum if name not in dropped)
-    return Shrunk(tuple(dropped), kept, tuple(left), before, after)
+    kept = tuple(name for name in vacuum if name not in {*dropped, *left})
+    return Shrunk(tuple(sorted(dropped)), kept, tuple(left), before, after)
 
 
-def unfinished(
-    made: Mapping[int, datetime], names: Mapping[int, str], vacuumed: Mapping[str, datetime | None]
-) -> set[int]:
-    """The days whose rows went into segments (the newest ``made`` then) without a VACUUM since. ``names`` of the
-    partitions of days; ``vacuumed`` is when, by partition: None where it never was, or the server forgot. Pure."""
-    last = {day: vacuumed.get(names.get(day, "message_default")) for day in made}
-    return {day for day, at in made.items() if (then := last[day]) is None or then < at + LATEST_COMMIT}
+async def _dropped_at_once(
+    connection: asyncpg.Connection, names: Sequence[str], pace: Pace
+) -> tuple[list[str], list[str]]:
+    """Drop those of ``names`` that are empty, as far as that needs no VACUUM. Those dropped, and those to be."""
+    dropped: list[str] = []
+    emptied: list[str] = []
+    for name in names:
+        if await _empty(connection, name):
+            pace.look(await traffic.look(connection))
+            (dropped if not pace.giving_way and await _drop_at_once(connection, name) else emptied).append(name)
+    return dropped, emptied
+
+
+class Table(NamedTuple):
+    """A partition: when somebody last vacuumed it (None: never, or the server forgot), the bytes of its own pages, and
+    about how many rows it has."""
+
+    vacuumed: datetime | None
+    bytes: int
+    rows: int
+
+    @property
+    def roomy(self) -> bool:
+        return self.bytes > self.rows * ROW_BYTES + SPARE_BYTES
+
+
+def unfinished(made: Mapping[int, datetime], names: Mapping[int, str], tables: Mapping[str, Table]) -> set[int]:
+    """The days whose rows went into segments (the newest ``made`` then) without a VACUUM since that gave their room
+    back. ``names`` of the partitions of days; ``tables`` by these. Pure."""
+
+    def done(day: int, at: datetime) -> bool:
+        table = tables[names.get(day, "message_default")]
+        return table.vacuumed is not None and table.vacuumed >= at + LATEST_COMMIT and not table.roomy
+
+    return {day for day, at in made.items() if not done(day, at)}
 
 
 async def _empty(connection: asyncpg.Connection, name: str) -> bool:
@@ -146,9 +190,35 @@ async def _empty(connection: asyncpg.Connection, name: str) -> bool:
         return False
 
 
-async def _vacuum(connection: asyncpg.Connection, name: str) -> None:
-    with suppress(asyncpg.UndefinedTableError):  # somebody else dropped it, which returns even more
-        await connection.execute(f"VACUUM (TRUNCATE, ANALYZE, SKIP_LOCKED) {name}")
+async def _vacuum(connection: asyncpg.Connection, name: str) -> bool:
+    """Whether ``name`` was vacuumed to some purpose, or is gone."""
+    await connection.execute(f"SET lock_timeout = '{VACUUM_LOCK_MS}ms'")
+    try:
+        await connection.execute(f"VACUUM (TRUNCATE, ANALYZE) {name}")
+    except asyncpg.UndefinedTableError:
+        return True  # somebody else dropped it, which returns even more
+    except asyncpg.LockNotAvailableError as error:
+        log.info("partition not vacuumed", partition=name, reason=describe(error))
+        return False
+    finally:
+        await connection.execute("SET lock_timeout = 0")
+    dead = await connection.fetchval(_DEAD, name)
+    if dead is not None and dead > DEAD_ROWS:
+        log.info("partition not vacuumed", partition=name, reason=f"an older snapshot still sees {dead} of its rows")
+        return False
+    return True
+
+
+async def _drop_at_once(connection: asyncpg.Connection, name: str) -> bool:
+    """Whether ``name``, just seen to be empty, was dropped without a VACUUM: all of its pages are in the server's
+    memory then, and looking at them again under the lock takes 20 ms of a day with 80,000 dead rows."""
+    try:
+        dropped = await dropping.drop_empty(connection, name, LOCK_MS, LOOK_SECONDS)
+    except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError):
+        return False  # tried again, after VACUUM
+    if dropped:
+        log.info("partition dropped", partition=name)
+    return dropped
 
 
 async def _drop(connection: asyncpg.Connection, name: str, pause: float) -> bool | None:

@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from delayer.audit import job, libpq, spark, tasks
+from delayer.audit import job, keeping, libpq, spark, tasks
 from delayer.audit.errors import JavaMissing, JobFailed, JobMisused, SparkMissing
 from delayer.audit.watching import failure
 from delayer.core.errors import StoreLost
+from delayer.core.secret import SecretUrl
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,41 @@ def test_a_cluster_needs_a_place_that_its_machines_share() -> None:
         spark.check_work("spark://host:7077", None)
 
 
+def test_the_master_that_spark_submit_knows_needs_one_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known only when the session is there."""
+    monkeypatch.setenv("PYSPARK_GATEWAY_PORT", "1")
+    spark.check_work(None, None)
+    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(master="spark://host:7077"))
+    with pytest.raises(JobMisused, match="--work is needed with the master spark://host:7077"):
+        job.run(session, job.Options(SecretUrl("postgresql://nowhere/none")), lambda *_: None)
+
+
+def test_the_master_is_an_option_and_no_setting() -> None:
+    with pytest.raises(JobMisused, match="expected --master"), spark.session("x", more={"spark.master": "yarn"}):
+        pytest.fail("a session was made")
+
+
+@pytest.mark.parametrize(
+    ("master", "more", "environment", "expected"),
+    [
+        ("local[*]", {"spark.pyspark.python": "/there"}, "/chosen", sys.executable),
+        ("yarn", {}, None, sys.executable),
+        ("yarn", {}, "/chosen", "/chosen"),
+        ("yarn", {"spark.pyspark.python": "/there"}, "/chosen", "/there"),
+        (None, {"spark.pyspark.python": "/there"}, None, "/there"),
+    ],
+)
+def test_the_python_of_the_workers(
+    monkeypatch: pytest.MonkeyPatch, master: str | None, more: dict[str, str], environment: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("PYSPARK_DRIVER_PYTHON", "")
+    monkeypatch.setenv("PYSPARK_PYTHON", environment or "")
+    if environment is None:
+        monkeypatch.delenv("PYSPARK_PYTHON")
+    spark._point_to_python(master, more)
+    assert os.environ["PYSPARK_PYTHON"] == expected
+
+
 def test_only_on_this_machine_are_pages_off_and_the_logging_ours() -> None:
     here, there = spark.settings("local[*]", "/w", {}), spark.settings("yarn", "/w", {})
     assert (here["spark.ui.enabled"], here["spark.local.dir"]) == ("false", "/w")
@@ -155,13 +193,25 @@ def test_any_other_failure_is_one_line_without_passwords() -> None:
 
 def test_the_last_audit_that_is_none_is_a_remark(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
-    assert job.last(None) == (None, ())
-    assert job.last(state) == (None, ())
+    assert keeping.last(None) == (None, ())
+    assert keeping.last(state) == (None, ())
     state.write_text('{"version": 99}')
-    before, [remark] = job.last(state)
+    before, [remark] = keeping.last(state)
     assert before is None
     assert "written anew" in remark
-    with pytest.raises(JobMisused, match="there is no directory"):
-        job.last(tmp_path / "nowhere" / "state.json")
     with pytest.raises(JobMisused, match="directory"):
-        job.last(tmp_path)
+        keeping.last(tmp_path)
+
+
+def test_whether_there_is_a_place_for_what_is_kept_is_tried_before_the_work(tmp_path: Path) -> None:
+    keeping.check(None, None)
+    keeping.check(tmp_path / "state.json", str(tmp_path / "new" / "findings"))
+    keeping.check(None, "hdfs://cluster/findings")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    with pytest.raises(JobMisused, match="there is no directory"):
+        keeping.check(tmp_path / "nowhere" / "state.json", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(JobMisused, match=r"--out .*file: File exists"):
+        keeping.check(None, str(tmp_path / "file"))
+    with pytest.raises(JobMisused, match="no file can be made in /proc"):
+        keeping.check(Path("/proc/state.json"), None)

@@ -337,7 +337,8 @@ def test_the_workplace_is_private_and_goes(tmp_path: Path) -> None:
 def test_a_workplace_of_the_cluster_goes_too(spark: SparkSession, tmp_path: Path) -> None:
     with extract.workplace(tmp_path.as_uri(), spark) as url:
         spark.range(3).write.parquet(f"{url}/x")
-        assert len(list(tmp_path.iterdir())) == 1
+        [made] = tmp_path.iterdir()
+        assert made.stat().st_mode & 0o777 == 0o700, "keys, headers and destinations are in it"
     assert list(tmp_path.iterdir()) == []
 
 

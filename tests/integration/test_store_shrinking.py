@@ -7,11 +7,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.store import partitions, shrinking
+from delayer.store import partitions, shrinking, upgrades
 from delayer.store.partitions import DAY_MS, DAYS_AHEAD, name_of
+from delayer.store.shrinking import Table
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
-from tests.faults.place import compact_all
+from tests.faults.place import compact_all, eventually
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.postgres import Postgres
 
 KEPT = b"x" * 500
 ROWS = 3_000
@@ -39,6 +41,37 @@ async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> Non
 
 def _day(day: int, skip: int) -> tuple[int, int]:
     return day * DAY_MS + skip, (day + 1) * DAY_MS
+
+
+async def test_nobody_in_the_way_means_no_vacuum_before_a_drop(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def vacuum(_connection: object, name: str) -> bool:
+        pytest.fail(f"{name} was vacuumed, to be dropped")
+
+    monkeypatch.setattr(shrinking, "_vacuum", vacuum)
+    async with opened(database) as store, sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        day = today + 20
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
+        await admin.execute("DELETE FROM message")
+        shrunk = await shrinking.shrink(database, {day}, today)
+        assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
+
+
+async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrinking, "PAUSE_SECONDS", 0.0)
+    async with opened(database) as store, sql(database) as admin, sql(database) as reader:
+        today = store.now_ms() // DAY_MS
+        day = today + 20
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
+        await admin.execute("DELETE FROM message")
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM message LIMIT 1")
+            shrunk = await shrinking.shrink(database, {day}, today)
+        assert (shrunk.dropped, shrunk.left) == ((), (name_of(day),))
+        vacuumed = "SELECT last_vacuum IS NOT NULL FROM pg_stat_all_tables WHERE relname = $1"
+        assert await admin.fetchval(vacuumed, name_of(day))
 
 
 async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None:
@@ -74,11 +107,43 @@ async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
 
 def test_days_are_unfinished_until_a_vacuum_that_saw_their_segments() -> None:
     made, late = datetime(2030, 1, 1, tzinfo=UTC), shrinking.LATEST_COMMIT
-    names = {1: "one", 2: "two", 3: "three"}
-    vacuumed = {"one": made + late, "two": made + late / 2, "three": None, "message_default": made + late}
-    assert shrinking.unfinished(dict.fromkeys(range(1, 5), made), names, vacuumed) == {2, 3}
-    assert shrinking.unfinished({4: made + late}, names, vacuumed) == {4}, "a day without a partition"
-    assert shrinking.unfinished({}, names, vacuumed) == set()
+    names = {1: "one", 2: "two", 3: "three", 5: "five"}
+    room = shrinking.SPARE_BYTES
+    tables = {
+        "one": Table(made + late, room, 0),
+        "two": Table(made + late / 2, room, 0),
+        "three": Table(None, 0, 0),
+        "five": Table(made + late, room + 10 * shrinking.ROW_BYTES + 1, 10),
+        "message_default": Table(made + late, room + 10 * shrinking.ROW_BYTES, 10),
+    }
+    assert shrinking.unfinished(dict.fromkeys(range(1, 6), made), names, tables) == {2, 3, 5}
+    assert shrinking.unfinished({4: made + late}, names, tables) == {4}, "a day without a partition"
+    assert shrinking.unfinished({}, names, tables) == set()
+
+
+async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump, a nightly audit, a replica's query: VACUUM removes nothing that they may still see."""
+    monkeypatch.setattr(shrinking, "LATEST_COMMIT", timedelta())
+    monkeypatch.setattr(shrinking, "SPARE_BYTES", 0)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as reader:
+        today = store.now_ms() // DAY_MS
+        day = today + DAYS_AHEAD + 2
+        await store.park(lane, [parcel(day * DAY_MS, b"keyed", key=b"k")], [])
+        await store.park(lane, [parcel(day * DAY_MS + 1 + n, KEPT) for n in range(ROWS)], [])
+        before = await shrinking.size(database)
+        async with reader.transaction(isolation="repeatable_read", readonly=True):
+            await reader.fetch("SELECT FROM lane")
+            assert await compact_all(admin) == 1
+            with capture_logs() as logged:
+                shrunk = await shrinking.shrink(database, set(), today)
+            assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
+            assert [entry["event"] for entry in logged] == ["partition not vacuumed"]
+            assert await shrinking.size(database) >= before
+        shrunk = await shrinking.shrink(database, set(), today)
+        assert (shrunk.vacuumed, shrunk.left) == ((name_of(day),), ())
+        assert await shrinking.size(database) < 0.3 * before
 
 
 async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:
@@ -122,3 +187,39 @@ async def test_dropping_gives_way(database: str, monkeypatch: pytest.MonkeyPatch
         assert (shrunk.dropped, shrunk.left) == ((), (name_of(day),))
         assert [entry["event"] for entry in logged] == ["partition not dropped"]
         assert (await shrinking.shrink(database, set(), today)).dropped == (name_of(day),)
+
+
+async def test_a_partition_that_somebody_else_vacuums_is_left_for_the_next_time(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shrinking, "VACUUM_LOCK_MS", 1)
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
+        today = store.now_ms() // DAY_MS
+        day = today + 20
+        await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
+        await admin.execute("DELETE FROM message WHERE due_at > $1", day * DAY_MS)
+        async with other.transaction():
+            await other.execute(f"LOCK TABLE {name_of(day)} IN SHARE UPDATE EXCLUSIVE MODE")  # a VACUUM's
+            with capture_logs() as logged:
+                shrunk = await shrinking.shrink(database, {day}, today)
+        assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
+        assert [(entry["event"], entry["partition"]) for entry in logged] == [("partition not vacuumed", name_of(day))]
+        assert (await shrinking.shrink(database, {day}, today)).vacuumed == (name_of(day),)
+
+
+async def test_autovacuum_keeps_no_partition_from_being_dropped() -> None:
+    """What is emptied is what it vacuums. It is made to take for ever here, and gives way to whoever waits."""
+    slowest = {"autovacuum_vacuum_cost_delay": "100ms", "autovacuum_vacuum_cost_limit": 1}
+    with Postgres(settings={"autovacuum_naptime": "1s", **slowest}) as server:
+        database = server.url(server.add_database())
+        await upgrades.upgrade(database)
+        async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+            today = store.now_ms() // DAY_MS
+            day = today + 20
+            await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
+            await admin.execute(f"ALTER TABLE {name_of(day)} SET (autovacuum_vacuum_threshold = 1)")
+            await admin.execute("DELETE FROM message")
+            at_work = f"SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'autovacuum: VACUUM%{name_of(day)}'"
+            await eventually(lambda: admin.fetchval(at_work), lambda count: count == 1)
+            shrunk = await shrinking.shrink(database, {day}, today)
+            assert (shrunk.dropped, shrunk.left) == ((name_of(day),), ())

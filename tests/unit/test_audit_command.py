@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from delayer.audit.errors import JobFailed
 from delayer.audit.findings import RuleRun
 from delayer.audit.job import Audited
 from delayer.cli import cli
@@ -30,3 +31,23 @@ def test_a_page_that_cannot_be_written_hides_nothing(
     assert report.to_json() in result.output
     assert "--html" in result.output
     assert "name too long" in result.output
+
+
+@pytest.mark.parametrize(("violations", "code"), [(0, 3), (1, 1)])
+def test_findings_that_cannot_be_kept_cost_no_report(
+    monkeypatch: pytest.MonkeyPatch, violations: int, code: int
+) -> None:
+    report = replace(audit_reports.empty(), rules=(RuleRun("sound", violations, 0),))
+    unkept = JobFailed("writing the findings: No space left on device")
+    monkeypatch.setattr(audit, "_run", lambda *_: Audited(report, (), (unkept,)))
+    result = CliRunner().invoke(cli, ["audit", "--json", "--no-broker"], prog_name="delayer")
+    assert result.exit_code == code, result.output
+    assert report.to_json() in result.output
+    assert "delayer: writing the findings: No space left on device" in result.output
+
+
+@pytest.mark.parametrize("option", ["--sample", "--release-rate"])
+def test_what_is_not_a_number_is_refused(option: str) -> None:
+    result = CliRunner().invoke(cli, ["audit", option, "nan"], prog_name="delayer")
+    assert result.exit_code == 2
+    assert option in result.output
