@@ -1,5 +1,6 @@
 """How long it takes to look at a store with a full backlog, and to act on one message of it: from the opening of a
 connection to the answer; as an operator waits for it, by the command line; and by the page of a running daemon.
+The command line has its configuration in a file and its byte code written, as it is installed.
 
 Bare ids are measured beside tokens (ID@DUE): the first read the index of every partition.
 """
@@ -28,6 +29,8 @@ from tests.rig.web import Web
 
 TURNS = 15
 PAGE = 50
+UNTOUCHED = PAGE - 3 * TURNS
+"""Of the later page: the others are moved, cancelled, and cancelled by the command line."""
 LATE_DAYS = 30
 """How far into the backlog the later pages are."""
 
@@ -88,9 +91,15 @@ async def run(bench: Bench) -> None:
     bench.say("show, by the id alone")
     bare = [await timed(lambda turn=turn: shown(url, Token(names[-turn].id))) for turn in range(1, 4)]  # type: ignore[misc]
     bench.add("show, by the id alone", median(bare), "ms", backlog=rows)
-    for verb in (["--version"], ["status"], ["list"], ["show", str(names[-1])], ["cancel", str(names[-1])]):
-        bench.say(f"delayer {verb[0]}")
-        bench.add(f"`delayer {verb[0]}`", median([await command(place, *verb) for _ in range(5)]), "ms", backlog=rows)
+    commands: dict[str, Callable[[int], list[str]]] = {
+        "--version": lambda _: [],
+        "status": lambda _: [],
+        "list": lambda _: [],
+        "show": lambda turn: [str(names[-1 - turn % UNTOUCHED])],
+        "cancel": lambda turn: [str(names[2 * TURNS + turn])],
+    }
+    for verb, given in commands.items():
+        await processes(bench, place, f"`delayer {verb}`", lambda turn, verb=verb, given=given: [verb, *given(turn)])  # type: ignore[misc]
     await paged(bench, place, f"/message/{names[-2]}", late_us)
 
 
@@ -99,6 +108,8 @@ async def paged(bench: Bench, place: Place, message: str, late_us: int) -> None:
     rows = bench.options.backlog
     async with place.daemon(HTTP__LISTEN="127.0.0.1:0") as daemon:
         web = await Web.of(await daemon.ready())
+        asked = ["--set", f"http.listen={web.address}", "status"]
+        await processes(bench, place, "`delayer status`, beside a daemon", lambda _: asked)
 
         async def answered(path: str) -> None:
             assert (await web.get(path)).status == 200, path
@@ -115,12 +126,15 @@ async def paged(bench: Bench, place: Place, message: str, late_us: int) -> None:
             bench.add(f"GET {name}, slowest", max(times), "ms", backlog=rows)
 
 
-async def command(place: Place, *verb: str) -> float:
-    """Milliseconds of a whole process, the interpreter's start included."""
-    line = [EXECUTABLE, "--store-url", place.store_url, "--broker-url", place.broker_url, *verb]
+async def processes(bench: Bench, place: Place, name: str, line: Callable[[int], list[str]]) -> None:
+    bench.say(name)
+    times = [await timed(lambda turn=turn: command(place, *line(turn))) for turn in range(TURNS)]  # type: ignore[misc]
+    bench.add(name, median(times), "ms", backlog=bench.options.backlog)
+    bench.add(f"{name}, slowest", max(times), "ms", backlog=bench.options.backlog)
 
-    async def work() -> None:
-        done = await asyncio.to_thread(subprocess.run, line, capture_output=True, check=False)
-        assert done.returncode in (0, 1), done.stderr.decode()  # 1: the message is gone, which costs the same
 
-    return await timed(work)
+async def command(place: Place, *arguments: str) -> None:
+    """A whole process, the interpreter's start included."""
+    line = [EXECUTABLE, "--config", place.config, *arguments]
+    done = await asyncio.to_thread(subprocess.run, line, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import compileall
 import json
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import asyncpg
 
+import delayer
 from bench.meter import Meter, tree
 from bench.plain import Plain
 from tests.rig.daemon import DaemonProcess, command
@@ -141,6 +143,8 @@ async def running_servers(
     settings: Mapping[str, str | int] = POSTGRES, broker_settings: Mapping[str, str | int] = BROKER
 ) -> AsyncIterator[Servers]:
     """Both servers and the schema; all of it gone at the end, whatever ends it."""
+    # As it is installed. Where the environment forbids it, every process would compile anew what was edited.
+    compileall.compile_dir(Path(delayer.__file__).parent, quiet=1)
     with ExitStack() as undo:
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="delayer-bench-")))
         broker, postgres = RabbitMQ(config=broker_settings), Postgres(settings=settings)

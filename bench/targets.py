@@ -124,6 +124,11 @@ TARGETS = (
             "reschedule",
             "cancel",
             "cancel what is gone",
+            "`delayer status`",
+            "`delayer status`, beside a daemon",
+            "`delayer list`",
+            "`delayer show`",
+            "`delayer cancel`",
         )
         for one in (verb, f"{verb}, slowest")
     ),

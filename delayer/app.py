@@ -75,6 +75,7 @@ took a third of the time of sorting one. Messages make no cycles; failures may, 
 
 def calm_the_collector() -> None:
     """What was imported lives as long as we do, and need not be looked through again and again."""
+    gc.unfreeze()  # what the command line set aside
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)

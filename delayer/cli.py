@@ -56,7 +56,9 @@ class Verbs(click.Group):
             module, _, name = VERBS[cmd_name].partition(":")
             verb: click.Command = getattr(importlib.import_module(f"delayer.commands.{module}"), name or module)
             self.add_command(verb)
-            gc.enable()
+            if not gc.isenabled():
+                gc.freeze()  # nor is it looked through as soon as there may be some, which took 15 ms
+                gc.enable()
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:

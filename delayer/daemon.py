@@ -26,6 +26,7 @@ from delayer.core.topology import Topology
 from delayer.ops.condition import Condition, Seen
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
+from delayer.policies import policy_of, rates_of
 from delayer.services.carry import IntakeCarrier
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
@@ -47,7 +48,7 @@ from delayer.store import retry
 from delayer.store.postgres import PostgresStore
 from delayer.takeovers import takeovers_of
 from delayer.wire.address import Address
-from delayer.wiring import cascade_of, policy_of, rates_of, topology_of, uses_cascade
+from delayer.wiring import cascade_of, topology_of, uses_cascade
 
 log = structlog.get_logger(__name__)
 

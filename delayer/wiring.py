@@ -1,12 +1,9 @@
-"""From settings to the values that the layers below understand: policy, cascade, topology."""
+"""From settings to the values that the layers below understand: cascade and topology. For the policy: policies.py."""
 
 from __future__ import annotations
 
 from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
-from delayer.core.plan import Finish, Mode, Policy, Route
-from delayer.core.retrying import Retry
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-from delayer.settings import Retry as RetryTable
 from delayer.settings import Settings
 
 
@@ -18,46 +15,6 @@ def cascade_of(settings: Settings) -> Cascade:
 def uses_cascade(settings: Settings) -> bool:
     """Whether new delays may take the cascade."""
     return settings.mode == "native" or settings.store.park_beyond_ms > 0
-
-
-def policy_of(settings: Settings, *, has_store: bool) -> Policy:
-    """What decisions depend on."""
-    routes = (
-        Route(
-            source=route.from_.encode(),
-            to=route.to.encode(),
-            routing_key=route.routing_key.encode(),
-            delay_from=route.delay_from,
-            default_delay_ms=route.default_delay_ms,
-            allow_exchanges=route.allow_exchanges,
-            finish=Finish(route.finish),
-            late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
-            paced=route.max_rate > 0,
-            retry=None if route.retry is None else _retry(route.retry),
-        )
-        for route in settings.routes
-    )
-    queues, exchanges = own_names(settings)
-    return Policy(
-        mode=Mode(settings.mode),
-        routes={route.source: route for route in routes},
-        intake_queue=settings.intake.queue.encode(),
-        max_delay_ms=settings.intake.max_delay_ms,
-        park_beyond_ms=settings.store.park_beyond_ms,
-        has_store=has_store,
-        own_queues=queues,
-        own_exchanges=exchanges,
-    )
-
-
-def rates_of(settings: Settings) -> dict[bytes, float]:
-    """How many messages a second each limited route may release in this process: the workers share the limit."""
-    limited = (route for route in settings.routes if route.max_rate)
-    return {route.from_.encode(): route.max_rate / settings.workers for route in limited}
-
-
-def _retry(table: RetryTable) -> Retry:
-    return Retry(table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode())
 
 
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:

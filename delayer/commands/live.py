@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -29,27 +30,41 @@ async def look(settings: Settings) -> dict[str, Any]:
     listen = settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
-    return await asyncio.to_thread(_ask, listen)
-
-
-def _ask(listen: str) -> dict[str, Any]:
-    import http.client  # noqa: PLC0415 - for this alone, and often there is nobody to ask
-
-    host, _, port = listen.rpartition(":")
-    connection = http.client.HTTPConnection(_HERE.get(host, host).strip("[]"), int(port), timeout=PATIENCE)
     try:
-        connection.request("GET", "/api/live")
-        answer = connection.getresponse()
-        said = json.loads(answer.read())
-        if answer.status != http.client.OK:
-            return {"error": f"{listen} answers {answer.status}", "last": {}}
+        async with asyncio.timeout(PATIENCE):
+            status, body = await _ask(listen)
+    except (OSError, UnicodeError) as error:  # the latter of a host that can be none
+        return {"error": f"no daemon answers at {listen}: {_reason(error)}", "last": {}}
+    if status not in ("200", ""):
+        return {"error": f"{listen} answers {status}", "last": {}}
+    try:
+        said = json.loads(body)
         return {"error": None, "workers": said["workers"], "last": said["last"], "blocked": said["blocked"]}
-    except OSError as error:
-        return {"error": f"no daemon answers at {listen}: {error.strerror or error}", "last": {}}
-    except (ValueError, KeyError, TypeError, http.client.HTTPException):
+    except (ValueError, KeyError, TypeError):
         return {"error": f"what answers at {listen} is no daemon of this version", "last": {}}
+
+
+async def _ask(listen: str) -> tuple[str, bytes]:
+    """Status, empty where that was no HTTP, and body. One line of HTTP/1.0, whose answer ends with the connection: to
+    load an HTTP library takes longer than the daemon's answer. Raises OSError, UnicodeError."""
+    host, _, port = listen.rpartition(":")
+    host = _HERE.get(host, host)
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        writer.write(f"GET /api/live HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     finally:
-        connection.close()
+        writer.close()
+    version, _, rest = head.partition(b" ")
+    return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"nothing within {PATIENCE:g} s"
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:  # those below are of the resolver
+        return os.strerror(error.errno)
+    return str(error)
 
 
 def show(live: dict[str, Any]) -> None:

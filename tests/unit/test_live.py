@@ -31,7 +31,19 @@ async def test_why_it_is_not_known() -> None:
     assert (await live.look(settings("")))["error"] == "[http] listen is off"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
-    assert "no daemon answers" in (await live.look(settings(address)))["error"]
+    found = (await live.look(settings(address)))["error"]
+    assert found == f"no daemon answers at {address}: Connection refused"
+
+
+async def test_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "PATIENCE", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        assert (await live.look(settings(address)))["error"] == f"no daemon answers at {address}: nothing within 0.05 s"
+
+
+async def test_a_host_that_can_be_none() -> None:
+    assert "no daemon answers" in (await live.look(settings(f"{'a' * 64}.example:80")))["error"]
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])

@@ -24,8 +24,10 @@ SLOW = frozenset(
     }
 )  # fmt: skip
 """Each takes between 20 and 500 ms."""
-STORE = SLOW | {"pamqp", "http.client"}
-ANY = STORE | {"asyncio", "asyncpg", "pydantic"}
+DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon", "delayer.services.release", "delayer.telemetry"}
+STATUS = SLOW | DAEMON
+STORE = STATUS | {"pamqp", "delayer.wire.connection", "delayer.wiring"}
+ANY = STORE | {"asyncio", "asyncpg", "pydantic", "delayer.settings"}
 
 
 def loaded(tmp_path: Path, *arguments: str) -> frozenset[str]:
@@ -51,7 +53,7 @@ def loaded(tmp_path: Path, *arguments: str) -> frozenset[str]:
         ((*NOWHERE, "held", "list"), STORE),
         ((*NOWHERE, "acts"), STORE),
         ((*NOWHERE, "db", "current"), STORE),
-        ((*NOWHERE, "status"), SLOW),
+        ((*NOWHERE, "status"), STATUS),
     ],
     ids=lambda value: " ".join(value[-3:]).removeprefix(NOWHERE[-1]) if isinstance(value, tuple) else "",
 )
@@ -59,6 +61,18 @@ def test_a_command_that_looks_loads_only_what_it_needs(
     tmp_path: Path, arguments: tuple[str, ...], never: frozenset[str]
 ) -> None:
     assert not loaded(tmp_path, *arguments) & never
+
+
+def test_nobody_looks_for_garbage_in_what_was_loaded(tmp_path: Path) -> None:
+    """Once is enough to wait for as long as for the store."""
+    program = "import gc; gc.callbacks.append(lambda phase, _: phase == 'stop' or print(len(gc.get_objects())))\n"
+    program += TOLD.replace("*sys.modules", "'frozen', gc.get_freeze_count()")
+    done = subprocess.run(
+        [sys.executable, "-c", program, *NOWHERE, "list"],
+        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert int(done.stderr.split("frozen")[1]) > 30_000
+    assert all(int(seen) < 30_000 for seen in done.stdout.split())
 
 
 def test_the_measure_works(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from delayer.core.cascade import Cascade
 from delayer.core.plan import Finish, Mode, Route
+from delayer.policies import policy_of
 from delayer.settings import Settings
-from delayer.wiring import cascade_of, native_of, policy_of, topology_of, uses_cascade
+from delayer.wiring import cascade_of, native_of, topology_of, uses_cascade
 
 
 def settings(**tables: Any) -> Settings:
