@@ -132,7 +132,7 @@ def cli(
     flags (--set intake.max_delay=30d); the later beats the earlier.
 
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach, or
-    something that a command needs is not installed.
+    something else that a command needs: what is not installed, or a disk that is full.
     """
     from delayer.commands.common import Request  # noqa: PLC0415 - loaded with the verb, not for --version
 
@@ -159,15 +159,15 @@ def main() -> None:
 
 def _cut_off(full: OSError) -> NoReturn:
     """End with a word about what could not be written."""
-    from delayer.commands.common import USAGE  # noqa: PLC0415 - as above
+    from delayer.commands.common import OUT_OF_REACH  # noqa: PLC0415 - as above
 
     where = f" to {full.filename}" if full.filename else ""
     what = "What was asked for may be done; what was printed is cut off."
     with suppress(OSError):  # stderr may lead there too
         click.echo(f"delayer: nothing more can be written{where}: {full.strerror}. {what}", err=True)
     if "pyspark" in sys.modules:
-        sys.exit(USAGE)  # Spark has a process of its own to end
-    os._exit(USAGE)  # the interpreter would try to write the rest once more, and complain
+        sys.exit(OUT_OF_REACH)  # Spark has a process of its own to end
+    os._exit(OUT_OF_REACH)  # the interpreter would try to write the rest once more, and complain
 
 
 def _leave(code: object) -> None:

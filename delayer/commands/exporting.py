@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +12,7 @@ from typing import IO, Any
 
 import click
 
-from delayer.commands.common import Misused, Off, note, request_of
+from delayer.commands.common import Failure, Misused, Off, Unreached, note, request_of
 from delayer.commands.db import store_url
 from delayer.commands.filters import filter_of, filter_options
 from delayer.core import lines
@@ -22,6 +23,9 @@ from delayer.store import exporting, listing
 from delayer.store.exporting import BrokenSegments, Exported
 
 PART = ".part"
+"""Behind the name of a file that is not whole yet."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+_NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, and run it again"
 
 
 @click.command("export", short_help="Write what waits and what is held to a file.")
@@ -38,7 +42,9 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
     release or park meanwhile is in the file or not. To move a backlog, stop them first. The file holds messages in the
     clear: whoever can read it can read them.
 
-    Exit code 1 if a segment does not read back: all others are written.
+    Exit code 1 if a segment does not read back: all others are written. Exit code 3 if FILE, or who reads the pipe,
+    takes no more: FILE is then as it was before, and what went into a pipe has no last line that says how many there
+    are.
 
     \b
     Examples:
@@ -54,20 +60,24 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
             found = _written(url, wanted, sys.stdout.buffer, with_held=not no_held)
             sys.stdout.flush()  # before they are said to be written
         except (NotWritten, OSError) as error:
-            raise Misused(f"stdout: {_why(error)}: what is written so far is not all") from error
+            raise Unreached(f"stdout: {_why(error)}: what is written so far is not all") from error
         _say(*found)
         return
     if file.exists() and not force:
         raise Misused(f"{file} exists already: --force replaces it")
     part = file.with_name(file.name + PART)
     try:
-        with open(part, "wb", opener=_private) as out:
+        out = open(part, "wb", opener=_private)  # noqa: SIM115 - what goes wrong here is the name's fault, mostly
+    except OSError as error:
+        raise _not_opened(file, error) from error
+    try:
+        with out:
             count, broken = _written(url, wanted, out, with_held=not no_held)
             out.flush()
             os.fsync(out.fileno())
         part.replace(file)
     except (NotWritten, OSError) as error:
-        raise Misused(f"{file}: {_why(error)}") from error
+        raise Unreached(f"{file}: {_why(error)}: {_NOTHING_KEPT}") from error
     finally:
         part.unlink(missing_ok=True)
     _say(count, broken)
@@ -79,6 +89,12 @@ class NotWritten(Exception):
 
 def _why(error: NotWritten | OSError) -> str:
     return str(error) if isinstance(error, NotWritten) else error.strerror or str(error)
+
+
+def _not_opened(file: Path, error: OSError) -> Failure:
+    if error.errno in _FULL:
+        return Unreached(f"{file}: {_why(error)}: {_NOTHING_KEPT}")
+    return Misused(f"{file}: {_why(error)}")
 
 
 def _private(path: str, flags: int) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from delayer.commands.common import note, print_json, print_table
 from delayer.commands.filters import address, iso
-from delayer.core.importing import Goal, Run, Survey
+from delayer.core.importing import OTHER_REASONS, Goal, Run, Survey
 from delayer.core.message import Target
 from delayer.legacy.machine import Aborted, Preview, Report
 
 MOST_GOALS = 20
+MOST_REASONS = 10
 
 
 def tell_preview(seen: Preview, as_json: bool) -> None:
@@ -30,21 +32,29 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
                         "messages": goal.messages,
                         "first_due_ms": goal.first_due_ms,
                         "problem": seen.problems.get(target),
+                        "unfit": goal.unfit,
                     }
                     for target, goal in _by_size(survey)
                 ],
                 "would_be_held": seen.to_hold,
+                "held_because": seen.reasons,
                 "left": survey.left,
                 "remarks": survey.remarks,
+                "refused": seen.refusal or None,
                 "unfinished": None if seen.unfinished is None else _json_of(seen.unfinished),
             }
         )
         return
-    for line in lines_of(survey, seen.to_hold):
+    for line in lines_of(seen):
         click.echo(line)
     if survey.goals:
         rows = [
-            (address(*target), f"{goal.messages:,}", _when(goal.first_due_ms), _short(seen.problems.get(target, "")))
+            (
+                address(*target),
+                f"{goal.messages:,}",
+                _when(goal.first_due_ms),
+                _problem(goal, seen.problems.get(target)),
+            )
             for target, goal in _by_size(survey)[:MOST_GOALS]
         ]
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
@@ -53,6 +63,15 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
     if seen.unfinished is not None:
         one = seen.unfinished
         note(f"Import {one.id} from {one.source} is not finished: {one.committed:,} messages are committed.")
+    if seen.refusal:
+        note(f"A run would be refused: {seen.refusal}.")
+
+
+def _problem(goal: Goal, why: str | None) -> str:
+    """What is wrong with a destination, or else with some of what goes there."""
+    if why is not None:
+        return _short(why)
+    return f"{goal.unfit:,} unfit" if goal.unfit else ""
 
 
 def _when(first_due_ms: int | None) -> str:
@@ -67,18 +86,29 @@ def _by_size(survey: Survey) -> list[tuple[Target, Goal]]:
     return sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
 
 
-def lines_of(survey: Survey, to_hold: int) -> list[str]:
+def lines_of(seen: Preview) -> list[str]:
     """A survey in words."""
+    survey = seen.survey
     if survey.messages is None:
         said = ["How many messages are meant is seen by a run only."]
     else:
         said = [f"{survey.messages:,} messages are meant."]
     if survey.first_due_ms is not None and survey.last_due_ms is not None:
         said.append(f"The first is due {iso(survey.first_due_ms)}, the last {iso(survey.last_due_ms)}.")
-    if to_hold:
-        said.append(f"{to_hold:,} of them would be held: the broker does not have their destinations.")
+    if seen.reasons:
+        said.append(f"{seen.to_hold:,} of them would be held, as far as can be seen:")
+        said += [f"  {count:,}, {why}" for count, why in _reasons(seen.reasons)]
     said += [f"Left where they are: {count:,} {why}." for why, count in survey.left.items()]
     return said + [f"Note: {remark}." for remark in survey.remarks]
+
+
+def _reasons(reasons: Mapping[str, int]) -> list[tuple[int, str]]:
+    """The most frequent ones, for people; the last is for all others."""
+    found = sorted(((count, _short(why)) for why, count in reasons.items()), key=lambda one: (-one[0], one[1]))
+    told, others = found[:MOST_REASONS], found[MOST_REASONS:]
+    if others:
+        told.append((sum(count for count, _ in others), f"{OTHER_REASONS}: --json has more of them"))
+    return told
 
 
 def _json_of(run: Run) -> dict[str, Any]:
@@ -117,8 +147,8 @@ def tell_report(report: Report, as_json: bool) -> None:
     )
     if report.again:
         click.echo(f"{report.again:,} were committed before the interruption and only had to be removed.")
-    for why, count in sorted(report.reasons.items()):
-        note(f"Held: {count:,}, {_short(why)}.")
+    for count, why in _reasons(report.reasons):
+        note(f"Held: {count:,}, {why}.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

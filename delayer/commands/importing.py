@@ -8,24 +8,23 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.acting import agreed, whoami, yes_option
-from delayer.commands.common import FOUND, Failure, Misused, Off, Unreached, note, request_of
+from delayer.commands.common import DONE, FOUND, Failure, Misused, Off, Unreached, note, request_of
 from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
 from delayer.commands.looking import as_json
+from delayer.commands.progress import progress
 from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
 from delayer.legacy import machine
 from delayer.legacy.carrying import CascadeBook
 from delayer.legacy.destinations import Destinations
 from delayer.legacy.drain import HEARTBEAT
-from delayer.legacy.machine import Report, Say
+from delayer.legacy.machine import Preview, Report
 from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
 from delayer.services import envelopes
 from delayer.settings import Settings
@@ -124,16 +123,20 @@ def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> 
 
         return add
 
-    command("preview", "Look, and change nothing: how many, when due, for whom, and what would be held.")(_preview)
+    command(
+        "preview",
+        "Look, and change nothing: how many, when due, for whom, and what would be held. Exit code 1 where a run would "
+        "end with it, as far as can be seen: something would be held, or cannot be read, or a person has to decide.",
+    )(_preview)
     command(
         "run",
-        "Import, or go on with an import that was interrupted. Exit code 1 if something had to be left or held.",
+        "Import, or go on with an import that was interrupted. Exit code 1 if something is held, or could not be read.",
         click.option(
             "--into",
             type=click.Choice(("store", "cascade")),
             help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
         ),
-        click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing."),
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing: as preview does."),
         click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
         yes_option,
     )(_run)
@@ -147,7 +150,7 @@ def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> 
 
 def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json = given.pop("as_json")
-    tell_preview(_with(context, make, given, machine.preview), json)
+    _tell(context, _with(context, make, given, machine.preview), json)
 
 
 def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
@@ -155,18 +158,19 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     settings = request_of(context).settings()
     into = given.pop("into") or ("cascade" if settings.mode == "native" else "store")
     if dry_run or not yes:
-        look = _with(context, make, dict(given), machine.preview)
+        look = _with(context, make, dict(given), functools.partial(machine.preview, again=again))
         if dry_run:
-            tell_preview(look, json)
-            return
-        for line in lines_of(look.survey, look.to_hold):
+            _tell(context, look, json)
+        for line in lines_of(look):
             note(line)
+        if look.refusal:
+            raise Off(f"{look.refusal}.")
         if not agreed("Go on?" if look.unfinished else "Import?", yes=yes):
             note("Nothing was done.")
             return
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
-        with _few_collections(), _progress() as say:
+        with _few_collections(), progress() as say:
             if into == "store":
                 return await machine.run(source, book, judge, whoami(), say, again=again)
             async with _cascade(settings, source, book) as carrying:
@@ -178,7 +182,13 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
         note("Interrupted. Next: the same command, which goes on where it stopped; or `abort` in place of `run`.")
         raise
     tell_report(report, json)
-    context.exit(FOUND if report.reasons or report.left.get("unreadable") else 0)
+    context.exit(DONE if report.clean else FOUND)
+
+
+def _tell(context: click.Context, seen: Preview, as_json: bool) -> NoReturn:
+    """What a look found, and whether it found something that a run would tell of by its exit code."""
+    tell_preview(seen, as_json)
+    context.exit(DONE if seen.clean else FOUND)
 
 
 def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
@@ -265,22 +275,3 @@ def _few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-# ---- what is said
-
-
-@contextmanager
-def _progress() -> Iterator[Say]:
-    """A bar on stderr while somebody watches a terminal; nothing else."""
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("import", total=None)
-
-        def say(what: str, done: int, of: int | None) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        yield say

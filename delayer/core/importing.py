@@ -22,6 +22,11 @@ SOON_MS: Final = 60_000
 """What is due within this, or is overdue, may be in the hands of the system that it is taken from."""
 
 
+UNREADABLE: Final = "unreadable"
+"""Why a record is left that nobody can read."""
+MOST_REASONS: Final = 100
+"""Reasons that are told one by one: a file may have one for each of its messages."""
+OTHER_REASONS: Final = "for other reasons"
 MOST_GOALS: Final = 100_000
 """Destinations that a survey tells one by one: its memory does not grow with the backlog."""
 MORE_GOALS: Final = f"destinations beyond the first {MOST_GOALS:,} are asked about when their messages come"
@@ -38,12 +43,6 @@ class Phase(StrEnum):
     @property
     def open(self) -> bool:
         return self in (Phase.STAGING, Phase.RUNNING)
-
-
-class Progress(NamedTuple):
-    """What the source needs to go on behind the last commit; its own words, kept as JSON. None: the beginning."""
-
-    text: str | None = None
 
 
 class Item(NamedTuple):
@@ -84,10 +83,19 @@ class Meant:
 
 @dataclass(slots=True)
 class Goal:
-    """How many messages go to one destination, and when the first of them is due; None where only a run can tell."""
+    """How many messages go to one destination, and when the first of them is due; None where only a run can tell.
+    ``unfit``: how many of them would be held, whatever the broker says of the destination."""
 
     messages: int
     first_due_ms: int | None
+    unfit: int = 0
+
+
+def count_reason(reasons: dict[str, int], why: str, messages: int = 1) -> None:
+    """Count messages by the reason why they are held."""
+    if why not in reasons and len(reasons) >= MOST_REASONS:
+        why = OTHER_REASONS
+    reasons[why] = reasons.get(why, 0) + messages
 
 
 def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
@@ -98,7 +106,8 @@ def soonest(one_ms: int | None, other_ms: int | None) -> int | None:
 @dataclass(slots=True)
 class Survey:
     """What a source holds, without changing anything there. ``messages``: those that are meant; None where only a run
-    can tell. ``left``: why others stay, and how many. ``remarks``: for people. ``doubts``: those of them that a run has
+    can tell. ``unfit``: why some of them would be held, wherever they go, and how many; as far as the source was
+    asked. ``left``: why others stay, and how many. ``remarks``: for people. ``doubts``: those of them that a run has
     to tell as well, because something may be lacking, or come in twice. ``brought``: imports that brought the same
     before."""
 
@@ -106,18 +115,25 @@ class Survey:
     first_due_ms: int | None = None
     last_due_ms: int | None = None
     goals: dict[Target, Goal] = field(default_factory=dict)
+    unfit: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     brought: list[int] = field(default_factory=list)
 
-    def add(self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1) -> None:
-        """Count messages of one destination."""
+    def add(
+        self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1, problem: str = ""
+    ) -> None:
+        """Count messages of one destination. ``problem``: why they would be held wherever they go, if they would."""
         last_due_ms = first_due_ms if last_due_ms is None else last_due_ms
         self.messages = (self.messages or 0) + messages
         self.first_due_ms = soonest(self.first_due_ms, first_due_ms)
         self.last_due_ms = last_due_ms if self.last_due_ms is None else max(self.last_due_ms, last_due_ms)
         self.expect(target, messages, first_due_ms)
+        if problem:
+            count_reason(self.unfit, problem, messages)
+            if (goal := self.goals.get(target)) is not None:
+                goal.unfit += messages
 
     def expect(self, target: Target, messages: int, first_due_ms: int | None = None) -> None:
         """Note that messages go to one destination, which may be known before they are counted."""
@@ -141,7 +157,8 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One import as the store knows it. ``parameters`` never hold a password."""
+    """One import as the store knows it. ``parameters`` never hold a password. ``token``: no other run has it, of no
+    store; "" where one began before there were tokens."""
 
     id: int
     source: str
@@ -153,6 +170,7 @@ class Run:
     parked: int = 0
     held: int = 0
     progress: str | None = None
+    token: str = ""
 
     @property
     def committed(self) -> int:

@@ -116,8 +116,8 @@ class Queues(ABC):
 
     # ---- the port
 
-    async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for."""
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+        """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for, always."""
         survey = Survey()
         now_ms = await self._now()
         async with await self._admin() as admin:

@@ -11,12 +11,14 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from heapq import heappush, heappushpop
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
+from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
+from delayer.core.message import Target
 from delayer.core.plan import LATEST_MS
 from delayer.legacy.ports import ImportImpossible, Notes, SourceLost
 
@@ -24,6 +26,9 @@ PORTION: Final = 10_000
 """Records that are noted at once."""
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
+MOST_SOONEST: Final = 100_000
+"""Records that a look keeps in mind at most, to tell of the soonest only. Of a limit beyond that it tells what all of
+the file has."""
 NAMED: Final = 10
 """Unreadable lines that are told one by one."""
 BEFORE_DUE: Final = "due before the cutoff"
@@ -90,8 +95,8 @@ class FileSource(ABC):
             }
         return self._parameters
 
-    async def survey(self, unfinished: Run | None = None) -> Survey:
-        """See the port. What cannot be read is left, and told."""
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+        """See the port. What cannot be read is left, and told. Every line is read at any rate."""
         if self._survey is None:
             self._survey = self.look()
             if unfinished is None and self._notes is not None:
@@ -106,20 +111,29 @@ class FileSource(ABC):
     def look(self) -> Survey:
         """Read it all, and count."""
         survey = Survey()
-        self.records = 0
-        for number, _, _, reading in self._records(survey):
+        limit = self._meant.limit
+        soonest: list[_Seen] = []
+        found = self.records = 0
+        for number, position, _, reading in self._records(survey):
             if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
-                survey.add(reading.parcel.target, reading.parcel.due_ms)
-                if reading.problem:
-                    _remark(survey, f"line {number}: will be held: {reading.problem}")
+                found += 1
+                parcel = reading.parcel
+                seen = _Seen(-parcel.due_ms, -position, number, parcel.target, reading.problem)
+                if limit is None or limit > MOST_SOONEST:
+                    seen.tell(survey)
+                elif len(soonest) < limit:
+                    heappush(soonest, seen)
+                else:
+                    heappushpop(soonest, seen)
             elif isinstance(reading, Item):
                 survey.leave(BEFORE_DUE)
             elif reading is not None:
                 survey.leave(reading.why)
-        found = survey.messages or 0
-        if self._meant.limit is not None and found > self._meant.limit:
-            survey.leave(BEYOND_LIMIT, found - self._meant.limit)
-            survey.messages = self._meant.limit
+        for seen in sorted(soonest, reverse=True):
+            seen.tell(survey)
+        if limit is not None and found > limit:
+            survey.leave(BEYOND_LIMIT, found - limit)
+            survey.messages = limit
         return survey
 
     def _records(self, survey: Survey | None) -> Iterator[tuple[int, int, int, Reading]]:
@@ -133,7 +147,7 @@ class FileSource(ABC):
             except Unreadable as why:
                 unreadable += 1
                 if survey is not None:
-                    survey.leave("unreadable")
+                    survey.leave(UNREADABLE)
                     if unreadable <= NAMED:
                         survey.doubt(f"line {number} is unreadable: {why}")
             position += len(line)
@@ -248,6 +262,16 @@ class FileSource(ABC):
                 raise SourceLost(f"{self.path}: {error.strerror}") from error
 
 
-def _remark(survey: Survey, text: str) -> None:
-    if len(survey.remarks) < NAMED:
-        survey.remarks.append(text)
+class _Seen(NamedTuple):
+    """A record that is meant; the least of several is the one that is due last."""
+
+    minus_due_ms: int
+    minus_position: int
+    number: int
+    target: Target
+    problem: str
+
+    def tell(self, survey: Survey) -> None:
+        survey.add(self.target, -self.minus_due_ms, problem=self.problem)
+        if self.problem and len(survey.remarks) < NAMED:
+            survey.remarks.append(f"line {self.number}: will be held: {self.problem}")

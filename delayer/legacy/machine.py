@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from delayer.core.importing import Batch, Goal, Item, Phase, Run, Survey
+from delayer.core.importing import UNREADABLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.faultpoint import reach
 from delayer.legacy.ports import Book, CountMismatch, ImportImpossible, Judge, Source
@@ -24,15 +24,35 @@ Say = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a run would do. ``problems``: the destinations whose messages would be held, and why."""
+    """What a run would do. ``problems``: the destinations whose messages would be held, and why. ``own``: whether
+    ``unfinished`` is this import. ``refusal``: why a run would not even begin; "" where it would."""
 
     survey: Survey
     problems: Mapping[Target, str]
     unfinished: Run | None
+    own: bool = False
+    refusal: str = ""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why messages would be held, and how many, as far as a look can tell. Each counts once, and of what a limit
+        leaves out some may be among them."""
+        found = dict(self.survey.unfit)
+        for target, why in self.problems.items():
+            if (goal := self.survey.goals.get(target)) is not None and goal.messages > goal.unfit:
+                count_reason(found, why, goal.messages - goal.unfit)
+        return found
 
     @property
     def to_hold(self) -> int:
-        return sum(self.survey.goals[target].messages for target in self.problems if target in self.survey.goals)
+        found = sum(self.reasons.values())
+        return found if self.survey.messages is None else min(found, self.survey.messages)
+
+    @property
+    def clean(self) -> bool:
+        """Whether a run would find nothing to tell a person: nothing to hold, nothing unreadable, nothing to decide."""
+        held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
+        return not (self.reasons or self.survey.left.get(UNREADABLE) or self.refusal or held_before)
 
 
 @dataclass(slots=True)
@@ -56,9 +76,14 @@ class Report:
         for item in batch.items:
             if item.problem:
                 self.held += 1
-                self.reasons[item.problem] = self.reasons.get(item.problem, 0) + 1
+                count_reason(self.reasons, item.problem)
             else:
                 self.parked += 1
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is nothing to tell a person: nothing held, this time or before, and nothing unreadable."""
+        return not (self.run.held or self.left.get(UNREADABLE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +94,28 @@ class Aborted:
     put_back: int | None
 
 
-async def preview(source: Source, book: Book, judge: Judge) -> Preview:
-    """Look, and change nothing. Raises SourceLost, ImportImpossible, StoreLost."""
+async def preview(source: Source, book: Book, judge: Judge, *, again: bool = False) -> Preview:
+    """Look, and change nothing. ``again`` as for a run. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
-    own = unfinished if unfinished is not None and is_same(unfinished, source) else None
-    survey = await source.survey(own)
+    refusal = ""
+    own = None
+    try:
+        own = None if unfinished is None else same(unfinished, source)
+    except ImportImpossible as error:
+        refusal = str(error)
+    survey = await source.survey(own, thorough=True)
     problems = await judge.problems(survey.goals)
-    return Preview(survey, problems, unfinished)
+    return Preview(survey, problems, unfinished, own is not None, refusal or _brought(survey, again))
+
+
+def _brought(survey: Survey, again: bool) -> str:
+    """Why a run would not begin with what was brought before."""
+    if again or not survey.brought:
+        return ""
+    return (
+        f"import {', '.join(map(str, survey.brought))} brought messages of this very file: what both are meant "
+        "to bring would be delivered twice. Next: --again, if it is gone by now, or meant to come twice"
+    )
 
 
 async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
@@ -88,11 +128,8 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, a
         # Before anything moves: what nobody can read, or nobody could be asked about, stops it here.
         survey = await source.survey()
         doubts = survey.doubts
-        if survey.brought and not again:
-            raise ImportImpossible(
-                f"import {', '.join(map(str, survey.brought))} brought messages of this very file: what both are meant "
-                "to bring would be delivered twice. Next: --again, if it is gone by now, or meant to come twice"
-            )
+        if refusal := _brought(survey, again):
+            raise ImportImpossible(refusal)
         await judge.problems(survey.goals)
         current = await book.begin(source.name, source.parameters, who)
         reach("import.begun")
@@ -176,14 +213,9 @@ async def abort(source: Source, book: Book) -> Aborted:
     return Aborted(await book.finish(current, Phase.ABORTED), back)
 
 
-def is_same(found: Run, source: Source) -> bool:
-    """Whether it is this import."""
-    return found.source == source.name and dict(found.parameters) == dict(source.parameters)
-
-
 def same(found: Run, source: Source) -> Run:
     """``found``, if it is this import. Raises ImportImpossible."""
-    if is_same(found, source):
+    if found.source == source.name and dict(found.parameters) == dict(source.parameters):
         return found
     if found.source != source.name:
         raise ImportImpossible(

@@ -34,9 +34,10 @@ class Source(Protocol):
     @property
     def parameters(self) -> Mapping[str, object]: ...
 
-    async def survey(self, unfinished: Run | None = None) -> Survey:
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         """What is there, changing nothing that lasts. ``unfinished``: this very import, interrupted: what it staged is
-        its own, and still to come. Raises ImportImpossible for what no run could read."""
+        its own, and still to come. ``thorough``: every message is looked at that can be, however long that takes: a run
+        will do so anyhow, and who looks wants to know before. Raises ImportImpossible for what no run could read."""
 
     async def stage(self, run: Run) -> int | None:
         """Take what is meant out of everybody else's reach, or note what there is to read. Safe to repeat. How many

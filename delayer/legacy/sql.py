@@ -1,6 +1,7 @@
 """Sources that are tables of timeouts in a database: PostgreSQL, MySQL and MariaDB, SQL Server, by SQLAlchemy.
 
-*Staging* moves what is meant out of reach of any timeout manager (statements.py), in one transaction; a batch is read
+*Staging* moves what is meant out of reach of any timeout manager (statements.py), in one transaction, into tables that
+no other run has, of whatever store; a batch is read
 from there, and removed when it is committed here. *put_back* moves the rest back. So a row is at any time where it was,
 or staged, or in our store; after a kill between our commit and the removal it is in both of these, and the next run
 removes it, by the place that was committed.
@@ -15,7 +16,7 @@ from heapq import merge
 from itertools import islice
 from typing import Any, Final
 
-from sqlalchemy import URL, Executable, text
+from sqlalchemy import URL, Executable, Select, TableClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from delayer.core.importing import SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
@@ -26,12 +27,15 @@ from delayer.legacy.ahead import Ahead
 from delayer.legacy.databases import Database
 from delayer.legacy.merging import Merge
 from delayer.legacy.ports import CountMismatch, ImportImpossible
-from delayer.legacy.statements import Layout, Moving, Pick, Place
-from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of
+from delayer.legacy.statements import Layout, Moving, Pick, Place, counting, staged_beside
+from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of, problem_of
 
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
 MOST_TARGETS: Final = 10_000
+LOOKED_AT: Final = 2_000
+"""Rows of which the headers are in memory at once, where a preview looks at all of them; fewer where they are long."""
+LOOK_BYTES: Final = 16 << 20
 AT_A_STRETCH: Final = 250
 """Rows that are made messages before the loop gets its turn."""
 LAZILY: Final = {"postgresql": "SET LOCAL synchronous_commit = off"}
@@ -71,6 +75,7 @@ class Tables:
         self._source = name.encode()
         self._targets: dict[str, Target] = {}
         self._tables: list[Moving] | None = None
+        self._token = ""
         self._ahead = Ahead(self._read)
         self._merge: Merge | None = None
         self._read_upto: dict[str, Place] = {}
@@ -92,34 +97,46 @@ class Tables:
 
     # ---- the port
 
-    async def survey(self, unfinished: Run | None = None) -> Survey:
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         """See the port."""
         survey = Survey()
+        if unfinished is not None:
+            self._is_of(unfinished)
         async with self._database.connected() as connection:
             ours = await self._found(connection)
             if unfinished is None:
                 await self._refuse_leftovers(connection, ours)
-            elif await self._survey_staged(connection, ours, survey) or unfinished.phase is Phase.RUNNING:
+            elif await self._survey_staged(connection, ours, survey, thorough) or unfinished.phase is Phase.RUNNING:
                 return survey
             pick = self._pick()
+            whole = Survey() if thorough else survey
+            shares = await self._shares(connection, ours, pick) if thorough else {}
             for one in ours:
-                await self._add_goals(connection, one.goals(pick), survey)
+                if thorough:
+                    await self._look(connection, one, one.source, one.looks(pick, shares.get(one.name)), survey)
+                if not thorough or self._meant.limit is not None:
+                    await self._add_goals(connection, one.goals(pick), whole)
                 row = (await connection.execute(one.others(pick))).one()
                 for why, count in zip((NO_TIME, SOONER, SOON), row, strict=True):
                     survey.leave(why, int(count or 0))
-        found = survey.messages or 0
+        found = whole.messages or 0
         if self._meant.limit is not None and found > self._meant.limit:
             survey.leave(BEYOND_LIMIT, found - self._meant.limit)
             survey.messages = self._meant.limit
         survey.remarks.append(f"tables: {', '.join(one.name for one in ours)}")
         return survey
 
-    async def _survey_staged(self, connection: AsyncConnection, ours: Sequence[Moving], survey: Survey) -> bool:
+    async def _survey_staged(
+        self, connection: AsyncConnection, ours: Sequence[Moving], survey: Survey, thorough: bool
+    ) -> bool:
         """What an interrupted run has yet to bring. Whether there is any: a stage that was committed is whole."""
         there = await self._staged(connection)
         ours = [one for one in ours if one.staged.name in there]
         for one in ours:
-            await self._add_goals(connection, one.staged_goals(), survey)
+            if thorough:
+                await self._look(connection, one, one.staged, one.staged_looks(), survey)
+            else:
+                await self._add_goals(connection, one.staged_goals(), survey)
         if survey.messages:
             survey.remarks.append("this is what the run that was interrupted staged and did not remove yet")
         return bool(survey.messages)
@@ -128,8 +145,23 @@ class Tables:
         for destination, count, first, last in await connection.execute(goals):
             survey.add(self._target(destination or ""), epoch_ms(first), epoch_ms(last), count)
 
+    async def _look(
+        self, connection: AsyncConnection, one: Moving, of: TableClause, rows: Select[Any], survey: Survey
+    ) -> None:
+        """Count these rows one by one, with what would be wrong with each: only its headers tell that."""
+        dialect = connection.dialect.name
+        longest = (await connection.execute(one.longest_headers(dialect, of))).scalar_one() or 0
+        at_once = max(min(LOOKED_AT, LOOK_BYTES // max(longest, 1)), 1)
+        async with connection.stream(rows.execution_options(yield_per=at_once)) as found:
+            async for some in found.partitions():
+                for destination, due, headers in some:
+                    target = self._target(destination or "")
+                    survey.add(target, epoch_ms(due), problem=problem_of(headers, target.routing_key))
+                await asyncio.sleep(0)  # heartbeats and signals are served
+
     async def stage(self, run: Run) -> int:
         """See the port."""
+        self._is_of(run)
         async with self._database.connected() as connection:
             ours = await self._found(connection)
             there = await self._staged(connection)
@@ -180,6 +212,7 @@ class Tables:
 
     async def resume(self, run: Run) -> None:
         """See the port."""
+        self._is_of(run)
         async with self._database.connected() as connection:
             # After the last batch they may be gone already: a run that died before the store knew.
             there = await self._staged(connection)
@@ -289,23 +322,32 @@ class Tables:
 
     # ---- tables
 
+    def _is_of(self, run: Run) -> None:
+        """What is staged from here on, or was, is this run's."""
+        if run.token != self._token:
+            self._token, self._tables = run.token, None
+
     async def _found(self, connection: AsyncConnection) -> list[Moving]:
         """The tables that are meant, as the database has them. Raises ImportImpossible where there are none."""
         if self._tables is None:
-            self._tables = await connection.run_sync(tables.found, self._patterns, self._schema, self._layout)
+            self._tables = await connection.run_sync(
+                tables.found, self._patterns, self._schema, self._layout, self._token
+            )
         return self._tables
 
     async def _staged(self, connection: AsyncConnection) -> set[str]:
-        """The tables beside them that exist."""
+        """The tables beside them that exist, of every run."""
         return await connection.run_sync(tables.staged, self._schema)
 
     async def _refuse_leftovers(self, connection: AsyncConnection, ours: Sequence[Moving]) -> None:
+        """Of an import that another store knows. Raises ImportImpossible."""
         there = await self._staged(connection)
         for one in ours:
-            if one.staged.name in there and (await connection.execute(one.count())).scalar_one():
-                raise ImportImpossible(
-                    f"table {one.staged.name} holds timeouts of another store's import: finish or abort that one"
-                )
+            for name in staged_beside(one.name, there):
+                if (await connection.execute(counting(name, self._schema))).scalar_one():
+                    raise ImportImpossible(
+                        f"table {name} holds timeouts of another store's import: finish or abort that one"
+                    )
 
     async def _count(self, connection: AsyncConnection, ours: Sequence[Moving]) -> int:
         there = await self._staged(connection)

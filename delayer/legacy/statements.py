@@ -2,11 +2,16 @@
 
 What is meant of a table is moved, in one transaction, into a table of the same columns beside it, which only we know:
 from then on no timeout manager sees it. What a timeout manager has locked at that moment is passed over and stays.
+
+The table beside it has the run's token in its name. So imports of several stores that begin at the same moment take
+what each of them gets, into a table of its own, and none takes another's for what it staged itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -44,7 +49,10 @@ from sqlalchemy.types import TypeEngine
 from delayer.legacy.create_like import CreateLike
 
 SUFFIX: Final = "_delayer"
-"""Behind a table's name: where its timeouts wait to be imported."""
+"""Behind a table's name, with the run's token: where its timeouts wait to be imported."""
+LONGEST: Final = 60
+"""Bytes of such a name, so that its index's fits as well: PostgreSQL has room for 63, and cuts without a word."""
+_STAGED: Final = re.compile(rf"(.+){SUFFIX}(?:_[0-9a-f]+)?", re.DOTALL)
 MYSQL: Final = frozenset({"mysql", "mariadb"})
 """Dialects of databases that keep the rows of a table in the order of its primary key."""
 _ZERO: Final[ColumnElement[Any]] = literal_column("0")
@@ -91,8 +99,43 @@ class Place:
     id: Any
 
 
+def staged_name(name: str, token: str) -> str:
+    """Of the table beside the one of this name, for the run of this token; "": of a run that began before there were
+    tokens.
+
+    >>> staged_name("Sales_TimeoutData", "5f0c9a7e41d2")
+    'Sales_TimeoutData_delayer_5f0c9a7e41d2'
+    """
+    suffix = f"{SUFFIX}_{token}" if token else SUFFIX
+    room = LONGEST - len(suffix)
+    if len(name.encode()) > room:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name.encode()[: room - len(digest) - 1].decode('utf-8', 'ignore')}_{digest}"
+    return name + suffix
+
+
+def is_staged(name: str) -> bool:
+    """Whether it is such a name."""
+    return _STAGED.fullmatch(name) is not None
+
+
+def staged_beside(name: str, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that may stand beside the table ``name``, whosever they are."""
+    return [
+        one
+        for one in names
+        if (found := _STAGED.fullmatch(one)) is not None
+        and one == staged_name(name, one[len(found[1]) + len(SUFFIX) + 1 :])
+    ]
+
+
+def counting(name: str, schema: str | None) -> Select[Any]:
+    """How many rows a table has."""
+    return select(func.count()).select_from(_table(name, schema, ()))
+
+
 class Moving:
-    """The statements for one table; ``columns`` are all it has.
+    """The statements for one table; ``columns`` are all it has. ``staged``: the name of the one beside it.
 
     ``time_type``: the type of its due instants, where the database does not find an instant again that it gave. SQL
     Server is told instants as datetime2, and its datetime has thirds of a hundredth of a second: the .003 that it gives
@@ -106,12 +149,14 @@ class Moving:
         columns: Sequence[str],
         layout: Layout,
         time_type: TypeEngine[Any] | None = None,
+        *,
+        token: str = "",
     ) -> None:
         self.name = name
         self.layout = layout
         self._time_type = time_type
         self.source = _table(name, schema, columns)
-        self.staged = _table(name + SUFFIX, schema, columns)
+        self.staged = _table(staged_name(name, token), schema, columns)
         self._names = list(columns)
 
     # ---- the table beside it
@@ -136,16 +181,16 @@ class Moving:
         """The same for MySQL: the rows in the order that they are read and removed in. An index would lead from each to
         another page, and where there are more pages than it keeps in memory it would read, and write, one for each."""
         names = ", ".join(_backquoted((name,)) for name in (self.layout.time, self.layout.id))
-        return text(f"ALTER TABLE {_backquoted(self._place(SUFFIX))} DROP PRIMARY KEY, ADD PRIMARY KEY ({names})")
+        return text(f"ALTER TABLE {_backquoted(_place(self.staged))} DROP PRIMARY KEY, ADD PRIMARY KEY ({names})")
 
     def bare(self, indexes: Sequence[str]) -> Executable:
         """For MySQL, whose table is made with all indexes of the other: without these."""
         dropped = ", ".join(f"DROP INDEX {_backquoted((name,))}" for name in indexes)
-        return text(f"ALTER TABLE {_backquoted(self._place(SUFFIX))} {dropped}")
+        return text(f"ALTER TABLE {_backquoted(_place(self.staged))} {dropped}")
 
     @property
     def index_name(self) -> str:
-        return f"{self.staged.name}_ix"[-63:]
+        return f"{self.staged.name}_ix"
 
     def drop(self) -> DropTable:
         return DropTable(Table(self.staged.name, MetaData(), schema=self.staged.schema, quote=True))
@@ -165,6 +210,24 @@ class Moving:
         """The same of what was moved."""
         time, destination = self.staged.c[self.layout.time], self.staged.c[self.layout.destination]
         return select(destination, func.count(), func.min(time), func.max(time)).group_by(destination)
+
+    def looks(self, pick: Pick, limit: int | None) -> Select[Any]:
+        """Of each row that is meant its destination, due instant and headers; of the soonest ``limit`` of them."""
+        rows = self._looks(self.source).where(self._meant(pick))
+        if limit is None:
+            return rows
+        return rows.order_by(self.source.c[self.layout.time], self.source.c[self.layout.id]).limit(limit)
+
+    def staged_looks(self) -> Select[Any]:
+        """The same of what was moved."""
+        return self._looks(self.staged)
+
+    def longest_headers(self, dialect: str, of: TableClause) -> Select[Any]:
+        """How many bytes the longest headers have, of the table itself or of the one beside it."""
+        return select(func.max(_length(dialect)(of.c[self.layout.headers])))
+
+    def _looks(self, of: TableClause) -> Select[Any]:
+        return select(*(of.c[name] for name in (self.layout.destination, self.layout.time, self.layout.headers)))
 
     def others(self, pick: Pick) -> Select[Any]:
         """Why rows are not meant: how many are without an instant, due sooner than ``since``, not due after ``after``.
@@ -207,13 +270,9 @@ class Moving:
         somebody has locked, unless it is told to begin with what was copied."""
         id_ = self.layout.id
         if dialect in MYSQL:
-            source, staged, key = (_backquoted(name) for name in (self._place(), self._place(SUFFIX), (id_,)))
+            source, staged, key = (_backquoted(name) for name in (_place(self.source), _place(self.staged), (id_,)))
             return text(f"DELETE {source} FROM {staged} STRAIGHT_JOIN {source} ON {source}.{key} = {staged}.{key}")
         return delete(self.source).where(self.source.c[id_].in_(select(self.staged.c[id_])))
-
-    def _place(self, suffix: str = "") -> tuple[str, ...]:
-        schema = self.source.schema
-        return (self.name + suffix,) if schema is None else (schema, self.name + suffix)
 
     def give_back(self) -> Insert:
         """What is left there goes where it was; :meth:`empty` follows in the same transaction."""
@@ -245,7 +304,7 @@ class Moving:
         return query.where(time >= since, or_(time > since, id_ > after.id))
 
     def _size(self, dialect: str) -> ColumnElement[Any]:
-        length = func.datalength if dialect == "mssql" else func.octet_length
+        length = _length(dialect)
         state, headers = (self.staged.c[name] for name in (self.layout.state, self.layout.headers))
         return func.coalesce(length(state), _ZERO) + func.coalesce(length(headers), _ZERO)
 
@@ -280,6 +339,15 @@ class Moving:
         if pick.endpoint is None or self.layout.endpoint is None:
             return None
         return rows.c[self.layout.endpoint] == pick.endpoint
+
+
+def _length(dialect: str) -> Callable[..., ColumnElement[Any]]:
+    """The function that tells how many bytes a value has."""
+    return func.datalength if dialect == "mssql" else func.octet_length
+
+
+def _place(of: TableClause) -> tuple[str, ...]:
+    return (of.name,) if of.schema is None else (of.schema, of.name)
 
 
 def _backquoted(words: Sequence[str]) -> str:

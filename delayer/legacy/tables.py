@@ -9,40 +9,40 @@ from typing import Final
 from sqlalchemy import Connection, Executable, inspect
 
 from delayer.legacy.ports import ImportImpossible
-from delayer.legacy.statements import MYSQL, SUFFIX, Layout, Moving
+from delayer.legacy.statements import MYSQL, Layout, Moving, is_staged
 
 TOLD: Final = 20
 """Names of other tables that are told where none matches."""
 
 
-def found(connection: Connection, patterns: Sequence[str], schema: str | None, layout: Layout) -> list[Moving]:
-    """Those that match, in the order of their names. Raises ImportImpossible where none does, or one is no table of
-    timeouts."""
+def found(
+    connection: Connection, patterns: Sequence[str], schema: str | None, layout: Layout, token: str
+) -> list[Moving]:
+    """Those that match, in the order of their names, for the run of this token. Raises ImportImpossible where none
+    does, or one is no table of timeouts."""
     inspector = inspect(connection)
     names = sorted(inspector.get_table_names(schema=schema))
-    meant = [
-        name for name in names if not name.endswith(SUFFIX) and any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    meant = [name for name in names if not is_staged(name) and any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not meant:
         raise ImportImpossible(
             f"no table matches {', '.join(patterns)}: found {', '.join(names[:TOLD]) or 'no table at all'}"
         )
-    return [_moving(connection, name, schema, layout) for name in meant]
+    return [_moving(connection, name, schema, layout, token) for name in meant]
 
 
-def _moving(connection: Connection, name: str, schema: str | None, layout: Layout) -> Moving:
+def _moving(connection: Connection, name: str, schema: str | None, layout: Layout, token: str) -> Moving:
     types = {str(one["name"]): one["type"] for one in inspect(connection).get_columns(name, schema=schema)}
     try:
         layout = layout.of([*types])
     except KeyError as missing:
         raise ImportImpossible(f"table {name}: expected the columns of a timeout table, {missing} is missing") from None
     exact = types[layout.time] if connection.dialect.name == "mssql" else None
-    return Moving(name, schema, [*types], layout, exact)
+    return Moving(name, schema, [*types], layout, exact, token=token)
 
 
 def staged(connection: Connection, schema: str | None) -> set[str]:
-    """Those beside them that exist."""
-    return {name for name in inspect(connection).get_table_names(schema=schema) if name.endswith(SUFFIX)}
+    """Those beside them that exist, of every run."""
+    return {name for name in inspect(connection).get_table_names(schema=schema) if is_staged(name)}
 
 
 def spare_indexes(connection: Connection, one: Moving, schema: str | None) -> list[str]:

@@ -62,16 +62,10 @@ def moment_of(epoch: int) -> datetime:
 
 def item_of(timeout: Timeout, source: bytes, queue: bytes) -> Item:
     """The message, for ``queue`` through the default exchange. Everything that is wrong with it becomes its problem."""
-    problem = ""
-    headers: Mapping[str, object] = {}
-    raw = b""
-    try:
-        headers = _headers(timeout.headers)
-    except ValueError as error:
-        problem = f"{UNFIT}its headers cannot be read: {error}"
-        raw = str(timeout.headers).encode("utf-8", "surrogateescape")
-    if not 0 < len(queue) <= SHORT_STRING:
-        problem = f"{UNFIT}its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}"
+    headers, unread = _read(timeout.headers)
+    raw = str(timeout.headers).encode("utf-8", "surrogateescape") if unread else b""
+    problem = _problem(unread, queue)
+    if not _is_name(queue):
         raw = raw or queue
         queue = queue[:SHORT_STRING]
     due_ms = _due_ms(timeout.due_ms, headers)
@@ -80,6 +74,29 @@ def item_of(timeout: Timeout, source: bytes, queue: bytes) -> Item:
     properties = _properties(timeout.id, headers, raw)
     address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
     return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), problem)
+
+
+def problem_of(headers: str | Mapping[str, object] | None, queue: bytes) -> str:
+    """What would be wrong with the message: why it would be held. "" where nothing would."""
+    return _problem(_read(headers)[1], queue)
+
+
+def _problem(unread: str, queue: bytes) -> str:
+    if not _is_name(queue):
+        return f"{UNFIT}its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}"
+    return f"{UNFIT}its headers cannot be read: {unread}" if unread else ""
+
+
+def _is_name(queue: bytes) -> bool:
+    return 0 < len(queue) <= SHORT_STRING
+
+
+def _read(given: str | Mapping[str, object] | None) -> tuple[Mapping[str, object], str]:
+    """The headers; or none, and why they cannot be read."""
+    try:
+        return _headers(given), ""
+    except ValueError as error:
+        return {}, str(error)
 
 
 def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:

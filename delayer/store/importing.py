@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ ATTEMPTS: Final = 20
 PARTITION_SECONDS: Final = 5.0
 """How long one batch may take to make partitions; what has none then waits in the default one."""
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
+_TOKEN: Final = "token"
+"""Stands among the parameters in the table, and nowhere else: no source has one of that name."""
 _COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, progress"
 _LANES: Final = """
 SELECT l.number, l.epoch, EXISTS (
@@ -91,8 +94,8 @@ class ImportStore:
         return None if row is None else _run(row)
 
     async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
-        """Write down that a run begins. There must be none that is unfinished."""
-        text = json.dumps(parameters, sort_keys=True, ensure_ascii=True)
+        """Write down that a run begins, and its token. There must be none that is unfinished."""
+        text = json.dumps({**parameters, _TOKEN: uuid.uuid4().hex[:12]}, sort_keys=True, ensure_ascii=True)
         with translated("import"):
             row = await self._connection.fetchrow(
                 "INSERT INTO import_run (who, source, parameters, phase) VALUES ($1, $2, $3, 'staging')"
@@ -257,5 +260,6 @@ def _run(row: asyncpg.Record) -> Run:
     values = dict(row)
     began_ms = values.pop("began_at")
     values["parameters"] = json.loads(values["parameters"])
+    values["token"] = values["parameters"].pop(_TOKEN, "")
     values["phase"] = Phase(values["phase"])
     return Run(**values, began_ms=began_ms)

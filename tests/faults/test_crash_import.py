@@ -207,7 +207,7 @@ async def test_a_removal_that_a_crash_of_the_source_undid(store: str, source: So
     code, _, told = await delayer(store, *arguments, fault="import.committed:2", **url)
     assert code == -signal.SIGKILL, told
     await gone(store)
-    staged = f"{TABLES[0]}_delayer"
+    [staged] = [name for name in await source.tables() if name.startswith(f"{TABLES[0]}_delayer_")]
     assert await source.rows(staged) == []
     await source.put(staged, rows[:BATCH])
     code, out, told = await delayer(store, *arguments, **url)

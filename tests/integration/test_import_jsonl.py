@@ -12,6 +12,7 @@ from pathlib import Path
 
 import asyncpg
 
+from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, USAGE
 from delayer.core import late
 from delayer.core.message import Parcel, Target
 from delayer.store import upgrades
@@ -135,11 +136,12 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
     text = "\n".join(json.dumps(row) for row in rows)
     file.write_text(f"{text}\n\nnonsense\n")
     args = (str(file), "--cutoff", "2096-10-02T07:06:40.001Z", "--rewrite-destination", "s/@.*//", "--json")
-    seen = json.loads(delayer("import", "jsonl", "preview", *args).stdout)
+    seen = json.loads(delayer("import", "jsonl", "preview", *args, expect=1).stdout)
     assert (seen["messages"], seen["would_be_held"]) == (3, 2)
+    assert seen["held_because"] == {"import: there is no such queue or exchange": 2}
     assert seen["left"] == {"due before the cutoff": 1, "unreadable": 1}
     assert "line 6 is unreadable" in seen["remarks"][0]
-    assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run").stdout) == seen
+    assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run", expect=1).stdout) == seen
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(*) FROM import_run") == 0
         delayer("import", "jsonl", "run", *args, expect=2)  # nobody can be asked
@@ -176,8 +178,11 @@ def test_what_may_lack_or_come_twice_is_told_by_a_run_too(delayer: Run, tmp_path
     first = delayer(*run).stderr
     assert "whether it was cut is not known" in first
     assert "of this very file" not in first
-    seen = json.loads(delayer("import", "jsonl", "preview", str(file), "--unverified", "--json").stdout)
+    look = ("import", "jsonl", "preview", str(file), "--unverified", "--json")
+    seen = json.loads(delayer(*look, expect=1).stdout)
     assert "import 1 brought 1 messages of this very file" in seen["remarks"][-1]
+    assert "Next: --again" in seen["refused"]
+    assert json.loads(delayer(*run, "--again", "--dry-run", "--json").stdout)["refused"] is None
     refused = delayer(*run, expect=1).stderr
     assert "import 1 brought messages of this very file" in refused
     assert "--again" in refused
@@ -195,5 +200,68 @@ async def test_a_pipe_that_takes_no_more_is_not_the_store(delayer: Run, database
         _, said = await done.communicate()
     finally:
         os.close(full)
-    assert done.returncode == 2
+    assert done.returncode == OUT_OF_REACH
     assert said.decode().startswith("delayer: stdout: No space left on device")
+
+
+def names(directory: Path) -> list[str]:
+    return [one.name for one in directory.iterdir()]
+
+
+async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, database: str, tmp_path: Path) -> None:
+    """Neither the store's fault nor a wrong word on the command line; and what was there before stays."""
+    delayer("db", "upgrade")
+    async with opened(database) as place, owned(place) as [lane]:
+        await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
+    file = tmp_path / "backlog.jsonl"
+    file.write_text("of yesterday")
+    line = f'ulimit -f 16; exec "{EXECUTABLE}" --config /dev/null --store-url "{database}" export --force "{file}"'
+    done = await asyncio.create_subprocess_exec("sh", "-c", line, stderr=asyncio.subprocess.PIPE)
+    _, said = await done.communicate()
+    assert done.returncode == OUT_OF_REACH
+    assert said.decode().startswith(f"delayer: {file}: File too large: nothing of it is kept. Next: make room")
+    assert (names(tmp_path), file.read_text()) == ([file.name], "of yesterday")
+    elsewhere = tmp_path / "nowhere" / "backlog.jsonl"
+    assert "No such file or directory" in delayer("export", str(elsewhere), expect=USAGE).stderr
+
+
+UNFIT = {
+    "jsonl": b'{"v":1,"due_ms":4000000000000,"to_key":"q","body":"x","crc":1}\n{"v":1,"messages":1}\n',
+    "nservicebus-raven": b'{"Id": "1", "Destination": "", "Time": "2090-01-01T00:00:00Z", "State": ""}\n',
+}
+UNREADABLE = {"jsonl": b"{\n", "nservicebus-raven": b"{\n", "delayed-exchange": b"1 2 3\n1\n"}
+CLEAN = {
+    "jsonl": b'{"v":1,"due_ms":4000000000000,"to_key":"q","body":"x"}\n{"v":1,"messages":1}\n',
+    "nservicebus-raven": b'{"Id": "1", "Destination": "q", "Time": "2090-01-01T00:00:00Z", "State": ""}\n',
+    "delayed-exchange": b"4000000000000 dg== eA== cQ== EAAC eA==\n1\n",
+}
+
+
+def test_a_look_ends_as_the_run_will(delayer: Run, tmp_path: Path) -> None:
+    delayer("db", "upgrade")
+    for code, some in ((FOUND, UNFIT), (FOUND, UNREADABLE), (DONE, CLEAN)):
+        for source, content in some.items():
+            file = tmp_path / source
+            file.write_bytes(content)
+            more = ("--vhost", "v") if source == "delayed-exchange" else ()
+            words = (str(file), *more, "--unverified", "--json")
+            seen = json.loads(delayer("import", source, "preview", *words, expect=code).stdout)
+            delayer("import", source, "run", "--dry-run", *words, expect=code)
+            report = json.loads(delayer("import", source, "run", "--yes", *words, expect=code).stdout)
+            assert seen["held_because"] == report["held_because"], source
+            assert (seen["messages"], seen["left"]) == (report["staged"], report["left"]), source
+
+
+def test_the_soonest_of_a_file_are_told_of_and_no_others(delayer: Run, tmp_path: Path) -> None:
+    delayer("db", "upgrade")
+    file = tmp_path / "backlog.jsonl"
+    rows = [{"v": 1, "due_ms": 4_000_000_000_000 - n, "to_key": f"{n}", "held": f"why {n}"} for n in range(300)]
+    del rows[-1]["held"]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    words = ("import", "jsonl", "preview", str(file), "--unverified", "--json", "--limit")
+    seen = json.loads(delayer(*words, "1").stdout)
+    assert ([one["routing_key"] for one in seen["destinations"]], seen["would_be_held"]) == (["299"], 0)
+    assert (seen["messages"], seen["left"], seen["first_due_ms"]) == (1, {"beyond the limit": 299}, rows[-1]["due_ms"])
+    seen = json.loads(delayer(*words, "250", expect=FOUND).stdout)
+    assert seen["would_be_held"] == sum(seen["held_because"].values()) == 249
+    assert seen["held_because"]["for other reasons"] == 149

@@ -124,12 +124,12 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
     meant = ("--queue", "*.delay.*", "--rewrite-destination", "s/@.*//")
     words = ("import", "hold-queues", "preview", *meant)
     management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
-    seen = json.loads(delayer(*words, "--json", **management).stdout)
+    seen = json.loads(delayer(*words, "--json", expect=1, **management).stdout)
     assert (seen["messages"], seen["would_be_held"]) == (6, 2)
     told = {one["routing_key"]: (one["messages"], one["problem"]) for one in seen["destinations"]}
     assert told == {"work": (1, None), "gone": (2, "import: there is no such queue or exchange")}
     assert any(remark.startswith("any.delay.1000000: 3 messages, due ") for remark in seen["remarks"])
-    table = delayer(*words, **management).stdout
+    table = delayer(*words, expect=1, **management).stdout
     assert "2 of them would be held" in table
     async with await aio_pika.connect(vhost) as connection:
         queue = await (await connection.channel()).get_queue("any.delay.1000000")
@@ -142,4 +142,7 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
     assert (report["parked"], report["held"]) == (1, 5)  # nothing is bound for them
     async with sql(database) as admin:
         held = [int(body) for (body,) in await admin.fetch("SELECT body FROM held ORDER BY id")]
+        # Whence it came, which says nothing of where it goes.
+        found = await admin.fetchrow("SELECT route, to_exchange, to_key FROM message")
+        assert tuple(found) == (b"work.delay.60000", b"", b"work")
     assert (await bodies(database), held) == ([0], [1, 1, 2, 2, 2])

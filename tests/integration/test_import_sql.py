@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
+from delayer.legacy import sql as tables
 from delayer.legacy.databases import database_url
 from delayer.wire.properties import Properties
 from tests.integration.test_cli import Run, delayer
@@ -131,8 +132,11 @@ def run_of(delayer: Run, source: Source, *more: str) -> Callable[..., Any]:
     return call
 
 
-async def test_all_tables_into_the_store(delayer: Run, database: str, source: Source) -> None:
+async def test_all_tables_into_the_store(
+    delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything that is meant arrives once, when it is due, as it was; the rest stays where it was."""
+    monkeypatch.setattr(tables, "LOOK_BYTES", 300)
     delayer("db", "upgrade")
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
@@ -145,9 +149,12 @@ async def test_all_tables_into_the_store(delayer: Run, database: str, source: So
         source.timeout(102, NOON, "empty", State=b"", Headers="{}"),
         source.timeout(103, datetime(9999, 12, 31, 23, 59, 59), "never"),  # noqa: DTZ001
         source.timeout(104, NOON, "", Headers="[1"),
+        source.timeout(105, NOON, "sales.0@x", Headers="[7]"),
+        source.timeout(106, NOON, "unread", Headers='{"a": 1}' if source.kind == "mysql" else "{"),
     ]
     if source.kind == "mysql":
-        special[-1]["Headers"] = "{}"  # the column refuses it
+        special[4]["Headers"] = "{}"  # the column refuses it
+    unread = 1 if source.kind == "mysql" else 2
     left = [source.timeout(200, soon, "overdue"), source.timeout(201, soon + timedelta(seconds=30), "soon")]
     nothing = source.timeout(202, NOON, "never")
     nothing["Time"] = None
@@ -156,12 +163,15 @@ async def test_all_tables_into_the_store(delayer: Run, database: str, source: So
     await source.put("Orders", [source.timeout(300, NOON)])
     before = await source.rows("Sales_TimeoutData")
     call = run_of(delayer, source, "--rewrite-destination", "s/@.*//")
-    seen = call("preview")
-    assert seen["messages"] == 35
+    seen = call("preview", expect=1)
+    assert (seen["messages"], seen["would_be_held"]) == (37, 1 + unread)
+    unfit = {one["routing_key"]: one["unfit"] for one in seen["destinations"] if one["unfit"]}
+    assert unfit == {"": 1, "sales.0": 1} | ({} if source.kind == "mysql" else {"unread": 1})
     assert sorted(seen["left"].values()) == [1, 2]
     assert await source.rows("Sales_TimeoutData") == before
     report = call("run", expect=1)
-    assert (report["parked"], report["held"], report["staged"]) == (34, 1, 35)
+    assert (report["parked"], report["held"], report["staged"]) == (36 - unread, 1 + unread, 37)
+    assert report["held_because"] == seen["held_because"]
     assert sorted(report["left"].values()) == [1, 2]
     assert len(await source.rows("Sales_TimeoutData")) == 3
     assert await source.rows("Mail_Out_TimeoutData") == []
@@ -185,9 +195,10 @@ async def test_all_tables_into_the_store(delayer: Run, database: str, source: So
         # The soonest due first: that is the order of their numbers.
         dues = [row["due_at"] for row in await admin.fetch("SELECT due_at FROM message ORDER BY id")]
         assert dues == sorted(dues)
-        [(reason,)] = await admin.fetch("SELECT reason FROM held")
-        assert "destination" in reason
-        assert (await conserved(admin))["parked"] == 35
+        reasons = sorted(reason for (reason,) in await admin.fetch("SELECT reason FROM held"))
+        assert "destination" in reasons[0]
+        assert all("headers cannot be read" in reason for reason in reasons[1:])
+        assert (await conserved(admin))["parked"] == 37
         parameters = await admin.fetchval("SELECT parameters FROM import_run")
         assert MariaDB.PASSWORD not in parameters
     assert call("run")["parked"] == 0
@@ -230,6 +241,25 @@ async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, sou
     assert run_of(delayer, source, "--table", "A_*")("run")["parked"] == 7
     report = run_of(delayer, source, "--table", "C_*")("run", expect=1)
     assert "no table matches C_*" in report
+
+
+async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source: Source) -> None:
+    """In two tables, in all of one's rows or one's staged rows: what would be held is told by the run's own rules."""
+    delayer("db", "upgrade")
+    for name in ("A_TimeoutData", "B_TimeoutData"):
+        await source.create(name)
+    rows = [source.timeout(n, NOON + timedelta(hours=n), Headers="[7]" if n % 4 == 3 else "{}") for n in range(20)]
+    await source.put("A_TimeoutData", rows[::2])
+    await source.put("B_TimeoutData", rows[1::2])
+    for limit, unfit, code in ((3, 0, 0), (4, 1, 1), (20, 5, 1)):
+        seen = run_of(delayer, source, "--limit", str(limit))("preview", expect=code)
+        assert (seen["messages"], seen["would_be_held"]) == (limit, unfit)
+        assert sum(one["messages"] for one in seen["destinations"]) == limit
+        assert seen["left"] == ({"beyond the limit": 20 - limit} if limit < 20 else {})
+    words = ("import", "nservicebus-sql", "preview", "--unverified")
+    told = delayer(*words, expect=1, DELAYER_IMPORT_URL=source.url).stdout
+    assert "5 of them would be held, as far as can be seen:\n  5, unfit: its headers cannot be read" in told
+    assert "5 unfit" in told
 
 
 async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import DATETIME, Dialect
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
-from delayer.legacy.statements import Layout, Moving, Pick, Place
+from delayer.legacy.statements import Layout, Moving, Pick, Place, is_staged, staged_beside, staged_name
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
@@ -137,6 +137,45 @@ def test_what_was_copied_is_forgotten_and_comes_back(dialect: str, expected: str
     back = said(moving().give_back(), dialect).translate(str.maketrans("", "", '"`[]'))
     assert back.startswith("INSERT INTO Sales_TimeoutData (Id, Destination, SagaId, State, Time, Headers, ")
     assert back.endswith("FROM Sales_TimeoutData_delayer")
+
+
+def test_no_run_has_anothers_table() -> None:
+    """Two that begin at the same moment, from two stores: whatever they say, they say it of tables of their own."""
+    one, other = (
+        Moving("Sales_TimeoutData", "dbo", COLUMNS, Layout(), token=token) for token in ("0123456789ab", "ba9876543210")
+    )
+    place = Place(NOON, "x")
+    for of in (one, other):
+        token = of.staged.name.rpartition("_")[2]
+        for dialect in DIALECTS:
+            mysql_only = [of.bare(["x"]), of.cluster()] if dialect == "mysql" else []
+            for statement in (
+                of.create(), of.index(), of.take(Pick(), None), of.forget(dialect), of.batch(1, place),
+                of.sizes(dialect, 1), of.largest(dialect), of.remove(place), of.count(), of.give_back(), of.empty(),
+                of.drop(), of.staged_goals(), of.staged_looks(), *mysql_only,
+            ):  # fmt: skip
+                text = said(statement, dialect)
+                assert set(re.findall(r"_delayer\w*?_([0-9a-f]{12})", text)) == {token}, text
+                assert "_delayer." not in text
+    assert said(one.take(Pick(), None), "mssql").startswith(
+        "INSERT INTO [dbo].[Sales_TimeoutData_delayer_0123456789ab] ("
+    )
+
+
+@pytest.mark.parametrize("name", ["Sales_TimeoutData", "x" * 63, "Übergrößenträger_" * 6 + "TimeoutData", "é" * 40])
+@pytest.mark.parametrize("token", ["", "0123456789ab"])
+def test_names_of_tables_beside_fit_and_are_found(name: str, token: str) -> None:
+    staged = staged_name(name, token)
+    assert is_staged(staged)
+    assert len(f"{staged}_ix".encode()) <= 63
+    assert staged_beside(name, ["Orders", staged, f"{name}x_delayer", name]) == [staged]
+    assert staged_beside(f"{name}y", [staged]) == []
+    assert not is_staged(name)
+
+
+def test_long_names_with_the_same_beginning_have_tables_of_their_own() -> None:
+    assert staged_name("x" * 60 + "a", "1") != staged_name("x" * 60 + "b", "1")
+    assert staged_name("Sales_TimeoutData", "") == "Sales_TimeoutData_delayer", "as it was before there were tokens"
 
 
 def test_an_endpoint_of_a_table_of_many() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import LATEST_MS
-from delayer.legacy.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of
+from delayer.legacy.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of, problem_of
 from delayer.wire.properties import Properties
 
 DUE_MS = 1_900_000_000_000
@@ -79,6 +79,12 @@ def test_headers_that_cannot_be_read_go_along_as_they_are(headers: str) -> None:
     raw = properties.get(UNREAD)
     assert raw is not None
     assert raw.content == headers.encode()
+
+
+@pytest.mark.parametrize("headers", ["{", "[7]", None, "{}", json.dumps(HEADERS)])
+@pytest.mark.parametrize("address", ["", "sales", "a" * 256])
+def test_a_look_tells_of_the_same_problems(headers: str | None, address: str) -> None:
+    assert problem_of(headers, address.encode()) == made(headers, address=address)[1]
 
 
 def test_long_values_are_headers_only() -> None:

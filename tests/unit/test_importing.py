@@ -248,7 +248,7 @@ class FakeSource:
         self._after: tuple[int, int] = (-1, -1)
         self.loses = 0
 
-    async def survey(self, unfinished: Run | None = None) -> Survey:
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
         survey = Survey()
         if unfinished is None and self.shelf.staged is not None:
             raise ImportImpossible("staged by the import of another store")
@@ -456,8 +456,53 @@ async def test_a_preview_of_what_was_interrupted_tells_what_is_left_of_it() -> N
     seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
     assert seen.unfinished == book.run
     assert seen.survey.messages == len(shelf.staged or {}) > 0
+    assert seen.refusal == ""
     with pytest.raises(ImportImpossible, match="another store"):
         await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
+
+
+async def test_a_preview_says_why_a_run_would_not_begin() -> None:
+    shelf, book = Shelf(0), FakeBook()
+    with pytest.raises(Died):
+        await run_once(shelf, book, at=3)
+    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
+    assert (seen.own, seen.refusal, seen.clean) == (True, "", True)
+    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
+    assert "cutoff_ms: begun with 5, now 6" in seen.refusal
+    assert (seen.own, seen.clean) == (False, False)
+
+
+GONE = Target(b"", b"gone")
+
+
+@pytest.mark.parametrize(
+    ("unfit", "problems", "left", "unfinished", "to_hold", "clean"),
+    [
+        (0, {}, {"due before the cutoff": 7}, None, 0, True),
+        (2, {}, {}, None, 2, False),
+        (2, {GONE: "no such queue"}, {}, None, 5, False),  # each counts once
+        (5, {GONE: "no such queue"}, {}, None, 5, False),
+        (0, {}, {importing.UNREADABLE: 1}, None, 0, False),
+        (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=0), 0, True),
+        (0, {}, {}, Run(1, "x", {}, Phase.RUNNING, "me", 0, held=1), 0, False),
+    ],
+)
+def test_what_a_preview_finds(
+    unfit: int, problems: dict[Target, str], left: dict[str, int], unfinished: Run | None, to_hold: int, clean: bool
+) -> None:
+    survey = Survey(left=left)
+    for n in range(5):
+        survey.add(GONE, n, problem="unfit: x" if n < unfit else "")
+    seen = machine.Preview(survey, problems, unfinished, unfinished is not None)
+    assert (seen.to_hold, sum(seen.reasons.values()), seen.clean) == (to_hold, to_hold, clean)
+
+
+def test_the_reasons_that_are_told_are_bounded() -> None:
+    survey = Survey()
+    for n in range(1_000):
+        survey.add(Target(b"", b"q"), n, problem=f"{n}")
+    assert len(survey.unfit) == importing.MOST_REASONS + 1
+    assert (sum(survey.unfit.values()), survey.goals[Target(b"", b"q")].unfit) == (1_000, 1_000)
 
 
 def test_a_survey_of_very_many_destinations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,14 @@ def shell(redirected: str, *arguments: str, unbuffered: bool = False) -> subproc
 @pytest.mark.parametrize("arguments", [HELP, STATUS], ids=lambda value: value[-1])
 def test_a_full_disk_is_told_in_one_line(arguments: tuple[str, ...], unbuffered: bool) -> None:
     done = shell(">/dev/full", *arguments, unbuffered=unbuffered)
-    assert done.returncode == USAGE
+    assert done.returncode == OUT_OF_REACH
     assert done.stderr.splitlines()[-1].startswith("delayer: nothing more can be written: No space left on device")
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("redirected", ["2>/dev/full", ">/dev/full 2>/dev/full"])
 def test_a_full_disk_that_cannot_be_told_is_an_exit_code(redirected: str) -> None:
-    assert shell(redirected, *WRONG).returncode == USAGE
+    assert shell(redirected, *WRONG).returncode == OUT_OF_REACH
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(("redirected", "code"), [("", DONE), (">/dev/full", USAGE)])
+@pytest.mark.parametrize(("redirected", "code"), [("", DONE), (">/dev/full", OUT_OF_REACH)])
 def test_what_is_written_last_is_written_or_told(redirected: str, code: int) -> None:
     line = f'PYTHONUNBUFFERED= "$0" -c "$1" {redirected}'
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_what_is_written_last_is_written_or_told(redirected: str, code: int) -> 
     assert done.returncode == code
     assert done.stdout == ("x" if code == DONE else "")
     assert "Exception" not in done.stderr
-    assert ("nothing more can be written" in done.stderr) == (code == USAGE)
+    assert ("nothing more can be written" in done.stderr) == (code == OUT_OF_REACH)
 
 
 def led_nowhere(pid: int) -> tuple[int, ...]:
