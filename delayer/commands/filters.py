@@ -57,10 +57,16 @@ def _headers(
 
 
 def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[str, ...]) -> tuple[Token, ...]:
-    try:
-        return tuple(map(read_token, given))
-    except ValueError as error:
-        raise click.BadParameter(f"expected {error}") from None
+    found, wrong, expected = [], [], ""
+    for text in given:
+        try:
+            found.append(read_token(text))
+        except ValueError as error:
+            wrong.append(repr(text))
+            expected = str(error)
+    if wrong:
+        raise click.BadParameter(f"expected {expected}; found {', '.join(wrong)}")
+    return tuple(found)
 
 
 _OPTIONS = (

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import IO
 
 import click
 
+from delayer.broker.errors import BrokerRefused
 from delayer.commands.common import Misused, Off, Request, note, quoted, roughly
-from delayer.commands.publishing import Message, Value, publish
+from delayer.commands.publishing import Message, Untaken, Value, publish
+from delayer.core.errors import BrokerLost
 from delayer.settings import Route, Settings, duration_ms, duration_text
 
 _TYPES = {"str": str, "int": int, "float": float}
@@ -94,7 +97,8 @@ def send(
     message_id: str | None,
     count: int,
 ) -> None:
-    """Publish a message that asks for a delay, and wait until the broker confirmed it.
+    """Publish a message that asks for a delay, and wait until the broker confirmed it; many of them by --count, up to
+    500 at a time.
 
     It goes the way of every publisher's message: to the route's exchange, with a header that says the delay.
 
@@ -115,19 +119,49 @@ def send(
     message = prepared(route, settings.intake.queue, key, body, headers)
     ask(message, route, delay_ms, at_ms, now_ms=time.time_ns() // 1_000_000)
     first = message_id or str(uuid.uuid4())
-    ids = [first] if count == 1 else [f"{first}-{number}" for number in range(1, count + 1)]
-    untaken = asyncio.run(publish(settings.broker_url, message, ids))
+    untaken, confirmed = (_sent_many if count > 1 else _sent)(
+        settings.broker_url, message, count, partial(_id, first, count)
+    )
     if untaken is not None:
-        already = f" {ids.index(untaken.message_id)} before it were." if count > 1 else ""
+        already = f" {confirmed:,} others were." if count > 1 else ""
         raise Off(
             f"the broker did not take {quoted(untaken.message_id)}: {untaken.reason}.{already} "
             "Next: `delayer topology apply`, then `delayer check`."
         )
-    click.echo(_said(message, ids))
+    click.echo(_said(message, first, count))
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
         note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
     note("Next: `delayer status` shows what waits.")
+
+
+def _id(first: str, count: int, number: int) -> str:
+    return first if count == 1 else f"{first}-{number + 1}"
+
+
+def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
+    """Publish so many. The first that was not taken, and how many were."""
+    untaken = asyncio.run(publish(url, message, count, id_of, lambda _: None))
+    return untaken, count - (untaken is not None)
+
+
+def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
+    """The same with many, and for somebody who wonders how far it is."""
+    from delayer.commands.progress import progress  # noqa: PLC0415 - rich, which takes a while to load
+
+    confirmed = 0
+    with progress() as say:
+
+        def confirm(so_far: int) -> None:
+            nonlocal confirmed
+            confirmed = so_far
+            say("sending", so_far, count)
+
+        try:
+            return asyncio.run(publish(url, message, count, id_of, confirm)), confirmed
+        except (KeyboardInterrupt, BrokerLost, BrokerRefused):
+            note(f"{confirmed:,} of {count:,} are confirmed; some of those behind them may be in the broker too.")
+            raise
 
 
 def _route(settings: Settings, name: str | None) -> Route:
@@ -178,8 +212,8 @@ def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None,
         raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
 
 
-def _said(message: Message, ids: list[str]) -> str:
-    what = ids[0] if len(ids) == 1 else f"{len(ids)} messages, {ids[0]} to {ids[-1]},"
+def _said(message: Message, first: str, count: int) -> str:
+    what = first if count == 1 else f"{count} messages, {_id(first, count, 0)} to {_id(first, count, count - 1)},"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
     if message.due_ms is None:
         return f"Sent {what} to {where}; its own header says when it is due."

@@ -145,7 +145,7 @@ def flags(given: Mapping[str, str], problems: list[Problem]) -> tuple[dict[str, 
     names = {".".join(key): key for key in known_keys()}
     entries: list[tuple[Key, str, str]] = []
     for name, text in given.items():
-        source = f"flag {FLAGS.get(name, f'--set {name}')}"
+        source = f"flag {FLAGS.get(name, '--set')}"
         if name in names:
             entries.append((names[name], text, source))
         else:

@@ -20,8 +20,10 @@ import pytest
 import structlog
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from click.testing import CliRunner, Result
+from pamqp.common import FieldTable
 
 from delayer.cli import cli
+from delayer.commands import publishing
 from tests.rig.servers import Postgres, RabbitMQ
 
 Run = Callable[..., Result]
@@ -173,6 +175,44 @@ async def test_send_many(delayer: Run, vhost: str) -> None:
     told = delayer("send", "--delay", "5m", "--id", "n", "--count", "30", "--body", "x")
     assert "max_delay" not in told.stderr
     assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n}" for n in range(1, 31)]
+
+
+async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    count = 2 * publishing.WINDOW + 30
+    told = delayer("send", "--delay", "5m", "--id", "n", "--count", str(count)).stdout
+    assert told.startswith(f"Sent {count} messages, n-1 to n-{count}, ")
+    assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n + 1}" for n in range(count)]
+
+
+async def test_sending_says_how_far_it_is(vhost: str) -> None:
+    async with channel_to(vhost) as channel:
+        await channel.declare_queue("q", durable=True)
+    said: list[int] = []
+    message = publishing.Message("", "q", b"x")
+    assert await publishing.publish(vhost, message, 1_100, str, said.append) is None
+    assert said == [1, 501, 1_001, 1_100]
+    said.clear()
+    message = publishing.Message("", "q", bytes(publishing.WINDOW_BYTES // 2))
+    assert await publishing.publish(vhost, message, 4, str, said.append) is None
+    assert said == [1, 3, 4]  # and not more bytes than that on their way
+    missing = await publishing.publish(vhost, publishing.Message("nowhere", "q", b""), 3, str, said.append)
+    assert missing == publishing.Untaken("0", 'exchange "nowhere" does not exist')
+    assert said[3:] == [0]
+
+
+async def test_what_a_queue_refuses_of_many_is_told_to_the_message(delayer: Run, vhost: str) -> None:
+    async with channel_to(vhost) as channel:
+        full: FieldTable = {"x-max-length": 700, "x-overflow": "reject-publish"}
+        await channel.declare_queue("full", durable=True, arguments=full)
+        exchange = await channel.declare_exchange("delayer.in", aio_pika.ExchangeType.TOPIC, durable=True)
+        await (await channel.get_queue("full")).bind(exchange, "#")
+    told = delayer("send", "--delay", "1s", "--id", "n", "--count", "2000", expect=1).stderr
+    taken = [str(message.message_id) for message in await take(vhost, "full")]
+    assert "a queue refused it" in told
+    assert f"{len(taken):,} others were." in told
+    refused = next(f"n-{n}" for n in range(1, 2_000) if f"n-{n}" not in taken)
+    assert f'did not take "{refused}"' in told
 
 
 async def test_send_says_what_the_daemon_will_refuse(delayer: Run, vhost: str) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -136,10 +136,18 @@ def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
         f'  {file}: mode: expected "native" or "store", found "stor"\n'
         f"  {file}: broker.url: expected a URL like amqp://user:password@host:5672/vhost, or amqps:// for TLS, found "
         '"http://u:***@h"\n'
-        "  flag --set intake.prefetch: intake.prefetch: expected a whole number of at least 1, found 0\n"
+        "  flag --set: intake.prefetch: expected a whole number of at least 1, found 0\n"
         '  environment variable DELAYER_LOG__LEVEL: log.level: expected "debug", "info", "warning" or "error", found '
         '"loud"\n'
     )
+
+
+@pytest.mark.parametrize("verb", [["cancel"], ["reschedule", "--at", "1h"], ["held", "retry"], ["held", "drop"]])
+def test_ids_that_are_none_are_named(verb: list[str]) -> None:
+    result = call(*verb, "5", "nosuch", "99", "7@x")
+    assert result.exit_code == USAGE
+    assert "expected an id as `delayer list` prints it" in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("found 'nosuch', '7@x'")
 
 
 def test_unknown_route_lists_the_routes() -> None:
@@ -351,11 +359,11 @@ def test_straight_to_the_queue_the_key_travels_in_a_header() -> None:
 def test_typed_headers() -> None:
     seen = []
 
-    def publish(_url: str, message: Message, ids: list[str]) -> None:
-        seen.append((message, ids))
-
-    async def published(url: str, message: Message, ids: list[str]) -> None:
-        publish(url, message, ids)
+    async def published(
+        _url: str, message: Message, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
+    ) -> None:
+        seen.append((message, [id_of(number) for number in range(count)]))
+        say(count)
 
     headers = ["a=1", "b:int=1", "c:float=1.5", "d:bool=true", "e:f=x=y", "g:str=", "x:y:int=-3"]
     arguments = [part for header in headers for part in ("--header", header)]
