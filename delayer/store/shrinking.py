@@ -5,8 +5,7 @@ they are made with ``vacuum_truncate = off``, as it would lock out the traffic o
 
 A job that dies before this leaves its pages as they are, and one beside an older snapshot (a dump, an audit, a
 replica's query) finds rows there that it may not remove. So the days that segments reach over are looked at too: where
-the last VACUUM is older than the newest of these segments, or a table is much larger than its rows, somebody was not
-done, and this one finishes it.
+the newest of these segments is not weeks older than the last VACUUM, this one does it again.
 
 A daemon that knew the partition does not hear of it: its rows for that day go to the default one, where they are found
 as well, until its next upkeep reads the catalog. So the days that upkeep makes ahead are left alone, empty or not.
@@ -21,8 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import NamedTuple
+from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import structlog
@@ -48,12 +46,9 @@ whoever waits for deadlock_timeout (1 s): not waiting left a partition of 80 MB 
 COST_DELAY_MS = 2.0
 """VACUUM's pauses beside traffic, by Pace.share of them: what autovacuum makes. Elsewhere none."""
 
-LATEST_COMMIT = timedelta(minutes=5)
-"""How much later than ``made_at``, the beginning of its transaction, a segment may have been committed."""
-
-ROW_BYTES = 4_096
-"""More than any row takes of a table's own pages: what is larger lies out of line."""
-SPARE_BYTES = 8 << 20
+SETTLED = timedelta(days=35)
+"""How much later than its newest segment the VACUUM of a day is that need not be done again: a job may have died, or an
+older snapshot kept its rows. What is clean already takes milliseconds."""
 DEAD_ROWS = 1_000
 """Fewer are those of traffic that went on meanwhile."""
 
@@ -65,8 +60,8 @@ FROM segment CROSS JOIN LATERAL generate_series(
 ) AS day
 GROUP BY day
 """
-_TABLES = """
-SELECT s.relname::text, s.last_vacuum, pg_relation_size(s.relid) AS bytes, s.n_live_tup AS live
+_VACUUMED = """
+SELECT s.relname::text, s.last_vacuum
 FROM pg_inherits AS i JOIN pg_stat_all_tables AS s ON s.relid = i.inhrelid
 WHERE i.inhparent = 'message'::regclass
 """
@@ -123,8 +118,8 @@ async def _shrink(
     far = [name for day, name in names.items() if day > today + DAYS_AHEAD]
     dropped, emptied = await _dropped_at_once(connection, far, pace)
     made = {day: at for day, at in await connection.fetch(_MADE) if day > today}
-    tables = {name: Table(*found) for name, *found in await connection.fetch(_TABLES)}
-    worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, tables)}]
+    vacuumed = dict(map(tuple, await connection.fetch(_VACUUMED)))
+    worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, vacuumed)}]
     vacuum = sorted({*emptied, *worked} - {*dropped})
     left = []
     for done, name in enumerate(vacuum):
@@ -159,28 +154,15 @@ async def _dropped_at_once(
     return dropped, emptied
 
 
-class Table(NamedTuple):
-    """A partition: when somebody last vacuumed it (None: never, or the server forgot), the bytes of its own pages, and
-    about how many rows it has."""
-
-    vacuumed: datetime | None
-    bytes: int
-    rows: int
-
-    @property
-    def roomy(self) -> bool:
-        return self.bytes > self.rows * ROW_BYTES + SPARE_BYTES
-
-
-def unfinished(made: Mapping[int, datetime], names: Mapping[int, str], tables: Mapping[str, Table]) -> set[int]:
-    """The days whose rows went into segments (the newest ``made`` then) without a VACUUM since that gave their room
-    back. ``names`` of the partitions of days; ``tables`` by these. Pure."""
-
-    def done(day: int, at: datetime) -> bool:
-        table = tables[names.get(day, "message_default")]
-        return table.vacuumed is not None and table.vacuumed >= at + LATEST_COMMIT and not table.roomy
-
-    return {day for day, at in made.items() if not done(day, at)}
+def unfinished(
+    made: Mapping[int, datetime], names: Mapping[int, str], vacuumed: Mapping[str, datetime | None]
+) -> set[int]:
+    """The days whose rows went into segments (the newest ``made`` then) and were not vacuumed for good since. ``names``
+    of the partitions of days; ``vacuumed`` is when, by partition: None where it never was, or the server forgot; those
+    that are gone are not in it. Pure."""
+    never = datetime.min.replace(tzinfo=UTC)
+    last = {day: vacuumed.get(names.get(day, "message_default"), datetime.max.replace(tzinfo=UTC)) for day in made}
+    return {day for day, at in made.items() if (last[day] or never) - at < SETTLED}
 
 
 async def _empty(connection: asyncpg.Connection, name: str) -> bool:

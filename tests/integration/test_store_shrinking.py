@@ -9,7 +9,6 @@ from structlog.testing import capture_logs
 
 from delayer.store import partitions, shrinking, upgrades
 from delayer.store.partitions import DAY_MS, DAYS_AHEAD, name_of
-from delayer.store.shrinking import Table
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.faults.place import compact_all, eventually
 from tests.integration.test_store_lane import opened, sql
@@ -58,6 +57,17 @@ async def test_nobody_in_the_way_means_no_vacuum_before_a_drop(database: str, mo
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
 
 
+async def test_days_that_became_segments_are_dropped_at_once(database: str) -> None:
+    async with opened(database) as store, sql(database) as admin:
+        today = store.now_ms() // DAY_MS
+        day = today + 20
+        async with owned(store) as [lane]:
+            await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
+        assert await compact_all(admin) == 1
+        shrunk = await shrinking.shrink(database, {day}, today)
+        assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
+
+
 async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrinking, "PAUSE_SECONDS", 0.0)
     async with opened(database) as store, sql(database) as admin, sql(database) as reader:
@@ -88,7 +98,7 @@ async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
-    monkeypatch.setattr(shrinking, "LATEST_COMMIT", timedelta())
+    monkeypatch.setattr(shrinking, "SETTLED", timedelta())
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_ms() // DAY_MS
         emptied, partly, untouched = (today + DAYS_AHEAD + n for n in (1, 2, 3))
@@ -105,28 +115,17 @@ async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
         assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "and then it is finished"
 
 
-def test_days_are_unfinished_until_a_vacuum_that_saw_their_segments() -> None:
-    made, late = datetime(2030, 1, 1, tzinfo=UTC), shrinking.LATEST_COMMIT
-    names = {1: "one", 2: "two", 3: "three", 5: "five"}
-    room = shrinking.SPARE_BYTES
-    tables = {
-        "one": Table(made + late, room, 0),
-        "two": Table(made + late / 2, room, 0),
-        "three": Table(None, 0, 0),
-        "five": Table(made + late, room + 10 * shrinking.ROW_BYTES + 1, 10),
-        "message_default": Table(made + late, room + 10 * shrinking.ROW_BYTES, 10),
-    }
-    assert shrinking.unfinished(dict.fromkeys(range(1, 6), made), names, tables) == {2, 3, 5}
-    assert shrinking.unfinished({4: made + late}, names, tables) == {4}, "a day without a partition"
-    assert shrinking.unfinished({}, names, tables) == set()
+def test_days_are_unfinished_until_a_vacuum_long_after_their_segments() -> None:
+    made, late = datetime(2030, 1, 1, tzinfo=UTC), shrinking.SETTLED
+    names = {1: "one", 2: "two", 3: "three", 5: "gone"}
+    vacuumed = {"one": made + late, "two": made + late / 2, "three": None, "message_default": made + late}
+    assert shrinking.unfinished(dict.fromkeys(range(1, 6), made), names, vacuumed) == {2, 3}
+    assert shrinking.unfinished({4: made + late}, names, vacuumed) == {4}, "a day without a partition"
+    assert shrinking.unfinished({}, names, vacuumed) == set()
 
 
-async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(database: str) -> None:
     """A dump, a nightly audit, a replica's query: VACUUM removes nothing that they may still see."""
-    monkeypatch.setattr(shrinking, "LATEST_COMMIT", timedelta())
-    monkeypatch.setattr(shrinking, "SPARE_BYTES", 0)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as reader:
         today = store.now_ms() // DAY_MS
         day = today + DAYS_AHEAD + 2
