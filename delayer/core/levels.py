@@ -2,14 +2,15 @@
 
 At level L the message still has to wait there for at most 2^L seconds, and after that as many as the bits below L say.
 So without knowing anything else it is due between ``bits below L`` and that plus 2^L seconds from now. What its headers
-say is believed between these two: clocks differ, and headers are copied from message to message.
+say is believed between these two only: headers are copied from message to message. An instant that lies before both is
+not of this sending at all: the message would not stand there any more, and when it came nothing tells.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
 
 from delayer.core import nservicebus
 from delayer.core.cascade import LEVELS, Cascade
@@ -17,8 +18,12 @@ from delayer.core.celery import ETA, eta_ms
 from delayer.core.delay import UnreadableDelay
 from delayer.core.values import Timestamp
 
+T = TypeVar("T")
 X_DEATH: Final = b"x-death"
 LAST_DUE: Final = b"x-delayer-due"
+CLOCKS_MS: Final = 5_000
+"""By how much senders' clocks may be behind, and cascades late, and an instant still be believed: of a message that is
+about to leave its level."""
 CONSULTED: Final = nservicebus.CONSULTED | {X_DEATH, LAST_DUE, ETA}
 """The headers that :func:`due_at_level` looks at."""
 
@@ -49,30 +54,40 @@ def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapp
     """The due instant in epoch ms: as exact as the message tells, and never before the cascade would have let it out,
     as far as can be told.
 
-    Of several instants that the headers say the latest counts. What cannot be read says nothing: the bits do.
+    Of several instants that the headers say the latest counts. What cannot be read, or cannot be, says nothing: the
+    bits do.
     """
     latest_ms = now_ms + longest_wait_seconds(level, routing_key) * _SECOND_MS
     soonest_ms = latest_ms - (_SECOND_MS << level)
-    said = [_said_ms(cascade, headers), _died_ms(cascade, level, routing_key, headers)]
-    told = [one for one in said if one is not None]
+    said = _said_ms(cascade, headers)
+    told = [
+        one
+        for one in (*said, _died_ms(cascade, level, routing_key, headers))
+        if one is not None and one >= soonest_ms - CLOCKS_MS
+    ]
     if not told:
         return latest_ms
-    if cascade.kind == "celery" and said[0] is not None:
+    if cascade.kind == "celery" and said[0] in told:
         latest_ms += _SECOND_MS  # Celery cuts the rest of a second off; its workers then wait for the eta themselves
     return min(max(soonest_ms, *told), latest_ms)
 
 
-def _said_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> int | None:
-    """What the publisher says."""
+def _said_ms(cascade: Cascade, headers: Mapping[bytes, object]) -> tuple[int | None, ...]:
+    """What the publisher says, in one way or several."""
+    match cascade.kind:
+        case "nservicebus-v1" | "nservicebus-v2":
+            # What was moved out of a timeout manager's store says when it expires, and was sent long before.
+            return _or_none(nservicebus.delayed_until_ms, headers), _or_none(nservicebus.expires_ms, headers)
+        case "celery":
+            return (_or_none(eta_ms, headers.get(ETA)),)
+        case "delayer":
+            due_ms = headers.get(LAST_DUE)
+            return (due_ms if type(due_ms) is int else None,)
+
+
+def _or_none(read: Callable[[T], int | None], said: T) -> int | None:
     try:
-        match cascade.kind:
-            case "nservicebus-v1" | "nservicebus-v2":
-                return nservicebus.delayed_until_ms(headers)
-            case "celery":
-                return eta_ms(headers.get(ETA))
-            case "delayer":
-                due_ms = headers.get(LAST_DUE)
-                return due_ms if type(due_ms) is int else None
+        return read(said)
     except UnreadableDelay:
         return None
 

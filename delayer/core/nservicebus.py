@@ -103,11 +103,16 @@ def delayed_until_ms(headers: Headers) -> int | None:
     return max(due_ms, _instant(headers, DELIVER_AT)) if DELIVER_AT in headers else due_ms
 
 
+def expires_ms(headers: Headers) -> int | None:
+    """When a timeout is due; None for a message that is none. Raises UnreadableDelay."""
+    return _instant(headers, EXPIRE) if EXPIRE in headers else None
+
+
 def timeout(headers: Headers) -> Timeout | None:
     """What the message asks of a timeout manager; None where it asks for no timeout. Raises UnreadableDelay."""
-    if EXPIRE not in headers:
+    due_ms = expires_ms(headers)
+    if due_ms is None:
         return None
-    due_ms = _instant(headers, EXPIRE)
     for name in (ROUTE_EXPIRED_TO, REPLY_TO):
         address = _bytes(headers.get(name))
         if address:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from delayer.core import levels
 from delayer.core.cascade import KINDS, LEVELS, MAX_SECONDS, Cascade, Kind, routing_key
 from delayer.core.levels import X_DEATH, delay_in_key, due_at_level, longest_wait_seconds
-from delayer.core.nservicebus import DELAY_IN_SECONDS, RETRIES_TIMESTAMP, TIME_SENT, wire_instant
+from delayer.core.nservicebus import DELAY_IN_SECONDS, EXPIRE, RETRIES_TIMESTAMP, TIME_SENT, wire_instant
 from delayer.core.values import Timestamp
 
 NOW = 1_800_000_000_000
@@ -75,7 +75,16 @@ SECOND = NOW // 1000
         ({}, LATEST),
         (sent(HOUR, NOW - 2_100_000), NOW + 1_500_000),
         (sent(HOUR, NOW + 9_000_000), LATEST),  # a sender whose clock is ahead
-        (sent(HOUR, NOW - 9_000_000), SOONEST),  # and one whose clock is behind
+        # One whose clock is behind, and a message that is about to leave its level.
+        (sent(HOUR, SOONEST - levels.CLOCKS_MS - HOUR * 1000), SOONEST),
+        # TimeSent of an earlier sending: when this one was nobody says.
+        (sent(HOUR, SOONEST - levels.CLOCKS_MS - 1 - HOUR * 1000), LATEST),
+        (sent(HOUR, NOW - 60 * 86_400_000), LATEST),
+        # As the vendor's tool moves a timeout: a new delay, the old TimeSent, and the instant that it is for.
+        (sent(HOUR, NOW - 60 * 86_400_000) | {EXPIRE: wire_instant(SOONEST + 600_000)}, SOONEST + 600_000),
+        (sent(HOUR, NOW - 60 * 86_400_000) | {EXPIRE: wire_instant(NOW - 60_000)}, LATEST),
+        (sent(HOUR, NOW - 60 * 86_400_000) | {EXPIRE: "some day"}, LATEST),
+        (sent(HOUR, NOW - 2_100_000) | {EXPIRE: wire_instant(NOW - 9_000_000)}, NOW + 1_500_000),
         # A delayed retry counts from its failure.
         (sent(HOUR, 0) | {RETRIES_TIMESTAMP: wire_instant(NOW - 2_100_000)}, NOW + 1_500_000),
         # What cannot be read says nothing.
@@ -85,7 +94,11 @@ SECOND = NOW // 1000
         # The broker's note of the level before.
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)}, LATEST - 99_000),
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND)}, LATEST),
-        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 9_999)}, SOONEST),
+        ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 9_999)}, LATEST),
+        (
+            sent(HOUR, NOW - 60 * 86_400_000) | {X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100)},
+            LATEST - 99_000,
+        ),
         # Notes of another trip, another queue, another reason: none of this level.
         ({X_DEATH: death("nsb.v2.delay-level-11", SECOND - 100, count=2)}, LATEST),
         ({X_DEATH: death("nsb.v2.delay-level-12", SECOND - 100)}, LATEST),
@@ -115,7 +128,9 @@ def test_at_its_first_level_a_note_of_the_broker_is_of_another_trip() -> None:
         ("2027-01-15T09:00:00.400000+00:00", NOW + 3_600_400),  # Celery cut 0.4 s off
         ("2027-01-15T09:30:00", NOW + 3_601_000),
         ("2027-01-15T08:40:00", NOW + 2_400_000),
-        ("2027-01-15T08:00:00", NOW + 3_600_000 - 2_048_000),
+        ("2027-01-15T08:25:52", NOW + 3_600_000 - 2_048_000),
+        ("2027-01-15T08:25:48", NOW + 3_600_000 - 2_048_000),
+        ("2027-01-15T08:00:00", NOW + 3_600_000),  # of an earlier sending
         (None, NOW + 3_600_000),
         ("soon", NOW + 3_600_000),
     ],
@@ -135,7 +150,7 @@ def test_a_message_of_our_own_cascade_knows_its_due_instant() -> None:
     pick=st.integers(0, LEVELS),
     waited=st.floats(0, 1),
     sent_ms=st.integers(1_500_000_000_000, 1_900_000_000_000),
-    lag_ms=st.lists(st.integers(0, 400), min_size=LEVELS, max_size=LEVELS),
+    lag_ms=st.lists(st.integers(0, levels.CLOCKS_MS // LEVELS), min_size=LEVELS, max_size=LEVELS),
     noted=st.booleans(),
     says=st.booleans(),
 )
@@ -161,3 +176,25 @@ def test_never_early_and_never_later_than_it_must(
         assert late_ms <= 1000 + sum(lag_ms)
     else:
         assert late_ms <= (1000 << path[met]) + sum(lag_ms)
+
+
+@given(
+    delay=st.integers(1, MAX_SECONDS),
+    waited=st.floats(0, 1),
+    old_s=st.integers(0, 400_000_000),
+    expires=st.booleans(),
+)
+def test_what_was_sent_long_before_is_not_let_out_before_its_time(
+    delay: int, waited: float, old_s: int, expires: bool
+) -> None:
+    """A message that says when it was first sent, and waits anew: its first sending makes it early by no more than that
+    sending lies back, where it can be taken for this one at all."""
+    level = delay.bit_length() - 1
+    now_ms = NOW + int(waited * (1000 << level))
+    headers = sent(delay, NOW - old_s * 1000)
+    if expires:
+        headers[EXPIRE] = wire_instant(NOW + delay * 1000)
+    due_ms = due_at_level(NSB, level, routing_key(delay, b"a"), headers, now_ms)
+    early_ms = NOW + delay * 1000 - due_ms
+    believed = NOW + (delay - old_s) * 1000 >= now_ms + (delay - (1 << level)) * 1000 - levels.CLOCKS_MS
+    assert early_ms <= (old_s * 1000 if believed and not expires else 0)
