@@ -19,6 +19,7 @@ import asyncpg
 from delayer.audit.compact_work import Packed, work
 from delayer.audit.errors import DaemonsOutdated, JobMisused
 from delayer.audit.watching import Say
+from delayer.core.errors import StoreLost
 from delayer.settings import duration_text
 from delayer.store import compacting, owners, schema, session, shrinking
 from delayer.store.compacting import Window
@@ -37,6 +38,10 @@ SELECT count(*) FILTER (WHERE key IS NULL), count(*) FILTER (WHERE key IS NOT NU
        coalesce(sum(octet_length(body) + octet_length(properties)) FILTER (WHERE key IS NULL), 0)::bigint
 FROM message WHERE due_at > $1
 """
+
+
+_MAY: Final = "SELECT has_table_privilege('segment', 'INSERT')"
+_RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/security.md, Postgres: two roles)"
 
 
 class Plan(NamedTuple):
@@ -94,12 +99,18 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 
 
 async def plan(url: str, after_ms: int, rows: int) -> Plan:
-    """Cut what is due later than ``after_ms`` from now into windows. Raises StoreLost, BadStoreUrl, SchemaOutdated,
-    and DaemonsOutdated where somebody at work could not restore what is packed."""
+    """Cut what is due later than ``after_ms`` from now into windows.
+
+    Raises StoreLost, also where this role may not compact, before a JVM is started for it; BadStoreUrl, SchemaOutdated;
+    DaemonsOutdated where somebody at work could not restore what is packed.
+    """
     connection = await _connect(url, "delayer compact plan")
     try:
         with translated("plan"):
             await schema.check(connection)
+            if not await connection.fetchval(_MAY):
+                user = await connection.fetchval("SELECT current_user")
+                raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
             if lanes := await owners.without_segments(connection):
                 raise DaemonsOutdated(lanes)
             now_ms = await connection.fetchval("SELECT statement_timestamp()")

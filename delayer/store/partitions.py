@@ -54,6 +54,11 @@ MAINTAIN_SECONDS = 10.0
 
 _TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 seconds') / 86400)::int"
 """Of the store's clock, when the making will be over."""
+_OWNER = """
+SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
+WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
+"""
+"""Whom the partitions belong to, unless it is us."""
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
 _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
@@ -121,6 +126,10 @@ async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
     _check_rows(waiting, day, today)
     # From here on the traffic waits behind us while we wait for the releases that are under way.
     await connection.execute(f"CREATE TABLE {name} (LIKE message INCLUDING ALL) WITH ({CHURN_OPTIONS})")
+    # Whoever parks for somebody else (an import, a bulk restore, by the role that owns the schema) leaves it to the
+    # daemons, which read and drop it.
+    if owner := await connection.fetchval(_OWNER):
+        await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
     # Attaching wants the default partition for itself, and all of its rows of that day to be gone.
     await connection.execute("LOCK TABLE ONLY message IN SHARE UPDATE EXCLUSIVE MODE")
     await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import asyncpg
 import pytest
+from structlog.testing import capture_logs
 
+from delayer.audit import compact as compaction
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.management import Management
@@ -24,7 +26,7 @@ from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Confirmed, Outgoing, Returned
 from delayer.core.segment import Broken, Restored
 from delayer.settings import Settings
-from delayer.store import partitions, retry, session, upgrades
+from delayer.store import dropping, partitions, retry, session, upgrades
 from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
@@ -228,6 +230,47 @@ async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(stor
         await connection.execute("ALTER TABLE message DROP COLUMN later")
     finally:
         await session.close(connection)
+
+
+async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postgres: Postgres) -> None:
+    """An import or a bulk restore parks as the owner of the schema."""
+    await asyncio.to_thread(clear, postgres)
+    owner = await PostgresStore.connect(postgres.url(DATABASE, user=OWNER))
+    try:
+        today = owner.now_ms() // DAY_MS
+        async with owned(owner) as [lane]:
+            await owner.park(lane, [parcel((today + 20) * DAY_MS)], [])
+    finally:
+        await owner.close()
+    connection = await session.connect(store, "test")
+    try:
+        assert await dropping.drop_passed(connection, today + 30) == [], "it has a row"
+        await connection.execute("DELETE FROM message")
+        assert await dropping.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
+    finally:
+        await session.close(connection)
+
+
+async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(store: str, postgres: Postgres) -> None:
+    await asyncio.to_thread(clear, postgres)
+    connection = await session.connect(store, "test")
+    try:
+        for day in (100, 101, 102):
+            await partitions.make(connection, day, 0)
+        theirs = partitions.name_of(101)
+        await asyncio.to_thread(postgres.execute, f"ALTER TABLE {theirs} OWNER TO postgres", database=DATABASE)
+        with capture_logs() as logged:
+            dropped = await dropping.drop_passed(connection, 200)
+        assert dropped == [partitions.name_of(100), partitions.name_of(102)]
+        assert [entry["partition"] for entry in logged if entry["event"] == "partition not dropped"] == [theirs]
+    finally:
+        await session.close(connection)
+
+
+async def test_compaction_without_the_right_says_so_before_the_work(store: str) -> None:
+    with pytest.raises(StoreLost, match="the role delayer may not write segments") as refused:
+        await compaction.plan(store, 7 * DAY_MS, 10_000)
+    assert "owns the schema" in refused.value.advice
 
 
 # ---- RabbitMQ
