@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 
 from delayer.store.clock import StoreClock
+from delayer.store.driver import Connection
 from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
 CONNECT_SECONDS = 10.0
@@ -86,7 +87,11 @@ async def connect_plain(
     """Open one connection whose types are asyncpg's own. Raises StoreLost, BadStoreUrl."""
     try:
         return await asyncpg.connect(
-            url, timeout=CONNECT_SECONDS, command_timeout=command_seconds, server_settings=settings(application, more)
+            url,
+            timeout=CONNECT_SECONDS,
+            command_timeout=command_seconds,
+            connection_class=Connection,
+            server_settings=settings(application, more),
         )
     except DRIVER_ERRORS as error:
         raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
@@ -111,6 +116,7 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             max_size=size,
             timeout=CONNECT_SECONDS,
             command_timeout=COMMAND_SECONDS,
+            connection_class=Connection,
             init=prepare,
             reset=_nothing,  # our transactions leave nothing behind; the default costs a round trip a park
             server_settings=settings(application, more),
