@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -22,6 +23,9 @@ from delayer.core.forms import DEFAULT_FORMS, DELAY_FORMS, is_form
 from delayer.settings import values
 from delayer.settings.errors import Expected, show
 from delayer.settings.secret import SecretUrl
+
+# Looking for plugins reads the metadata of all that is installed; and one would see URLs with their passwords.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
 DEFAULT_STORE_URL = "postgresql://localhost/delayer"
