@@ -102,6 +102,10 @@ class RelaySubscription:
         self._fitting = fitting
         self.prefetch = prefetch if fitting is None else fitting.prefetch(prefetch)
         self.overrun = False
+        self.received = 0
+        """Deliveries so far. The broker has so many acknowledgements, less the prefetch: or it would not send more."""
+        self.in_order = False
+        """Whether the broker ended the consumer, and so has all that was acknowledged before."""
         self._paused = False
         self._unread: asyncio.TimerHandle | None = None
         self._cancelled = False
@@ -140,6 +144,11 @@ class RelaySubscription:
         """See ports.Subscription."""
         return bool(self._buffer) or self._paused
 
+    @property
+    def lost(self) -> bool:
+        """Nothing comes any more, and what was acknowledged last may not have come to the broker."""
+        return self._cancelled or self._channel.closed.done()
+
     def ack(self, tag: int, *, multiple: bool) -> None:
         """See ports.Subscription."""
         if not self._channel.closed.done():
@@ -149,8 +158,8 @@ class RelaySubscription:
         """See ports.Subscription. The consumer itself ends in :meth:`close`, behind the last acknowledgement."""
         self._stop()
 
-    async def close(self) -> None:
-        """See ports.Subscription.
+    async def close(self, seconds: float = CANCEL) -> None:
+        """See ports.Subscription. ``seconds`` is what the broker has to end the consumer.
 
         A quorum queue may overlook acknowledgements that are followed by the end of the channel, or that follow the
         end of the consumer, while it is busy (seen on 3.10.8: hundreds of messages repeated after a stop in order). The
@@ -159,8 +168,9 @@ class RelaySubscription:
         self._stop()
         if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():
             try:
-                async with asyncio.timeout(CANCEL):
+                async with asyncio.timeout(seconds):
                     await self._channel.cancel(self._consumer_tag)
+                self.in_order = not self._channel.closed.done()
             except (BrokerLost, TimeoutError) as lost:
                 # What was acknowledged may be delivered again, as after any loss.
                 log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")
@@ -174,6 +184,7 @@ class RelaySubscription:
         self._resume()
 
     def _on_delivery(self, delivery: Delivery) -> None:
+        self.received += 1
         if self._stopped:
             return  # it returns to its queue when the channel closes
         self._buffer.append(delivery)

@@ -24,6 +24,11 @@ SOON_MS: Final = 60_000
 
 UNREADABLE: Final = "unreadable"
 """Why a record is left that nobody can read."""
+BEHIND: Final = "behind too many that are not meant: not looked at"
+"""Why messages of a queue are left that were not reached."""
+UNGIVEN: Final = "not handed out by their broker in time: not looked at"
+FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN})
+"""Of the reasons why messages are left those that were not wanted: somebody has to know of them."""
 MOST_REASONS: Final = 100
 """Reasons that are told one by one: a file may have one for each of its messages."""
 OTHER_REASONS: Final = "for other reasons"
@@ -149,6 +154,10 @@ class Survey:
     def doubt(self, text: str) -> None:
         self.remarks.append(text)
         self.doubts.append(text)
+
+    @property
+    def for_people(self) -> bool:
+        return not FOR_PEOPLE.isdisjoint(self.left)
 
     def leave(self, why: str, messages: int = 1) -> None:
         if messages:

@@ -73,6 +73,8 @@ class CascadeLevels(Queues):
     """From the lowest level up, so that the soonest due come first; and then down again, the way that messages go: so
     what slipped by meanwhile is met too."""
 
+    falling = True
+
     def __init__(
         self,
         url: str,
@@ -101,6 +103,12 @@ class CascadeLevels(Queues):
         if self._to_exchange is not None:
             said["to_exchange"] = self._to_exchange.decode("utf-8", "backslashreplace")
         return said
+
+    def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
+        """See Queues. In that level, or in one below."""
+        levels = {reader.queue: reader for reader in readers}
+        downwards = [self._cascade.level(number) for number in reversed(range(LEVELS))]
+        return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]
 
     async def readers(self, admin: Admin) -> list[Reader]:
         """See Queues."""

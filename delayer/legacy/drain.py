@@ -1,9 +1,13 @@
 """Sources that are queues: messages are read from one after the other, and acknowledged when they are committed.
 
-A kill between the commit and the acknowledgements leaves messages both here and in their queue. They are known again by
-a digest of each in the note that was committed with them: one that the broker delivers again (it says so), that has an
-identity of its own and the very bytes of one in the note, is acknowledged and not parked a second time. A message
-without an identity is parked again: a duplicate is allowed, a merged pair is a loss.
+A kill, or a broken connection, between the commit and the acknowledgements leaves messages both here and in their
+queue. They are known again by a digest of each in the note that was committed with them: one that the broker delivers
+again (it says so), that has an identity of its own and the very bytes of one in the note, is acknowledged and not
+parked a second time. A message without an identity is parked again: a duplicate is allowed, a merged pair is a loss.
+
+Nobody confirms an acknowledgement. So the note has every batch that the broker may not have heard of: it sends no more
+than the prefetch unacknowledged, and what it sent beyond that shows how much it has heard. And a queue is done with
+only when the broker has ended the consumer, in order behind its acknowledgements; else the run stops, to be run again.
 
 A queue can be read from its head only, and what is read and not taken counts as a delivery. So the order is one of
 queues, and within a batch one of due instants; what is not reached in time its own system lets out, on time. And a
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -24,9 +28,21 @@ from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
-from delayer.core.importing import Batch, Item, Meant, Rewrite, Run, Survey, redirected, retargeted, rewriting
+from delayer.core.importing import (
+    BEHIND,
+    UNGIVEN,
+    Batch,
+    Item,
+    Meant,
+    Rewrite,
+    Run,
+    Survey,
+    redirected,
+    retargeted,
+    rewriting,
+)
 from delayer.core.message import Delivery, Target
-from delayer.legacy.known import fingerprint, parsed
+from delayer.legacy.known import fell, fingerprint, parsed
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.address import Address
 from delayer.wire.properties import Properties
@@ -41,6 +57,8 @@ KEPT: Final = 50_000
 GATHER_SECONDS: Final = 0.05
 PATIENCE: Final = 3
 """Empty answers, a second each, after which the rest of a queue is in somebody else's hands."""
+END_SECONDS: Final = 10.0
+"""How long a broker has to end a consumer: its answer is what a queue is done with."""
 HEARTBEAT: Final = 20.0
 BEFORE_CUTOFF: Final = "due before the cutoff"
 NAME: Final = "delayer import"
@@ -68,8 +86,18 @@ class _Taken(NamedTuple):
     digest: str
 
 
+class _Acknowledged(NamedTuple):
+    """A batch whose acknowledgements the broker may not have heard of: how many, and the digests of what has one."""
+
+    messages: int
+    digests: list[str]
+
+
 class Queues(ABC):
     """Satisfies ports.Source: ``readers`` are read in their order. ``now``: the clock that rules."""
+
+    falling = False
+    """Whether messages go from one of the queues to another by themselves."""
 
     def __init__(
         self,
@@ -91,6 +119,9 @@ class Queues(ABC):
         self._taken: list[_Taken] = []
         self._repeated: list[_Taken] = []
         self._known: Counter[str] = Counter()
+        self._in_doubt: deque[_Acknowledged] = deque()
+        self._heard = 0
+        self._acknowledged = False
         self._kept = 0
         self._unread = 0
         self._count = 0
@@ -179,9 +210,8 @@ class Queues(ABC):
         items: list[Item] = []
         for delivery in deliveries:
             properties = parsed(delivery.properties)
-            digest = fingerprint(delivery, properties)
-            if delivery.redelivered and digest and self._known[digest] > 0:
-                self._known[digest] -= 1
+            digest = fingerprint(delivery, properties, falling=self.falling)
+            if self._met_again(delivery, properties, digest):
                 self._repeated.append(_Taken(delivery.tag, digest))
                 continue
             item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
@@ -196,12 +226,25 @@ class Queues(ABC):
         items.sort(key=_due_ms)
         return items
 
+    def _met_again(self, delivery: Delivery, properties: Properties | None, digest: str) -> bool:
+        """Whether it is one of those that are committed and may still be there."""
+        again = delivery.redelivered or (self.falling and fell(properties))
+        if not again or not digest or self._known[digest] <= 0:
+            return False
+        self._known[digest] -= 1
+        return True
+
     async def remove(self, batch: Batch) -> None:
         """See the port."""
-        subscription = self._subscription
-        assert subscription is not None
+        assert self._subscription is not None
         for taken in (*self._taken, *self._repeated):
-            subscription.ack(taken.tag, multiple=False)
+            self._acknowledge(self._subscription, taken.tag)
+        if self._subscription.lost:
+            raise SourceLost(f"queue {self._reader().queue}: {_UNHEARD}")
+
+    def _acknowledge(self, subscription: RelaySubscription, tag: int) -> None:
+        self._acknowledged = True
+        subscription.ack(tag, multiple=False)
 
     async def finish(self) -> dict[str, int]:
         """See the port."""
@@ -219,19 +262,25 @@ class Queues(ABC):
             return
         queue = json.loads(str(run.progress))["queue"]
         async with await self._admin() as admin:
-            self._readers = [reader for reader in await self._all(admin) if reader.queue == queue]
+            self._readers = self.reached_from(queue, await self._all(admin))
         while self._known.total() and (subscription := await self._next_subscription()) is not None:
             for delivery in await self._deliveries(subscription):
-                digest = fingerprint(delivery, parsed(delivery.properties))
-                if delivery.redelivered and digest and self._known[digest] > 0:
-                    self._known[digest] -= 1
-                    subscription.ack(delivery.tag, multiple=False)
+                properties = parsed(delivery.properties)
+                digest = fingerprint(delivery, properties, falling=self.falling)
+                if self._met_again(delivery, properties, digest):
+                    self._acknowledge(subscription, delivery.tag)
         await self._leave()
+
+    def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
+        """Where a message may be by now that stood in ``queue``."""
+        return [reader for reader in readers if reader.queue == queue]
 
     async def close(self) -> None:
         """See the port."""
+        subscription, self._subscription = self._subscription, None
         try:
-            await self._leave()
+            if subscription is not None:
+                await subscription.close()
         finally:
             relay, self._relay = self._relay, None
             if relay is not None:
@@ -251,8 +300,15 @@ class Queues(ABC):
         self._left[self._reader().queue][why] += 1
 
     def _note(self) -> str:
-        """The digests of what may be delivered again: of this batch, and of those before that were not met again."""
-        digests = sorted([*(one.digest for one in self._taken if one.digest), *self._known.elements()])
+        """The digests of what may be delivered again: of this batch, of those before whose acknowledgements the broker
+        may not have, and of those that another run committed and that were not met again."""
+        assert self._subscription is not None
+        both = [*self._taken, *self._repeated]
+        self._in_doubt.append(_Acknowledged(len(both), [one.digest for one in both if one.digest]))
+        heard = self._subscription.received - self._subscription.prefetch
+        while len(self._in_doubt) > 1 and self._heard + self._in_doubt[0].messages <= heard:
+            self._heard += self._in_doubt.popleft().messages
+        digests = sorted([*(one for of in self._in_doubt for one in of.digests), *self._known.elements()])
         return json.dumps({"queue": self._reader().queue, "digests": digests})
 
     async def _next_subscription(self) -> RelaySubscription | None:
@@ -292,23 +348,33 @@ class Queues(ABC):
                 if some := await subscription.next_batch(min(BATCH, self._unread), GATHER_SECONDS):
                     self._unread -= len(some)
                     return some
-                if self._kept >= KEPT:
+                if self._kept >= KEPT or not await self._ready():
                     break
-                async with await self._admin() as admin:
-                    if not (await _asked(admin.depths([self._reader().queue])))[self._reader().queue]:
-                        break
         except BrokerLost as lost:
             raise SourceLost(str(lost)) from lost
+        if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
+            self._left[self._reader().queue][BEHIND if self._kept >= KEPT else UNGIVEN] += unseen
         await self._leave()
         self._at += 1
         return []
 
+    async def _ready(self) -> int:
+        """How many messages wait in the queue that is read, and nobody has in hand."""
+        async with await self._admin() as admin:
+            return (await _asked(admin.depths([self._reader().queue])))[self._reader().queue] or 0
+
     async def _leave(self) -> None:
-        """What was not acknowledged is back in the queue."""
+        """What was not acknowledged is back in the queue; what was is out of it, or it is said that nobody knows."""
         subscription, self._subscription = self._subscription, None
         self._kept = 0
-        if subscription is not None:
-            await subscription.close()
+        if subscription is None:
+            return
+        await subscription.close(END_SECONDS)
+        if self._acknowledged and not subscription.in_order:
+            raise SourceLost(f"queue {self._reader().queue}: {_UNHEARD}")
+        self._acknowledged = False
+        self._in_doubt.clear()
+        self._heard = 0
 
     async def _all(self, admin: Admin) -> list[Reader]:
         if self._readers is None:
@@ -317,6 +383,9 @@ class Queues(ABC):
 
     async def _admin(self) -> Admin:
         return await _asked(Admin.connect(self._url, name=NAME))
+
+
+_UNHEARD: Final = "the connection broke, and what was committed of it may not be removed there"
 
 
 def _due_ms(item: Item) -> int:

@@ -20,12 +20,11 @@ from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.values import Timestamp
 from delayer.legacy.drain import Queues, Reader, address_of
-from delayer.legacy.known import decoded
+from delayer.legacy.known import X_DEATH, decoded
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.properties import Properties, splice
 
 NAME: Final = "hold-queues"
-X_DEATH: Final = b"x-death"
 COPIES: Final = b"CC"
 SENT_AGAIN: Final = "_retry"
 """What Symfony's names of queues end with whose messages its workers sent once more, with the timestamp they had."""

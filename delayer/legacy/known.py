@@ -9,6 +9,8 @@ from typing import Final
 from delayer.core.message import Delivery
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
+X_DEATH: Final = b"x-death"
+DEATHS: Final = (b"x-first-death-", b"x-last-death-")
 COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
 """What the broker adds of its own to a message that it delivers again; the second from 4.3 on."""
 
@@ -36,18 +38,25 @@ def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes
     return found
 
 
-def fingerprint(delivery: Delivery, properties: Properties | None) -> str:
+def fell(properties: Properties | None) -> bool:
+    """Whether it was let out of another queue before."""
+    return properties is not None and properties.get(X_DEATH) is not None
+
+
+def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: bool = False) -> str:
     """What a message is known again by: its bytes, but for the broker's count of deliveries. "" for one that has no
-    identity of its own, neither a message id nor Celery's header ``id``."""
+    identity of its own, neither a message id nor Celery's header ``id``. ``falling``: it may have gone on to another
+    queue of its cascade meanwhile, with the notes that the broker makes of that."""
     if properties is None or (properties.message_id is None and properties.get(b"id") is None):
         return ""
     digest = hashlib.sha256()
-    for part in (delivery.exchange, delivery.routing_key, delivery.body):
+    for part in (b"" if falling else delivery.exchange, delivery.routing_key, delivery.body):
         digest.update(len(part).to_bytes(8, "big") + part)
     for name, (start, end) in properties.spans.items():
         if name != "headers":
             digest.update(name.encode() + properties.raw[start:end])
     for field in properties.headers_items():
-        if field.name not in COUNTED:
+        noted = falling and (field.name == X_DEATH or field.name.startswith(DEATHS))
+        if field.name not in COUNTED and not noted:
             digest.update(len(field.name).to_bytes(1, "big") + field.name + field.type_and_value)
     return digest.hexdigest()[:32]

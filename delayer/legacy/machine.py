@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from delayer.core.importing import UNREADABLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
+from delayer.core.importing import FOR_PEOPLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.faultpoint import reach
 from delayer.legacy.ports import Book, CountMismatch, ImportImpossible, Judge, Source
@@ -52,7 +52,7 @@ class Preview:
     def clean(self) -> bool:
         """Whether a run would find nothing to tell a person: nothing to hold, nothing unreadable, nothing to decide."""
         held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
-        return not (self.reasons or self.survey.left.get(UNREADABLE) or self.refusal or held_before)
+        return not (self.reasons or self.survey.for_people or self.refusal or held_before)
 
 
 @dataclass(slots=True)
@@ -82,8 +82,9 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing to tell a person: nothing held, this time or before, and nothing unreadable."""
-        return not (self.run.held or self.left.get(UNREADABLE))
+        """Whether there is nothing to tell a person: nothing held, this time or before, and nothing left that was
+        meant."""
+        return not self.run.held and FOR_PEOPLE.isdisjoint(self.left)
 
 
 @dataclass(frozen=True, slots=True)

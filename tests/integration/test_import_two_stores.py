@@ -87,6 +87,7 @@ async def test_each_timeout_is_in_one_store(source: Source, postgres: Postgres) 
     assert await source.tables() == list(TABLES)
 
 
+@pytest.mark.parametrize("source", ["postgresql", pytest.param("mysql", marks=pytest.mark.long)], indirect=True)
 async def test_one_that_begins_later_is_refused(source: Source, postgres: Postgres) -> None:
     """Rows that are staged by somebody else are told, and not taken; what came since is not either, for now."""
     await source.create(TABLES[0])

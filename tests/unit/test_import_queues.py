@@ -6,7 +6,7 @@ import pytest
 
 from delayer.core.message import Delivery, Target
 from delayer.legacy.hold_queues import Hold
-from delayer.legacy.known import fingerprint
+from delayer.legacy.known import fell, fingerprint
 from delayer.wire.properties import Properties
 from tests.rig.raw import Props, Value, array, number, table, text
 
@@ -116,6 +116,26 @@ def test_known_again_whatever_the_broker_counts() -> None:
     more = ((b"a", text("b")),)
     assert known(Props(message_id=b"1", headers=more)) == known(Props(message_id=b"1", headers=(*more, *counted)))
     assert known(Props(headers=((b"id", text("celery")),))) != ""
+
+
+def test_what_falls_is_known_again_a_level_below() -> None:
+    notes = (
+        *died(SECOND, "expired"),
+        (b"x-first-death-queue", text("above")),
+        (b"x-last-death-reason", text("expired")),
+    )
+    bare, fallen = (
+        Delivery(1, False, exchange, b"1.work", Props(message_id=b"1", headers=headers).encode(), b"body")
+        for exchange, headers in ((b"level-4", ()), (b"level-3", notes))
+    )
+
+    def known_of(one: Delivery, **how: bool) -> str:
+        return fingerprint(one, Properties.parse(one.properties), **how)
+
+    assert known_of(bare, falling=True) == known_of(fallen, falling=True) != ""
+    assert known_of(bare) != known_of(fallen)
+    assert fell(Properties.parse(fallen.properties))
+    assert not fell(Properties.parse(bare.properties))
 
 
 @pytest.mark.parametrize(
