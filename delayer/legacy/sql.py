@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from heapq import merge
 from itertools import islice
 from typing import Any, Final
@@ -27,7 +28,7 @@ from delayer.legacy.ahead import Ahead
 from delayer.legacy.databases import Database
 from delayer.legacy.merging import Merge
 from delayer.legacy.ports import CountMismatch, ImportImpossible
-from delayer.legacy.statements import Layout, Moving, Pick, Place, counting, staged_beside
+from delayer.legacy.statements import MYSQL, Layout, Moving, Pick, Place, clock, counting, staged_beside
 from delayer.legacy.timeouts import Timeout, epoch_ms, item_of, moment_of, problem_of
 
 BATCH: Final = 2_000
@@ -36,6 +37,8 @@ MOST_TARGETS: Final = 10_000
 LOOKED_AT: Final = 2_000
 """Rows of which the headers are in memory at once, where a preview looks at all of them; fewer where they are long."""
 LOOK_BYTES: Final = 16 << 20
+ATTEMPTS: Final = 3
+"""How often staging is tried that takes longer than it may."""
 AT_A_STRETCH: Final = 250
 """Rows that are made messages before the loop gets its turn."""
 LAZILY: Final = {"postgresql": "SET LOCAL synchronous_commit = off"}
@@ -108,7 +111,7 @@ class Tables:
                 await self._refuse_leftovers(connection, ours)
             elif await self._survey_staged(connection, ours, survey, thorough) or unfinished.phase is Phase.RUNNING:
                 return survey
-            pick = self._pick()
+            pick = await self._pick(connection)
             whole = Survey() if thorough else survey
             shares = await self._shares(connection, ours, pick) if thorough else {}
             for one in ours:
@@ -173,8 +176,11 @@ class Tables:
             await connection.commit()
             # A stage that was committed is whole.
             if not (count := await self._count(connection, ours)):
+                await connection.rollback()
+                if connection.dialect.name in MYSQL:
+                    # Or every index would be locked to its end, and no timeout manager could store a timeout.
+                    await connection.execution_options(isolation_level="READ COMMITTED")
                 count = await self._take(connection, ours)
-                await connection.commit()
                 reach("import.moved")
             # Afterwards: an index of what is there is made in a tenth of the time that adding to it takes.
             for one in ours:
@@ -184,18 +190,44 @@ class Tables:
         return count
 
     async def _take(self, connection: AsyncConnection, ours: Sequence[Moving]) -> int:
-        pick = self._pick()
+        """Move what is meant, and commit. A timeout manager that reads without locks sees all of it until then: so
+        nothing may be due by then, however long it took."""
+        ahead_ms = SOON_MS
+        for _ in range(ATTEMPTS):
+            began = time.monotonic()
+            pick = await self._pick(connection, ahead_ms)
+            taken = await self._copy(connection, ours, pick)
+            copied_ms = _ms_since(began)
+            since = began
+            if pick.after is not None and copied_ms > SOON_MS // 4:
+                since, ahead_ms = time.monotonic(), SOON_MS + 2 * copied_ms
+                pick = await self._pick(connection, ahead_ms)
+                assert pick.after is not None
+                for one in ours:
+                    taken[one.name] -= (await connection.execute(one.spare(pick.after))).rowcount
+            await self._forget(connection, ours, taken)
+            if pick.after is None or _ms_since(since) <= ahead_ms - SOON_MS // 2:
+                await connection.commit()
+                return sum(taken.values())
+            await connection.rollback()
+            ahead_ms = SOON_MS + 3 * _ms_since(began)
+        raise ImportImpossible(
+            f"to move the timeouts takes longer than what is due meanwhile can wait, {ATTEMPTS} times: nothing is "
+            "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and say --overdue-too"
+        )
+
+    async def _copy(self, connection: AsyncConnection, ours: Sequence[Moving], pick: Pick) -> dict[str, int]:
+        """How many of each table."""
         shares = await self._shares(connection, ours, pick)
-        total = 0
+        return {one.name: (await connection.execute(one.take(pick, shares.get(one.name)))).rowcount for one in ours}
+
+    async def _forget(self, connection: AsyncConnection, ours: Sequence[Moving], taken: Mapping[str, int]) -> None:
         for one in ours:
-            taken = (await connection.execute(one.take(pick, shares.get(one.name)))).rowcount
             forgotten = (await connection.execute(one.forget(connection.dialect.name))).rowcount
-            if taken != forgotten:
+            if (copied := taken[one.name]) != forgotten:
                 raise CountMismatch(
-                    f"table {one.name}: {taken} timeouts were copied, but {forgotten} deleted: nothing is moved"
+                    f"table {one.name}: {copied} timeouts were copied, but {forgotten} deleted: nothing is moved"
                 )
-            total += taken
-        return total
 
     async def _shares(self, connection: AsyncConnection, ours: Sequence[Moving], pick: Pick) -> dict[str, int]:
         """How many of the soonest ``limit`` stand in each table; nothing without a limit."""
@@ -273,7 +305,7 @@ class Tables:
             if count:
                 raise CountMismatch(f"{count} staged timeouts are left")
             await self._drop(connection)
-            pick = self._pick()
+            pick = await self._pick(connection)
             self._tables = None
             for one in await self._found(connection):
                 row = (await connection.execute(one.others(pick))).one()
@@ -315,8 +347,12 @@ class Tables:
         timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, body)
         return item_of(timeout, self._source, self._target(timeout.address).routing_key)
 
-    def _pick(self) -> Pick:
-        after = None if self._overdue_too else moment_of(_now_ms() + SOON_MS)
+    async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> Pick:
+        """What is meant, by the database's clock: nothing that is due within ``ahead_ms``."""
+        after = None
+        if not self._overdue_too:
+            now: datetime = (await connection.execute(clock(connection.dialect.name))).scalar_one()
+            after = now + timedelta(milliseconds=ahead_ms)
         since = None if self._meant.cutoff_ms is None else moment_of(self._meant.cutoff_ms)
         return Pick(after, since, self._endpoint)
 
@@ -361,5 +397,5 @@ class Tables:
         await connection.commit()
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+def _ms_since(began: float) -> int:
+    return int((time.monotonic() - began) * 1000)

@@ -129,6 +129,21 @@ def staged_beside(name: str, names: Iterable[str]) -> list[str]:
     ]
 
 
+def clock(dialect: str) -> Select[Any]:
+    """What time it is there: UTC, without a zone."""
+    now: ColumnElement[Any]
+    match dialect:
+        case "postgresql":
+            now = func.timezone(literal_column("'UTC'"), func.clock_timestamp())
+        case "mssql":
+            now = func.sysutcdatetime()
+        case "mysql" | "mariadb":
+            now = func.utc_timestamp(literal_column("3"))
+        case _:
+            now = func.current_timestamp()
+    return select(now)
+
+
 def counting(name: str, schema: str | None) -> Select[Any]:
     """How many rows a table has."""
     return select(func.count()).select_from(_table(name, schema, ()))
@@ -264,6 +279,10 @@ class Moving:
             self.source, "WITH (UPDLOCK, ROWLOCK, READPAST)", "mssql"
         )
         return insert(self.staged).from_select(self._names, rows)
+
+    def spare(self, after: datetime) -> Delete:
+        """What was copied, but would be due too soon by now, is not meant."""
+        return delete(self.staged).where(self.staged.c[self.layout.time] <= after)
 
     def forget(self, dialect: str) -> Executable:
         """Delete what was copied. MySQL would look through the whole table for that, and wait for every row in it that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -241,6 +242,40 @@ async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, sou
     assert run_of(delayer, source, "--table", "A_*")("run")["parked"] == 7
     report = run_of(delayer, source, "--table", "C_*")("run", expect=1)
     assert "no table matches C_*" in report
+
+
+@pytest.mark.parametrize("slow", ["_copy", pytest.param("_forget", marks=pytest.mark.long)])
+async def test_staging_that_takes_long_takes_nothing_that_is_due_by_then(
+    delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """A timeout manager reads without locks, sees all that is being moved until it is, and has in hand what is due.
+    And it may store timeouts meanwhile."""
+    delayer("db", "upgrade")
+    await source.create("Sales_TimeoutData")
+    monkeypatch.setattr(tables, "SOON_MS", 3_000)
+    soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None) + timedelta(seconds=6)
+    await source.put("Sales_TimeoutData", [source.timeout(n, soon) for n in range(3)])
+    await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3, 9)])
+    real = getattr(tables.Tables, slow)
+    calls = []
+
+    async def slowly(self: tables.Tables, connection: AsyncConnection, *more: Any) -> Any:
+        done = await real(self, connection, *more)
+        calls.append(done)
+        if len(calls) == 1:
+            await connection.execute(
+                text("SELECT pg_sleep(3.5)" if source.kind == "postgresql" else "SELECT sleep(3.5)")
+            )
+            await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
+        return done
+
+    monkeypatch.setattr(tables.Tables, slow, slowly)
+    async with asyncio.timeout(30):
+        report = await asyncio.to_thread(run_of(delayer, source), "run")
+    assert len(calls) == (1 if slow == "_copy" else 2)
+    # In the second turn of two what was stored meanwhile is there as well.
+    assert (report["parked"], list(report["left"].values())) == (5 + len(calls), [3])
+    assert len(await source.rows("Sales_TimeoutData")) == 3 + (slow == "_copy")
 
 
 async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source: Source) -> None:

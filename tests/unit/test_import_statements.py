@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import DATETIME, Dialect
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
-from delayer.legacy.statements import Layout, Moving, Pick, Place, is_staged, staged_beside, staged_name
+from delayer.legacy.statements import Layout, Moving, Pick, Place, clock, is_staged, staged_beside, staged_name
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
@@ -137,6 +137,20 @@ def test_what_was_copied_is_forgotten_and_comes_back(dialect: str, expected: str
     back = said(moving().give_back(), dialect).translate(str.maketrans("", "", '"`[]'))
     assert back.startswith("INSERT INTO Sales_TimeoutData (Id, Destination, SagaId, State, Time, Headers, ")
     assert back.endswith("FROM Sales_TimeoutData_delayer")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "expected"),
+    [
+        ("mssql", "SELECT sysutcdatetime() AS"),
+        ("mysql", "SELECT utc_timestamp(3) AS"),
+        ("postgresql", "SELECT timezone('UTC', clock_timestamp()) AS"),
+    ],
+)
+def test_whose_clock_it_goes_by(dialect: str, expected: str) -> None:
+    assert said(clock(dialect), dialect).startswith(expected)
+    text = said(moving("dbo").spare(NOON), dialect).translate(str.maketrans("", "", '"`[]'))
+    assert text.startswith("DELETE FROM dbo.Sales_TimeoutData_delayer WHERE dbo.Sales_TimeoutData_delayer.Time <= ")
 
 
 def test_no_run_has_anothers_table() -> None:
