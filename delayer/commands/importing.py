@@ -25,7 +25,7 @@ from delayer.legacy.carrying import CascadeBook
 from delayer.legacy.destinations import Destinations
 from delayer.legacy.drain import HEARTBEAT
 from delayer.legacy.machine import Preview, Report
-from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
+from delayer.legacy.ports import BadSource, CountMismatch, ImportImpossible, Source, SourceLost
 from delayer.services import envelopes
 from delayer.settings import Settings
 from delayer.store.importing import ImportBusy, ImportStore
@@ -259,6 +259,8 @@ def _failure(error: Exception) -> Failure:
                 f"the source is out of reach: {error}. Next: mend that, and run the same again; "
                 "an import that had begun goes on where it stopped."
             )
+        case BadSource():
+            return Misused(f"{error}.")
         case ImportBusy() | ImportImpossible():
             return Off(f"{error}.")
         case _:

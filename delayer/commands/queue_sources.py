@@ -12,7 +12,7 @@ from delayer.core.cascade import KINDS, LEVELS, Cascade
 from delayer.core.message import Delivery, Parcel
 from delayer.legacy.cascade import CascadeLevels
 from delayer.legacy.hold_queues import HoldQueues, Said
-from delayer.legacy.ports import ImportImpossible, Source
+from delayer.legacy.ports import BadSource, Source
 from delayer.services import envelopes
 from delayer.settings import duration_ms
 from delayer.store.importing import ImportStore
@@ -53,7 +53,7 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         else:
             cascade = Cascade(kind, owner=prefix or "")
     except ValueError as error:
-        raise ImportImpossible(str(error)) from None
+        raise BadSource(str(error)) from None
     to = given["to_exchange"]
     return CascadeLevels(
         given["from_url"] or wanted.settings.broker_url,
@@ -84,7 +84,7 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
             said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["whole_time"]),
         )
     except ValueError as error:
-        raise ImportImpossible(f"the source's {error}") from None
+        raise BadSource(f"the source's {error}") from None
 
 
 def add() -> None:

@@ -9,13 +9,14 @@ from typing import Final
 
 from sqlalchemy import URL
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from delayer.legacy.ports import ImportImpossible, SourceLost
+from delayer.legacy.ports import BadSource, ImportImpossible, SourceLost
 
 DRIVERS: Final = {
     "postgresql": "postgresql+asyncpg",
+    "postgres": "postgresql+asyncpg",
     "mysql": "mysql+asyncmy",
     "mariadb": "mariadb+asyncmy",
     "mssql": "mssql+aioodbc",
@@ -34,19 +35,24 @@ SHOWN: Final = frozenset(
 """What of a URL's parameters, and of an ODBC connection string, says which database it is. Nothing else is shown or
 kept: drivers take passwords there under many names."""
 ODBC: Final = "odbc_connect"
+_LIBPQ_TLS: Final = "sslmode"
+_EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
 _PASSWORD: Final = re.compile("pass|pwd|secret|token")
 _ODBC_PART: Final = re.compile(r"\s*([^=;]+?)\s*=\s*(\{(?:[^}]|\}\})*\}|[^;]*)")
 
 
 def database_url(text: str) -> URL:
-    """The URL with an asynchronous driver. Raises ImportImpossible, never showing the text."""
+    """The URL with an asynchronous driver. Raises BadSource, never showing the text."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        raise ImportImpossible(
-            "the source's URL cannot be read: expected DIALECT://user:password@host/database"
-        ) from None
-    return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+        raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
+    url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+    if url.drivername == DRIVERS["postgresql"] and _LIBPQ_TLS in url.query:
+        # As every tool but this driver calls it.
+        mode = url.query[_LIBPQ_TLS]
+        url = url.difference_update_query([_LIBPQ_TLS]).update_query_dict({"ssl": mode})
+    return url
 
 
 def odbc_parts(text: str) -> dict[str, str]:
@@ -105,13 +111,11 @@ class Database:
     async def connected(self) -> AsyncIterator[AsyncConnection]:
         """A connection for a while. Raises SourceLost, ImportImpossible."""
         try:
-            if self._engine is None:
-                self._engine = create_async_engine(self._url)
-            async with self._engine.connect() as connection:
+            connection = await self._opened()
+            try:
                 yield connection
-        except ModuleNotFoundError as error:
-            advice = PACKAGES.get(error.name or "", f"install {error.name}")
-            raise ImportImpossible(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
+            finally:
+                await connection.close()
         except (SQLAlchemyError, OSError) as error:
             if _refused(error):
                 raise ImportImpossible(
@@ -119,6 +123,22 @@ class Database:
                     "and DELETE there, and create tables"
                 ) from error
             raise SourceLost(self._described(error)) from error
+
+    async def _opened(self) -> AsyncConnection:
+        """Raises SourceLost, BadSource, and the driver's errors."""
+        try:
+            if self._engine is None:
+                self._engine = create_async_engine(self._url)
+            return await self._engine.connect()
+        except ModuleNotFoundError as error:
+            advice = PACKAGES.get(error.name or "", f"install {error.name}")
+            raise SourceLost(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
+        except (ArgumentError, InvalidRequestError) as error:
+            raise BadSource(f"the source's URL: expected {_EXPECTED}; {self._described(error)}") from error
+        except (TypeError, ValueError) as error:  # the drivers' words for a parameter that they do not know
+            raise BadSource(
+                f"the source's URL has a parameter that its driver cannot use: {self._described(error)}"
+            ) from error
 
     def _described(self, error: Exception) -> str:
         """One line, without what a driver may quote."""

@@ -43,7 +43,7 @@ from delayer.core.importing import (
 )
 from delayer.core.message import Delivery, Target
 from delayer.legacy.known import fell, fingerprint, parsed
-from delayer.legacy.ports import ImportImpossible, SourceLost
+from delayer.legacy.ports import BadSource, SourceLost
 from delayer.wire.address import Address
 from delayer.wire.properties import Properties
 
@@ -382,6 +382,7 @@ class Queues(ABC):
         return self._readers
 
     async def _admin(self) -> Admin:
+        address_of(self._url)
         return await _asked(Admin.connect(self._url, name=NAME))
 
 
@@ -406,8 +407,8 @@ async def _asked(question: Awaitable[T]) -> T:
 
 
 def address_of(url: str) -> Address:
-    """Where a source's broker is. Raises ImportImpossible, never showing the URL."""
+    """Where a source's broker is. Raises BadSource, never showing the URL."""
     try:
         return Address.parse(url)
     except ValueError as error:
-        raise ImportImpossible(f"the source's {error}") from None
+        raise BadSource(f"the source's {error}") from None

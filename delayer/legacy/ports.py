@@ -13,6 +13,10 @@ class ImportImpossible(Exception):
     """The import cannot begin, or go on, as it was asked for: a person has to decide first. The message says what."""
 
 
+class BadSource(ImportImpossible):
+    """What was said of the source cannot be right, whatever is there."""
+
+
 class SourceLost(Exception):
     """The source is out of reach. Nothing is lost: what was committed is here, the rest is there."""
 

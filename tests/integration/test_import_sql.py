@@ -303,7 +303,7 @@ async def test_a_source_out_of_reach(delayer: Run, source: Source) -> None:
     nowhere = Source(source.kind, f"{scheme}://me:{MariaDB.PASSWORD}@127.0.0.1:1/x")
     assert "the source is out of reach" in run_of(delayer, nowhere)("run", expect=3)
     nonsense = Source(source.kind, f"{MariaDB.PASSWORD}::")
-    assert "cannot be read" in run_of(delayer, nonsense)("run", expect=1)
+    assert "cannot be read" in run_of(delayer, nonsense)("run", expect=2)
 
 
 async def test_a_user_who_may_only_look(delayer: Run, source: Source) -> None:

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from delayer.legacy.databases import Database, database_url, odbc_parts
+from delayer.legacy.ports import BadSource, SourceLost
 
 SECRET = "s3cr;t{x"
 ODBC = "DRIVER={ODBC Driver 18};SERVER=tcp:sql7,1433;Database=Sales; UID = me ;PWD={s3cr;t{x};Encrypt=yes"
@@ -25,6 +26,29 @@ def test_which_database_it_is_and_no_password(url: str, told: tuple[str, ...]) -
     shown = Database(database_url(url)).shown
     assert all(one in shown for one in told), shown
     assert "s3cr" not in shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "sqlite:///x", "nonsense://db/sales", "mysql+pymysql://me:s3cret@127.0.0.1:1/sales",
+        "postgresql://me:s3cret@127.0.0.1:1/sales?nonsense=s3cret", "mysql://me:s3cret@127.0.0.1:1/sales?ssl=true",
+    ],
+)  # fmt: skip
+async def test_a_url_that_cannot_be_right(url: str) -> None:
+    database = Database(database_url(url))
+    with pytest.raises(BadSource, match="the source's URL") as raised:
+        async with database.connected():
+            pass
+    assert "s3cret" not in str(raised.value)
+
+
+async def test_urls_as_other_tools_have_them() -> None:
+    url = database_url("postgres://me@127.0.0.1:1/sales?sslmode=require")
+    assert url.render_as_string() == "postgresql+asyncpg://me@127.0.0.1:1/sales?ssl=require"
+    with pytest.raises(SourceLost):
+        async with Database(url).connected():
+            pass
 
 
 @pytest.mark.parametrize("url", URLS, ids=map(str, range(len(URLS))))

@@ -32,7 +32,8 @@ from delayer.core.lines import End, Line, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.legacy import machine
 from delayer.legacy.ahead import Ahead
-from delayer.legacy.ports import CountMismatch, ImportImpossible, SourceLost
+from delayer.legacy.hold_queues import HoldQueues
+from delayer.legacy.ports import BadSource, CountMismatch, ImportImpossible, SourceLost
 
 # ---- rewriting destinations
 
@@ -531,6 +532,17 @@ def test_without_a_store_it_says_why_it_needs_one(verb: str, tmp_path: Path) -> 
     result = CliRunner().invoke(cli, words, env=environ, prog_name="delayer")
     assert result.exit_code == 2
     assert "an import keeps its state in one, in native mode too. Next: set store.url" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["http://u:s3cret@h", "amqp://u:s3c/ret@h/x"])
+async def test_a_broker_that_is_none(url: str) -> None:
+    async def now() -> int:
+        return 0
+
+    source = HoldQueues(url, None, ["q"], Meant(), now)
+    with pytest.raises(BadSource, match="the source's broker URL: expected") as raised:
+        await source.survey()
+    assert "s3c" not in str(raised.value)
 
 
 # ---- reading ahead
