@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 _TOKEN: Final = re.compile(r"([0-9]{1,19})(?:@(-?[0-9]{1,16}))?")
-_MAX_ID: Final = (1 << 63) - 1
+MAX_ID: Final = (1 << 63) - 1
+FIRST_MS: Final = -210_000_000_000_000
+LAST_MS: Final = 9_223_371_000_000_000
+"""Instants, in epoch milliseconds, between which Postgres's calendar and a number of microseconds both reach."""
 
 
 class Token(NamedTuple):
@@ -28,9 +31,10 @@ class Token(NamedTuple):
 def read_token(text: str) -> Token:
     """``ID@DUE`` as lists print it, or ``ID``. Raises ValueError: what was expected."""
     found = _TOKEN.fullmatch(text.strip())
-    if found is None or int(found[1]) > _MAX_ID:
+    due_ms = None if found is None or found[2] is None else int(found[2])
+    if found is None or int(found[1]) > MAX_ID or (due_ms is not None and not FIRST_MS <= due_ms <= LAST_MS):
         raise ValueError("an id as `delayer list` prints it, such as 48213@1795291200000, or its part before the @")
-    return Token(int(found[1]), None if found[2] is None else int(found[2]))
+    return Token(int(found[1]), due_ms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,12 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         assert re.fullmatch(r"Reschedule \d messages: 1h later\?", await page.locator("h1").inner_text())
         await page.get_by_role("button", name="Reschedule them").click()
         assert (await result(page)).startswith("Rescheduled: ")
+        # What is done is what was counted: no later instants are read out of the same words.
+        await page.goto("/waiting?due_before=90d")
+        await page.get_by_role("button", name="Cancel them…").click()
+        fixed = await page.locator("input[name=due_before]").get_attribute("value")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", fixed)
+        assert fixed in await page.locator(".facts").inner_text()
         await page.goto("/waiting")
         await page.get_by_role("button", name="Cancel them…").click()
         assert await page.locator("h1").inner_text() == "Cancel 6 messages?"
@@ -434,6 +440,12 @@ async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
             assert (await this.web.post("/deeds/messages", wrong, **allowed)).status == 400
         counted = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in"}, **allowed)
         assert counted.json == {"meant": 2, "broken_segments": 0, "confirmed": False}
+        for slip in ({"rout": "in"}, {"key": ""}, {}, {"route": ["in", "else"]}):
+            answer = await this.web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", **slip}, **allowed)
+            assert answer.status == 400, answer.text
+        empty = await this.web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", "route": ""}, **allowed)
+        assert empty.json["done"] == 0, "the empty route is one of the routes"
+        assert len(await this.waiting()) == 2
         done = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed)
         assert done.json["done"] == 2
         assert {one["who"] for one in await this.acts()} == {"http"}

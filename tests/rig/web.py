@@ -55,9 +55,9 @@ class Web:
     async def get(self, path: str, **headers: str) -> Answer:
         return await self.ask("GET", path, headers=headers)
 
-    async def post(self, path: str, form: Mapping[str, str] | None = None, **headers: str) -> Answer:
+    async def post(self, path: str, form: Mapping[str, str | list[str]] | None = None, **headers: str) -> Answer:
         kind = {"Content-Type": "application/x-www-form-urlencoded"}
-        return await self.ask("POST", path, urlencode(form or {}).encode(), kind | headers)
+        return await self.ask("POST", path, urlencode(form or {}, doseq=True).encode(), kind | headers)
 
     async def ask(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None

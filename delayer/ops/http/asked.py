@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import UTC, datetime
+import re
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
-from delayer.core.filters import Filter, Token, read_token
+from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
 from delayer.settings import duration_ms
 
 FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
+NAMES: Final = ("route", "to", "to_key")
+"""Those of them whose text may be empty and mean something: messages that came straight to the queue, the default
+exchange, no routing key."""
+_PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
+_NUMBER: Final = re.compile(r"[0-9]{1,19}")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Wrong(ValueError):
@@ -24,9 +31,39 @@ class Asked(NamedTuple):
     given: Mapping[str, str]
 
 
-def asked(form: Mapping[str, str], now_ms: int) -> Asked:
-    """The filter of a form's fields; empty ones say nothing. Raises Wrong."""
-    given = {name: text for name in FIELDS if (text := form.get(name, "").strip())}
+def searched(query: Mapping[str, str], now_ms: int) -> Asked:
+    """The filter of a search, where a field that was left empty says nothing. Raises Wrong."""
+    known(query, (*FIELDS, "after", "id"))
+    return _read({name: text for name in FIELDS if (text := query.get(name, "").strip())}, now_ms)
+
+
+def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Asked:
+    """The filter of something that is to be done to all that it means. Here nothing is left to be guessed: everything
+    is meant by ``all=yes`` alone, and an empty name is the empty name, as on the command line. Raises Wrong."""
+    for name, texts in form.items():
+        if len(texts) > 1:
+            raise Wrong(f"{name}: expected once, found {len(texts)} times")
+    given = {name: form[name][0].strip() for name in FIELDS if name in form}
+    for name, text in given.items():
+        if not text and name not in NAMES:
+            raise Wrong(f"{name}: expected a value, found nothing; leave the field out, or say all=yes")
+    everything = form.get("all", [""])[0]
+    if everything not in ("", "yes"):
+        raise Wrong(f"all: expected yes, found {everything[:40]!r}")
+    if given and everything:
+        raise Wrong("all=yes means everything that waits: say either that or a filter")
+    if not given and not everything:
+        raise Wrong(f"Expected a filter ({', '.join(FIELDS)}), or all=yes for everything that waits; found neither")
+    return _read(given, now_ms)
+
+
+def known(form: Collection[str], names: Collection[str]) -> None:
+    """Refuse what nobody reads: a filter that is misspelt would mean more than was asked for. Raises Wrong."""
+    if strange := [name for name in form if name not in names]:
+        raise Wrong(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
+
+
+def _read(given: Mapping[str, str], now_ms: int) -> Asked:
     headers: tuple[tuple[bytes, str], ...] = ()
     if "header" in given:
         name, equals, value = given["header"].partition("=")
@@ -45,6 +82,17 @@ def asked(form: Mapping[str, str], now_ms: int) -> Asked:
     return Asked(wanted, given)
 
 
+def fixed(asked: Asked) -> dict[str, str]:
+    """The same filter in texts that mean the same later: "2h" is the instant that it was. Pure."""
+    instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
+    return {**asked.given, **{name: instant_text(at) for name, at in instants.items() if at is not None}}
+
+
+def instant_text(at_ms: int) -> str:
+    """An instant as :func:`instant` reads it, to the millisecond."""
+    return f"{(_EPOCH + timedelta(milliseconds=at_ms)).replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+
+
 def instant(text: str, now_ms: int, name: str) -> int:
     """Epoch milliseconds: RFC 3339, or how long from now ("2h", "-30m"). Without an offset it is UTC. Raises Wrong."""
     text = text.strip()
@@ -60,7 +108,7 @@ def instant(text: str, now_ms: int, name: str) -> int:
             f"{name}: expected an instant such as 2031-01-31T08:00:00Z, or how long from now, such as 2h; "
             f"found {text!r}"
         ) from None
-    since = (found if found.tzinfo else found.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
+    since = (found if found.tzinfo else found.replace(tzinfo=UTC)) - _EPOCH
     return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
 
 
@@ -85,13 +133,19 @@ def place(text: str) -> tuple[int, int] | None:
     """Where a page of a list begins, as :func:`place_text` wrote it; None for its beginning. Raises Wrong."""
     if not text:
         return None
-    due, dot, number = text.partition(".")
-    try:
-        if dot:
-            return int(due), int(number)
-    except ValueError:
-        pass
-    raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+    found = _PLACE.fullmatch(text)
+    if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
+        raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+    return int(found[1]), int(found[2])
+
+
+def number(text: str) -> int | None:
+    """The number behind which a page of a list begins; None for its beginning. Raises Wrong."""
+    if not text:
+        return None
+    if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
+        raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+    return int(text)
 
 
 def place_text(after: tuple[int, int]) -> str:

@@ -97,6 +97,7 @@ class Deeds:
         )
 
     async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        asked.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
         verb, tokens = _verb(form, "cancel", "reschedule", "retry"), _tokens(form)
         back = _back(form)
         if (question := self._sure(request, verb, form, back)) is not None:
@@ -118,6 +119,7 @@ class Deeds:
         return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
     async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        asked.known(form, ("verb", "id", "back", "confirmed"))
         verb, tokens = _verb(form, "retry", "drop"), _tokens(form)
         if (question := self._sure(request, verb, form, "/held")) is not None:
             return question
@@ -138,6 +140,7 @@ class Deeds:
         )
 
     async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        asked.known(form, ("verb", "id", "back", "confirmed"))
         verb = _verb(form, "retry", "drop")
         ids = _ids(form)
         if (question := self._sure(request, verb, form, "/refused")) is not None:
@@ -150,24 +153,27 @@ class Deeds:
         return Told(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
 
     async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        asked.known(form, ("verb", *asked.FIELDS, "all", "at", "by", "confirmed", "counted"))
         verb = _verb(form, "cancel", "reschedule")
-        texts = {name: values[0] for name, values in form.items() if values}
-        filter_ = asked.asked(texts, _now_ms())
+        filter_ = asked.meant(form, _now_ms())
         do, new = _do(verb, form)
         test = reading.header_test(filter_.wanted)
-        back = "/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else "")
-        if texts.get("confirmed") != "yes":
+        if form.get("confirmed") != ["yes"]:
             async with acting.acting(self.pages._url(), f"count for {verb}") as connection:
                 meant = await acting.count(connection, filter_.wanted, test)
-            return self._confirm(request, verb, filter_, {**new, "by": texts.get("by", "")}, meant)
+            return self._confirm(request, verb, filter_, {**new, "by": form.get("by", [""])[0]}, meant)
         async with acting.acting(self.pages._url(), verb) as connection:
             act = await acts.begin(connection, who, verb, {**filter_.wanted.as_dict(), **new})
-            done: Counter[Found] = await acting.every(
+            found: Counter[Found] = await acting.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )
-        late = done[Found.NOWHERE]
+        late = found[Found.NOWHERE]
+        done = found.total() - late
         lines = [f"{render.number(late)} were delivered or moved meanwhile."] if late else []
-        return Told(f"{PAST[verb]}: {render.number(done.total() - late)}", lines, done.total() - late, back)
+        counted = form.get("counted", [""])[0]
+        if counted.isdecimal() and counted != str(done):
+            lines.append(f"{render.number(int(counted[:15]))} were counted before: others came or went meanwhile.")
+        return Told(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
     def _confirm(
         self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: acting.Counted
@@ -175,20 +181,26 @@ class Deeds:
         if _by_program(request):
             return JSONResponse({"meant": meant.messages, "broken_segments": meant.broken, "confirmed": False})
         at_ms, by = new.get("at_ms"), new["by"] if "by_ms" in new else ""
-        # An instant that was said as "2h" is the one that was shown, however long the answer takes.
-        at = "" if at_ms is None else render.iso(at_ms).replace(" UTC", "Z").replace(" ", "T")
         moved = f": {by.lstrip('+-')} {'earlier' if by.startswith('-') else 'later'}" if by else ""
+        # Instants that were said as "2h" are those that were counted and shown, however long the answer takes.
+        given = asked.fixed(filter_)
+        fields = [*given.items(), *([] if given else [("all", "yes")])]
+        fields += [
+            ("at", "" if at_ms is None else asked.instant_text(at_ms)),
+            ("by", by),
+            ("counted", str(meant.messages)),
+        ]
         return self.pages.html(
             request,
             "confirm.html",
             verb=verb,
             count=meant.messages,
             broken=meant.broken,
-            facts=list(filter_.given.items()) or [("filter", "none: everything that waits")],
+            facts=list(given.items()) or [("filter", "none: everything that waits")],
             to=moved if at_ms is None else f" to {render.iso(at_ms)}",
             path="/deeds/filtered",
-            fields=[*filter_.given.items(), ("at", at), ("by", by)],
-            back="/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else ""),
+            fields=fields,
+            back=_waiting(filter_),
         )
 
     def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
@@ -205,6 +217,10 @@ class Deeds:
             request, "confirm.html", verb=verb, count=len(ids), broken=0, facts=facts, to="", path=path, fields=fields,
             back=back,
         )  # fmt: skip
+
+
+def _waiting(filter_: Asked) -> str:
+    return "/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else "")
 
 
 def _by_program(request: Request) -> bool:

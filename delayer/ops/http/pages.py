@@ -156,7 +156,7 @@ class Pages:
             "given": given,
         } | more
         try:
-            form = asked.asked(given, _now_ms())
+            form = asked.searched(given, _now_ms())
             after = asked.place(given.get("after", ""))
             if not wrong:
                 values |= await self._list(form, after)
@@ -212,11 +212,10 @@ class Pages:
         if not self.answers.view.has_store:
             return self._storeless(request, "Held messages", _STRAYS)
         try:
-            given = request.query_params.get("after", "0")
-            after = int(given) if given.isdecimal() else 0
+            after = asked.number(request.query_params.get("after", "")) or 0
             async with listing.looking(self._url(), "list what is held") as connection:
                 page = await heldback.listed(connection, Filter(), None, ROWS, after)
-        except STORE_ERRORS as error:
+        except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = "" if page.after is None else f"/held?after={page.after}"
         return self.html(request, "held.html", rows=page.messages, next=more, for_good_ms=late.FOR_GOOD_MS)
@@ -234,13 +233,13 @@ class Pages:
 
     async def acts(self, request: Request) -> Response:
         """Who did what by hand."""
-        given = request.query_params.get("before", "")
         if not self.answers.view.has_store:
             return self._storeless(request, "What people did by hand", "Acts are written down in the store.")
         try:
+            before = asked.number(request.query_params.get("before", ""))
             async with listing.looking(self._url(), "acts") as connection:
-                rows = await acts.listed(connection, ROWS, int(given[:18]) if given.isdecimal() else None)
-        except STORE_ERRORS as error:
+                rows = await acts.listed(connection, ROWS, before)
+        except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = f"/acts?before={rows[-1].id}" if len(rows) == ROWS else ""
         return self.html(request, "acts.html", rows=rows, next=more)
@@ -279,6 +278,8 @@ class Pages:
         return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
 
     def _unreached(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, Wrong):
+            return self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
         return self.html(request, "done.html", 503, heading="The store cannot be seen", lines=[str(error)], back="/")
 
     def _url(self) -> str:

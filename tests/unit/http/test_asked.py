@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 
 from delayer.core.filters import Filter
-from delayer.ops.http.asked import Wrong, asked, instant, later, place, place_text, token
+from delayer.ops.http.asked import (
+    Wrong,
+    fixed,
+    instant,
+    instant_text,
+    known,
+    later,
+    meant,
+    number,
+    place,
+    place_text,
+    searched,
+    token,
+)
 
 NOW = 1_800_000_000_000
 HOUR = 3_600_000
@@ -25,7 +38,7 @@ HOUR = 3_600_000
     ids=range(6),
 )  # fmt: skip
 def test_filters(form: dict[str, str], wanted: Filter) -> None:
-    assert asked(form, NOW).wanted == wanted
+    assert searched(form, NOW).wanted == wanted
 
 
 @pytest.mark.parametrize(
@@ -59,15 +72,73 @@ def test_by_how_much(text: str, by_ms: int) -> None:
 @pytest.mark.parametrize(("form", "said"), [({"header": "x"}, "NAME=VALUE"), ({"header": "=x"}, "NAME=VALUE")])
 def test_what_is_no_filter_is_said(form: dict[str, str], said: str) -> None:
     with pytest.raises(Wrong, match=said):
-        asked(form, NOW)
+        searched(form, NOW)
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"all": ["yes"]}, Filter()),
+        ({"route": ["in"]}, Filter(route=b"in")),
+        ({"route": [""]}, Filter(route=b"")),
+        ({"to": [" "], "to_key": ["q"]}, Filter(exchange=b"", routing_key=b"q")),
+        ({"due_before": ["1h"], "verb": ["cancel"]}, Filter(due_before_ms=NOW + HOUR)),
+    ],
+    ids=range(5),
+)
+def test_what_is_to_be_done_to_all_that_a_filter_means(form: dict[str, list[str]], wanted: Filter) -> None:
+    assert meant(form, NOW).wanted == wanted
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({}, "or all=yes for everything"),
+        ({"verb": ["cancel"], "confirmed": ["yes"]}, "or all=yes for everything"),
+        ({"key": [""]}, "key: expected a value"),
+        ({"due_before": [""], "route": ["in"]}, "due_before: expected a value"),
+        ({"header": [""]}, "header: expected a value"),
+        ({"all": ["true"]}, "all: expected yes"),
+        ({"all": ["yes"], "route": ["in"]}, "either that or a filter"),
+        ({"route": ["in", "other"]}, "route: expected once, found 2 times"),
+    ],
+    ids=range(8),
+)
+def test_what_was_not_said_does_not_mean_everything(form: dict[str, list[str]], said: str) -> None:
+    with pytest.raises(Wrong, match=said):
+        meant(form, NOW)
+
+
+@pytest.mark.parametrize("name", ["rout", "due-before", "routing_key", "exchange", ""])
+def test_a_field_that_nobody_reads_is_refused(name: str) -> None:
+    with pytest.raises(Wrong, match="Unknown field"):
+        known({name: ["x"]}, ("route", "to"))
+    with pytest.raises(Wrong, match="Unknown field"):
+        searched({name: "x"}, NOW)
+
+
+def test_what_was_counted_is_what_is_meant_later() -> None:
+    first = searched({"due_after": "-1h", "due_before": "2h", "key": "k"}, NOW)
+    again = meant({name: [text] for name, text in fixed(first).items()}, NOW + 7 * HOUR)
+    assert again.wanted == first.wanted
+
+
+@pytest.mark.parametrize("at_ms", [0, NOW, NOW + 7, -1, -62_135_596_800_000, 253_402_300_799_999])
+def test_instants_are_read_as_they_are_written(at_ms: int) -> None:
+    assert instant(instant_text(at_ms), NOW, "Due") == at_ms
 
 
 def test_ids_and_pages() -> None:
     assert token("7@5") == (7, 5)
     assert place("") is None
     assert place(place_text((5, -1))) == (5, -1)
-    for text in ("x", "1", "1.x", "1.2.3"):
+    assert (number(""), number("17")) == (None, 17)
+    for text in ("x", "1", "1.x", "1.2.3", "9" * 19 + ".1", "1." + "9" * 19, "9" * 5000 + ".1", "\u0663.1"):
         with pytest.raises(Wrong):
             place(text)
-    with pytest.raises(Wrong):
-        token("' OR 1=1")
+    for text in ("x", "-1", "9" * 19, "9" * 30, "9" * 5000, "\u0663"):
+        with pytest.raises(Wrong):
+            number(text)
+    for text in ("' OR 1=1", "1@9999999999999999", "1@-999999999999999", "9" * 19, "9" * 5000):
+        with pytest.raises(Wrong):
+            token(text)

@@ -137,6 +137,31 @@ async def test_who_may_change_something(headers: dict[str, str], status: int, mo
         assert inside.done == ([("retry", frozenset({"id-1"}), "http")] if status == 200 else [])
 
 
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"rout": "in.queue"}, "Unknown field 'rout'"),
+        ({"due-before": "1h", "route": "in"}, "Unknown field 'due-before'"),
+        ({"routing_key": "k"}, "Unknown field 'routing_key'"),
+        ({"id": "7", "route": "in"}, "Unknown field 'id'"),
+        ({"key": ""}, "key: expected a value"),
+        ({}, "all=yes"),
+    ],
+    ids=range(6),
+)
+async def test_a_slip_of_the_pen_does_not_mean_everything(
+    form: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
+    async with served(Inside(), monkeypatch) as web:
+        answer = await web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", **form}, **allowed)
+        assert answer.status == 400
+        assert says in answer.text
+        for path in ("/deeds/messages", "/deeds/held", "/deeds/refused"):
+            answer = await web.post(path, {"verb": "retry", "id": "7", "route": "in"}, **allowed)
+            assert (answer.status, "Unknown field 'route'" in answer.text) == (400, True)
+
+
 async def test_a_session_is_a_cookie_that_nobody_else_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Inside()
     async with served(inside, monkeypatch) as web:
