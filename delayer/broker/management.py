@@ -69,9 +69,19 @@ class Management:
 
     async def bindings_from(self, exchange: str) -> list[tuple[Binding, dict[str, Any]]]:
         """Every binding out of ``exchange``, which exists, with its arguments."""
-        rows = await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source")
+        return _bindings(await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"))
+
+    async def bindings(self) -> list[tuple[Binding, dict[str, Any]]]:
+        """Every binding of the vhost, with its arguments."""
+        return _bindings(await self._get(f"bindings/{self._vhost}"))
+
+    async def exchanges(self) -> list[ExchangeTold]:
+        """Every exchange of the vhost. The alternate exchanges that policies give are not told here."""
+        rows = await self._get(f"exchanges/{self._vhost}?columns=name,type,internal,arguments")
         return [
-            (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
+            ExchangeTold(
+                row["name"], row["type"], row["internal"], row["arguments"].get("alternate-exchange"), row["arguments"]
+            )
             for row in rows
         ]
 
@@ -133,3 +143,10 @@ class Management:
             raise BrokerUnreachable(f"{self.where}: {getattr(error, 'reason', error)}") from error
         except ValueError as error:
             raise BrokerUnreachable(f"{self.where}: this is not RabbitMQ's management API") from error
+
+
+def _bindings(rows: Iterable[dict[str, Any]]) -> list[tuple[Binding, dict[str, Any]]]:
+    return [
+        (Binding(row["source"], row["destination"], row["destination_type"], row["routing_key"]), row["arguments"])
+        for row in rows
+    ]

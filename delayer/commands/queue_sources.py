@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from delayer.broker.publisher import MAX_PROPERTIES
+from delayer.commands.common import Misused
 from delayer.commands.importing import Wanted, source
 from delayer.core.cascade import KINDS, LEVELS, Cascade
 from delayer.core.message import Delivery, Parcel
@@ -65,6 +66,8 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         to_exchange=None if to is None else to.encode("utf-8", "surrogateescape"),
         lowest=given["levels_from"],
     )
+    if given["whole_time"] and given["believe_timestamps"]:
+        raise Misused("expected --whole-time or --believe-timestamps, found both")
 
 
 def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
@@ -81,7 +84,9 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
             wanted.meant,
             book.now_ms,
             rewrites=wanted.rewrites,
-            said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["whole_time"]),
+            said=Said(
+                given["ttl_ms"], given["to_exchange"], given["to_key"], given["whole_time"], given["believe_timestamps"]
+            ),
         )
     except ValueError as error:
         raise BadSource(f"the source's {error}") from None
@@ -137,8 +142,14 @@ def add() -> None:
             click.option(
                 "--whole-time",
                 is_flag=True,
-                help="Each message waits its whole time again, whatever its timestamp tells: for those that publishers "
-                "sent again as they got them.",
+                help="Each message waits its whole time again, whatever it and the broker's notes tell: for those that "
+                "publishers sent again as they got them.",
+            ),
+            click.option(
+                "--believe-timestamps",
+                is_flag=True,
+                help="The timestamp of a message is when it came into its queue: where publishers set it as they "
+                "publish, and only they. Else it waits its whole time again, unless the broker noted when it came.",
             ),
             click.option(
                 "--management-url",

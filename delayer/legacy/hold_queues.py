@@ -18,9 +18,9 @@ from delayer.broker.management import Management
 from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.values import Timestamp
 from delayer.legacy.drain import Queues, Reader, address_of
 from delayer.legacy.known import X_DEATH, decoded
+from delayer.legacy.leading import Leads
 from delayer.legacy.ports import ImportImpossible, SourceLost
 from delayer.wire.properties import Properties, splice
 
@@ -34,14 +34,16 @@ _LONGEST_MS: Final = 315_360_000_000
 
 @dataclass(slots=True)
 class Hold:
-    """Satisfies drain.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``believed``:
-    whether messages are asked when they came."""
+    """Satisfies drain.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``: what
+    is known of the way that dead letters go; None where that is not asked. ``stamped``: whether the timestamps of
+    messages say when they came."""
 
     queue: str
     exchange: bytes
     routing_key: bytes | None
     ttl_ms: int | None
-    believed: bool = True
+    leads: Leads | None = None
+    stamped: bool = False
     last_ms: int = 0
     """The latest due instant that a message of it told: those behind it came later, and are due later."""
 
@@ -98,19 +100,21 @@ class Hold:
     def _came_ms(self, properties: Properties | None) -> int | None:
         """The latest of what the message says about when it came, at the end of that second.
 
-        It says nothing where it was let out of such a queue before: somebody sent it again since, with what it had,
-        and nothing notes when. Nor does its timestamp where that is what those do who fill the queue.
+        The broker's last note of it counts where it can be about the way into this queue; where it is about another
+        one somebody sent the message again since, with all that it had, and nothing notes when. Its timestamp counts
+        where a person says so: many publishers put the instant of what the message tells there, and those who fill
+        Symfony's queues of retries leave the one of the first time.
         """
-        if properties is None or not self.believed:
-            return None
-        last = _last_death(properties)
-        if last.get("reason") == "expired":
+        if properties is None:
             return None
         told = []
-        if properties.timestamp is not None and (last or not self.queue.endswith(SENT_AGAIN)):
+        if last := _last_death(properties):
+            noted = None if self.leads is None else self.leads.came_at(last, self.queue)
+            if noted is None:
+                return None
+            told.append(noted)
+        if self.stamped and properties.timestamp is not None and (last or not self.queue.endswith(SENT_AGAIN)):
             told.append(properties.timestamp)
-        if isinstance(at := last.get("time"), Timestamp):
-            told.append(int(at))
         return (max(told) + 1) * 1000 if told else None
 
 
@@ -139,6 +143,8 @@ class Said:
     routing_key: str | None = None
     whole_time: bool = False
     """Each message waits its whole time again, whatever it says about when it came."""
+    timestamps: bool = False
+    """A message's timestamp is when it came."""
 
     def as_dict(self) -> dict[str, object]:
         said = {
@@ -146,6 +152,7 @@ class Said:
             "to_exchange": self.exchange,
             "to_key": self.routing_key,
             "whole_time": self.whole_time or None,
+            "believe_timestamps": self.timestamps or None,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -171,6 +178,7 @@ class HoldQueues(Queues):
             self._management = Management(management_url, address.vhost, timeout=30.0, tls=address.tls)
         self._patterns = patterns
         self._said = said
+        self._leads: Leads | None = None
 
     def more_parameters(self) -> Mapping[str, object]:
         """See Queues."""
@@ -195,6 +203,8 @@ class HoldQueues(Queues):
             return {name: {} for name in self._patterns}
         try:
             told = await self._management.queues()
+            if not self._said.whole_time:
+                self._leads = Leads(told, await self._management.exchanges(), await self._management.bindings())
         except (BrokerUnreachable, BrokerRefused) as error:
             raise SourceLost(str(error)) from error
         return {
@@ -218,5 +228,6 @@ class HoldQueues(Queues):
             str(exchange).encode(),
             None if key is None else str(key).encode(),
             None if ttl is None else int(ttl),
-            believed=not said.whole_time,
+            leads=self._leads,
+            stamped=said.timestamps,
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.broker.routing import ExchangeTold
 from delayer.core.message import Delivery, Target
+from delayer.core.topology import Binding
 from delayer.legacy.hold_queues import Hold
 from delayer.legacy.known import fell, fingerprint
+from delayer.legacy.leading import Leads
 from delayer.wire.properties import Properties
 from tests.rig.raw import Props, Value, array, number, table, text
 
@@ -24,9 +27,37 @@ def item(hold: Hold, props: Props, now_ms: int = NOW) -> tuple[int, str]:
     return found.parcel.due_ms, found.problem
 
 
-def died(seconds: int, reason: str = "rejected") -> tuple[tuple[bytes, Value], ...]:
-    note = table((b"time", number("T", seconds)), (b"queue", text("work")), (b"reason", text(reason)))
+def died(
+    seconds: int, reason: str = "rejected", *, queue: str = "work", count: int = 1, key: str = "order.new"
+) -> tuple[tuple[bytes, Value], ...]:
+    note = table(
+        (b"count", number("l", count)), (b"reason", text(reason)), (b"queue", text(queue)),
+        (b"time", number("T", seconds)), (b"exchange", text("shop")), (b"routing-keys", array(text(key))),
+    )  # fmt: skip
     return ((b"x-death", array(note)),)
+
+
+LEADS = Leads(
+    {
+        "work": {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "hold"},
+        "orders": {"x-dead-letter-exchange": "dlx"},
+        "mails": {"x-dead-letter-exchange": "dlx", "x-dead-letter-routing-key": "mail.failed"},
+        "far": {"x-dead-letter-exchange": "first"},
+        "plain": {},
+        "lost": {"x-dead-letter-exchange": "gone"},
+    },
+    [ExchangeTold("", "direct"), ExchangeTold("dlx", "topic"), ExchangeTold("first", "fanout")],
+    [
+        (Binding("dlx", "hold", "queue", "order.#"), {}),
+        (Binding("dlx", "other", "queue", "#"), {}),
+        (Binding("first", "dlx", "exchange", ""), {}),
+    ],
+)
+"""The queue `hold` gets the dead letters of `work`, and those of `orders` and `far` with a key of an order."""
+
+
+def hold(**how: bool) -> Hold:
+    return Hold("hold", b"", b"work", 60_000, leads=LEADS, **how)
 
 
 @pytest.mark.parametrize(
@@ -52,22 +83,38 @@ def died(seconds: int, reason: str = "rejected") -> tuple[tuple[bytes, Value], .
     ],
 )
 def test_due(ttl_ms: int | None, props: Props, due_ms: int) -> None:
-    assert item(Hold("hold", b"", b"work", ttl_ms), props) == (due_ms, "")
+    assert item(Hold("hold", b"", b"work", ttl_ms, leads=LEADS, stamped=True), props) == (due_ms, "")
+
+
+STAMPED = Props(timestamp=SECOND - 20)
 
 
 @pytest.mark.parametrize(
     ("hold", "props", "told"),
     [
+        (hold(), Props(headers=died(SECOND - 20)), True),
+        # A business event's instant, say: only a person knows that it is when the message was published.
+        (hold(), STAMPED, False),
+        (hold(), Props(timestamp=SECOND - 5, headers=died(SECOND - 20)), True),
+        (hold(stamped=True), STAMPED, True),
         # It was let out of a queue with a TTL before: who sent it again may have copied everything.
-        (Hold("hold", b"", b"work", 60_000), Props(timestamp=SECOND - 20, headers=died(SECOND - 30, "expired")), False),
-        (Hold("hold", b"", b"work", 60_000), Props(headers=died(SECOND - 20, "expired")), False),
-        # Symfony's workers send with the timestamp of the first time; the pair of a broker's own dead letters notes it.
-        (Hold("delay_x__60000_retry", b"", b"work", 60_000), Props(timestamp=SECOND - 20), False),
-        (Hold("delay_x__60000_delay", b"", b"work", 60_000), Props(timestamp=SECOND - 20), True),
-        (Hold("work_retry", b"", b"work", 60_000), Props(timestamp=SECOND - 90, headers=died(SECOND - 20)), True),
-        # Nobody is to be believed.
-        (Hold("hold", b"", b"work", 60_000, believed=False), Props(timestamp=SECOND - 20), False),
-        (Hold("hold", b"", b"work", 60_000, believed=False), Props(headers=died(SECOND - 20)), False),
+        (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 30, "expired")), False),
+        (hold(), Props(headers=died(SECOND - 20, "expired")), False),
+        # It was given up by a queue whose dead letters go elsewhere, or nobody knows where.
+        (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 20, queue="plain")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="mails")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="orders", key="mail.new")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="lost")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="unheard of")), False),
+        (Hold("hold", b"", b"work", 60_000, stamped=True), Props(headers=died(SECOND - 20)), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="orders")), True),
+        (hold(), Props(headers=died(SECOND - 20, queue="far")), True),
+        # Of what happened several times the broker notes the first time.
+        (hold(), Props(headers=died(SECOND - 20, count=2)), False),
+        (hold(), Props(headers=((b"x-death", array(text("work"))),)), False),
+        # Symfony's workers send with the timestamp of the first time.
+        (Hold("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (Hold("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
     ],
 )
 def test_who_is_believed(hold: Hold, props: Props, told: bool) -> None:
@@ -79,7 +126,7 @@ def test_nobody_says_for_how_long() -> None:
 
 
 def test_what_stands_behind_came_later() -> None:
-    hold = Hold("hold", b"", b"work", 60_000)
+    hold = Hold("hold", b"", b"work", 60_000, stamped=True)
     first, _ = item(hold, Props(timestamp=SECOND - 5))
     assert item(hold, Props(timestamp=SECOND - 30))[0] == first
     assert item(hold, Props())[0] == NOW + 60_000
