@@ -14,9 +14,10 @@ def not_alive(state: State) -> list[str]:
 
 
 def not_ready(states: Sequence[State | None], intake: str, store: StoreOverview | None, error: str) -> list[str]:
-    """Why the service does not do its work just now; empty: it does.
+    """Why the service does not do its work just now; empty: it does. Its work is that messages go in and come out.
 
-    ``states``: of every worker, None of one that does not answer. ``intake``: the queue that all consume. ``store`` is
+    ``states``: of every worker, None of one that does not answer. ``intake``: the queue that all consume; some consume
+    others too. ``store`` is
     what was seen of it, None if it was not reached, for the reason ``error``.
     """
     several = len(states) > 1
@@ -26,8 +27,13 @@ def not_ready(states: Sequence[State | None], intake: str, store: StoreOverview 
         if state is None:
             found.append(f"{who}no answer")
             continue
-        if not state["consuming"].get(intake):
-            found.append(f"{who}queue {intake!r} is not consumed")
+        consumed = {intake: False} | state["consuming"]
+        found += [f"{who}queue {queue!r} is not consumed" for queue, is_ in consumed.items() if not is_]
+        publishing = state["connections"]["publish"]
+        if not publishing["connected"]:
+            found.append(f"{who}nothing is delivered: no connection to publish by")
+        elif publishing["blocked"]:
+            found.append(f"{who}nothing is delivered: the broker takes no publishes (a resource alarm)")
         if state["mode"] == "store" and not state["usable"]:
             found.append(f"{who}no lane of the store is owned")
         found += [f"{who}{reason}" for reason in not_alive(state)]

@@ -8,6 +8,8 @@ from delayer.services.counting import Counters
 from delayer.store import schema, segments, status
 from delayer.store.status import LaneOverview, StoreOverview
 
+LINE = {"connected": True, "blocked": False, "connects": 1}
+
 
 def state(worker: int = 1, counters: Counters | None = None, **more: Any) -> dict[str, Any]:
     """A worker in store mode that does its work."""
@@ -17,7 +19,7 @@ def state(worker: int = 1, counters: Counters | None = None, **more: Any) -> dic
         "routes": ["orders.in", "mail.in"],
         "started_ms": 1_800_000_000_000,
         "consuming": {"delays": True},
-        "connections": {"intake": {"connected": True, "blocked": False, "connects": 1}},
+        "connections": {use: dict(LINE) for use in ("intake", "publish")},
         "store": True,
         "lanes": [1, 2, 7],
         "adopted": [7],

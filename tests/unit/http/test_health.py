@@ -9,9 +9,12 @@ import pytest
 from delayer.ops.http.health import not_alive, not_ready
 from delayer.store import schema
 from delayer.store.status import StoreOverview
-from tests.unit.http.states import overview, state
+from tests.unit.http.states import LINE, overview, state
 
 GOOD, OLD, NONE = overview(), overview("0001"), overview(None)
+DUE = {"delays": True, "delays.due": False}
+BLOCKED, CUT = ({"publish": {**LINE, **line}} for line in ({"blocked": True}, {"connected": False}))
+STUCK = "nothing is delivered: "
 AWAY: dict[str, Any] = {"consuming": {"delays": False}}
 
 
@@ -32,8 +35,12 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         # In native mode the store is no condition: what it still holds is released when it is back.
         ([state(mode="native", usable=False)], None, []),
         ([state(mode="native", **AWAY)], None, ["queue 'delays' is not consumed"]),
+        ([state(consuming=DUE)], GOOD, ["queue 'delays.due' is not consumed"]),
+        ([state(), state(2, mode="native", consuming=DUE)], GOOD, ["worker 2: queue 'delays.due' is not consumed"]),
+        ([state(connections=BLOCKED)], GOOD, [f"{STUCK}the broker takes no publishes (a resource alarm)"]),
+        ([state(connections=CUT)], GOOD, [f"{STUCK}no connection to publish by"]),
     ],
-    ids=range(13),
+    ids=range(17),
 )
 def test_ready(states: list[Any], store: StoreOverview | None, reasons: list[str]) -> None:
     assert not_ready(states, "delays", store, "connect: refused") == reasons

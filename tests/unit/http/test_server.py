@@ -233,3 +233,5 @@ async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -
         inside.blocked = True
         assert "takes no publishes" in (await web.get("/")).text
         assert (await web.get("/api/live")).json["blocked"] is True
+        answer = await web.get("/health/ready")
+        assert (answer.status, "takes no publishes" in answer.text) == (503, True)
