@@ -34,9 +34,13 @@ WINDOWS_PER_TASK: Final = 4
 """What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second."""
 
 _NUMBERS: Final = """
-SELECT count(*) FILTER (WHERE key IS NULL), count(*) FILTER (WHERE key IS NOT NULL),
-       coalesce(sum(octet_length(body) + octet_length(properties)) FILTER (WHERE key IS NULL), 0)::bigint
-FROM message WHERE due_at > $1
+SELECT count(*) FILTER (WHERE taken), count(*) FILTER (WHERE key IS NOT NULL),
+       count(*) FILTER (WHERE key IS NULL AND NOT taken), coalesce(sum(size) FILTER (WHERE taken), 0)::bigint
+FROM (
+    SELECT key, size, key IS NULL AND size <= $2 AS taken
+    FROM message, LATERAL (SELECT octet_length(body) + octet_length(properties) AS size) AS sized
+    WHERE due_at > $1
+) AS looked_at
 """
 
 
@@ -53,7 +57,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """About how many; some of them may have keys, and stay."""
+        """About how many; some of them may have keys or be large, and stay."""
         return sum(window.rows for window in self.windows)
 
 
@@ -63,6 +67,8 @@ class Numbers(NamedTuple):
     messages: int
     keyed: int
     """Rows with a key, which stay rows."""
+    large: int
+    """Further ones of more than compacting.LARGEST bytes, which do as well."""
     raw_bytes: int
     disk_bytes: int
     """Of all waiting rows, near ones too, with their indexes."""
@@ -124,10 +130,12 @@ async def numbers(url: str, planned: Plan) -> Numbers:
     connection = await _connect(url, "delayer compact plan")
     try:
         with translated("count"):
-            messages, keyed, raw = await connection.fetchrow(_NUMBERS, planned.after_ms, timeout=None)
+            messages, keyed, large, raw = await connection.fetchrow(
+                _NUMBERS, planned.after_ms, compacting.LARGEST, timeout=None
+            )
     finally:
         await session.close(connection)
-    return Numbers(messages, keyed, raw, await shrinking.size(url))
+    return Numbers(messages, keyed, large, raw, await shrinking.size(url))
 
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:

@@ -59,9 +59,10 @@ def compact(
 ) -> None:
     """Pack the messages that are due in the far future into segments: compressed, inside the store.
 
-    Daemons bring them back in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key
-    stay as they are. Daemons may go on working meanwhile, and the command may be interrupted and repeated: every
-    message is either a row or in exactly one segment. In the end emptied partitions are dropped.
+    Daemons bring them back in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key,
+    and those of more than 1 MiB, stay as they are. Daemons may go on working meanwhile, and the command may be
+    interrupted and repeated: every message is either a row or in exactly one segment. In the end emptied partitions are
+    dropped.
 
     Exit code 1 if a segment did not read back as it was written (its messages stayed rows), or if daemons are at work
     that restore no segments (of an older version, from before `db upgrade`); 3 if the store is out of reach, Java is
@@ -105,6 +106,7 @@ def _tell_plan(planned: Plan, counted: Numbers, rows: int, *, as_json: bool) -> 
         "after_ms": planned.after_ms,
         "messages": counted.messages,
         "keyed": counted.keyed,
+        "large": counted.large,
         "raw_bytes": counted.raw_bytes,
         "windows": len(planned.windows),
         "segments": -(-counted.messages // rows),
@@ -115,7 +117,7 @@ def _tell_plan(planned: Plan, counted: Numbers, rows: int, *, as_json: bool) -> 
         return
     click.echo(
         f"{counted.messages:,} messages ({in_bytes(counted.raw_bytes)}) would go into about {figures['segments']:,} "
-        f"segments; {counted.keyed:,} with a key would stay.\n"
+        f"segments; {counted.keyed:,} with a key and {counted.large:,} of more than 1 MiB would stay.\n"
         f"On disk: {in_bytes(counted.disk_bytes)}, the messages that are due sooner among them."
     )
 

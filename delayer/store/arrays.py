@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 _ZERO: Final = ord("0")
 _DIGITS: Final = b"0123456789"
 _TO_ZERO: Final = bytes.maketrans(_DIGITS, b"0" * 10)
+_AT_ONCE: Final = 1 << 18
+"""Bytes whose digits are put back at once: of 6 MB, with one digit in two, all at once took 64 MB."""
 _NO_DIGITS: Final = bytes(set(range(256)) - set(_DIGITS))
 
 
@@ -52,13 +54,20 @@ def without_digits(column: Any) -> tuple[Any, bytes]:
 def with_digits(column: Any, packed_digits: bytes) -> Any:
     """The reverse. Raises DigitsMissing if there are more or fewer digits than places for them."""
     content = content_of(column)
-    values = pa.Array.from_buffers(pa.uint8(), len(content), [None, pa.py_buffer(content)])
-    places = pc.equal(values, _ZERO)
-    count = places.true_count
+    count = bytes(content).count(_ZERO)
     if len(packed_digits) != (count + 1) // 2:
         raise DigitsMissing(f"expected {count} digits, found {len(packed_digits)} bytes of two")
-    digits = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(packed_digits.hex().encode())])
-    return _like(column, pc.replace_with_mask(values, places, digits).buffers()[1])
+    digits = packed_digits.hex().encode()
+    filled, used = bytearray(), 0
+    for start in range(0, len(content), _AT_ONCE):
+        part = content[start : start + _AT_ONCE]
+        values = pa.Array.from_buffers(pa.uint8(), len(part), [None, pa.py_buffer(part)])
+        places = pc.equal(values, _ZERO)
+        theirs = digits[used : used + places.true_count]
+        found = pa.Array.from_buffers(pa.uint8(), len(theirs), [None, pa.py_buffer(theirs)])
+        filled += memoryview(pc.replace_with_mask(values, places, found).buffers()[1])[: len(part)]
+        used += len(theirs)
+    return _like(column, filled)
 
 
 def _like(column: Any, content: Any) -> Any:

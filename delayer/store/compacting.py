@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 ROWS: Final = 10_000
 """Messages of a segment at most."""
-BYTES: Final = 32 << 20
-"""Bodies and properties of a segment at most, in bytes; one message is taken whatever its size."""
+BYTES: Final = 8 << 20
+"""Bodies and properties of a segment at most, in bytes: the daemon that restores it has several copies of them in its
+memory for a moment."""
+LARGEST: Final = 1 << 20
+"""Bytes of a message's body and properties, above which it stays a row: Postgres keeps it out of line, compressed, and
+restoring it from a segment would take a daemon twenty times its size in memory."""
 SPAN_MS: Final = 7 * days.DAY_MS
 """Where little is due, one window reaches over several days, but not more: a segment comes back as a whole."""
 SETTINGS: Final = (
@@ -121,9 +125,10 @@ async def compact_one(
 ) -> Compacted | None:
     """One segment from the first rows of ``window``, in one transaction of its own; None when nothing is left there.
 
-    Call it again while ``more``. Rows with a key and rows that somebody has locked stay rows. They are locked and read
-    ``portion`` rows at a time, with ``pause`` seconds after each; all of them at once where it is None. Raises the
-    driver's errors, and SegmentBroken when what was written does not read back: then nothing is committed.
+    Call it again while ``more``. Rows with a key, those of more than LARGEST bytes and rows that somebody has locked
+    stay rows. They are locked and read ``portion`` rows at a time, with ``pause`` seconds after each; all of them at
+    once where it is None. Raises the driver's errors, and SegmentBroken when what was written does not read back: then
+    nothing is committed.
     """
     from delayer.store import packing  # noqa: PLC0415 - pyarrow
 
@@ -165,7 +170,9 @@ async def _lock(
     begin_us, tables, more = first_ms * 1000, list[Any](), True
     while more and rows > 0 and room > 0:
         wanted = min(portion, rows)
-        run = await connection.fetchrow(statements.LOCK_RUN, lane, first_ms, first_id, *others, wanted, room, begin_us)
+        run = await connection.fetchrow(
+            statements.LOCK_RUN, lane, first_ms, first_id, *others, wanted, room, begin_us, LARGEST
+        )
         more = run["locked"] == wanted
         if not run["locked"]:
             break

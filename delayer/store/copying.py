@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -55,12 +56,24 @@ def place_behind(table: Any) -> tuple[int, int]:
 
 def copy_stream(table: Any, lane: int, portion_bytes: int) -> Iterator[bytes]:
     """``table`` (packing.SCHEMA) as rows of ``lane`` for a binary COPY of :data:`COLUMNS`, in portions of about
-    ``portion_bytes``. A portion may be cut inside a row."""
-    content = memoryview(_rows(table, lane)) if len(table) else memoryview(b"")
+    ``portion_bytes``. A portion may be cut inside a row. Rows are encoded as they are wanted."""
     yield _COPY_HEADER
-    for start in range(0, len(content), portion_bytes):
-        yield bytes(content[start : start + portion_bytes])
+    for rows in _runs(table, portion_bytes):
+        content = memoryview(_rows(rows, lane))
+        for start in range(0, len(content), portion_bytes):
+            yield bytes(content[start : start + portion_bytes])
     yield _COPY_END
+
+
+def _runs(table: Any, content_bytes: int) -> Iterator[Any]:
+    """Slices of ``table`` with about so many bytes of bodies and properties, and one row at least."""
+    sizes = pc.add(*(pc.cast(pc.binary_length(table[name]), pa.int64()) for name in ("properties", "body")))
+    ends: list[int] = pc.cumulative_sum(sizes).to_pylist()
+    start, before = 0, 0
+    while start < len(ends):
+        end = max(start + 1, bisect_right(ends, before + content_bytes))
+        yield table.slice(start, end - start)
+        start, before = end, ends[end - 1]
 
 
 def _rows(table: Any, lane: int) -> Any:

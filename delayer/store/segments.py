@@ -6,7 +6,7 @@ Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import asyncpg
@@ -166,8 +166,7 @@ async def _restore(
 async def _restore_at_once(
     connection: asyncpg.Connection, into: Into, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
-    from delayer.store.copying import COLUMNS  # noqa: PLC0415 - pyarrow, which a daemon without segments never loads
-    from delayer.store.packing import SegmentBroken  # noqa: PLC0415
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow, without segments a daemon never loads it
 
     async with session.transaction(connection):
         await connection.execute(_BY_INDEX)
@@ -175,36 +174,32 @@ async def _restore_at_once(
         if segment is None:
             return None
         reach("restore.locked")
-        live = segment["messages"] - segment["cancelled"]
+        count = segment["messages"] - segment["cancelled"]
         if segment["format"] > FORMAT:
             reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
-            return Broken(segment["id"], live, segment["first_due"], reason, newer=True)
+            return Broken(segment["id"], count, segment["first_due"], reason, newer=True)
         try:
-            cancelled = await _cancelled(connection, segment)
-            whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
-            portions = await asyncio.to_thread(_portions, whole, cancelled, into.number, portion_bytes)
+            table = await live(connection, segment)
         except SegmentBroken as error:
             news = await mark_broken(connection, segment["id"], error.reason)
-            return Broken(segment["id"], live, segment["first_due"], error.reason, known=not news)
+            return Broken(segment["id"], count, segment["first_due"], error.reason, known=not news)
         try:
-            status = await connection.copy_to_table(
-                "message", source=_spaced(portions, pause), columns=COLUMNS, format="binary"
-            )
+            status = await write_rows(connection, table, into.number, portion_bytes, pause)
         except (asyncpg.IntegrityConstraintViolationError, *DAMAGED) as error:
             reason = f"its messages cannot be written: {describe(error)}"
-            raise _Unfit(Broken(segment["id"], live, segment["first_due"], reason)) from error
-        if status != f"COPY {live}":
-            raise RuntimeError(f"segment {segment['id']}: expected {live} messages, but {status}")
+            raise _Unfit(Broken(segment["id"], count, segment["first_due"], reason)) from error
+        if status != f"COPY {count}":
+            raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
         reach("restore.copied")
-        await delete(connection, segment["id"], noted=bool(cancelled))
+        await delete(connection, segment["id"], noted=segment["cancelled"] > 0)
         counted = await connection.fetch(
-            statements.COUNT_PARKED, [into.number], ["restored"], [live], into.number, into.epoch
+            statements.COUNT_PARKED, [into.number], ["restored"], [count], into.number, into.epoch
         )
         if not counted:
             raise LaneLost(f"lane {into.number}: it changed its owner since epoch {into.epoch}")
         reach("restore.deleted")
     reach("restore.committed")
-    return Restored(segment["id"], live, segment["first_due"])
+    return Restored(segment["id"], count, segment["first_due"])
 
 
 async def exists(connection: asyncpg.Connection, segment: int) -> bool:
@@ -223,18 +218,6 @@ async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None
     except DAMAGED as error:
         raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
     return packed
-
-
-def _portions(segment: Mapping[str, Any], cancelled: Sequence[int], lane: int, portion_bytes: int) -> list[bytes]:
-    from delayer.store.copying import copy_stream  # noqa: PLC0415 - pyarrow
-
-    return list(copy_stream(unpacked(segment, cancelled), lane, portion_bytes))
-
-
-async def _spaced(portions: Iterable[bytes], pause: float) -> AsyncIterator[bytes]:
-    for portion in portions:
-        yield portion
-        await asyncio.sleep(pause)
 
 
 def unpacked(segment: Mapping[str, Any], cancelled: Sequence[int]) -> Any:
@@ -273,12 +256,26 @@ async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
     return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
 
 
-async def write_rows(connection: asyncpg.Connection, table: Any, lane: int) -> None:
-    """Rows of ``message`` from a table of packing.SCHEMA, in the open transaction. Raises the driver's errors."""
-    from delayer.store.copying import COLUMNS, copy_stream  # noqa: PLC0415 - pyarrow
+async def write_rows(
+    connection: asyncpg.Connection, table: Any, lane: int, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
+) -> str:
+    """Rows of ``message`` from a table of packing.SCHEMA, in the open transaction. The server's answer. Raises the
+    driver's errors."""
+    from delayer.store.copying import COLUMNS  # noqa: PLC0415 - pyarrow
 
-    source = _spaced(copy_stream(table, lane, PORTION_BYTES), 0.0)
-    await connection.copy_to_table("message", source=source, columns=COLUMNS, format="binary")
+    source = _portions(table, lane, portion_bytes, pause)
+    status: str = await connection.copy_to_table("message", source=source, columns=COLUMNS, format="binary")
+    return status
+
+
+async def _portions(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[bytes]:
+    """One is encoded, in a thread, when it is wanted: all of them at once took as much memory as everything else."""
+    from delayer.store.copying import copy_stream  # noqa: PLC0415 - pyarrow
+
+    stream = copy_stream(table, lane, portion_bytes)
+    while (portion := await asyncio.to_thread(next, stream, None)) is not None:
+        yield portion
+        await asyncio.sleep(pause)
 
 
 async def _cancelled(connection: asyncpg.Connection, segment: Mapping[str, Any]) -> list[int]:

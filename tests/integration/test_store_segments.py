@@ -57,7 +57,7 @@ def strange() -> list[Row]:
         row(1, START_MS),
         Row(1, 2, START_MS * 1000 + 1, 5, 0, 1, b"", b"", b"", b"", b"", b"", b""),
         Row(1, 3, START_MS * 1000 + 999, -7, 1 << 40, 99, every, every, every, every, every, every * 9, every * 9),
-        row(4, START_MS, body=chance.randbytes(3_000_000)),
+        row(4, START_MS, body=chance.randbytes(1_000_000)),
         row(5, START_MS + DAY_MS - 1, body=b"x" * 70_000)._replace(properties=b"\xff" * 70_000),
         row(-5, START_MS + DAY_MS),
         row((1 << 62), START_MS)._replace(checksum=-1),
@@ -203,6 +203,22 @@ async def test_rows_with_a_key_stay(database: str) -> None:
         await place.park(lane, [parcel(due_ms, b"new", key=b"k")], [])
         assert [one.body for one in (await waiting(admin)).values()] == [b"new"]
         assert await compact(admin) == []
+        await conserved(admin)
+
+
+async def test_large_rows_stay(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they stand: the first, between others, the last; and where nothing else is."""
+    async with store(database) as admin:
+        sizes = [1000, 10, 501, 500, 499, 2000]
+        rows_ = [row(n, START_MS + n, body=b"x" * size) for n, size in enumerate(sizes)]
+        monkeypatch.setattr(compacting, "LARGEST", 500 + len(rows_[0].properties))
+        await put(admin, rows_)
+        before = await everything(admin)
+        [made] = await compact(admin)
+        assert made.messages == 3
+        assert sorted(len(one.body) for one in (await waiting(admin)).values()) == [501, 1000, 2000]
+        assert await compact(admin) == []
+        assert await everything(admin) == before
         await conserved(admin)
 
 
@@ -493,7 +509,7 @@ async def test_the_plans_are_index_ranges_of_one_partition(database: str, analyz
         async with admin.transaction():
             await admin.execute(compacting.SETTINGS)
             plans = [
-                await explained(admin, statements.LOCK_RUN, *bounds, 100, 1 << 20, window.first_ms * 1000),
+                await explained(admin, statements.LOCK_RUN, *bounds, 100, 1 << 20, window.first_ms * 1000, 1 << 20),
                 await explained(admin, statements.MEAN_SIZE, *bounds),
                 await explained(admin, statements.DELETE_RUN, *delete),
             ]

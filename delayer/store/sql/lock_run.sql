@@ -3,7 +3,7 @@
 -- $1 lane; from ($9, $3) inclusive to ($4, $5) exclusive in the order of (due_at, id), where $9 is epoch microseconds
 -- (exact up to the year 2255), as a portion may end inside a millisecond; the bounds of due_at once more, as $2 and $6,
 -- because row comparisons prune no partition; $7 rows; $8 bytes of bodies and properties, but one row at least. Rows with
--- a key stay rows: a later message must find them. Rows that somebody has locked (a cancel, another compaction) are left
+-- a key stay rows: a later message must find them; and those of more than $10 bytes, which gain nothing in a segment. Rows that somebody has locked (a cancel, another compaction) are left
 -- to him. Rows that are locked here and do not fit $8 are left, too; they are summed up in the order that they were
 -- locked in, and by whatever order would do as well. It is one pass over them: kept for a second one, in a CTE, they took a
 -- third more of the server's time.
@@ -34,6 +34,7 @@ FROM (
         SELECT id, due_at, parked_at, checksum, format, route, exchange, routing_key, to_exchange, to_key, properties, body
         FROM message
         WHERE lane = $1 AND due_at >= $2 AND due_at < $6 AND key IS NULL AND (due_at, id) < ($4, $5)
+          AND octet_length(body) + octet_length(properties) <= $10
           AND (due_at, id) >= ('epoch'::timestamptz + $9::bigint * interval '1 microsecond', $3)
         ORDER BY due_at, id
         LIMIT $7
