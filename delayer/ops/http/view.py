@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -24,7 +25,10 @@ STORE_SECONDS: Final = 2.0
 DEPTHS_SECONDS: Final = 15.0
 CENSUS_SECONDS: Final = 20.0
 DUTY: Final = 20
-"""A look that takes long is not repeated before so many times as long has passed."""
+"""A look that takes long is not repeated before so many times as long has passed; one that failed is, soon: it may have
+waited for a server that did not answer, and that server may be back."""
+LATE: Final = 5.0
+"""Seconds after which a look that is under way says that who is looked at does not answer."""
 PATIENCE: Final = 3.0
 """Seconds that somebody who asks waits for a fresh answer; then the last one has to do."""
 LOOKS_FAIL_WITH: Final = (StoreLost, BrokerLost, BadStoreUrl, SchemaOutdated, TimeoutError)
@@ -46,12 +50,15 @@ class Seen(Generic[T]):
 
 
 class Cached(Generic[T]):
-    """One question, asked at most every ``seconds``."""
+    """One question, asked at most every ``seconds``. After ``late`` seconds without an answer there is none."""
 
-    def __init__(self, look: Callable[[], Awaitable[T]], seconds: float, name: str) -> None:
+    def __init__(self, look: Callable[[], Awaitable[T]], seconds: float, name: str, late: float = LATE) -> None:
         self._look = look
         self._seconds = seconds
         self._name = name
+        self._late = late
+        self._began: float | None = None
+        self._forgotten = False
         self._value: T | None = None
         self._error = ""
         self._seen_at: float | None = None
@@ -70,21 +77,29 @@ class Cached(Generic[T]):
 
     def last(self) -> Seen[T]:
         """Without asking anew."""
-        return Seen(self._value, self._error, None if self._seen_at is None else monotonic() - self._seen_at)
+        now = monotonic()
+        waits = 0.0 if self._began is None else now - self._began
+        error = self._error or (f"no answer for {waits:.0f} s" if waits > self._late else "")
+        return Seen(self._value, error, None if self._seen_at is None else now - self._seen_at)
 
     def forget(self) -> None:
-        """Something was changed: the next who asks wants to see it."""
+        """Something was changed: the next who asks wants to see it, not what a look saw that had begun before."""
         self._again_at = 0.0
+        self._forgotten = True
 
     async def _refresh(self) -> None:
-        began = monotonic()
+        self._began = began = monotonic()
+        self._forgotten = False
+        pause = self._seconds
         try:
             self._value = await self._look()
             self._error, self._seen_at = "", monotonic()
+            pause = max(pause, DUTY * (self._seen_at - began))
         except LOOKS_FAIL_WITH as error:
             self._error = str(error) or type(error).__name__
-        now = monotonic()
-        self._again_at = now + max(self._seconds, DUTY * (now - began))
+        finally:
+            self._began = None
+        self._again_at = 0.0 if self._forgotten else monotonic() + pause
 
     async def close(self) -> None:
         if self._task is not None:
@@ -105,7 +120,7 @@ class View:
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
         self.store = Cached(self._store, STORE_SECONDS, "store")
-        self.census = Cached(self._census, CENSUS_SECONDS, "backlog")
+        self.census = Cached(self._census, CENSUS_SECONDS, "backlog", late=inf)
         self.depths = Cached[Depths](inside.depths, DEPTHS_SECONDS, "queues")
 
     @property
