@@ -33,6 +33,7 @@ PAST: Final = {
 SHOWN: Final = 20
 """Chosen messages that a question names; the others are counted."""
 _LOCKED: Final = "To change something, say the token first."
+_WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,8 @@ class Deeds:
         as_json = "application/json" in request.headers.get("accept", "")
         try:
             who = await self.pages.doors.who(request)
-            told: Told | Response = Told("Locked", [_LOCKED], 0, "/login", 403)
+            line = _WRONG if "authorization" in request.headers else _LOCKED
+            told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:
                 form = await said(request)
                 # What was begun is finished, though the browser goes away: half an act helps nobody.
@@ -83,11 +85,13 @@ class Deeds:
             told = Told("Not understood", [str(wrong)], 0, "/waiting", 400)
         except (BrokerLost, *STORE_ERRORS) as error:
             told = Told("Not done", [str(error)], 0, "/", 503)
-        self.pages.answers.view.store.forget()
-        self.pages.answers.view.census.forget()
-        self.pages.answers.view.depths.forget()
         if isinstance(told, Response):
             return told
+        # Not for who was turned away: looks at a backlog are dear.
+        if told.done or told.status == 503:
+            view = self.pages.answers.view
+            for part in (view.store, view.census, view.depths):
+                part.forget()
         if as_json:
             return JSONResponse(
                 {"heading": told.heading, "lines": list(told.lines), "done": told.done}, status_code=told.status

@@ -31,7 +31,9 @@ LASTS: Final = 8 * 3600.0
 MOST: Final = 1_000
 """Sessions that are remembered."""
 WRONG_SECONDS: Final = 0.5
-"""What a wrong token costs at least; they are looked at one after another."""
+"""What a wrong token costs at least: who said one is answered one after another."""
+WAITING: Final = 8
+"""How many wait for that answer; the next hear it at once, or they would fill the server."""
 MAX_BODY: Final = 256 * 1024
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
@@ -96,7 +98,8 @@ class Doors:
         self._token = token
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
-        self._looking = asyncio.Lock()
+        self._wrongs = asyncio.Lock()
+        self._waiting = 0
 
     @property
     def can_open(self) -> bool:
@@ -105,10 +108,9 @@ class Doors:
 
     async def open(self, said: str, who: str) -> str | None:
         """A session's name for who says the right token, else None, after a while."""
-        async with self._looking:
-            if not self._is_token(said):
-                await asyncio.sleep(WRONG_SECONDS)
-                return None
+        if not self._is_token(said):
+            await self._wrong()
+            return None
         name = secrets.token_urlsafe(32)
         while len(self._sessions) >= MOST:
             del self._sessions[next(iter(self._sessions))]
@@ -135,13 +137,22 @@ class Doors:
         """Who wants to change something; None if he did not say the token."""
         kind, _, said = request.headers.get("authorization", "").partition(" ")
         if kind:
-            async with self._looking:
-                if kind.lower() == "bearer" and self._is_token(said.strip()):
-                    return "http"
-                await asyncio.sleep(WRONG_SECONDS)
-                return None
+            if kind.lower() == "bearer" and self._is_token(said.strip()):
+                return "http"
+            await self._wrong()
+            return None
         session = self.session(request)
         return None if session is None else session.who
+
+    async def _wrong(self) -> None:
+        """Let somebody wait. Nobody who is right waits behind him; a token of at least 16 characters is not guessed."""
+        if self._waiting < WAITING:
+            self._waiting += 1
+            try:
+                async with self._wrongs:
+                    await asyncio.sleep(WRONG_SECONDS)
+            finally:
+                self._waiting -= 1
 
     def _is_token(self, said: str) -> bool:
         token = self._token()

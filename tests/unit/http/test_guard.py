@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -135,3 +136,20 @@ async def test_sessions_fill_no_memory(place: Place, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(guard, "MOST", 3)
     names = [await place.doors.open(TOKEN, str(n)) for n in range(5)]
     assert [await place.doors.who(request(name or "")) for name in names] == [None, None, "2", "3", "4"]
+
+
+async def test_who_is_right_does_not_wait_for_who_is_wrong(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "WRONG_SECONDS", 3600.0)
+    monkeypatch.setattr(guard, "WAITING", 2)
+    wrong = [asyncio.create_task(place.doors.open("wrong", "eve")) for _ in range(5)]
+    try:
+        async with asyncio.timeout(10):
+            assert await place.doors.open(TOKEN, "ada") is not None
+            assert await place.doors.who(request(authorization=f"Bearer {TOKEN}")) == "http"
+            done, waiting = await asyncio.wait(wrong, timeout=0.1)
+            assert (len(done), len(waiting)) == (3, 2), "and they do not fill the server"
+            assert {task.result() for task in done} == {None}
+    finally:
+        for task in wrong:
+            task.cancel()
+        await asyncio.wait(wrong)

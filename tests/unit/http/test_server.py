@@ -34,12 +34,14 @@ class Inside:
         self.lost = False
         self.blocked = False
         self.done: list[tuple[str, frozenset[str], str]] = []
+        self.looks = 0
 
     def state(self) -> State:
         lines = {"publish": {"connected": True, "blocked": self.blocked, "connects": 1}}
         return state(self.worker, mode="native", store=False, recent=[], connections=lines)
 
     async def depths(self) -> Depths:
+        self.looks += 1
         if self.lost:
             raise BrokerLost("no connection")
         return Depths({"delays": 3, "delays.due": 0, "delays.refused": 1}, {27: 5, 0: None})
@@ -235,3 +237,17 @@ async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -
         assert (await web.get("/api/live")).json["blocked"] is True
         answer = await web.get("/health/ready")
         assert (answer.status, "takes no publishes" in answer.text) == (503, True)
+
+
+async def test_who_was_turned_away_has_nothing_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    async with served(inside, monkeypatch) as web:
+        form = {"verb": "drop", "id": "id-1"}
+        for more, status, looks in (
+            ({}, 403, 1), ({"Authorization": "Bearer wrong"}, 403, 1), ({"Authorization": f"Bearer {TOKEN}"}, 200, 2),
+        ):  # fmt: skip
+            await web.get("/metrics")
+            answer = await web.post("/deeds/refused", form, **more)
+            await web.get("/metrics")
+            assert (answer.status, inside.looks) == (status, looks)
+            assert ("not the token" in answer.text) == ("wrong" in str(more))
