@@ -21,7 +21,7 @@ from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.late import Limits
 from delayer.core.pace import Pacer
-from delayer.core.plan import Finish, Policy
+from delayer.core.plan import Policy
 from delayer.core.topology import Topology
 from delayer.ops.condition import Condition, Seen
 from delayer.ops.notify import Notifier
@@ -281,7 +281,12 @@ class Daemon:
         )
 
     def _strays(self, queue: str) -> Strays:
-        reader = Reader(self._cascade.delivery.encode(), self._addressed, lambda: self._publisher.max_properties)
+        reader = Reader(
+            self._cascade.delivery.encode(),
+            self.settings.native.due_queue.encode(),
+            self._addressed,
+            lambda: self._publisher.max_properties,
+        )
         return Strays(
             queue,
             RelayConsumer(self._relays["strays"]),
@@ -298,8 +303,9 @@ class Daemon:
         """Whether a message may ask to be brought to ``queue`` by the broker: nothing else at the end of the cascade is
         there because of us."""
         policy = self._policy
-        finishes = any(route.finish is Finish.BROKER for route in policy.routes.values())
-        return finishes and queue not in policy.own_queues
+        # Of what a route brought in that finished by the broker before the last reload, too.
+        by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
+        return by_queue and queue not in policy.own_queues
 
     def _intake_carrier(self) -> IntakeCarrier:
         return IntakeCarrier(

@@ -248,7 +248,8 @@ async def _levels_to_store(settings: Settings, url: str, levels: Cascade) -> int
                 for level in reversed(range(LOWEST, LEVELS)):
                     if not (await _around(settings, levels)).levels[level]:
                         continue
-                    async for moved in _portions_in(store, lane, relay, levels, level):
+                    due_queue = settings.native.due_queue.encode()
+                    async for moved in _portions_in(store, lane, relay, levels, level, due_queue=due_queue):
                         await acts.add(connection, act, moved)
                         done += moved
                         Progress()(done)
@@ -260,7 +261,7 @@ async def _levels_to_store(settings: Settings, url: str, levels: Cascade) -> int
 
 
 async def _portions_in(
-    store: PostgresStore, lane: object, relay: Relay, levels: Cascade, level: int
+    store: PostgresStore, lane: object, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
 ) -> AsyncIterator[int]:
     """Park what stands in one level, portion by portion; each is acknowledged when it is committed."""
     connection = await relay.connection(10.0)
@@ -272,7 +273,11 @@ async def _portions_in(
             empty = 0 if batch else empty + 1
             if batch:
                 now_ms = store.now_ms()
-                parcels = [rules.into_store(one, levels, level, now_ms, connection.frame_max - 20) for one in batch]
+                most = connection.frame_max - 20
+                parcels = [
+                    rules.into_store(one, levels, level, now_ms, due_queue=due_queue, max_properties=most)
+                    for one in batch
+                ]
                 reach("drain.read")
                 await store.park(lane, parcels, [])
                 reach("drain.parked")

@@ -14,10 +14,9 @@ from delayer.core.message import Delivery, Parcel
 from delayer.legacy.cascade import CascadeLevels
 from delayer.legacy.hold_queues import HoldQueues, Said
 from delayer.legacy.ports import BadSource, Source
-from delayer.services import envelopes
+from delayer.services.draining import carried
 from delayer.settings import duration_ms
 from delayer.store.importing import ImportStore
-from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 _broker_options = (
     click.option(
@@ -38,14 +37,6 @@ def _duration(_context: click.Context, _option: click.Parameter, text: str | Non
         raise click.BadParameter(f"expected {error}, found {text!r}") from None
 
 
-def _opened(delivery: Delivery) -> Parcel | None:
-    """The message inside a carrier of delayer's own cascade."""
-    try:
-        return envelopes.opened(Properties.parse(delivery.properties), delivery.body, MAX_PROPERTIES).parcel
-    except (envelopes.NoEnvelope, MalformedProperties, MalformedTable):
-        return None
-
-
 def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     kind, prefix = given["kind"], given["prefix"]
     try:
@@ -56,22 +47,27 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
     except ValueError as error:
         raise BadSource(str(error)) from None
     to = given["to_exchange"]
+    due_queue = (given["due_queue"] or wanted.settings.native.due_queue).encode("utf-8", "surrogateescape")
+
+    def opened(delivery: Delivery) -> Parcel | None:
+        return carried(delivery, due_queue, MAX_PROPERTIES)
+
     return CascadeLevels(
         given["from_url"] or wanted.settings.broker_url,
         cascade,
         wanted.meant,
         book.now_ms,
         wanted.rewrites,
-        open=_opened,
+        open=opened,
         to_exchange=None if to is None else to.encode("utf-8", "surrogateescape"),
         lowest=given["levels_from"],
     )
-    if given["whole_time"] and given["believe_timestamps"]:
-        raise Misused("expected --whole-time or --believe-timestamps, found both")
 
 
 def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     settings = wanted.settings
+    if given["whole_time"] and given["believe_timestamps"]:
+        raise Misused("expected --whole-time or --believe-timestamps, found both")
     url = given["from_url"] or settings.broker_url
     management = given["management_url"]
     if management is None and given["from_url"] is None:
@@ -106,6 +102,12 @@ def add() -> None:
                 metavar="TEXT",
                 help="Of the names of delayer's own, or what Celery is told to put before its own. [default: "
                 "native.prefix; none]",
+            ),
+            click.option(
+                "--due-queue",
+                metavar="NAME",
+                help="The due queue of the delayer whose cascade it is: only what is on its way there is opened. "
+                "[default: native.due_queue]",
             ),
             click.option(
                 "--levels-from",

@@ -13,7 +13,7 @@ from delayer.broker.relay import Relay
 from delayer.commands.common import Off, note, quoted
 from delayer.core.message import Confirmed, Delivery, Outgoing, Returned
 from delayer.services import reading
-from delayer.services.refusals import Refusal, again, told
+from delayer.services.refusals import Doors, Refusal, again, told
 from delayer.settings import Settings
 from delayer.store import acting, acts
 from delayer.wire.address import Address
@@ -70,16 +70,21 @@ class Done(NamedTuple):
     left: Sequence[tuple[str, str]]
 
 
-Do = Callable[[RelayPublisher, Sequence[Delivery]], Awaitable[list[str]]]
+def doors_of(settings: Settings) -> Doors:
+    """Where messages may have come in."""
+    return Doors(settings.intake.queue.encode(), frozenset(route.from_.encode() for route in settings.routes))
+
+
+Do = Callable[[RelayPublisher, Sequence[Delivery], Doors], Awaitable[list[str]]]
 """What to do with each of a portion: "" where it may be acknowledged, else why it stays."""
 
 
-async def _taken(_publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+async def _taken(_publisher: RelayPublisher, some: Sequence[Delivery], _doors: Doors) -> list[str]:
     return [""] * len(some)
 
 
-async def _published(publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
-    prepared = [again(delivery) for delivery in some]
+async def _published(publisher: RelayPublisher, some: Sequence[Delivery], doors: Doors) -> list[str]:
+    prepared = [again(delivery, doors) for delivery in some]
     outgoing = [one for one in prepared if isinstance(one, Outgoing)]
     outcomes = iter(await publisher.publish(outgoing))
     return [one if isinstance(one, str) else _why(next(outcomes)) for one in prepared]
@@ -139,16 +144,17 @@ async def _portions(subscription: RelaySubscription, count: int) -> AsyncIterato
 async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[Seen], int]:
     """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
     found: list[Seen] = []
+    doors = doors_of(settings)
     async with _consuming(settings, limit) as (subscription, _, depth):
         async for some in _portions(subscription, min(depth, limit)):
-            found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one))]
+            found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one, doors))]
     return found, depth
 
 
 async def do(settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT) -> Done:
     """Retry or drop those that are meant among the first ``depth``, in the name of ``who``. Raises as :func:`look`,
     and StoreLost."""
-    work = DEEDS[verb]
+    work, doors = DEEDS[verb], doors_of(settings)
     done = 0
     left: list[tuple[str, str]] = []
     async with (
@@ -157,14 +163,14 @@ async def do(settings: Settings, verb: str, wanted: Wanted, who: str, depth: int
     ):
         kept = 0
         async for some in _portions(queue, min(depth, ready)):
-            meant = [one for one in some if wanted.means(told(one))]
-            whys = await work(publisher, meant) if meant else []
+            meant = [one for one in some if wanted.means(told(one, doors))]
+            whys = await work(publisher, meant, doors) if meant else []
             taken = [one for one, why in zip(meant, whys, strict=True) if not why]
             # Written down before it is gone from the queue; an acknowledgement that is lost repeats a message.
             await add(len(taken))
             for one in taken:
                 queue.ack(one.tag, multiple=False)
-            left += [(told(one).id, why) for one, why in zip(meant, whys, strict=True) if why]
+            left += [(told(one, doors).id, why) for one, why in zip(meant, whys, strict=True) if why]
             done += len(taken)
             kept += len(some) - len(taken)
             if kept >= KEPT:

@@ -190,6 +190,15 @@ def strip_prefix(key: bytes) -> bytes:
     return key[match.end() :] if match else key
 
 
+def leads_to(key: bytes, address: bytes) -> bool:
+    """Whether ``key``, with the digits of a cascade before it, ends at ``address``.
+
+    >>> leads_to(routing_key(5, b"delays.due"), b"delays.due"), leads_to(b"delays.due", b"delays.due")
+    (True, False)
+    """
+    return key != address and strip_prefix(key) == address
+
+
 def delivery_binding(address: str) -> str:
     """The key that binds ``address`` to a delivery exchange: one ``*`` for each digit.
 

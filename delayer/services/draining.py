@@ -87,22 +87,38 @@ def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Ou
     return Outgoing(levels.entry(seconds).encode(), key, envelopes.enveloped(due.parcel, token), due.parcel.body, token)
 
 
-def into_store(delivery: Delivery, levels: Cascade, level: int, now_ms: int, max_properties: int) -> Parcel:
-    """A message that was met in a level of our own cascade: what its envelope holds; and where the broker was to finish
-    it, a message that is let out where the cascade ends, by its own key."""
+def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel | None:
+    """What the envelope holds of a message that was met in a level of our own cascade; None where it is none.
+
+    Only what is on its way to the daemon's own due queue is one. Anything else is a message that the broker was to
+    bring to its queue, and what its headers look like is its publisher's word.
+    """
+    if not cascade.leads_to(delivery.routing_key, due_queue):
+        return None
     try:
         return envelopes.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
     except (envelopes.NoEnvelope, MalformedProperties, MalformedTable):
-        due_ms = due_at_level(levels, level, delivery.routing_key, _said(delivery), now_ms)
-        return Parcel(
-            due_ms,
-            delivery.exchange,
-            delivery.exchange,
-            delivery.routing_key,
-            Target(levels.delivery.encode(), delivery.routing_key),
-            delivery.properties,
-            delivery.body,
-        )
+        return None
+
+
+def into_store(
+    delivery: Delivery, levels: Cascade, level: int, now_ms: int, *, due_queue: bytes, max_properties: int
+) -> Parcel:
+    """A message that was met in a level of our own cascade: what its envelope holds; and where the broker was to finish
+    it, a message that is let out where the cascade ends, by its own key."""
+    inside = carried(delivery, due_queue, max_properties)
+    if inside is not None:
+        return inside
+    due_ms = due_at_level(levels, level, delivery.routing_key, _said(delivery), now_ms)
+    return Parcel(
+        due_ms,
+        delivery.exchange,
+        delivery.exchange,
+        delivery.routing_key,
+        Target(levels.delivery.encode(), delivery.routing_key),
+        delivery.properties,
+        delivery.body,
+    )
 
 
 def _said(delivery: Delivery) -> dict[bytes, object]:

@@ -61,6 +61,8 @@ _REFUSED: Final = b"x-delayer-refused"
 EXCHANGE: Final = b"x-delayer-exchange"
 ROUTING_KEY: Final = b"x-delayer-routing-key"
 PROPERTIES: Final = b"x-delayer-properties"
+ENVELOPE: Final = b"x-delayer-envelope"
+"""What makes an envelope of a message; see envelopes.py."""
 _OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY})
 """What a refused message gained. Published again and delivered, it is refused no more; without the first of them the
 other two are somebody's own."""
@@ -99,7 +101,8 @@ def asked(delivery: Delivery, properties: Properties, consulted: Collection[byte
         delivery.body,
         properties.short("content_encoding"),
         properties.message_id,
-        crc32(raw) / (1 << 32) if X_DEATH in headers else 0.0,
+        # Messages without an id that failed together are alike, byte for byte: their deliveries are not.
+        crc32(delivery.tag.to_bytes(8, "big"), crc32(raw)) / (1 << 32) if X_DEATH in headers else 0.0,
     )
 
 
@@ -113,6 +116,7 @@ def _keys(value: object) -> frozenset[bytes]:
 
 _HISTORY: Final = b"x-delayer-history"
 _ERROR: Final = b"x-delayer-error"
+_COPIES: Final = b"x-delayer-cc"
 _FIRST_FAILURES: Final = 1
 _LAST_FAILURES: Final = 19
 """Failures that the history tells of: where the message came from at first, and what happened lately."""
@@ -121,7 +125,8 @@ _LAST_FAILURES: Final = 19
 def failed(properties: Properties, failure: Failure, max_properties: int) -> bytes:
     """A dead letter with what is known of its failures: how many, where and why the last one, and a history.
 
-    ``x-death`` goes: the broker would count on from it, and it is in the history. Raises MalformedTable.
+    ``x-death`` goes: the broker would count on from it, and it is in the history. ``CC`` becomes a header of ours: it
+    goes back to the one queue that gave it up, and the others have their copies. Raises MalformedTable.
     """
     told = properties.get(_HISTORY)
     # Of a history that somebody else made of this header nothing can be kept.
@@ -146,7 +151,11 @@ def failed(properties: Properties, failure: Failure, max_properties: int) -> byt
 
 
 def _noted(properties: Properties, append: bytes) -> bytes:
-    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED
+    remove = {RETRIES, FAILED_IN, _ERROR, _HISTORY, X_DEATH} | _COUNTED | _ROUTES
+    copies = properties.get(b"CC")
+    if copies is not None:
+        remove |= {_COPIES}
+        append = entry(_COPIES, copies.type_and_value) + append
     return splice(properties, remove=remove, remove_prefixes=_REMOVED_PREFIXES, append=append)
 
 
@@ -205,11 +214,13 @@ def _turned_delay(raw: bytes, type_at: int, stop: int) -> Mapping[bytes, bytes]:
 
 
 def for_the_broker(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """As the message enters a cascade that the broker finishes: persistent, or a restart would lose it on the way.
+    """As the message enters a cascade that the broker finishes: persistent, or a restart would lose it on the way; and
+    without the mark of an envelope, which it goes without and its publisher may have forged.
 
     Only for messages without ``expiration`` and ``CC``, which would act inside the cascade.
     """
-    return splice(released(properties, id, due_ms), delivery_mode=2)
+    forged = frozenset({ENVELOPE}) if ENVELOPE in properties.raw else frozenset()
+    return splice(released(properties, id, due_ms), remove=forged, delivery_mode=2)
 
 
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
@@ -229,7 +240,7 @@ def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> 
         kept = _with_gains(Properties.parse(delivery.properties), gained)
         if len(kept) <= max_properties:
             return kept, id
-        bare = splice(delivery.properties, drop=("user_id", "expiration"))
+        bare = splice(delivery.properties, remove=_OF_THE_REFUSED | {ID, X_DEATH}, drop=("user_id", "expiration"))
     except (MalformedProperties, MalformedTable):
         bare = encode_headers(gained)
     wrapped = encode_headers(gained + entry(PROPERTIES, byte_array(delivery.properties)))

@@ -11,14 +11,13 @@ from typing import Final, NamedTuple
 
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS, SHORT_STRING
-from delayer.services.edits import DUE, EXCHANGE, ID, PROPERTIES, ROOM, ROUTING_KEY, shown
+from delayer.services.edits import DUE, ENVELOPE, EXCHANGE, ID, PROPERTIES, ROOM, ROUTING_KEY, shown
 from delayer.wire.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 
 ID_BYTES: Final = 32
 """The longest id that we give: a UUID in hexadecimal."""
 REASON: Final = 440
 """Bytes of a stray's reason: fewer than of another's, whose note takes less room."""
-_ENVELOPE: Final = b"x-delayer-envelope"
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
@@ -60,7 +59,7 @@ def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
     headers = (
         entry(ID, long_string(id))
         + entry(DUE, int64(parcel.due_ms))
-        + entry(_ENVELOPE, int64(FORMAT))
+        + entry(ENVELOPE, int64(FORMAT))
         + entry(_ROUTE, long_string(parcel.route))
         + entry(EXCHANGE, long_string(parcel.exchange))
         + entry(ROUTING_KEY, long_string(parcel.routing_key))
@@ -77,6 +76,7 @@ def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
 def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope:
     """The message inside a carrier. Raises NoEnvelope, MalformedTable.
 
+    Only for what came the way that carriers come: publishers can write all of these headers on messages of their own.
     Anybody can publish to the due queue, so nothing is believed that would not fit where it goes next: its destination,
     the cascade once more, or the strays queue.
     """
@@ -90,7 +90,7 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
             raise NoEnvelope(f"header {name.decode()}: expected at most {limit} bytes, found {len(value)}")
         return value
 
-    version = int.from_bytes(content(_ENVELOPE, 8), "big")
+    version = int.from_bytes(content(ENVELOPE, 8), "big")
     if version != FORMAT:
         raise NoEnvelope(f"expected envelope format {FORMAT}, found {version}")
     due_ms = int.from_bytes(content(DUE, 8), "big", signed=True)

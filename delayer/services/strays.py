@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.core.backoff import Sparing
-from delayer.core.cascade import strip_prefix
+from delayer.core.cascade import leads_to, strip_prefix
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import Refuse
 from delayer.services import edits, envelopes
@@ -60,28 +60,36 @@ class Stray(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What makes a stray of a delivery. ``delivery_exchange``: where the cascade ends. ``addressed``: whether the queue
-    of that name may be the end of a cascade that the broker finishes."""
+    """What makes a stray of a delivery. ``delivery_exchange``: where the cascade ends. ``due_queue``: the daemon's own
+    at its end. ``addressed``: whether the queue of that name may be the end of a cascade that the broker finishes."""
 
     delivery_exchange: bytes
+    due_queue: bytes
     addressed: Callable[[bytes], bool]
     max_properties: Callable[[], int]
 
     def stray(self, delivery: Delivery) -> Stray | str:
-        """Or why it is none: it cannot be read, or it is not there because of us."""
+        """Or why it is none: it cannot be read, or it is not there because of us.
+
+        What came out of the cascade for another address than the due queue is a publisher's own message, whose headers
+        may look like an envelope's: the way it took says what it is, never its headers.
+        """
         try:
             properties = Properties.parse(delivery.properties)
+            if delivery.exchange == self.delivery_exchange and not leads_to(delivery.routing_key, self.due_queue):
+                return self._finished_by_the_broker(delivery, properties) or (
+                    f"not a stray of ours: expected one that the broker was to bring to its queue, found "
+                    f"{delivery.routing_key.decode('utf-8', 'backslashreplace')!r} without the headers of one"
+                )
             envelope = envelopes.opened(properties, delivery.body, self.max_properties())
             return Stray(delivery, envelope.id, envelope.parcel, *envelopes.tried(properties))
-        except envelopes.NoEnvelope as none:
-            return self._finished_by_the_broker(delivery, properties) or f"not a stray of ours: {none}"
-        except (MalformedProperties, MalformedTable) as broken:
+        except (envelopes.NoEnvelope, MalformedProperties, MalformedTable) as broken:
             return f"not a stray of ours: {broken}"
 
     def _finished_by_the_broker(self, delivery: Delivery, properties: Properties) -> Stray | None:
         """It came out of the cascade when nothing was bound for its address any more."""
         address = strip_prefix(delivery.routing_key)
-        if delivery.exchange != self.delivery_exchange or address == delivery.routing_key:
+        if address == delivery.routing_key:
             return None
         id = properties.get(edits.ID)
         due = properties.get(edits.DUE)

@@ -15,6 +15,7 @@ from tests.rig.fakes import NOW
 
 OURS = Cascade()
 DAY = 86_400_000
+DUE = b"delays.due"
 
 
 def row(due_ms: int) -> Due:
@@ -37,21 +38,30 @@ def test_there_and_back(wait_ms: int) -> None:
     level = max(seconds.bit_length() - 1, 0)
     assert sent.exchange.decode() == OURS.level(level)
     met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
-    assert into_store(met, OURS, level, NOW + 5_000, 100_000) == due.parcel
+    assert into_store(met, OURS, level, NOW + 5_000, due_queue=DUE, max_properties=100_000) == due.parcel
 
 
 def test_what_the_broker_was_to_finish_goes_where_the_cascade_ends() -> None:
     key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
     properties = encode_headers(entry(edits.DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
     met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
-    parcel = into_store(met, OURS, 5, NOW, 100_000)
+    parcel = into_store(met, OURS, 5, NOW, due_queue=DUE, max_properties=100_000)
     assert parcel.target == Target(OURS.delivery.encode(), key)
     assert (parcel.due_ms, parcel.properties, parcel.body) == (NOW + 30_000, properties, b"body")
 
 
+def test_a_publishers_envelope_is_not_opened() -> None:
+    """Only what is on its way to the due queue is an envelope, whatever the headers of another message look like."""
+    forged = into_cascade(row(NOW + 60_000), OURS, b"inbox", NOW)
+    met = Delivery(1, False, forged.exchange, forged.routing_key, forged.properties, forged.body)
+    parcel = into_store(met, OURS, 5, NOW, due_queue=DUE, max_properties=100_000)
+    assert parcel.target == Target(OURS.delivery.encode(), forged.routing_key)
+    assert parcel.properties == forged.properties
+
+
 def test_what_cannot_be_read_is_parked_for_as_long_as_it_may_have_to_wait() -> None:
     met = Delivery(1, False, b"x", b"0." * LEVELS + b"inbox", b"\xff\xff\xff", b"body")
-    assert into_store(met, OURS, 6, NOW, 100_000).due_ms == NOW + 64_000
+    assert into_store(met, OURS, 6, NOW, due_queue=DUE, max_properties=100_000).due_ms == NOW + 64_000
 
 
 NOTHING = Standing(0, 0, 0, 0, 0, 0)

@@ -150,6 +150,13 @@ def test_for_the_broker_it_is_persistent() -> None:
     assert pamqp_reads(edits.for_the_broker(Properties.parse(b"\0\0"), b"id", DUE_MS)).delivery_mode == 2
 
 
+def test_for_the_broker_it_is_no_envelope() -> None:
+    parcel = Parcel(DUE_MS, b"in", b"in", b"k", Target(b"private", b"stolen"), b"\0\0", b"")
+    for_it = edits.for_the_broker(Properties.parse(envelopes.enveloped(parcel, b"x")), b"id", DUE_MS)
+    with pytest.raises(envelopes.NoEnvelope, match="x-delayer-envelope is missing"):
+        envelopes.opened(Properties.parse(for_it), b"", 100_000)
+
+
 @given(properties())
 def test_released_again_is_released_once(raw: bytes) -> None:
     try:
@@ -185,6 +192,16 @@ def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
     asked = edits.asked(delivered(raw), found, retrying.CONSULTED)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1
+
+
+def test_messages_that_are_alike_do_not_come_back_together() -> None:
+    """Without an id, and rejected in the same second."""
+    raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
+    found = Properties.parse(raw)
+    every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
+    chances = sorted(edits.asked(one, found, retrying.CONSULTED).chance for one in every)
+    assert len(set(chances)) == 1_000
+    assert max(after - before for before, after in zip(chances, chances[1:], strict=False)) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -246,6 +263,16 @@ def test_a_dead_letter_tells_of_its_failure_and_keeps_everything_else() -> None:
     assert value(found, "x-delayer-history") == [
         {"queue": "orders", "reason": "rejected", "time": 1_800_000_000, "exchange": "shop", "routing-key": "order.new"}
     ]
+
+
+def test_copies_of_a_dead_letter_are_not_sent_again() -> None:
+    copies = b"A" + sized(long_string(b"audit"))
+    found = failed(with_headers(entry(b"CC", copies), text("mine"), entry(b"BCC", copies)))
+    assert found.get(b"CC") is found.get(b"BCC") is None
+    assert value(found, "x-delayer-cc") == ["audit"]
+    again = failed(found.raw, FAILED._replace(retries=2))
+    assert value(again, "x-delayer-cc") == ["audit"]
+    assert sum(one.name == b"x-delayer-cc" for one in again.headers_items()) == 1
 
 
 def test_the_history_keeps_the_first_failure_and_the_last_ones() -> None:

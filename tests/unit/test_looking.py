@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.filters import Filter, Token, read_token
-from delayer.core.message import Delivery, Outgoing
-from delayer.services import edits, reading
-from delayer.services.refusals import again, told, with_short
+from delayer.core.message import Delivery
+from delayer.services import reading
+from delayer.services.refusals import Doors, told, with_short
 from delayer.store.telling import HELD, WAITING, Told, read
 from tests.rig.raw import Props, Value, array, number, octets, table, text
 
-LIMIT = 100_000
+DOORS = Doors(b"delays", frozenset({b"delayer.in"}))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_any_bytes_are_read_somehow(raw: bytes) -> None:
     test = reading.header_test(Filter(headers=((b"", ""),)))
     assert test is not None
     test(raw)
-    told(Delivery(1, False, b"", b"", raw, b""))
+    told(Delivery(1, False, b"", b"", raw, b""), DOORS)
 
 
 @given(st.binary(max_size=60), st.integers(0, 60))
@@ -94,50 +94,6 @@ def test_previews() -> None:
     assert reading.preview("käse".encode(), 2) == "k"  # never half a character
     assert reading.preview(b"\x00\x01") == "00 01"
     assert reading.preview(b"\x1b[31mred") == b"\x1b[31mred".hex(" ")
-
-
-@pytest.mark.parametrize(
-    "props",
-    [
-        Props(),
-        Props(headers=((b"x-delay", number("l", 5)), (b"who", text("me")))),
-        Props(headers=(), expiration=b"60000", message_id=b"m", timestamp=5, type=b"t", app_id=b"a"),
-        Props(expiration=b"1", cluster_id=b"c"),
-    ],
-)
-def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
-    came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
-    properties, token = edits.refused(came, "too long", b"abc", LIMIT)
-    stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
-    said = told(stands)
-    assert (said.id, said.reason, said.exchange, said.routing_key) == ("abc", "too long", b"delayer.in", b"orders.eu")
-    back = again(stands)
-    assert isinstance(back, Outgoing)
-    assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
-    expected = props if props.headers is not None else Props(**{**vars(props), "headers": ()})
-    assert Props.decode(back.properties).without(b"x-delayer-id") == expected
-
-
-def test_what_the_broker_set_aside_goes_back_to_where_it_came_in() -> None:
-    death = table(
-        (b"exchange", text("delayer.in")), (b"queue", text("delays")), (b"reason", text("expired")),
-        (b"routing-keys", array(text("orders.eu"))),
-    )  # fmt: skip
-    stands = Delivery(
-        1, False, b"delays.refused", b"orders.eu", Props(headers=((b"x-death", array(death)),)).encode(), b""
-    )
-    back = again(stands)
-    assert isinstance(back, Outgoing)
-    assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
-    assert told(stands).reason == "the broker: expired in delays"
-
-
-def test_what_cannot_go_back_says_why() -> None:
-    assert again(Delivery(1, False, b"", b"", Props().encode(), b"")) == "it does not say where it came in"
-    broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
-    properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)
-    assert "refused again" in str(again(broken._replace(properties=properties)))
-    assert "refused again" in str(again(broken))
 
 
 def test_short_strings_stand_in_their_place() -> None:

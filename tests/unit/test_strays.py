@@ -58,7 +58,7 @@ class Scene:
         self.counters = Counters()
         self.pulse = Pulse()
         self.stopping = asyncio.Event()
-        reader = Reader(DELIVERY, lambda queue: queue != b"delays", lambda: 10_000)
+        reader = Reader(DELIVERY, b"delays.due", lambda queue: queue != b"delays", lambda: 10_000)
         self.strays = Strays(
             QUEUE,
             ScriptedConsumer(self.subscription),
@@ -139,6 +139,26 @@ async def test_what_the_broker_could_not_finish_is_brought_to_its_queue() -> Non
     assert (message.exchange, message.routing_key, message.token) == (b"", b"sales", b"of-the-broker")
     assert it.acked == [3, 4, 1], "the second is not due"
     assert len(it.sent(REFUSED)) == 2, "one is for a queue of ours, one is somebody else's"
+
+
+FORGED = envelopes.enveloped(
+    Parcel(NOW - 5, b"in", b"in", b"k", Target(b"private", b"stolen"), INNER, b""), b"of-the-broker"
+)
+
+
+async def test_a_publishers_envelope_is_not_opened() -> None:
+    """Where it came from says what it is: the broker was to bring it to a queue, so it is brought to that queue."""
+    it = Scene([unbound(1)._replace(properties=FORGED)])
+    await it.look()
+    [message] = it.publisher.published
+    assert (message.exchange, message.routing_key, message.token) == (b"", b"sales", b"of-the-broker")
+
+
+async def test_an_envelope_whose_due_queue_was_not_there_is_opened() -> None:
+    it = Scene([unbound(1, b"delays.due")._replace(properties=FORGED)])
+    await it.look()
+    [message] = it.publisher.published
+    assert (message.exchange, message.routing_key, message.token) == (b"private", b"stolen", b"of-the-broker")
 
 
 async def test_what_the_broker_noted_of_every_level_is_not_kept() -> None:

@@ -1,0 +1,185 @@
+"""What publishers write to look like delayer or like the broker: it sends nothing where the configuration does not.
+
+Whoever may write to one exchange of the intake must not reach h.private: not by an envelope of his own that comes where
+envelopes stand, nor by what he says of where a refused message came in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import aio_pika
+import pytest
+
+from delayer.core.cascade import Cascade, routing_key
+from delayer.store import session
+from tests.faults.hostile import ENVELOPE
+from tests.faults.place import Place, eventually
+from tests.faults.villain import STRAYS, delay_header
+from tests.rig.daemon import DaemonProcess, command
+from tests.rig.raw import Header, Message, Props, Raw, array, number, table, text
+from tests.rig.servers import RabbitMQ
+
+ATTACKER = "delayer-attacker"
+"""May write to delayer.in and nowhere else. The password is its name."""
+ROUTES = [{"from": "delayer.in", "to": "", "finish": "broker"}, {"from": "other.in", "to": "h.private"}]
+PROGRAM = (
+    sys.executable,
+    "-c",
+    "from delayer.services import strays; strays.LONGEST_REST = 0.5\nfrom delayer.cli import main; main()",
+)
+"""The daemon, looking at the strays more often."""
+BY_US: tuple[Header, ...] = (
+    (b"x-delayer-id", text("1")),
+    (b"x-delayer-due", number("l", 4_000_000_000_000)),
+)
+
+
+@pytest.fixture
+def vhost(rabbitmq: RabbitMQ) -> Iterator[str]:
+    """With h.private, and h.stolen behind it."""
+    name = rabbitmq.add_vhost()
+    rabbitmq.api("PUT", f"/api/exchanges/{name}/h.private", {"type": "topic", "durable": True})
+    for queue in ("h.stolen", "mine"):
+        rabbitmq.api("PUT", f"/api/queues/{name}/{queue}", {"durable": True})
+    rabbitmq.api("POST", f"/api/bindings/{name}/e/h.private/q/h.stolen", {"routing_key": "#"})
+    rabbitmq.add_user(ATTACKER, ATTACKER, vhost=unquote(name), configure="^$", read="^$", write=r"^delayer\.in$")
+    yield name
+    rabbitmq.drop_vhost(name)
+
+
+@asynccontextmanager
+async def attacker(rabbitmq: RabbitMQ, vhost: str) -> AsyncIterator[Raw]:
+    async with await Raw.connect(rabbitmq.url(unquote(vhost), user=f"{ATTACKER}:{ATTACKER}")) as raw:
+        yield raw
+
+
+def forged(body: bytes, *headers: Header, key: bytes = b"mine", **more: Any) -> Message:
+    return Message("delayer.in", key, Props(headers=headers, delivery_mode=2, **more), body)
+
+
+def met_in_a_level(body: bytes, seconds: int) -> Message:
+    """As a daemon that left forged envelopes as they were put it there, for the broker to finish."""
+    props = Props(headers=(*ENVELOPE, *BY_US), delivery_mode=2)
+    return Message(Cascade().entry(seconds), routing_key(seconds, b"mine"), props, body)
+
+
+async def bodies(url: str, queue: str) -> list[bytes]:
+    """What stands there, from the head, without taking it."""
+    found = []
+    async with await aio_pika.connect(url) as connection:
+        channel = await connection.channel()
+        there = await channel.get_queue(queue)
+        while (message := await there.get(fail=False)) is not None:
+            found.append(message.body)
+    return found
+
+
+@pytest.mark.deadline(60)
+async def test_an_envelope_that_strays_is_not_opened(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Its queue is deleted before it is due, so that it comes to where the daemon's own envelopes stand."""
+    place = await Place("native", rabbitmq.url(unquote(vhost))).declare()
+    async with DaemonProcess(place.environ | {"ROUTE": json.dumps(ROUTES)}, program=PROGRAM) as daemon:
+        await daemon.ready()
+        async with attacker(rabbitmq, vhost) as raw:
+            await raw.publish(forged(b"new", delay_header(3_000), *ENVELOPE))
+        await eventually(place.standing, lambda standing: any("level" in name for name in standing))
+        async with await Raw.connect(place.broker) as raw:
+            await raw.publish(met_in_a_level(b"old", 1))
+        rabbitmq.api("DELETE", f"/api/queues/{vhost}/mine")
+
+        async def held() -> list[tuple[str, str]]:
+            return [
+                (event["exchange"], event["routing_key"]) for event in daemon.events if event["event"] == "message held"
+            ]
+
+        assert await eventually(held, lambda some: len(some) == 2) == [("", "mine")] * 2
+        assert await daemon.stop() == 0, daemon.tail()
+    assert await bodies(place.broker, "h.stolen") == []
+    assert await place.standing() == {STRAYS: 2}
+
+
+@pytest.mark.parametrize("verb", [("drain", "--to", "store"), ("import", "cascade", "run")], ids=["drain", "import"])
+async def test_an_envelope_in_a_level_is_not_opened(
+    rabbitmq: RabbitMQ, vhost: str, store: str, tmp_path: Path, verb: tuple[str, ...]
+) -> None:
+    """By the two commands that empty levels: it is parked as what it is, a message for the queue mine."""
+    place = Place("native", rabbitmq.url(unquote(vhost)), store)
+    await place.declare()
+    async with await Raw.connect(place.broker) as raw:
+        await raw.publish(met_in_a_level(b"old", 3_600))
+    await command(configured(place, "store", tmp_path), *verb, "--yes")
+    connection = await session.connect(store, "test")
+    try:
+        [row] = await connection.fetch("SELECT to_exchange, to_key FROM message")
+    finally:
+        await session.close(connection)
+    assert row["to_exchange"] in (b"", Cascade().delivery.encode())
+    assert row["to_key"].endswith(b"mine")
+
+
+def configured(place: Place, mode: str, directory: Path) -> Path:
+    """The configuration as a file."""
+    path = directory / "delayer.toml"
+    lines = [f"mode = {json.dumps(mode)}", "[broker]", f"url = {json.dumps(place.broker)}"]
+    lines += ["[store]", f"url = {json.dumps(place.store)}"] if place.store else []
+    for route in ROUTES:
+        lines += ["[[route]]", *(f"{key} = {json.dumps(value)}" for key, value in route.items())]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def died(queue: str, exchange: str) -> Header:
+    note = (
+        (b"count", number("l", 1)), (b"exchange", text(exchange)), (b"queue", text(queue)),
+        (b"reason", text("expired")), (b"routing-keys", array(text("stolen"))),
+    )  # fmt: skip
+    return (b"x-death", array(table(*note)))
+
+
+def says(exchange: str) -> tuple[Header, ...]:
+    return (
+        (b"x-delayer-refused", text("x-delay: expected milliseconds, found 'soon'")),
+        (b"x-delayer-exchange", text(exchange)),
+        (b"x-delayer-routing-key", text("stolen")),
+    )
+
+
+@pytest.mark.deadline(60)
+async def test_refused_ones_go_back_to_where_they_came_in(rabbitmq: RabbitMQ, vhost: str, tmp_path: Path) -> None:
+    """No daemon is there, so the broker itself sets them aside, with whatever their publisher wrote on them."""
+    place = await Place("native", rabbitmq.url(unquote(vhost))).declare()
+    messages = {
+        b"our headers": says("h.private"),
+        b"a level of the cascade": says("delayer.delay-level-03"),
+        b"another route": says("other.in"),
+        b"a note of another queue": (died("orders", "h.private"),),
+        b"a note of the intake queue": (died("delays", "h.private"),),
+        b"nothing": (),
+    }
+    async with attacker(rabbitmq, vhost) as raw:
+        for body, headers in messages.items():
+            await raw.publish(forged(body, *headers, expiration=b"1"))
+    async with await Raw.connect(place.broker) as raw:
+        named = Props(headers=(), expiration=b"1", user_id=b"guest", delivery_mode=2)
+        await raw.publish(Message("delayer.in", b"mine", named, b"with a user id"))
+    await place.ready(len(messages) + 1, "delays.refused")
+    config = configured(place, "native", tmp_path)
+    try:
+        told = await command(config, "refused", "retry", "--all", "--yes")
+    except RuntimeError as stays:
+        told = str(stays)
+    assert "exit 1\n" in told, told
+    assert await bodies(place.broker, "h.stolen") == []
+    back = await bodies(place.broker, "delays")
+    assert {b"nothing", b"with a user id"} <= set(back), told
+    # Before RabbitMQ 4.0 the broker goes on writing into notes that a publisher brought.
+    assert set(back) - {b"nothing", b"with a user id"} <= {b"a note of another queue", b"a note of the intake queue"}
+    left = await bodies(place.broker, "delays.refused")
+    assert sorted(back + left) == sorted([*messages, b"with a user id"]), told
