@@ -27,7 +27,9 @@ UNREADABLE: Final = "unreadable"
 BEHIND: Final = "behind too many that are not meant: not looked at"
 """Why messages of a queue are left that were not reached."""
 UNGIVEN: Final = "not handed out by their broker in time: not looked at"
-FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN})
+CONSUMED: Final = "in queues that somebody else consumes: not looked at, unless they are named"
+UNHELD: Final = "in queues that hold nothing for a time: not looked at, unless they are named"
+FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN, CONSUMED})
 """Of the reasons why messages are left those that were not wanted: somebody has to know of them."""
 MOST_REASONS: Final = 100
 """Reasons that are told one by one: a file may have one for each of its messages."""

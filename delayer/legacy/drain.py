@@ -126,6 +126,8 @@ class Queues(ABC):
         self._unread = 0
         self._count = 0
         self._left: dict[str, Counter[str]] = {}
+        self.passed_over: dict[str, tuple[str, int]] = {}
+        """Queues that were met and are not meant: why, and how many messages stand there."""
 
     @abstractmethod
     async def readers(self, admin: Admin) -> list[Reader]:
@@ -153,7 +155,7 @@ class Queues(ABC):
         now_ms = await self._now()
         async with await self._admin() as admin:
             readers = {reader.queue: reader for reader in await self._all(admin)}
-            depths = await _asked(admin.depths(readers))
+            depths = await asked(admin.depths(readers))
         for name, depth in depths.items():
             if not depth:
                 continue
@@ -166,6 +168,9 @@ class Queues(ABC):
                 survey.expect(retargeted(target, self._rewrites), depth)
         if self._meant.limit is not None:
             survey.messages = min(survey.messages or 0, self._meant.limit)
+        for name, (why, depth) in self.passed_over.items():
+            survey.leave(why, depth)
+            survey.remarks.append(f"{name}: {depth:,} messages, passed over")
         missing = [name for name, depth in depths.items() if depth is None]
         if missing:
             survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
@@ -249,7 +254,8 @@ class Queues(ABC):
     async def finish(self) -> dict[str, int]:
         """See the port."""
         await self._leave()
-        return dict(sum(self._left.values(), Counter()))
+        passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
+        return dict(sum([*self._left.values(), *passed_over], Counter()))
 
     async def put_back(self, run: Run) -> None:
         """See the port. What is not committed is in its queue; what is committed and still there goes now."""
@@ -320,7 +326,7 @@ class Queues(ABC):
             readers = await self._all(admin)
             while self._at < len(readers):
                 reader = readers[self._at]
-                depth = (await _asked(admin.depths([reader.queue])))[reader.queue] or 0
+                depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
                 # Of two visits to a queue the second one counts: it meets again what the first one left.
                 self._left[reader.queue] = Counter()
                 if depth and not self._none_meant(reader, now_ms):
@@ -361,7 +367,7 @@ class Queues(ABC):
     async def _ready(self) -> int:
         """How many messages wait in the queue that is read, and nobody has in hand."""
         async with await self._admin() as admin:
-            return (await _asked(admin.depths([self._reader().queue])))[self._reader().queue] or 0
+            return (await asked(admin.depths([self._reader().queue])))[self._reader().queue] or 0
 
     async def _leave(self) -> None:
         """What was not acknowledged is back in the queue; what was is out of it, or it is said that nobody knows."""
@@ -383,7 +389,7 @@ class Queues(ABC):
 
     async def _admin(self) -> Admin:
         address_of(self._url)
-        return await _asked(Admin.connect(self._url, name=NAME))
+        return await asked(Admin.connect(self._url, name=NAME))
 
 
 _UNHEARD: Final = "the connection broke, and what was committed of it may not be removed there"
@@ -399,7 +405,8 @@ def _until(latest_ms: int | None) -> str:
     return f", due {datetime.fromtimestamp(latest_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ} at the latest"
 
 
-async def _asked(question: Awaitable[T]) -> T:
+async def asked(question: Awaitable[T]) -> T:
+    """The answer, or SourceLost."""
     try:
         return await question
     except (BrokerLost, BrokerRefused) as error:

@@ -15,10 +15,10 @@ from typing import Any, Final
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management import Management
-from delayer.core.importing import Item, Meant, Rewrite
+from delayer.core.importing import CONSUMED, UNHELD, Item, Meant, Rewrite
 from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.legacy.drain import Queues, Reader, address_of
+from delayer.legacy.drain import Queues, Reader, address_of, asked
 from delayer.legacy.known import X_DEATH, decoded
 from delayer.legacy.leading import Leads
 from delayer.legacy.ports import ImportImpossible, SourceLost
@@ -187,11 +187,26 @@ class HoldQueues(Queues):
     async def readers(self, admin: Admin) -> list[Reader]:
         """See Queues."""
         told = await self._told()
-        holds = [self._hold(name, arguments) for name, arguments in sorted(told.items())]
+        meant = {name: of for name, of in sorted(told.items()) if not await self._passed_over(admin, name, of)}
+        holds = [self._hold(name, arguments) for name, arguments in meant.items()]
         if not holds:
-            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}")
+            others = f", but for queues that hold nothing for a time: {', '.join(self.passed_over)}"
+            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}{others if self.passed_over else ''}")
         holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
         return list(holds)
+
+    async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
+        """Whether a queue that only a pattern names is none that holds messages: a work queue, which may be called like
+        the one that holds its retries."""
+        if name in self._patterns:
+            return False
+        state = await asked(admin.state(name))
+        if state is None:
+            return False
+        why = UNHELD if "x-message-ttl" not in arguments else CONSUMED if state.consumers else ""
+        if why:
+            self.passed_over[name] = (why, state.messages)
+        return bool(why)
 
     async def _told(self) -> dict[str, Mapping[str, Any]]:
         """Every queue that matches, with its arguments; a policy's under the names of arguments."""

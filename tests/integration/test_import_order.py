@@ -8,8 +8,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import aio_pika
+import aio_pika.abc
 
 from delayer.core.cascade import Cascade, routing_key
+from delayer.core.importing import CONSUMED, UNHELD
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_import_queues import declared, now_ms, nservicebus, queues
@@ -146,3 +148,38 @@ async def test_a_preview_tells_what_queues_tell(delayer: Run, vhost: str, rabbit
         found = await admin.fetchrow("SELECT route, to_exchange, to_key FROM message")
         assert tuple(found) == (b"work.delay.60000", b"", b"work")
     assert (await bodies(database), held) == ([0], [1, 1, 2, 2, 2])
+
+
+async def test_a_pattern_that_meets_work_queues_leaves_them(
+    delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
+) -> None:
+    """Of the pair of a work queue and its retries both are called alike and dead-letter; jobs are nobody's to hold."""
+    delayer("db", "upgrade")
+    retry: dict[str, Any] = {
+        "x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work",
+    }  # fmt: skip
+    work: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work.retry"}
+    names = ("work", "work.retry", "work.mirror")
+    made = tuple(Queue(name, arguments(of)) for name, of in zip(names, (work, retry, retry), strict=True))
+    await declared(vhost, Topology(queues=made))
+    management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+
+    async def keep(_message: aio_pika.abc.AbstractIncomingMessage) -> None:
+        """Take one, and no more."""
+
+    async with await Raw.connect(vhost) as raw, await aio_pika.connect(vhost) as connection:
+        for n, name in enumerate(names):
+            await raw.publish(*[Message("", name.encode(), Props(), b"%d" % n)] * (n + 1))
+        channel = await connection.channel()
+        await channel.set_qos(1)
+        await (await channel.get_queue("work.mirror")).consume(keep)
+        words = ("--queue", "work*", "--json")
+        seen = json.loads(delayer("import", "hold-queues", "preview", *words, expect=1, **management).stdout)
+        assert (seen["messages"], seen["left"]) == (2, {UNHELD: 1, CONSUMED: 2})
+        report = json.loads(delayer("import", "hold-queues", "run", *words, "--yes", expect=1, **management).stdout)
+        assert (report["parked"], report["held"], report["left"]) == (2, 0, {UNHELD: 1, CONSUMED: 2})
+        assert await bodies(database) == [1, 1]
+        told = delayer("import", "hold-queues", "preview", "--queue", "wor?", expect=1, **management).stderr
+        assert "no queue matches wor?, but for queues that hold nothing for a time: work" in told
+        named = delayer("import", "hold-queues", "preview", "--queue", "work", "--json", **management).stdout
+        assert json.loads(named)["messages"] == 1
