@@ -9,6 +9,9 @@ on the key), then as many messages as were in doubt are next published one at a 
 that closes the channel is known; its exchange is left alone with its messages for a while (delayer.broker.caution).
 Slow, rare, and nobody is stopped for good.
 
+What is not answered in time is tried aside, so that a queue that does not answer stops nobody else
+(delayer.broker.aside).
+
 A returned message is known by its token. Copies of one message (repeated after a fault, on their way through the
 cascade or on their way here) share theirs; so only one of them at a time goes over the shared channel.
 """
@@ -17,15 +20,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import structlog
 
+from delayer.broker.alone import Probe, concerns_exchange, confirming, left
+from delayer.broker.aside import Aside, others
 from delayer.broker.caution import Caution
 from delayer.broker.relay import Relay
-from delayer.core.errors import BrokerLost
-from delayer.core.message import Outcome, Outgoing, Returned
+from delayer.core.errors import BrokerLost, Unconfirmed
+from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
 from delayer.wire.errors import ChannelClosed, ConfirmTimeout
@@ -40,8 +45,8 @@ MAX_PROPERTIES: Final = 131_072 - OVERHEAD
 """What fits RabbitMQ's default frame; assumed before the first connection."""
 MARGIN: Final = 0.5
 """Seconds after the confirm timeout in which whatever else hangs, such as the opening of a channel, is given up."""
-NOT_FOUND: Final = 404
-ACCESS_REFUSED: Final = 403
+OPENING: Final = 3.0
+"""Seconds for a channel to be opened while something is not answered; as a rule it takes two round trips."""
 
 
 class RelayPublisher:
@@ -51,10 +56,13 @@ class RelayPublisher:
         self,
         relay: Relay,
         *,
+        aside: Aside | None = None,
         confirm_timeout: float = CONFIRM_TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``aside``: where destinations are tried that do not answer; without it, who waits for them waits."""
         self._relay = relay
+        self._aside = aside
         self._timeout = confirm_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
@@ -84,22 +92,27 @@ class RelayPublisher:
     async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]:
         """See ports.Publisher. Nothing is published while the broker blocks us.
 
-        Raises BrokerLost when not everything is confirmed ``confirm_timeout`` seconds after the call.
+        Raises Unconfirmed when not everything is answered ``confirm_timeout`` seconds after the call; BrokerLost.
         """
         if not batch:
             return []
         deadline = asyncio.get_running_loop().time() + self._timeout
+        outcomes: dict[int, Outcome] = {}
         try:
             async with asyncio.timeout_at(deadline + MARGIN):
-                outcomes = await self._publish(batch, deadline)
-        except ConfirmTimeout:
+                await self._publish(batch, outcomes, deadline)
+        except ConfirmTimeout as late:
             self._caution.overdue(len(batch))
-            raise
+            raise self._unconfirmed(batch, outcomes, str(late)) from late
         except TimeoutError as late:
             self._caution.overdue(len(batch))
-            raise BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s") from late
-        self._caution.settled(len(batch), quickly=_left(deadline) > self._timeout * 3 / 4)
-        return outcomes
+            text = f"the broker did not take {len(batch)} messages within {self._timeout:g} s"
+            raise self._unconfirmed(batch, outcomes, text) from late
+        if len(outcomes) < len(batch):
+            text = f"{len(batch) - len(outcomes)} confirms are missing for what was not confirmed before"
+            raise self._unconfirmed(batch, outcomes, text)
+        self._caution.settled(len(batch), quickly=left(deadline) > self._timeout * 3 / 4)
+        return [outcomes[index] for index in range(len(batch))]
 
     async def close(self) -> None:
         """See ports.Publisher."""
@@ -107,19 +120,53 @@ class RelayPublisher:
         if channel is not None:
             channel.abandon()
 
-    async def _publish(self, batch: Sequence[Outgoing], deadline: float) -> list[Outcome]:
+    def _unconfirmed(self, batch: Sequence[Outgoing], outcomes: Mapping[int, Outcome], text: str) -> Unconfirmed:
+        """What is known goes with it, and is remembered: of a release all comes again, and is not to be repeated."""
+        known = [outcomes.get(index) for index in range(len(batch))]
+        if self._aside is not None:
+            self._aside.given_up(batch, known)
+        first = next((message for message, outcome in zip(batch, known, strict=True) if outcome is None), None)
+        if first is not None:
+            text += f"; the first for exchange {_shown(first.exchange)}, key {_shown(first.routing_key)}"
+        return Unconfirmed(text, known)
+
+    async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
+        """Enters outcomes as they become known. Those of what does not answer may be missing in the end."""
         connection = await self._usable()
-        # Asked as late as possible: what one message teaches holds for the next.
-        alone = (index for index, message in enumerate(batch) if self._caution.alone(message.exchange))
-        outcomes = await self._one_by_one(connection, batch, alone, deadline)
-        together, apart = self._reserve(batch, (index for index in range(len(batch)) if index not in outcomes))
+        aside = self._aside
+        if aside is None or not aside.alert:
+            return await self._rest(connection, batch, range(len(batch)), outcomes, deadline)
+        outcomes |= aside.known(batch)
+        doubtful = aside.doubtful(batch, outcomes)
+        asking = asyncio.create_task(aside.ask(batch, doubtful, left(deadline), outcomes), name="ask aside")
         try:
-            shared = await self._together(connection, [batch[index] for index in together], deadline)
+            await self._rest(connection, batch, others(batch, doubtful, outcomes), outcomes, deadline)
+            silent = await asking
+            await self._rest(connection, batch, others(batch, silent, outcomes), outcomes, deadline)
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+            if not asking.cancelled():
+                asking.exception()  # it is raised above, or another one is
+        outcomes |= await aside.verdicts(batch, silent)
+
+    async def _rest(
+        self,
+        connection: Connection,
+        batch: Sequence[Outgoing],
+        indexes: Sequence[int],
+        outcomes: dict[int, Outcome],
+        deadline: float,
+    ) -> None:
+        # Asked as late as possible: what one message teaches holds for the next.
+        alone = (index for index in indexes if self._caution.alone(batch[index].exchange))
+        await self._one_by_one(connection, batch, alone, outcomes, deadline)
+        together, apart = self._reserve(batch, (index for index in indexes if index not in outcomes))
+        try:
+            await self._together(connection, batch, together, outcomes, deadline)
         finally:
             self._tokens.difference_update(batch[index].token for index in together)
-        outcomes.update(zip(together, shared, strict=True))
-        outcomes |= await self._one_by_one(connection, batch, apart, deadline)
-        return [outcomes[index] for index in range(len(batch))]
+        await self._one_by_one(connection, batch, apart, outcomes, deadline)
 
     async def _usable(self) -> Connection:
         connection = await self._relay.connection(self._timeout)
@@ -144,99 +191,97 @@ class RelayPublisher:
         return together, apart
 
     async def _one_by_one(
-        self, connection: Connection, batch: Sequence[Outgoing], indexes: Iterable[int], deadline: float
-    ) -> dict[int, Outcome]:
-        """Outcomes by index. What the broker says of an exchange holds for the rest of the batch."""
-        outcomes: dict[int, Outcome] = {}
+        self,
+        connection: Connection,
+        batch: Sequence[Outgoing],
+        indexes: Iterable[int],
+        outcomes: dict[int, Outcome],
+        deadline: float,
+    ) -> None:
+        """What the broker says of an exchange holds for the rest of the batch."""
+        learnt = 0
         closed: dict[bytes, Returned] = {}
-        probe = _Probe(connection, deadline)
+        probe = Probe(connection, deadline)
         try:
             for index in indexes:
                 exchange = batch[index].exchange
                 if exchange in closed:
                     outcomes[index] = closed[exchange]
                     continue
-                outcomes[index], objection = await probe.publish(batch[index])
+                began = time.monotonic()
+                try:
+                    outcomes[index], objection = await probe.publish(batch[index])
+                except ConfirmTimeout:
+                    self._suspect([batch[index]])
+                    raise
+                learnt += 1
                 if objection is None:
                     self._caution.took(exchange)
-                elif _concerns_exchange(objection):
+                    self._heard(began, [outcomes[index]])
+                elif concerns_exchange(objection):
                     closed[exchange] = objection
                 else:
                     self._caution.objected(exchange)
         except (ConfirmTimeout, TimeoutError, asyncio.CancelledError):
-            if not _left(deadline):
-                self._caution.late(len(outcomes), len(batch))
+            if not left(deadline):
+                self._caution.late(learnt, len(batch))
             raise
         finally:
             probe.close()
-        return outcomes
 
-    async def _together(self, connection: Connection, batch: Sequence[Outgoing], deadline: float) -> list[Outcome]:
-        if not batch:
-            return []
+    async def _together(
+        self,
+        connection: Connection,
+        batch: Sequence[Outgoing],
+        indexes: Sequence[int],
+        outcomes: dict[int, Outcome],
+        deadline: float,
+    ) -> None:
+        if not indexes:
+            return
+        messages = [batch[index] for index in indexes]
         channel = await self._shared(connection)
+        began = time.monotonic()
         try:
-            return await channel.publish(batch, timeout=_left(deadline))
-        except ConfirmTimeout:
+            shared = await channel.publish(messages, timeout=left(deadline))
+        except ConfirmTimeout as late:
+            answered = list(zip(indexes, late.outcomes, strict=bool(late.outcomes)))
+            outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
+            self._heard(began, [outcome for _, outcome in answered])
+            self._suspect([batch[index] for index, outcome in answered if outcome is None])
             raise
         except ChannelClosed as closed:
-            log.warning("publish channel closed", reason=str(closed), in_doubt=len(batch))
-            self._caution.in_doubt(len(batch))
+            log.warning("publish channel closed", reason=str(closed), in_doubt=len(messages))
+            self._caution.in_doubt(len(messages))
             raise
+        outcomes.update(zip(indexes, shared, strict=True))
+        self._heard(began, shared)
+
+    def _heard(self, began: float, outcomes: Sequence[Outcome | None]) -> None:
+        if self._aside is not None and CONFIRMED in outcomes:
+            self._aside.confirmed(began)
+
+    def _suspect(self, messages: Sequence[Outgoing]) -> None:
+        if self._aside is not None and messages:
+            self._aside.suspect(messages)
 
     async def _shared(self, connection: Connection) -> Channel:
         async with self._opening:
             if self._channel is None or self._channel.closed.done():
-                self._channel = await _confirming(connection)
+                self._channel = await self._open(connection)
             return self._channel
 
-
-class _Probe:
-    """Publishes one message at a time, on a channel that is opened again whenever the broker closed it: then its
-    objection is to that message, and to no other."""
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self._connection = connection
-        self._deadline = deadline
-        self._channel: Channel | None = None
-
-    async def publish(self, message: Outgoing) -> tuple[Outcome, Returned | None]:
-        """The outcome, and again if it is the broker's objection and not an answer of its queues.
-
-        Raises TimeoutError when the time is over before anything is written.
-        """
-        if not _left(self._deadline):
-            raise TimeoutError
-        if self._channel is None:
-            self._channel = await _confirming(self._connection)
+    async def _open(self, connection: Connection) -> Channel:
+        """Where something is not answered, not for long: a broker whose channel waits may not read its connection."""
+        if self._aside is None or not self._aside.alert:
+            return await confirming(connection)
         try:
-            return (await self._channel.publish([message], timeout=_left(self._deadline)))[0], None
-        except ConfirmTimeout:
+            async with asyncio.timeout(OPENING):
+                return await confirming(connection)
+        except TimeoutError:
+            self._aside.not_heard(self._relay, connection)
             raise
-        except ChannelClosed as closed:
-            self._channel = None
-            objection = Returned(closed.code, closed.text)
-            return objection, objection
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.abandon()
 
 
-def _concerns_exchange(objection: Returned) -> bool:
-    """Missing, internal, or closed to this user; not if it is about this message or its key (topic permissions)."""
-    return objection.code == NOT_FOUND or (objection.code == ACCESS_REFUSED and "topic '" not in objection.text)
-
-
-async def _confirming(connection: Connection) -> Channel:
-    channel = await connection.channel()
-    try:
-        await channel.confirm_select()
-    except BaseException:
-        channel.abandon()  # nobody else knows of it, and its number would never be free again
-        raise
-    return channel
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - asyncio.get_running_loop().time())
+def _shown(name: bytes) -> str:
+    return repr(name.decode("utf-8", "backslashreplace"))

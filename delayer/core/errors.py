@@ -1,13 +1,31 @@
 """Losses that every layer understands. Adapters translate their driver's errors into these, cause chained.
 
 BrokerLost      the broker, or the channel in use, is gone: what was in flight is in doubt
+└─ Unconfirmed  not all of a batch was confirmed in time: what is known of the others goes with it
 StoreLost       the store is out of reach, or refused the transaction
 └─ LaneLost     the lane belongs to somebody else by now
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delayer.core.message import Outcome
+
 
 class BrokerLost(Exception):
     """The broker, or the channel in use, is gone. A publish in flight is perhaps done, perhaps not."""
+
+
+class Unconfirmed(BrokerLost):
+    """Not all of a batch was confirmed in time.
+
+    ``outcomes``: what is known of each of its messages, None for those that are in doubt.
+    """
+
+    def __init__(self, text: str, outcomes: Sequence[Outcome | None]) -> None:
+        super().__init__(text)
+        self.outcomes = outcomes
 
 
 class StoreLost(Exception):

@@ -53,7 +53,17 @@ class Nacked:
     """A queue refused the publish, or the broker could not take it (``basic.nack``)."""
 
 
-Outcome = Confirmed | Returned | Nacked
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """No answer within ``seconds``, while the broker confirmed others: a queue behind ``exchange`` and ``routing_key``
+    does not answer. The publish is perhaps done one day, perhaps not."""
+
+    seconds: float
+    exchange: bytes
+    routing_key: bytes
+
+
+Outcome = Confirmed | Returned | Nacked | Unanswered
 CONFIRMED = Confirmed()
 NACKED = Nacked()
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import structlog
 
-from delayer.core.errors import BrokerLost
-from delayer.core.message import Confirmed, Delivery, Nacked, Outcome, Outgoing, Parcel, Returned
+from delayer.core.errors import BrokerLost, Unconfirmed
+from delayer.core.message import Confirmed, Delivery, Nacked, Outcome, Outgoing, Parcel, Returned, Unanswered
 from delayer.faultpoint import reach
-from delayer.services.counting import Counters, host_ms
+from delayer.services.counting import Counters, host_ms, shown
 from delayer.services.ports import Holder, Publisher
 from delayer.services.settle import Settler
 
@@ -52,7 +52,7 @@ class Dispatch:
         """Settle the delivery of every publication, as many at a time as the publisher wants: what is settled is not
         repeated when a later part is in doubt.
 
-        Raises BrokerLost, StoreLost; NotTaken after everything else is settled.
+        Raises BrokerLost, StoreLost; NotTaken after everything else is settled; Unconfirmed after what is known is.
         """
         stuck: list[str] = []
         begin = 0
@@ -88,14 +88,23 @@ class Dispatch:
     async def _settle(self, publications: Sequence[Publication], settler: Settler) -> list[str]:
         """Returns by whom what was not taken that had to be."""
         began = perf_counter()
-        outcomes = await self._publisher.publish([publication.outgoing for publication in publications])
+        try:
+            outcomes = await self._publisher.publish([publication.outgoing for publication in publications])
+        except Unconfirmed as late:
+            # What is known of the others is true: they are not repeated because of one that was not answered.
+            pairs = zip(publications, late.outcomes, strict=True)
+            await self._take([(one, outcome) for one, outcome in pairs if outcome is not None], settler)
+            raise
         reach("intake.confirmed")
         self._counters.took("publish", perf_counter() - began)
         self._counters.batch("publish", len(publications))
+        return await self._take(list(zip(publications, outcomes, strict=True)), settler)
+
+    async def _take(self, answered: Sequence[tuple[Publication, Outcome]], settler: Settler) -> list[str]:
         through: list[Publication] = []
         astray: list[tuple[Publication, Parcel, str]] = []
         stuck: list[str] = []
-        for publication, outcome in zip(publications, outcomes, strict=True):
+        for publication, outcome in answered:
             if isinstance(outcome, Confirmed):
                 through.append(publication)
                 continue
@@ -147,5 +156,8 @@ def why(outcome: Outcome) -> str:
             return f"returned: {code} {text}"
         case Nacked():
             return "nacked: the destination would not take it"
+        case Unanswered(seconds, exchange, routing_key):
+            where = f"exchange {shown(exchange)!r}, key {shown(routing_key)!r}"
+            return f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
         case Confirmed():
             raise AssertionError("a confirmed message needs no reason")

@@ -32,7 +32,8 @@ class Publisher(Protocol):
         """Publish and wait for every confirm. One outcome a message, in the order of the batch. Messages of one
         exchange are published in that order.
 
-        Raises BrokerLost when some outcome cannot be known: all of the batch is then in doubt.
+        Raises BrokerLost when some outcome cannot be known: all of the batch is then in doubt, but for what an
+        Unconfirmed knows.
         """
 
     async def close(self) -> None:

@@ -28,6 +28,7 @@ class Batch:
         if len(set(tokens)) != len(tokens):
             raise ValueError("the tokens of a batch must be unique")
         self.outcomes = outcomes
+        self.runs: list[_Run] = []
         self._tokens = tokens
         self._positions: dict[bytes, int] | None = None
         self._unsettled = len(tokens)
@@ -50,12 +51,26 @@ class Batch:
         if self._unsettled or self.outcomes.done():
             return
         outcomes: list[Outcome] = [CONFIRMED] * len(self._tokens)
+        self._enter_others(outcomes)
+        self.outcomes.set_result(outcomes)
+
+    def so_far(self) -> list[Outcome | None]:
+        """What is settled by now; None for each message that is not, or was never written."""
+        outcomes: list[Outcome | None] = [None] * len(self._tokens)
+        for run in self.runs:
+            for at, settled in enumerate(run.settled, run.offset):
+                if settled:
+                    outcomes[at] = CONFIRMED
+        self._enter_others(outcomes)
+        return outcomes
+
+    def _enter_others(self, outcomes: list[Outcome] | list[Outcome | None]) -> None:
         for position in self._nacked:
             outcomes[position] = NACKED
         # The broker returns a message and then confirms it: what it says about the routing is what counts.
         for position, returned in self._returned.items():
-            outcomes[position] = returned
-        self.outcomes.set_result(outcomes)
+            if outcomes[position] is not None:
+                outcomes[position] = returned
 
 
 class _Run:
@@ -111,7 +126,9 @@ class Confirms:
             last.settled += bytes(count)
             last.unsettled += count
         else:
-            self._runs.append(_Run(batch, self._next, offset, count))
+            run = _Run(batch, self._next, offset, count)
+            self._runs.append(run)
+            batch.runs.append(run)
         self._next += count
 
     def settle(self, number: int, *, multiple: bool, positive: bool) -> None:

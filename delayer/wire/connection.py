@@ -159,6 +159,10 @@ class Connection(asyncio.Protocol):
             self._abort()
         await asyncio.shield(self._gone)
 
+    def drop(self, why: str) -> None:
+        """Cut it, without a goodbye: the broker would not hear it."""
+        self._on_silence(why)
+
     def write(self, data: bytes) -> None:
         """Hand bytes to the transport. Raises ConnectionLost."""
         self._check_open()

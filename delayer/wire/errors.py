@@ -18,7 +18,10 @@ WireError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from delayer.core.errors import BrokerLost
+from delayer.core.message import Outcome
 
 REPLY_SUCCESS = 200
 FRAME_ERROR = 501
@@ -88,7 +91,12 @@ class ChannelClosed(_Closed):
 
 
 class ConfirmTimeout(ChannelClosed):
-    """Confirms were missing at the deadline. Their outcomes are in doubt and the channel was closed."""
+    """Confirms were missing at the deadline. Their outcomes are in doubt and the channel was closed.
+
+    ``outcomes`` are those of the batch that were there by then, None for each message in doubt.
+    """
+
+    outcomes: Sequence[Outcome | None] = ()
 
 
 class ConsumerCancelled(WireError, BrokerLost):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.message import CONFIRMED, NACKED, Confirmed, Outcome, Parcel, Returned, Target
+from delayer.core.errors import BrokerLost, StoreLost, Unconfirmed
+from delayer.core.message import CONFIRMED, NACKED, Confirmed, Outcome, Parcel, Returned, Target, Unanswered
 from delayer.services import envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch, NotTaken, Publication, why
@@ -89,6 +89,26 @@ async def test_a_publish_in_doubt_accepts_nothing() -> None:
         await it.run(publication(1), publication(2, b"lost"))
     assert it.accepted == []
     assert it.counted() == {}
+
+
+async def test_what_is_known_of_a_batch_in_doubt_is_settled() -> None:
+    """One that is not answered does not repeat the others."""
+    known = [CONFIRMED, None, NO_ROUTE, Unanswered(8, b"orders.out", b"k"), None, CONFIRMED]
+    it = Scene({b"late": Unconfirmed("2 are missing", known)})
+    with pytest.raises(BrokerLost, match="2 are missing"):
+        await it.run(*(publication(tag, b"late") for tag in range(1, 7)))
+    assert it.accepted == [1, 3, 4, 6]
+    assert it.settler.outstanding == 2
+    assert [reason for _, reason in it.holder.held] == [why(NO_ROUTE), why(Unanswered(8, b"orders.out", b"k"))]
+    assert it.counted() == {"released": 2}
+
+
+def test_why_nobody_answered() -> None:
+    """It names where it was to go."""
+    reason = why(Unanswered(8.0, b"orders.out", b"k\xff\n"))
+    assert reason.startswith("no confirm within 8 s: exchange 'orders.out', key ")
+    assert "\n" not in reason
+    assert "k\\" in reason
 
 
 async def test_as_many_at_a_time_as_the_publisher_wants() -> None:

@@ -152,6 +152,24 @@ async def test_the_same_token_in_flight_twice() -> None:
         confirms.note_returned(back(b"t0"))
 
 
+async def test_what_is_known_so_far() -> None:
+    """A return counts once its confirm is there; what was never written is not known."""
+    confirms = Confirms()
+    batch = batch_of(6)
+    confirms.written(batch, 0, 3)
+    confirms.written(Batch([b"between"], asyncio.get_running_loop().create_future()), 0, 1)
+    confirms.written(batch, 3, 2)
+    for token in (b"t0", b"t1"):
+        confirms.note_returned(back(token))
+    assert batch.so_far() == [None] * 6
+    confirms.settle(1, multiple=False, positive=True)
+    confirms.settle(5, multiple=False, positive=False)
+    confirms.settle(6, multiple=False, positive=True)
+    found = batch.so_far()
+    assert isinstance(found[0], Returned)
+    assert found[1:] == [None, None, N, C, None]
+
+
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=40),
@@ -171,6 +189,8 @@ def test_against_a_plain_table(counts: list[int], said: list[tuple[int, bool, bo
                 table.setdefault(one, C if positive else N)
             confirms.settle(number, multiple=multiple, positive=positive)
             assert confirms.in_flight == total - len(table)
+            known = [outcome for batch in batches for outcome in batch.so_far()]
+            assert known == [table.get(one) for one in range(1, total + 1)]
         first = 1
         for batch, count in zip(batches, counts, strict=True):
             assert batch.outcomes.result() == [table[one] for one in range(first, first + count)]

@@ -469,12 +469,15 @@ async def test_confirms_that_do_not_come() -> None:
     async with scripted() as script:
         connection, channel, peer = await script.channel(confirms=True)
         other = asyncio.create_task(channel.publish([message("1")], timeout=30))
-        late = asyncio.create_task(channel.publish([message("2"), message("3")], timeout=0.05))
-        await publishes(peer, 3)
-        with pytest.raises(ConfirmTimeout, match=r"3 confirms were missing after 0\.05 s"):
+        late = asyncio.create_task(channel.publish([message("2"), message("3"), message("4")], timeout=0.5))
+        await publishes(peer, 4)
+        peer.send(commands.Basic.Ack(3, False), 1)
+        with pytest.raises(ConfirmTimeout, match=r"3 confirms were missing after 0\.5 s") as missing:
             await late
-        with pytest.raises(ChannelClosed):
+        assert missing.value.outcomes == [None, CONFIRMED, None]
+        with pytest.raises(ConfirmTimeout) as too:
             await other
+        assert too.value.outcomes == [None]
         assert isinstance(channel.closed.result(), ConfirmTimeout)
         await peer.expect(commands.Channel.Close)
         # Until the broker agrees, what it says about that channel is ignored, and the number is not used again.
