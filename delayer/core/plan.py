@@ -144,7 +144,8 @@ def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) 
     except NoFailure as none:
         raise Refused(str(none)) from none
     target = Target(b"", retry.exhausted if failed.exhausted else failed.queue)
-    request.check_not_ours(target.exchange, target.routing_key, ask, policy)
+    # To this one queue: of what CC names nothing goes along.
+    request.check_not_ours(target.exchange, target.routing_key, ask._replace(copies=frozenset()), policy)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, ask.chance)
     return _carried((due_ms, now_ms), target, route, ask, policy, failed=failed)
 

@@ -27,7 +27,7 @@ from delayer.core.topology import Queue, Topology, arguments
 from tests.acceptance.test_takeover import endpoints, nservicebus_message
 from tests.faults.place import eventually
 from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.raw import Arrival, Message, Props, Raw, now_ms, number, text
+from tests.rig.raw import Arrival, Message, Props, Raw, array, now_ms, number, text
 from tests.rig.servers import Postgres, RabbitMQ
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
@@ -272,6 +272,8 @@ async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> N
             )
             shop = await channel.declare_exchange("shop", aio_pika.ExchangeType.TOPIC, durable=True)
             await queue.bind(shop, "order.#")
+            audit = await channel.declare_queue("audit", durable=True, arguments={"x-queue-type": "quorum"})
+            await audit.bind(shop, "audit")
 
     async with (
         example("retry", rabbitmq, store, before=consumer_starts, ROUTE=[route], MODE=mode) as it,
@@ -285,7 +287,8 @@ async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> N
 
         channel = await connection.channel()
         await (await channel.get_queue("orders")).consume(consume)
-        sent = message("shop", "order.new", b"an order", (b"mine", number("s", 5)), type=b"Order")
+        copies = (b"CC", array(text("audit")))
+        sent = message("shop", "order.new", b"an order", (b"mine", number("s", 5)), copies, type=b"Order")
         await it.raw.publish(sent)
         tries = min(fails, 3) + 1
         await eventually(lambda: _now(len(seen)), lambda count: count == tries)
@@ -299,6 +302,7 @@ async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> N
                 assert 300 * 2 ** (n - 1) <= wait <= 330 * 2 ** (n - 1) + LATE_MS
                 assert one.headers["x-delayer-error"] == "rejected in queue orders"
                 assert len(one.headers["x-delayer-history"]) == n
+                assert one.headers["x-delayer-cc"] == ["audit"]
                 first = one.headers["x-delayer-history"][0]
                 assert (first["exchange"], first["routing-key"], first["reason"]) == ("shop", "order.new", "rejected")
         parked = await it.raw.inbox("parking-lot")
@@ -306,9 +310,10 @@ async def test_retry(rabbitmq: RabbitMQ, store: str, mode: str, fails: int) -> N
             await parked.got([b"an order"])
             assert parked.only(b"an order").props.one(b"x-delayer-retries") == number("l", 4)
         async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
-            assert await admin.depths(["orders", "delays", "delays.refused"]) == dict.fromkeys(
-                ["orders", "delays", "delays.refused"], 0
-            )
+            # What CC names got its copy when the order was published, and no other.
+            assert await admin.depths(["orders", "delays", "delays.refused", "audit"]) == {
+                "orders": 0, "delays": 0, "delays.refused": 0, "audit": 1,
+            }  # fmt: skip
         assert len(parked.arrivals) == (fails > 3)
 
 

@@ -188,6 +188,9 @@ BACK = Target(b"", b"orders")
         (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"), None, failed(4, True))),
         (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),  # it failed elsewhere before
         (dead(), NATIVE, Cascade(NOW + 5_000, 5, BACK, Finish.BROKER, failed(1))),
+        # It goes to this one queue: of what CC names nothing does.
+        (dead()._replace(copies=frozenset({b"delays", b"delays.due"})), STORE,
+         Park(NOW + 5_000, BACK, failed=failed(1))),
         # What its publisher once asked for has been done.
         (dead()._replace(headers=dead().headers | {b"x-delay-cancel": "k"}), STORE,
          Park(NOW + 5_000, BACK, failed=failed(1))),
