@@ -26,9 +26,9 @@ LONGEST_NAME: Final = 255
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, at most ``longest_ms``, and up to
-    the ``jitter``-th part of that longer, so that what failed together does not come back together. ``exhausted`` is
-    the queue for what failed after that many ``attempts`` to come back."""
+    """``retry`` of a route. The n-th retry waits ``first_ms * factor ** (n - 1)``, and up to the ``jitter``-th part of
+    that longer, so that what failed together does not come back together; ``longest_ms`` at most. ``exhausted`` is the
+    queue for what failed after that many ``attempts`` to come back."""
 
     first_ms: int
     factor: float
@@ -67,7 +67,9 @@ def wait_ms(retry: Retry, retries: int, chance: float) -> int:
         grown = retry.first_ms * retry.factor ** (retries - 1)
     except OverflowError:
         grown = math.inf
-    return math.ceil(min(grown, retry.longest_ms) * (1 + retry.jitter * chance))
+    # So that what waits the longest is spread as well.
+    grown = min(grown, retry.longest_ms / (1 + retry.jitter))
+    return min(math.ceil(grown * (1 + retry.jitter * chance)), retry.longest_ms)
 
 
 def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -201,7 +202,7 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
     every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
     chances = sorted(edits.asked(one, found, retrying.CONSULTED).chance for one in every)
     assert len(set(chances)) == 1_000
-    assert max(after - before for before, after in zip(chances, chances[1:], strict=False)) < 0.02
+    assert max(after - before for before, after in pairwise(chances)) < 0.02
 
 
 @pytest.mark.parametrize(
