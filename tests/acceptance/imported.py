@@ -271,7 +271,7 @@ STOCKS: dict[str, Stock] = {
     "hold-queues": Stock(
         ("hold-queues",), hold_queues,
         ("--queue", "delay_*", "--queue", "*.delay.*", "--queue", "*.delayed", "--queue", "mailerq-*",
-         "--queue", f"{EASYNETQ}_*"),
+         "--queue", f"{EASYNETQ}_*", "--believe-timestamps"),
         "", 2_000,
     ),
     "nservicebus-sql of postgresql": Stock(
