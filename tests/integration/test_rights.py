@@ -12,7 +12,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import asyncpg
 import pytest
@@ -23,28 +23,33 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.management import Management
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.filters import Filter, Token
 from delayer.core.message import Confirmed, Outgoing, Returned
 from delayer.core.segment import Broken, Restored
 from delayer.settings import Settings
-from delayer.store import dropping, partitions, retry, session, upgrades
+from delayer.store import acting, acts, cancelling, dropping, heldback, partitions, retry, session, upgrades
+from delayer.store.cancelling import Found
 from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
+from delayer.store.rescheduling import When
 from delayer.store.status import overview
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
 from delayer.wiring import cascade_of, topology_of
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
+from tests.faults.place import eventually
 from tests.rig.daemon import DaemonProcess, command
 from tests.rig.ledger import Ledger
-from tests.rig.raw import Props, text
+from tests.rig.raw import Message, Props, Raw, number, text
 from tests.rig.rows import compact, put, row
 from tests.rig.servers import Postgres, RabbitMQ
+from tests.rig.web import Web
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 DATABASE, OWNER, DAEMON = "delayer", "delayer_owner", "delayer"
 MODES = ("store", "native")
-TABLES = "message, held, message_key, lane, counter, segment, segment_cancelled"
+TABLES = "message, held, message_key, lane, counter, segment, segment_cancelled, act"
 
 # ---- Postgres
 
@@ -67,8 +72,13 @@ class Right(NamedTuple):
 
 def rights() -> list[Right]:
     """Every privilege of the daemon's role, one by one."""
-    found = [Right(f"ALTER TABLE message OWNER TO {OWNER}", f"ALTER TABLE message OWNER TO {DAEMON}")]
-    for statement in [*statements_of(1), *statements_of(2)]:
+    owner = Right(f"ALTER TABLE message OWNER TO {OWNER}", f"ALTER TABLE message OWNER TO {DAEMON}")
+    return [owner, *_granted([*statements_of(1), *statements_of(2)])]
+
+
+def _granted(statements: list[str]) -> list[Right]:
+    found = []
+    for statement in statements:
         if match := re.fullmatch(r"GRANT (.+) ON (.+) TO delayer(?:, delayer_owner)?", statement):
             for privilege in match[1].split(", "):
                 what = f"{privilege} ON {match[2]}"
@@ -85,18 +95,27 @@ def store(postgres: Postgres) -> Iterator[str]:
         postgres.execute(statement, database=DATABASE)
     owner = postgres.url(DATABASE, user=OWNER)
     asyncio.run(upgrades.upgrade(owner))
-
-    async def grant() -> None:
-        connection = await asyncpg.connect(owner)
-        for statement in statements_of(2):
-            await connection.execute(statement)
-        await connection.close()
-
-    asyncio.run(grant())
+    asyncio.run(as_owner(owner, statements_of(2)))
     yield postgres.url(DATABASE, user=DAEMON)
     postgres.drop_database(DATABASE)
     for role in (OWNER, DAEMON):
         postgres.execute(f"DROP ROLE {role}")
+
+
+async def as_owner(url: str, statements: list[str]) -> None:
+    connection = await asyncpg.connect(url)
+    for statement in statements:
+        await connection.execute(statement)
+    await connection.close()
+
+
+@pytest.fixture
+def page(store: str, postgres: Postgres) -> Iterator[str]:
+    """The same role with what the page's buttons need besides."""
+    owner = postgres.url(DATABASE, user=OWNER)
+    asyncio.run(as_owner(owner, statements_of(3)))
+    yield store
+    asyncio.run(as_owner(owner, [right.take for right in _granted(statements_of(3))]))
 
 
 @pytest.fixture
@@ -200,6 +219,56 @@ async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, righ
             await asyncio.wait_for(work(store), 20)
     finally:
         await asyncio.to_thread(postgres.execute, right.give, database=DATABASE)
+
+
+async def press(url: str) -> None:
+    """Everything that the page's buttons do. Fails, one way or another, where it may not."""
+    store = await PostgresStore.connect(url)
+    try:
+        async with owned(store) as [lane]:
+            due_ms = store.now_ms() + 3 * DAY_MS
+            await store.park(lane, [parcel(due_ms, key=b"k"), parcel(due_ms), parcel(due_ms)], [])
+            await store.hold(lane, [(parcel(store.now_ms()), "why") for _ in range(3)])
+    finally:
+        await store.close()
+    async with acting.acting(url, "test") as connection:
+        waiting = [Token(number) for (number,) in await connection.fetch("SELECT id FROM message ORDER BY id")]
+        segment = [Token(3)]  # see prepare()
+        first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
+        act = await acts.begin(connection, "ada", "cancel", {})
+        move = acting.rescheduler(When(None, DAY_MS))
+        assert await acting.named(connection, move, waiting, act) == {one.id: Found.WAITING for one in waiting}
+        assert await acting.named(connection, cancelling.cancel, segment, act) == {3: Found.SEGMENT}
+        done = await acting.every(connection, cancelling.cancel, Filter(), None, act=act, say=lambda _: None)
+        assert done[Found.WAITING] == 3
+        assert await acting.named(connection, move, [Token(first)], act) == {first: Found.HELD}
+        assert await heldback.retry(connection, [second], act) == 1
+        assert await heldback.drop(connection, await heldback.named(connection, [third]), act) == 1
+        (written,) = await acts.listed(connection, 10)
+        assert (written.who, written.messages) == ("ada", 3 + 1 + 3 + 1 + 1 + 1)
+
+
+async def test_the_page_s_buttons_work_with_its_rights(page: str, postgres: Postgres) -> None:
+    await prepare(postgres)
+    await press(page)
+
+
+@pytest.mark.parametrize("right", _granted(statements_of(3)), ids=str)
+async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgres, right: Right) -> None:
+    await prepare(postgres)
+    await asyncio.to_thread(postgres.execute, right.take, database=DATABASE)
+    with pytest.raises((StoreLost, asyncpg.PostgresError, AssertionError)):
+        await asyncio.wait_for(press(page), 20)
+
+
+@pytest.mark.parametrize("statement", ["UPDATE act SET who = 'eve'", "DELETE FROM act", "TRUNCATE act"])
+async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: str, statement: str) -> None:
+    connection = await session.connect(page, "test")
+    try:
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await connection.execute(statement)
+    finally:
+        await session.close(connection)
 
 
 @pytest.mark.parametrize(
@@ -411,5 +480,51 @@ async def test_the_daemon_with_these_rights(
                     await command(config, "drain", "--to", "store", "--dry-run")
             assert await daemon.stop() == 0
         assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
+    finally:
+        rabbitmq.drop_vhost(vhost)
+
+
+async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgres: Postgres, page: str) -> None:
+    """Its buttons, for messages that wait, are held and are refused; the last need one more right."""
+    await asyncio.to_thread(clear, postgres)
+    vhost = rabbitmq.add_vhost()
+    http = {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": "open-sesame-open-sesame"}
+    allowed = {"Authorization": "Bearer open-sesame-open-sesame", "Accept": "application/json"}
+    try:
+        url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-page")
+        environ = {"MODE": "store", "BROKER__URL": url, "STORE__URL": page} | http
+        async with DaemonProcess(environ) as daemon, await Raw.connect(rabbitmq.url(vhost)) as raw:
+            web = await Web.of(await daemon.ready())
+
+            async def told(path: str, **form: str) -> dict[str, Any]:
+                answer = await web.post(path, form, **allowed)
+                assert answer.status == 200, answer.text
+                return dict(answer.json)
+
+            async def held() -> list[int]:
+                connection = await asyncpg.connect(postgres.url(DATABASE))
+                found = await connection.fetch("SELECT id FROM held")
+                await connection.close()
+                return [number for (number,) in found]
+
+            for delay in (3_600_000, 3_600_000, 1):
+                props = Props(headers=((b"x-delay", number("I", delay)),), delivery_mode=2)
+                await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
+            props = Props(headers=((b"x-delay", text("soon")),), delivery_mode=2)
+            await raw.publish(Message("delayer.in", b"nobody", props, b"body"))
+            (lost,) = await eventually(held, lambda ids: len(ids) == 1)
+            assert (await told("/deeds/filtered", verb="reschedule", by="1h", all="yes", confirmed="yes"))["done"] == 2
+            assert (await told("/deeds/filtered", verb="cancel", route="delayer.in", confirmed="yes"))["done"] == 2
+            assert (await told("/deeds/held", verb="drop", id=str(lost)))["done"] == 1
+            row = re.search(r'data-label="id" class="wide">([^<]+)<', (await web.get("/refused")).text)
+            assert row is not None
+            stays = await told("/deeds/refused", verb="retry", id=row[1])
+            assert stays["done"] == 0
+            assert "ACCESS_REFUSED" in str(stays["lines"])
+            whole = patterns_of("store")
+            user_url(rabbitmq, vhost, whole._replace(write=whole.write.replace("(", r"(delayer\.in|")), "delayer-page")
+            assert (await told("/deeds/refused", verb="retry", id=row[1]))["done"] == 1
+            assert (await web.get("/acts")).status == 200
+            assert await daemon.stop() == 0
     finally:
         rabbitmq.drop_vhost(vhost)
