@@ -43,7 +43,8 @@ ADVICE: Final[dict[str, Advice]] = {
         "Overdue",
         "Messages are past their due time and still here.",
         "See `delayer status` and the daemon's log: is a daemon running, does it reach the broker, does the "
-        "broker block publishers? After an outage this drains by itself.",
+        "broker block publishers? After an outage this drains by itself. Of routes with max_rate it "
+        "takes as long as their number divided by that rate.",
     ),
     "lanes": Advice(
         "Lanes without an owner",

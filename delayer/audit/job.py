@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -40,7 +40,8 @@ class Broker:
 class Options:
     """What an audit is to do. ``work``, ``out``: a path, or a URL of what the cluster shares. ``sample``: the share of
     the store to read, above 0 and up to 1. ``release_rate``: messages a second; None for the rules' own.
-    ``restored_ms``: how long before its first message is due a segment should have been restored."""
+    ``restored_ms``: how long before its first message is due a segment should have been restored. ``paced``: messages a
+    second that routes may release, where that is limited."""
 
     store: SecretUrl
     broker: Broker | None = None
@@ -51,6 +52,7 @@ class Options:
     seed: int = 0
     release_rate: float | None = None
     restored_ms: int = RESTORED_MS
+    paced: Mapping[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
 
     rate = calendar.RELEASE_RATE if options.release_rate is None else options.release_rate
     with watching("judging"):
-        return judging.run(frames, release_rate=rate, restored_ms=options.restored_ms)
+        return judging.run(frames, release_rate=rate, restored_ms=options.restored_ms, paced=options.paced)
 
 
 def _asked(report: Report, frames: Frames, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:

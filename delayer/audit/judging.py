@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -51,11 +51,18 @@ Batches = Iterator[pa.RecordBatch]
 T = TypeVar("T")
 
 
-def run(frames: Frames, *, release_rate: float = calendar.RELEASE_RATE, restored_ms: int = RESTORED_MS) -> Report:
-    """Judge the frames. Raises ValueError for a release rate that is none; Spark's errors."""
+def run(
+    frames: Frames,
+    *,
+    release_rate: float = calendar.RELEASE_RATE,
+    restored_ms: int = RESTORED_MS,
+    paced: Mapping[bytes, int] | None = None,
+) -> Report:
+    """Judge the frames; ``paced`` as in rules.message.Context. Raises ValueError for a release rate that is none;
+    Spark's errors."""
     began = time.monotonic()
     facts = frames.facts
-    context = Context(facts.now_ms, _intervals(frames), facts.whole, restored_ms)
+    context = Context(facts.now_ms, _intervals(frames), facts.whole, restored_ms, dict(paced or {}))
     evidence = Evidence(merged(_from_rows(_collected(frames, context))))
     lanes = [
         Lane(row.number, row.owner, row.alive) for row in frames.lanes.select("number", "owner", "alive").collect()

@@ -23,6 +23,15 @@ CANCEL_SECONDS: Final = 5.0
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
 _PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
 
+# What Spark says of a task that it gave up; behind it the reason, of the executor or of Java.
+_LOST_TASK: Final = re.compile(r"most recent failure: Lost task \S+ in stage \S+ \(TID \d+\) \([^)]*\):\s*(\S.*)")
+_NO_PYTHON: Final = (
+    ". Next: is there a Python with delayer[spark] at this path on every machine? "
+    "--conf spark.pyspark.python=… says where"
+)
+_CALL: Final = "An error occurred while calling "
+"""The first line of every error of Py4J's, which says nothing."""
+
 
 class Watching:
     """``with watching("reading messages"):`` shows the stages of the Spark jobs that the block starts in its thread."""
@@ -100,6 +109,11 @@ def failure(doing: str, text: str) -> StoreLost | JobFailed:
 
     if lost := _STORE_LOST.search(text):
         return StoreLost(mask(lost[1]), advice_for(lost[1]))
-    python = _PYTHON.findall(text)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
-    return JobFailed(f"{doing}: {mask(python[-1] if python else first)}")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_CALL)]
+    lost_task, python = _LOST_TASK.search(text), _PYTHON.findall(text)
+    if lost_task is not None and not lost_task[1].startswith("org.apache.spark.api.python.PythonException"):
+        reason = lost_task[1]
+    else:
+        reason = python[-1] if python else next(iter(lines), "no reason given")
+    advice = _NO_PYTHON if "Cannot run program" in reason else ""
+    return JobFailed(f"{doing}: {mask(reason)}{advice}")

@@ -120,6 +120,7 @@ def audit(
         sample=sample,
         release_rate=release_rate,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
+        paced={route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate},
     )
     if html is not None and not html.parent.is_dir():
         raise Misused(f"--html {html}: there is no directory {html.parent}")

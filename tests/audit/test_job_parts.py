@@ -191,6 +191,38 @@ def test_any_other_failure_is_one_line_without_passwords() -> None:
     assert str(failure("judging", "Java heap space\n\tat x")) == "judging: Java heap space"
 
 
+LOST_TASK = (
+    "An error occurred while calling z:org.apache.spark.api.python.PythonRDD.collectAndServe.\n"
+    ": org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 0.0 failed 4 times, most "
+    "recent failure: Lost task 0.3 in stage 0.0 (TID 3) (192.0.2.2 executor 1): {}\n"
+    "\tat java.base/java.lang.Thread.run\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        (
+            'java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory',
+            'packing: java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory. '
+            "Next: is there a Python with delayer[spark] at this path on every machine? "
+            "--conf spark.pyspark.python=… says where",
+        ),
+        (
+            "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: OOM",
+            "packing: ExecutorLostFailure (executor 1 exited caused by one of the running tasks) Reason: OOM",
+        ),
+        (
+            "org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n"
+            "  File x, line 1\nValueError: no such thing\n",
+            "packing: ValueError: no such thing",
+        ),
+    ],
+)
+def test_the_reason_of_a_task_that_was_given_up_is_told(reason: str, expected: str) -> None:
+    assert str(failure("packing", LOST_TASK.format(reason))) == expected
+
+
 def test_the_last_audit_that_is_none_is_a_remark(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
     assert keeping.last(None) == (None, ())

@@ -240,6 +240,23 @@ def test_overdue_says_how_late_and_of_which_routes() -> None:
     }
 
 
+@pytest.mark.parametrize(("alive", "severity"), [(True, "warning"), (None, "warning"), (False, "violation")])
+def test_what_somebody_limited_is_no_violation_however_late(alive: bool | None, severity: str) -> None:
+    """Only where nobody owns the lane it waits for something else."""
+    messages = [message(n, due_ms=NOW - 8 * DAY_MS, route=b"slow") for n in (1, 2)]
+    others = [message(3, due_ms=NOW - GRACE_MS), message(4, where=PACKED, due_ms=NOW - GRACE_MS, route=b"slow")]
+    lanes = [Lane(1, "", alive), Lane(2, "", True)]
+    paced = Context(NOW, paced={b"slow": 50, b"other": 7})
+    report = judged([*messages, *others], lanes=lanes, context=paced)
+    found = {one.subject: one for one in report.findings if one.rule == "overdue"}
+    limited = found["lane 1: of routes with max_rate"]
+    assert (limited.severity, limited.count) == (severity, 2)
+    assert limited.details["routes"] == {"slow": 2}
+    assert limited.details["max_rate"] == {"slow": 50}
+    assert found["lane 1"].details["routes"] == {"delayer.in": 1}
+    assert found["segments of lane 1"].count == 1
+
+
 def test_segments_that_are_late_need_an_owner_of_any_lane() -> None:
     late = message(
         1,

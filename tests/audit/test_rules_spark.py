@@ -116,12 +116,13 @@ def test_spark_and_plain_python_report_the_same(
 ) -> None:
     store = Store(seed, count)
     whole = sample >= 1.0
-    context = Context(NOW, PARTITIONS, whole)
+    paced = {b"in": 3} if seed % 2 else {}
+    context = Context(NOW, PARTITIONS, whole, paced=paced)
     evidence = judge.evidence_of(store.messages, store.segments, store.claims if whole else (), context, store.damage)
     plain = judge.report(evidence, LANES, store.counters, context, release_rate=7.0, sample=None if whole else sample)
     assert not whole or {found.rule for found in plain.findings} == set(judge.RULES) - {"peaks"}
     with batches_of(spark, batch):
-        sparks = judging.run(store.frames(spark, sample=sample), release_rate=7.0)
+        sparks = judging.run(store.frames(spark, sample=sample), release_rate=7.0, paced=paced)
     assert replace(sparks, seconds=0.0) == plain
 
 

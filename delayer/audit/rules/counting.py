@@ -10,7 +10,7 @@ kinds of keys       number        first             second
   fault             lane          where it stands   what is wrong (integrity)
   repeat                          fingerprint
   overdue           lane          where it stands   how late
-  overdue route     lane          the route
+  overdue route     lane          the route         waiting, or paced
   oldest, farthest, largest       id, everything else about it
   segments          lane
   segment fault     lane          what is wrong
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from delayer.audit.rules import integrity, overdue, repeats, segments
-from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Message, Segment
+from delayer.audit.rules.message import HELD, PACED, PACKED, WAITING, Context, Message, Segment
 from delayer.audit.rules.standouts import Standouts
 from delayer.audit.rules.tally import Key, Partial, Tallies, Tally
 
@@ -59,15 +59,16 @@ def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -
     yield from standouts.drain()
 
 
-_WHERE: Final = {where: where.encode() for where in (WAITING, HELD, PACKED)}
+_WHERE: Final = {where: where.encode() for where in (WAITING, HELD, PACKED, PACED)}
 
 
 def _count_late(message: Message, expected_ms: int, size: int, tallies: Tallies, context: Context) -> None:
     age = overdue.age(expected_ms, context.now_ms)
     if age is not None:
-        tallies.add(("overdue", message.lane, _WHERE[message.where], age.encode()), size, message.due_ms)
+        where = PACED if message.where == WAITING and message.route in context.paced else message.where
+        tallies.add(("overdue", message.lane, _WHERE[where], age.encode()), size, message.due_ms)
         if message.where == WAITING:
-            tallies.add(("overdue route", message.lane, message.route, b""), size, message.due_ms)
+            tallies.add(("overdue route", message.lane, message.route, _WHERE[where]), size, message.due_ms)
 
 
 def counted_by_columns(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:

@@ -41,6 +41,7 @@ class Evidence:
         tally = self.get(Key("lane", lane, WAITING.encode()))
         return None if tally is None else tally.first_due_ms
 
-    def overdue_routes(self, lane: int) -> list[tuple[bytes, int]]:
-        """Routes and their overdue messages, the most first."""
-        return [(key.first, tally.messages) for key, tally in self.of("overdue route") if key.number == lane]
+    def overdue_routes(self, lane: int, where: str) -> list[tuple[bytes, int]]:
+        """Routes and their overdue messages, the most first; ``where`` is WAITING or PACED."""
+        found = ((key, tally) for key, tally in self.of("overdue route") if key.number == lane)
+        return [(key.first, tally.messages) for key, tally in found if key.second == where.encode()]

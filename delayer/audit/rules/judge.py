@@ -71,7 +71,7 @@ def report(
     found: dict[str, list[Finding]] = {
         segments.RULE: segments.findings(evidence),
         INTEGRITY: [*damage.findings(INTEGRITY, evidence, context), *_integrity(evidence)],
-        overdue.RULE: overdue.findings(evidence, figures),
+        overdue.RULE: overdue.findings(evidence, figures, context.paced),
         overdue.LANES: overdue.lane_findings(evidence, figures, frozenset(known), context.now_ms),
         calendar.RULE: calendar.findings(coming),
     }

@@ -13,6 +13,8 @@ from delayer.store.status import RESTORED_MS
 
 WAITING, HELD, PACKED = "waiting", "held", "segment"
 """Where a message stands: a row of ``message``, a row of ``held``, inside a segment."""
+PACED = "paced"
+"""Overdue rows of a route with ``max_rate`` are counted apart: they wait because somebody wants them to."""
 
 DAY_MS: Final = 86_400_000
 GRACE_MS: Final = 60_000
@@ -86,12 +88,14 @@ class Lane(NamedTuple):
 class Context:
     """What judging one message needs beside it. ``partitions``: the interval [first, after) of each partition of days,
     in epoch ms; the default partition is not in it. ``whole``: every row is read, not a sample. ``restored_ms``: how
-    long before its first message is due a segment should have been restored."""
+    long before its first message is due a segment should have been restored. ``paced``: what routes may release, in
+    messages a second, where that is limited."""
 
     now_ms: int
     partitions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     whole: bool = True
     restored_ms: int = RESTORED_MS
+    paced: Mapping[bytes, int] = field(default_factory=dict)
 
     @cached_property
     def _intervals(self) -> list[tuple[int, int]]:

@@ -1,15 +1,17 @@
 """Overdue: messages whose due instant has passed, and lanes that nobody owns. Pure.
 
-A held message's due time has passed by its nature: of these it is asked when they were to be tried again.
+A held message's due time has passed by its nature: of these it is asked when they were to be tried again. Messages of a
+route with ``max_rate`` wait past their time because somebody limited it: worth a word, and how long they will take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Severity, shown
 from delayer.audit.rules.evidence import Evidence
-from delayer.audit.rules.message import GRACE_MS, HELD, PACKED, STUCK_MS, WAITING
+from delayer.audit.rules.message import GRACE_MS, HELD, PACED, PACKED, STUCK_MS, WAITING
 from delayer.audit.rules.tally import Tally, combined
 
 RULE, LANES = "overdue", "lanes"
@@ -27,6 +29,7 @@ _ROUTES = 5
 _SUBJECTS: Final = {
     WAITING: "lane {}",
     PACKED: "segments of lane {}",
+    PACED: "lane {}: of routes with max_rate",
     HELD: "lane {}: held, and not tried again in time",
 }
 
@@ -39,7 +42,7 @@ def age(due_ms: int, now_ms: int) -> str | None:
     return next(name for least, name in _AGES if late >= least)
 
 
-def findings(evidence: Evidence, lanes: list[LaneFigures]) -> list[Finding]:
+def findings(evidence: Evidence, lanes: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
     """Overdue messages: of a lane without an owner nobody will release them. Those with an owner may be on their way:
     a violation only from STUCK_MS on. Segments are restored by any daemon, so one owner anywhere will do for them."""
     alive: dict[int, bool | None] = {lane.number: lane.alive for lane in lanes}
@@ -48,10 +51,14 @@ def findings(evidence: Evidence, lanes: list[LaneFigures]) -> list[Finding]:
     for (number, where), ages in sorted(_by_lane(evidence).items()):
         owned = anybody if where == PACKED else alive.get(number, False)
         total = _sum(ages)
-        stuck = owned is False or any(name in STUCK for name in ages)
+        stuck = owned is False or (where != PACED and any(name in STUCK for name in ages))
         details = {"ages": {name: ages[name].messages for _, name in _AGES if name in ages}, "owned": owned}
-        if where == WAITING:
-            details["routes"] = {shown(name): count for name, count in evidence.overdue_routes(number)[:_ROUTES]}
+        if where in (WAITING, PACED):
+            routes = evidence.overdue_routes(number, where)[:_ROUTES]
+            details["routes"] = {shown(name): count for name, count in routes}
+        if where == PACED:
+            rates = {name: paced[name] for name, _ in routes if name in paced}
+            details["max_rate"] = {shown(name): rate for name, rate in rates.items()}
         subject = _SUBJECTS[where].format(number)
         severity: Severity = "violation" if stuck else "warning"
         found.append(Finding(RULE, severity, subject, total.messages, total.first_due_ms, details))
