@@ -27,6 +27,24 @@ def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
     return frozenset(map(str.encode, queues)), frozenset(map(str.encode, exchanges))
 
 
+def queues_at_work(settings: Settings) -> dict[str, str]:
+    """The queues that a daemon fills and empties, whichever mode is in force, and what each is in the configuration."""
+    # Our own cascade as well where another one is shared now: what was sent through it before is still in there.
+    cascades = {Cascade(prefix=settings.native.prefix): "native.prefix"}
+    cascades.setdefault(cascade_of(settings), "native.cascade")
+    for table in settings.takeovers:
+        cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
+    found = {
+        settings.intake.queue: "intake.queue",
+        settings.refused.queue: "refused.queue",
+        settings.native.due_queue: "native.due_queue",
+    }
+    for cascade, key in cascades.items():
+        names = [level.name for level in cascade.levels()] + ([cascade.strays] if cascade.strays else [])
+        found = dict.fromkeys(names, key) | found
+    return found
+
+
 def intake_of(settings: Settings) -> Topology:
     """What every mode needs: the intake queue, the refused queue, the exchanges of the routes, the ends of retries."""
     intake = intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])

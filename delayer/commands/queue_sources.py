@@ -17,6 +17,7 @@ from delayer.legacy.ports import BadSource, Source
 from delayer.services.draining import carried
 from delayer.settings import duration_ms
 from delayer.store.importing import ImportStore
+from delayer.wiring import queues_at_work
 
 _broker_options = (
     click.option(
@@ -68,6 +69,10 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
     settings = wanted.settings
     if given["whole_time"] and given["believe_timestamps"]:
         raise Misused("expected --whole-time or --believe-timestamps, found both")
+    own = queues_at_work(settings)
+    for name in given["queues"]:
+        if name in own:
+            raise Misused(f"--queue {name}: expected a queue of another system, found delayer's own ({own[name]})")
     url = given["from_url"] or settings.broker_url
     management = given["management_url"]
     if management is None and given["from_url"] is None:
@@ -80,6 +85,7 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
             wanted.meant,
             book.now_ms,
             rewrites=wanted.rewrites,
+            own=own,
             said=Said(
                 given["ttl_ms"], given["to_exchange"], given["to_key"], given["whole_time"], given["believe_timestamps"]
             ),

@@ -29,6 +29,7 @@ BEHIND: Final = "behind too many that are not meant: not looked at"
 UNGIVEN: Final = "not handed out by their broker in time: not looked at"
 CONSUMED: Final = "in queues that somebody else consumes: not looked at, unless they are named"
 UNHELD: Final = "in queues that hold nothing for a time: not looked at, unless they are named"
+OWN: Final = "in queues of delayer's own ({}): never taken"
 FOR_PEOPLE: Final = frozenset({UNREADABLE, BEHIND, UNGIVEN, CONSUMED})
 """Of the reasons why messages are left those that were not wanted: somebody has to know of them."""
 MOST_REASONS: Final = 100

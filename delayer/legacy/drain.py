@@ -170,7 +170,7 @@ class Queues(ABC):
             survey.messages = min(survey.messages or 0, self._meant.limit)
         for name, (why, depth) in self.passed_over.items():
             survey.leave(why, depth)
-            survey.remarks.append(f"{name}: {depth:,} messages, passed over")
+            survey.remarks.append(f"{name}: {depth:,} messages, passed over: {why}")
         missing = [name for name, depth in depths.items() if depth is None]
         if missing:
             survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")

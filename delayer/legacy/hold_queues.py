@@ -15,7 +15,7 @@ from typing import Any, Final
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management import Management
-from delayer.core.importing import CONSUMED, UNHELD, Item, Meant, Rewrite
+from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
 from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.legacy.drain import Queues, Reader, address_of, asked
@@ -118,6 +118,14 @@ class Hold:
         return (max(told) + 1) * 1000 if told else None
 
 
+async def _shown(admin: Admin, queue: str) -> int:
+    """Messages in it; none where RabbitMQ 4.3 does not show it to this user."""
+    try:
+        return (await admin.depths([queue]))[queue] or 0
+    except BrokerRefused:
+        return 0
+
+
 def _last_death(properties: Properties) -> Mapping[str, object]:
     deaths = decoded(properties, (X_DEATH,)).get(X_DEATH)
     return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else {}
@@ -170,7 +178,9 @@ class HoldQueues(Queues):
         *,
         rewrites: Sequence[Rewrite] = (),
         said: Said = Said(),
+        own: Mapping[str, str] | None = None,
     ) -> None:
+        """``own``: names of queues that are never taken, and what they are in delayer's configuration."""
         super().__init__(NAME, url, meant, now, rewrites)
         self._management = None
         if management_url:
@@ -178,6 +188,7 @@ class HoldQueues(Queues):
             self._management = Management(management_url, address.vhost, timeout=30.0, tls=address.tls)
         self._patterns = patterns
         self._said = said
+        self._own = own or {}
         self._leads: Leads | None = None
 
     def more_parameters(self) -> Mapping[str, object]:
@@ -190,16 +201,26 @@ class HoldQueues(Queues):
         meant = {name: of for name, of in sorted(told.items()) if not await self._passed_over(admin, name, of)}
         holds = [self._hold(name, arguments) for name, arguments in meant.items()]
         if not holds:
-            others = f", but for queues that hold nothing for a time: {', '.join(self.passed_over)}"
-            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}{others if self.passed_over else ''}")
+            others = f", but for queues that are passed over: {self._others()}" if self.passed_over else ""
+            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}{others}")
         holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
         return list(holds)
 
+    def _others(self) -> str:
+        """What was passed over, by its reasons."""
+        reasons = dict.fromkeys(why for why, _ in self.passed_over.values())
+        by_reason = {why: [name for name, (of, _) in self.passed_over.items() if of == why] for why in reasons}
+        return "; ".join(f"{', '.join(names)}, {why}" for why, names in by_reason.items())
+
     async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether a queue that only a pattern names is none that holds messages: a work queue, which may be called like
-        the one that holds its retries."""
-        if name in self._patterns:
+        """Whether a queue is none that holds messages: delayer's own; or, where only a pattern names it, a work queue,
+        which may be called like the one that holds its retries."""
+        own = self._own.get(name)
+        if own is None and name in self._patterns:
             return False
+        if own is not None:
+            self.passed_over[name] = (OWN.format(own), await asked(_shown(admin, name)))
+            return True
         state = await asked(admin.state(name))
         if state is None:
             return False

@@ -10,8 +10,9 @@ from typing import Any
 import aio_pika
 import aio_pika.abc
 
+from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.importing import CONSUMED, UNHELD
+from delayer.core.importing import CONSUMED, OWN, UNHELD
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_import_queues import declared, now_ms, nservicebus, queues
@@ -180,6 +181,38 @@ async def test_a_pattern_that_meets_work_queues_leaves_them(
         assert (report["parked"], report["held"], report["left"]) == (2, 0, {UNHELD: 1, CONSUMED: 2})
         assert await bodies(database) == [1, 1]
         told = delayer("import", "hold-queues", "preview", "--queue", "wor?", expect=1, **management).stderr
-        assert "no queue matches wor?, but for queues that hold nothing for a time: work" in told
+        assert "no queue matches wor?, but for queues that are passed over: work, in queues that hold nothing" in told
         named = delayer("import", "hold-queues", "preview", "--queue", "work", "--json", **management).stdout
         assert json.loads(named)["messages"] == 1
+
+
+async def test_delayers_own_queues_are_never_taken(delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str) -> None:
+    """A pattern that is too short names them too; what they hold is on its way, or waits for a person."""
+    delayer("db", "upgrade")
+    delayer("topology", "apply", DELAYER_MODE="native")
+    retry: dict[str, Any] = {
+        "x-message-ttl": 600_000, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "work",
+    }  # fmt: skip
+    await declared(vhost, Topology(queues=(Queue("delay_work", arguments(retry)), Queue("work"))))
+    own = ("delays", "delays.refused", "delays.due", "delayer.delay-level-27", "delayer.delay-strays")
+    async with await Raw.connect(vhost) as raw:
+        for name in (*own, "delay_work"):
+            await raw.publish(Message("", name.encode(), Props(), name.encode()))
+    management = {"DELAYER_BROKER__MANAGEMENT_URL": rabbitmq.management_url}
+    words = ("--queue", "delay*", "--ttl", "5m")
+    seen = json.loads(delayer("import", "hold-queues", "preview", *words, "--json", **management).stdout)
+    assert seen["messages"] == 1
+    keys = {"intake.queue": 1, "refused.queue": 1, "native.due_queue": 1, "native.prefix": 2}
+    assert seen["left"] == {OWN.format(key): messages for key, messages in keys.items()}
+    remark = "delays.refused: 1 messages, passed over: in queues of delayer's own (refused.queue): never taken"
+    assert remark in seen["remarks"]
+    report = json.loads(delayer("import", "hold-queues", "run", *words, "--yes", "--json", **management).stdout)
+    assert (report["parked"], report["held"], report["left"]) == (1, 0, seen["left"])
+    async with await Admin.connect(vhost) as admin:
+        assert await admin.depths((*own, "delay_work")) == {**dict.fromkeys(own, 1), "delay_work": 0}
+    told = delayer("import", "hold-queues", "run", "--queue", "delays*", "--yes", expect=1, **management).stderr
+    assert "no queue matches delays*, but for queues that are passed over: delays, in queues of delayer's own" in told
+    for name in own:
+        for verb in (("preview",), ("run", "--yes")):
+            told = delayer("import", "hold-queues", *verb, "--queue", name, expect=2, **management).stderr
+            assert f"--queue {name}: expected a queue of another system, found delayer's own" in told

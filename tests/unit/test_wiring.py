@@ -10,7 +10,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.plan import Finish, Mode, Route
 from delayer.policies import policy_of
 from delayer.settings import Settings
-from delayer.wiring import cascade_of, native_of, topology_of, uses_cascade
+from delayer.wiring import cascade_of, native_of, queues_at_work, topology_of, uses_cascade
 
 
 def settings(**tables: Any) -> Settings:
@@ -78,3 +78,23 @@ def test_names_come_from_the_settings() -> None:
     assert "a" in {exchange.name for exchange in whole.exchanges}
     assert "" not in {exchange.name for exchange in whole.exchanges}
     assert {queue.name for queue in native_of(given).queues} < {queue.name for queue in whole.queues}
+
+
+@pytest.mark.parametrize(
+    ("tables", "name", "key"),
+    [
+        ({}, "delays", "intake.queue"),
+        ({"intake": {"queue": "in"}}, "in", "intake.queue"),
+        ({"refused": {"queue": "bad"}}, "bad", "refused.queue"),
+        ({"native": {"due_queue": "due"}}, "due", "native.due_queue"),
+        ({"native": {"prefix": "x."}}, "x.delay-level-27", "native.prefix"),
+        ({}, "delayer.delay-strays", "native.prefix"),
+        ({"native": {"cascade": "celery"}}, "celery_delayed_0", "native.cascade"),
+        ({"native": {"cascade": "celery"}}, "delayer.delay-level-00", "native.prefix"),
+        ({"takeover": [{"cascade": "celery", "prefix": "shop"}]}, "shop_celery_delayed_27", "takeover.cascade"),
+        ({"intake": {"queue": "in"}}, "delays", None),
+        ({}, "delay_messages__600000_delay", None),
+    ],
+)
+def test_queues_that_a_daemon_works_with(tables: dict[str, Any], name: str, key: str | None) -> None:
+    assert queues_at_work(settings(**tables)).get(name) == key
