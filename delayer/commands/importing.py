@@ -19,7 +19,7 @@ from delayer.commands.common import DONE, FOUND, Failure, Misused, Off, Unreache
 from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
 from delayer.commands.looking import as_json
 from delayer.commands.progress import progress
-from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
+from delayer.core.importing import Meant, NotARewrite, Rewrite, Run, read_rewrite
 from delayer.legacy import machine
 from delayer.legacy.carrying import CascadeBook
 from delayer.legacy.destinations import Destinations
@@ -156,7 +156,7 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json, dry_run, yes, again = (given.pop(name) for name in ("as_json", "dry_run", "yes", "again"))
     settings = request_of(context).settings()
-    into = given.pop("into") or ("cascade" if settings.mode == "native" else "store")
+    told_into = given.pop("into")
     if dry_run or not yes:
         look = _with(context, make, dict(given), functools.partial(machine.preview, again=again))
         if dry_run:
@@ -170,6 +170,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             return
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
+        into = _into(await book.unfinished(), told_into, settings)
         with _few_collections(), progress() as say:
             if into == "store":
                 return await machine.run(source, book, judge, whoami(), say, again=again)
@@ -231,6 +232,17 @@ def _with(
         return asyncio.run(work())
     except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
         raise _failure(error) from error
+
+
+def _into(unfinished: Run | None, told: str | None, settings: Settings) -> str:
+    """Where the messages go: of a run that goes on where they went. Raises ImportImpossible where that differs."""
+    begun = "" if unfinished is None else unfinished.into
+    if begun and told not in (None, begun):
+        raise ImportImpossible(
+            f"the unfinished import was begun into the {begun}, and --into {told} is said now. Next: go on with --into "
+            f"{begun}, or `abort`"
+        )
+    return begun or told or ("cascade" if settings.mode == "native" else "store")
 
 
 @asynccontextmanager

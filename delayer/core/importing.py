@@ -170,7 +170,8 @@ class Survey:
 @dataclass(frozen=True, slots=True)
 class Run:
     """One import as the store knows it. ``parameters`` never hold a password. ``token``: no other run has it, of no
-    store; "" where one began before there were tokens."""
+    store; "" where one began before there were tokens. ``into``: "store" or "cascade", where its messages wait from
+    then on; "" where one began before that was noted."""
 
     id: int
     source: str
@@ -183,6 +184,7 @@ class Run:
     held: int = 0
     progress: str | None = None
     token: str = ""
+    into: str = ""
 
     @property
     def committed(self) -> int:

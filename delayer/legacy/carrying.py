@@ -57,7 +57,7 @@ class CascadeBook:
 
     async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
         """See the port."""
-        return await self._book.begin(source, parameters, who)
+        return await self._book.begin(source, parameters, who, into="cascade")
 
     async def staged(self, run: Run, messages: int | None) -> Run:
         """See the port."""

@@ -2,7 +2,8 @@
 
 *Staging* reads the whole file once and notes in the store where each record stands and when it is due; the run then
 reads the records in that order. The file itself is never changed: it may be kept, and it must stay as it is until the
-run is done, which its digest among the parameters sees to.
+run is done. Its digest stands among the parameters, for whoever goes on with a run; and before a batch is given out the
+file must be as it was, by its size and the time of its last change, when that digest was made.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class FileSource(ABC):
         self._rewrites = rewrites
         self._more = {**more, **rewriting(rewrites)}
         self._parameters: dict[str, object] | None = None
+        self._state: tuple[int, int, int] | None = None
         self._notes: Notes | None = None
         self._file: BufferedReader | None = None
         self._run: Run | None = None
@@ -87,6 +89,7 @@ class FileSource(ABC):
     def parameters(self) -> dict[str, object]:
         """Raises SourceLost."""
         if self._parameters is None:
+            self._state = self._seen_now()
             self._parameters = {
                 "file": str(self.path.resolve()),
                 "sha256": self._digest(),
@@ -203,6 +206,8 @@ class FileSource(ABC):
             size += length
             if size >= BATCH_BYTES:
                 break
+        if self._state not in (None, self._seen_now()):
+            raise ImportImpossible(f"{self.path}: it changed since it was staged")
         return Batch(items, json.dumps(self._after))
 
     def _read_at(self, position: int, length: int) -> Reading:
@@ -253,6 +258,14 @@ class FileSource(ABC):
                 yield from file
             except OSError as error:
                 raise SourceLost(f"{self.path}: {error.strerror}") from error
+
+    def _seen_now(self) -> tuple[int, int, int]:
+        """What differs where the file is another one, or was written to."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise SourceLost(f"{self.path}: {error.strerror}") from error
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _digest(self) -> str:
         with self._open() as file:

@@ -146,6 +146,12 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, a
     await _batches(source, book, judge, report, say)
     current = report.run
     if current.staged is not None and current.committed != current.staged:
+        if report.resumed and not (report.parked or report.held or report.again):
+            raise ImportImpossible(
+                f"{current.staged} messages were staged, {current.committed} are committed, and nothing of the rest is "
+                "there: an `abort` was interrupted that had put it back, or somebody else has it. Next: `abort`, with "
+                "the same parameters; then a new run"
+            )
         raise CountMismatch(
             f"{current.staged} messages were staged, but {current.committed} are parked or held, and the source has "
             "no more"

@@ -30,7 +30,8 @@ PARTITION_SECONDS: Final = 5.0
 """How long one batch may take to make partitions; what has none then waits in the default one."""
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
-"""Stands among the parameters in the table, and nowhere else: no source has one of that name."""
+_INTO: Final = "into"
+"""These stand among the parameters in the table, and nowhere else: no source has any of these names."""
 _COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, progress"
 _LANES: Final = """
 SELECT l.number, l.epoch, EXISTS (
@@ -93,9 +94,10 @@ class ImportStore:
             row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
         return None if row is None else _run(row)
 
-    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
-        """Write down that a run begins, and its token. There must be none that is unfinished."""
-        text = json.dumps({**parameters, _TOKEN: uuid.uuid4().hex[:12]}, sort_keys=True, ensure_ascii=True)
+    async def begin(self, source: str, parameters: Mapping[str, object], who: str, *, into: str = "store") -> Run:
+        """Write down that a run begins, with a new token. There must be none that is unfinished."""
+        more = {_TOKEN: uuid.uuid4().hex[:12], _INTO: into}
+        text = json.dumps({**parameters, **more}, sort_keys=True, ensure_ascii=True)
         with translated("import"):
             row = await self._connection.fetchrow(
                 "INSERT INTO import_run (who, source, parameters, phase) VALUES ($1, $2, $3, 'staging')"
@@ -261,5 +263,6 @@ def _run(row: asyncpg.Record) -> Run:
     began_ms = values.pop("began_at")
     values["parameters"] = json.loads(values["parameters"])
     values["token"] = values["parameters"].pop(_TOKEN, "")
+    values["into"] = values["parameters"].pop(_INTO, "")
     values["phase"] = Phase(values["phase"])
     return Run(**values, began_ms=began_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import random
@@ -11,10 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import asyncpg
+import pytest
 
 from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, USAGE
-from delayer.core import late
+from delayer.core import importing, late
 from delayer.core.message import Parcel, Target
+from delayer.legacy import files
 from delayer.store import upgrades
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned
@@ -223,6 +226,32 @@ async def test_a_disk_that_takes_no_more_keeps_nothing_of_it(delayer: Run, datab
     assert (names(tmp_path), file.read_text()) == ([file.name], "of yesterday")
     elsewhere = tmp_path / "nowhere" / "backlog.jsonl"
     assert "No such file or directory" in delayer("export", str(elsewhere), expect=USAGE).stderr
+
+
+async def test_a_file_that_changes_meanwhile_brings_nothing_of_the_change(
+    delayer: Run, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the bodies are others: the places and the due instants are as they were noted."""
+    delayer("db", "upgrade")
+    file = tmp_path / "dump"
+
+    def line(body: bytes) -> bytes:
+        return b" ".join((b"4000000000000", *map(base64.b64encode, (b"v", b"x", b"q", b"\x10\0\2", body)))) + b"\n"
+
+    file.write_bytes(line(b"good") * 5 + b"5\n")
+    real = files.FileSource.resume
+
+    async def resume(self: files.FileSource, run: importing.Run) -> None:
+        await real(self, run)
+        file.write_bytes(line(b"evil") * 5 + b"5\n")
+
+    words = ("import", "delayed-exchange", "run", str(file), "--vhost", "v", "--unverified", "--yes")
+    with monkeypatch.context() as patch:
+        patch.setattr(files.FileSource, "resume", resume)
+        assert "it changed since it was staged" in delayer(*words, expect=FOUND).stderr
+    assert "begun with other parameters (sha256" in delayer(*words, expect=FOUND).stderr
+    async with sql(database) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM message") == 0
 
 
 UNFIT = {

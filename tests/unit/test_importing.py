@@ -399,10 +399,30 @@ async def test_aborted_at_every_step() -> None:
             except Died:
                 continue
         assert book.run is not None
-        assert book.run.phase is Phase.ABORTED or not shelf.there
+        assert book.run.phase is Phase.ABORTED
         left = sorted(item.parcel for item in shelf.there.values())
         assert sorted([*left, *(item.parcel for item in book.parked)]) == sorted(item.parcel for item in items)
         assert shelf.staged is None
+
+
+async def test_a_run_behind_an_abort_that_was_killed_says_to_abort() -> None:
+    """Everything is where it was by then, and only the store does not know."""
+    shelf, book = Shelf(COUNT), FakeBook()
+    items = in_order(shelf)
+    with pytest.raises(Died):
+        await run_once(shelf, book, at=10)
+    assert book.run is not None
+    assert 0 < book.run.committed < COUNT
+    source = FakeSource(shelf, Switch(), PARAMETERS)
+    book.switch = Switch(1)
+    with pytest.raises(Died):
+        await machine.abort(source, book)
+    for _ in range(2):
+        with pytest.raises(ImportImpossible, match="Next: `abort`, with the same parameters"):
+            await run_once(shelf, book)
+    assert (await machine.abort(FakeSource(shelf, Switch(), PARAMETERS), book)).run.phase is Phase.ABORTED
+    left = sorted(item.parcel for item in shelf.there.values())
+    assert sorted([*left, *(item.parcel for item in book.parked)]) == sorted(item.parcel for item in items)
 
 
 async def test_other_parameters_do_not_resume() -> None:
