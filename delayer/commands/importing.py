@@ -67,7 +67,8 @@ def _cutoff(_context: click.Context, _option: click.Parameter, text: str | None)
     return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
 
 
-def _rewrites(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
+def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
+    """What an option of expressions says."""
     try:
         return tuple(map(read_rewrite, given))
     except NotARewrite as error:
@@ -78,7 +79,7 @@ _OPTIONS = (
     click.option("--cutoff", "cutoff_ms", callback=_cutoff, metavar="INSTANT",
                  help="Only what is due then or later; the rest is left where it is."),
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
-    click.option("--rewrite-destination", "rewrites", multiple=True, callback=_rewrites, metavar="EXPRESSION",
+    click.option("--rewrite-destination", "rewrites", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
                  help="Rename destinations, as sed does: 's/@.*//'. May be repeated."),
     click.option("--unverified", is_flag=True, help="Do not ask the broker whether the destinations exist."),
     as_json,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from delayer.commands import queue_sources
-from delayer.commands.importing import Wanted, import_, source
+from delayer.commands.importing import Wanted, import_, rewrites_of, source
 from delayer.core.message import Target
 from delayer.legacy.delayed_exchange import DelayedExchange, Plan
 from delayer.legacy.jsonl import JsonLines
@@ -54,6 +54,10 @@ def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) 
     return DelayedExchange(given["file"], plan, wanted.meant, wanted.rewrites).noting(book)
 
 
+_reply_option = click.option(
+    "--rewrite-reply-to", "replies", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
+    help="Rename the addresses that answers go to, as --rewrite-destination does. May be repeated.",
+)  # fmt: skip
 _database_options = (
     click.option(
         "--url", envvar="DELAYER_IMPORT_URL", required=True, metavar="URL",
@@ -68,6 +72,7 @@ _database_options = (
         "--overdue-too", is_flag=True,
         help="Also what is due within a minute or overdue: only where no timeout manager runs any more.",
     ),
+    _reply_option,
 )  # fmt: skip
 
 
@@ -80,6 +85,7 @@ def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) 
         wanted.meant,
         schema=given["schema"],
         rewrites=wanted.rewrites,
+        replies=given["replies"],
         overdue_too=given["overdue_too"],
     )
 
@@ -94,12 +100,15 @@ def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: Import
         schema=given["schema"],
         endpoint=given["endpoint"],
         rewrites=wanted.rewrites,
+        replies=given["replies"],
         overdue_too=given["overdue_too"],
     )
 
 
 def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
-    return RavenExport(given["file"], wanted.meant, wanted.rewrites, endpoint=given["endpoint"]).noting(book)
+    return RavenExport(
+        given["file"], wanted.meant, wanted.rewrites, endpoint=given["endpoint"], replies=given["replies"]
+    ).noting(book)
 
 
 def _add() -> None:
@@ -156,6 +165,7 @@ def _add() -> None:
             click.option(
                 "--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"
             ),
+            _reply_option,
         ],
         _nservicebus_raven,
     )

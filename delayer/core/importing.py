@@ -211,9 +211,12 @@ class Rewrite:
 _BACK_REFERENCE: Final = re.compile(r"&|\\(.)", re.DOTALL)
 
 
-def rewriting(rewrites: Sequence[Rewrite]) -> dict[str, object]:
+REPLIES: Final = "rewrite_reply_to"
+
+
+def rewriting(rewrites: Sequence[Rewrite], name: str = "rewrite") -> dict[str, object]:
     """As parameters of a run."""
-    return {"rewrite": [one.text for one in rewrites]} if rewrites else {}
+    return {name: [one.text for one in rewrites]} if rewrites else {}
 
 
 def renamed(name: bytes, rewrites: Sequence[Rewrite]) -> bytes:

@@ -26,6 +26,7 @@ def sql_persistence(
     *,
     schema: str | None = None,
     rewrites: Sequence[Rewrite] = (),
+    replies: Sequence[Rewrite] = (),
     overdue_too: bool = False,
 ) -> Tables:
     """Every table that matches a pattern. Raises ImportImpossible."""
@@ -37,6 +38,7 @@ def sql_persistence(
         meant,
         schema=schema,
         rewrites=rewrites,
+        replies=replies,
         overdue_too=overdue_too,
     )
 
@@ -49,6 +51,7 @@ def nhibernate(
     schema: str | None = None,
     endpoint: str | None = None,
     rewrites: Sequence[Rewrite] = (),
+    replies: Sequence[Rewrite] = (),
     overdue_too: bool = False,
 ) -> Tables:
     """The timeouts of one endpoint, or of all. Raises ImportImpossible."""
@@ -61,5 +64,6 @@ def nhibernate(
         schema=schema,
         endpoint=endpoint,
         rewrites=rewrites,
+        replies=replies,
         overdue_too=overdue_too,
     )

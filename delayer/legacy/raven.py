@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from delayer.core.delay import UnreadableDelay, read_instant_ms
-from delayer.core.importing import Item, Meant, Rewrite
+from delayer.core.importing import REPLIES, Item, Meant, Rewrite, rewriting
 from delayer.legacy.files import FileSource, Reading, Skipped, Unreadable
 from delayer.legacy.timeouts import Timeout, item_of
 
@@ -24,7 +24,7 @@ HIDDEN: Final = ("__hidden__", "__migrated__")
 """What the vendor's own migration puts before the name of an owner whose timeouts it has in hand, or is done with."""
 
 
-def read(line: bytes, endpoint: str | None = None) -> Item | Skipped | None:
+def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()) -> Item | Skipped | None:
     """The message of a line; None for one that says nothing. Raises Unreadable."""
     if not line.strip():
         return None
@@ -47,7 +47,7 @@ def read(line: bytes, endpoint: str | None = None) -> Item | Skipped | None:
         return Skipped("of other endpoints")
     address = _address(found.get("Destination"))
     timeout = Timeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
-    return item_of(timeout, NAME.encode(), address.encode("utf-8", "surrogateescape"))
+    return item_of(timeout, NAME.encode(), address.encode("utf-8", "surrogateescape"), replies)
 
 
 def _id(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
@@ -102,11 +102,19 @@ class RavenExport(FileSource):
     """The file; ``endpoint``: whose timeouts are meant."""
 
     def __init__(
-        self, path: Path, meant: Meant, rewrites: Sequence[Rewrite] = (), *, endpoint: str | None = None
+        self,
+        path: Path,
+        meant: Meant,
+        rewrites: Sequence[Rewrite] = (),
+        *,
+        endpoint: str | None = None,
+        replies: Sequence[Rewrite] = (),
     ) -> None:
-        super().__init__(NAME, path, meant, rewrites, {} if endpoint is None else {"endpoint": endpoint})
+        more = {} if endpoint is None else {"endpoint": endpoint}
+        super().__init__(NAME, path, meant, rewrites, more | rewriting(replies, REPLIES))
         self._endpoint = endpoint
+        self._replies = replies
 
     def read(self, line: bytes) -> Reading:
         """See FileSource."""
-        return read(line, self._endpoint)
+        return read(line, self._endpoint, self._replies)

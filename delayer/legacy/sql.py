@@ -20,7 +20,7 @@ from typing import Any, Final
 from sqlalchemy import URL, Executable, Select, TableClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from delayer.core.importing import SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
+from delayer.core.importing import REPLIES, SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
 from delayer.core.message import Target
 from delayer.faultpoint import reach
 from delayer.legacy import places, tables
@@ -64,6 +64,7 @@ class Tables:
         schema: str | None = None,
         endpoint: str | None = None,
         rewrites: Sequence[Rewrite] = (),
+        replies: Sequence[Rewrite] = (),
         overdue_too: bool = False,
     ) -> None:
         self.name = name
@@ -74,6 +75,7 @@ class Tables:
         self._schema = schema
         self._endpoint = endpoint
         self._rewrites = rewrites
+        self._replies = replies
         self._overdue_too = overdue_too
         self._source = name.encode()
         self._targets: dict[str, Target] = {}
@@ -96,7 +98,7 @@ class Tables:
             said["schema"] = self._schema
         if self._endpoint is not None:
             said["endpoint"] = self._endpoint
-        return said | rewriting(self._rewrites) | self._meant.as_dict()
+        return said | rewriting(self._rewrites) | rewriting(self._replies, REPLIES) | self._meant.as_dict()
 
     # ---- the port
 
@@ -345,7 +347,7 @@ class Tables:
         id_, destination, state, due, headers = row
         body = state if type(state) is bytes else bytes(state or b"")
         timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, body)
-        return item_of(timeout, self._source, self._target(timeout.address).routing_key)
+        return item_of(timeout, self._source, self._target(timeout.address).routing_key, self._replies)
 
     async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> Pick:
         """What is meant, by the database's clock: nothing that is due within ``ahead_ms``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import lru_cache
 from struct import Struct
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from delayer.core import nservicebus
 from delayer.core.delay import UnreadableDelay
-from delayer.core.importing import Item
+from delayer.core.importing import Item, Rewrite
 from delayer.core.late import UNFIT
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS, SHORT_STRING
@@ -20,6 +20,8 @@ from delayer.wire.properties import FLAGS
 
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"
 """What the timeout manager adds when it dispatches."""
+SAVED_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
+"""Where timeout managers of core 3 to 5 kept the address for answers; they put it back as they dispatched."""
 UNREAD: Final = b"x-delayer-import-headers"
 """Carries a headers column that cannot be read, as it is."""
 NET_TYPE: Final = "$type"
@@ -36,6 +38,7 @@ _BYTE: Final = tuple(bytes((n,)) for n in range(SHORT_STRING + 1))
 _U16: Final = Struct(">H")
 _U32: Final = Struct(">I")
 _EXPIRE: Final = nservicebus.EXPIRE.decode()
+_REPLY_TO_ADDRESS: Final = nservicebus.REPLY_TO.decode()
 _EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - the columns have no zone, and mean UTC
 
 
@@ -60,8 +63,9 @@ def moment_of(epoch: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=epoch)
 
 
-def item_of(timeout: Timeout, source: bytes, queue: bytes) -> Item:
-    """The message, for ``queue`` through the default exchange. Everything that is wrong with it becomes its problem."""
+def item_of(timeout: Timeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> Item:
+    """The message, for ``queue`` through the default exchange; ``replies`` rename the address that answers go to.
+    Everything that is wrong with it becomes its problem."""
     headers, unread = _read(timeout.headers)
     raw = str(timeout.headers).encode("utf-8", "surrogateescape") if unread else b""
     problem = _problem(unread, queue)
@@ -71,7 +75,7 @@ def item_of(timeout: Timeout, source: bytes, queue: bytes) -> Item:
     due_ms = _due_ms(timeout.due_ms, headers)
     if not 0 <= due_ms <= LATEST_MS:
         due_ms = min(max(due_ms, 0), LATEST_MS)
-    properties = _properties(timeout.id, headers, raw)
+    properties = _properties(timeout.id, headers, raw, replies)
     address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
     return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), problem)
 
@@ -133,10 +137,16 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
     return exact if 0 < exact - column_ms <= ROUNDED_MS else column_ms
 
 
-def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
+def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Sequence[Rewrite]) -> bytes:
     """As NServiceBus's transport for RabbitMQ fills them in: headers as strings, and what has a property as one too."""
     texts: dict[str, str] = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
+    if SAVED_REPLY_TO in texts and (saved := texts.pop(SAVED_REPLY_TO)):
+        texts[_REPLY_TO_ADDRESS] = saved
+    if replies and (answer := texts.get(_REPLY_TO_ADDRESS)):
+        for rewrite in replies:
+            answer = rewrite(answer)
+        texts[_REPLY_TO_ADDRESS] = answer
     parts: list[bytes] = []
     for name, text in texts.items():
         value = text.encode("utf-8", "surrogatepass")  # JSON can spell half of a pair of surrogates
@@ -151,7 +161,7 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes) -> bytes:
     for bit, text in (
         (_CONTENT_TYPE, get("NServiceBus.ContentType", "application/octet-stream")),
         (_CORRELATION_ID, get("NServiceBus.CorrelationId", "")),
-        (_REPLY_TO, get("NServiceBus.ReplyToAddress", "")),
+        (_REPLY_TO, get(_REPLY_TO_ADDRESS, "")),
         (_MESSAGE_ID, get("NServiceBus.MessageId", "") or id_),
         (_TYPE, kind),
     ):

@@ -339,18 +339,20 @@ async def test_nhibernate(delayer: Run, database: str, source: Source) -> None:
         del row["PersistenceVersion"]
         row["Endpoint"] = "Billing" if n % 2 else "Sales"
     rows[1]["Headers"] = None
-    rows[3]["Headers"] = json.dumps([{"Key": "NServiceBus.MessageId", "Value": "m-3"}])
+    saved = {"NServiceBus.MessageId": "m-3", "NServiceBus.Timeout.ReplyToAddress": "shop@HOST"}
+    rows[3]["Headers"] = json.dumps([{"Key": key, "Value": value} for key, value in saved.items()])
     name = "timeoutentity" if source.kind == "postgresql" else "TimeoutEntity"
     if source.kind == "postgresql":
         rows = [{key.lower(): value for key, value in row.items()} for row in rows]
     await source.put(name, rows)
     args = ("import", "nservicebus-nhibernate", "run", "--endpoint", "Billing", "--rewrite-destination", "s/@.*//")
+    args = (*args, "--rewrite-reply-to", "s/@.*//")
     run = delayer(*args, "--unverified", "--yes", "--json", DELAYER_IMPORT_URL=source.url)
     assert json.loads(run.stdout)["parked"] == 3
     assert len(await source.rows(name)) == 3
     async with sql(database) as admin:
-        found = {
-            Properties.parse(raw).message_id: key
-            for raw, key in await admin.fetch("SELECT properties, to_key FROM message")
-        }
-    assert found == {str(uuid.UUID(int=1)).encode(): b"billing", b"m-3": b"billing", b"m-5": b"billing"}
+        rows_here = await admin.fetch("SELECT properties, to_key FROM message")
+        parsed = {(read := Properties.parse(raw)).message_id: (key, read.short("reply_to")) for raw, key in rows_here}
+    assert parsed == {
+        str(uuid.UUID(int=1)).encode(): (b"billing", None), b"m-3": (b"billing", b"shop"), b"m-5": (b"billing", None)
+    }  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime
 
 import pytest
 
+from delayer.core.importing import Rewrite, read_rewrite
 from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import LATEST_MS
 from delayer.legacy.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of, problem_of
@@ -24,10 +26,10 @@ HEADERS = {
 }
 
 
-def made(headers: object = HEADERS, **more: object) -> tuple[Properties, str]:
+def made(headers: object = HEADERS, replies: Sequence[Rewrite] = (), **more: object) -> tuple[Properties, str]:
     given = headers if headers is None or isinstance(headers, str) else json.dumps(headers)
     values = {"id": "id-1", "address": "sales", "due_ms": DUE_MS, "headers": given, "body": b"\0body"} | more
-    item = item_of(Timeout(**values), b"nservicebus-sql", str(values["address"]).encode())  # type: ignore[arg-type]
+    item = item_of(Timeout(**values), b"nservicebus-sql", str(values["address"]).encode(), replies)  # type: ignore[arg-type]
     return Properties.parse(item.parcel.properties), item.problem
 
 
@@ -43,6 +45,24 @@ def test_properties_and_headers() -> None:
     assert (properties.message_id, properties.delivery_mode, properties.expiration) == (b"4711", 2, None)
     assert {one.name.decode(): one.value for one in properties.headers_items()} == {**HEADERS, RELATED: "id-1"}
     assert {chr(one.type) for one in properties.headers_items()} == {"S"}
+
+
+def test_the_address_for_answers_is_what_it_was() -> None:
+    """Timeout managers of core 3 to 5 kept it in a header of their own, and answers went to themselves meanwhile."""
+    saved = {"NServiceBus.Timeout.ReplyToAddress": "shop@HOST", "NServiceBus.ReplyToAddress": "sales.Timeouts@HOST"}
+    for headers in (saved, {name: saved[name] for name in list(saved)[:1]}):
+        properties, _ = made(headers)
+        said = {one.name.decode(): one.value for one in properties.headers_items()}
+        assert said == {"NServiceBus.ReplyToAddress": "shop@HOST", RELATED: "id-1"}
+        assert properties.short("reply_to") == b"shop@HOST"
+    assert made({"NServiceBus.Timeout.ReplyToAddress": ""})[0].short("reply_to") is None
+
+
+def test_the_address_for_answers_is_renamed_where_that_is_said() -> None:
+    properties, _ = made(replies=[read_rewrite("s/@.*//"), read_rewrite("s/^/new./")])
+    assert properties.short("reply_to") == b"new.sales"
+    assert properties.get(b"NServiceBus.ReplyToAddress").value == "new.sales"  # type: ignore[union-attr]
+    assert made({}, replies=[read_rewrite("s/^/new./")])[0].short("reply_to") is None
 
 
 def test_a_timeout_without_a_message_id_has_its_own() -> None:
