@@ -15,10 +15,14 @@ from delayer.store.listing import Entry, Place
 
 _COLUMNS: Final = (
     "lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, checksum, format, route, exchange,"
-    " routing_key, to_exchange, to_key, properties, body, key"
+    " routing_key, to_exchange, to_key, properties, octet_length(body) AS size, key,"
+    " CASE WHEN octet_length(body) <= $2 THEN body ELSE substring(body FROM 1 FOR $3) END AS body"
 )
-_ROW: Final = f"SELECT {_COLUMNS} FROM message WHERE lane = $1 AND due_at >= $2 AND due_at < $3 AND id = $4"
+_ROW: Final = f"SELECT {_COLUMNS} FROM message WHERE lane = $4 AND due_at >= $5 AND due_at < $6 AND id = $1"
 _HELD: Final = f"SELECT {_COLUMNS}, reason, attempts, held_at, retry_at FROM held WHERE id = $1"
+_WHOLE: Final = (1 << 31) - 1
+BEGINNING: Final = 4096
+"""Bytes of a body that are read where it is not read whole."""
 _NAMES: Final = (
     "id", "due_at", "parked_at", "checksum", "format", "route", "exchange", "routing_key", "to_exchange", "to_key",
     "properties", "body",
@@ -35,30 +39,31 @@ class Hold(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A message with its body. ``sound``: its format and checksum fit; else it will be held, not sent."""
+    """A message with its body, or the beginning of it. ``sound``: its format and checksum fit; else it will be held,
+    not sent; None: of less than the whole body nobody knows."""
 
     where: Found
     entry: Entry
     body: bytes
-    sound: bool
+    sound: bool | None
     hold: Hold | None
     owner: str
     """Who has the lane, or had it last."""
     owned: bool
 
 
-async def show(connection: asyncpg.Connection, token: Token) -> Whole | Found:
+async def show(connection: asyncpg.Connection, token: Token, most: int = _WHOLE) -> Whole | Found:
     """The message of this name, on one snapshot; NOWHERE, or UNREADABLE where a segment that may hold it does not read
-    back. Raises the driver's errors."""
+    back. Of a body larger than ``most`` only the beginning. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        held = await connection.fetchrow(_HELD, token.id)
+        held = await connection.fetchrow(_HELD, token.id, most, BEGINNING)
         if held is not None:
-            return await _whole(connection, Found.HELD, held, Hold(*held[14:18]))
+            return await _whole(connection, Found.HELD, held, Hold(*held[15:19]))
         places = await cancelling.find_rows(connection, [token.id], dues)
         if places is not None:
             lane, due_ms = places.lanes[0], places.dues[0]
-            row = await connection.fetchrow(_ROW, lane, due_ms, due_ms + 1, token.id)
+            row = await connection.fetchrow(_ROW, token.id, most, BEGINNING, lane, due_ms, due_ms + 1)
             return await _whole(connection, Found.WAITING, row, None)
         holding, unreadable = await cancelling.find(connection, [token.id], dues)
         for segment in holding:
@@ -100,6 +105,7 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
         for name in _NAMES
     }
     row = {**values, "lane": lane, "due_us": values["due_at"], "parked_at": values["parked_at"] // 1000, "key": None}
+    row["size"] = len(row["body"])
     return await _whole(connection, Found.SEGMENT, row, None, segment)
 
 
@@ -122,12 +128,15 @@ async def _whole(
         row["to_exchange"],
         row["to_key"],
         row["key"],
-        len(body),
+        row["size"],
         properties,
     )
-    fits = row["checksum"] == envelope.checksum(row["exchange"], row["routing_key"], properties, body)
+    sound = None
+    if len(body) == row["size"]:
+        fits = row["checksum"] == envelope.checksum(row["exchange"], row["routing_key"], properties, body)
+        sound = fits and row["format"] == envelope.FORMAT
     name, owned = (owner[0], owner[1]) if owner is not None else ("", False)
-    return Whole(where, entry, body, row["format"] == envelope.FORMAT and fits, hold, name, owned)
+    return Whole(where, entry, body, sound, hold, name, owned)
 
 
 def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> str:
@@ -135,7 +144,7 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
 
     ``to``: its destination, ``owner``: its lane's, as they are shown there; ``instant`` shows epoch milliseconds.
     """
-    if not found.sound:
+    if found.sound is False:
         return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
     if found.hold is not None and late.for_good(found.hold.reason):
         return f"nothing, until somebody says so (`delayer held retry`): then it is published to {to}"

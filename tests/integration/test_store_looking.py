@@ -166,6 +166,22 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
         assert not damaged.sound
 
 
+async def test_of_a_large_body_the_beginning_is_read(database: str) -> None:
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        body = bytes(range(256)) * 100
+        await place.park(lane, [parcel(place.now_ms() + DAY_MS, body)], [])
+        await place.hold(lane, [(parcel(place.now_ms(), body), "why")])
+        for number in (1, 2):
+            whole = await showing.show(admin, Token(number), len(body))
+            part = await showing.show(admin, Token(number), len(body) - 1)
+            assert not isinstance(whole, Found)
+            assert not isinstance(part, Found)
+            assert (whole.body, whole.sound) == (body, True)
+            assert (part.body, part.sound) == (body[: showing.BEGINNING], None)
+            assert part.entry == whole.entry
+            assert "checksum" not in showing.fate(part, "there", "somebody", str)
+
+
 @pytest.mark.parametrize("name", ["all", "route", "header"])
 async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acting, "PORTION", 25)

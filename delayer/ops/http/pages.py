@@ -24,6 +24,8 @@ from delayer.store.cancelling import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
+CHECKED: Final = 1 << 20
+"""Bytes up to which a body is read whole, to see whether its checksum fits."""
 SUMMARY_SECONDS: Final = 60.0
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 FIELDS: Final = (
@@ -186,7 +188,7 @@ class Pages:
         try:
             token = asked.token(text)
             async with listing.looking(self._url(), "show") as connection:
-                found = await showing.show(connection, token)
+                found = await showing.show(connection, token, CHECKED)
         except (Wrong, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
         if isinstance(found, Found):
@@ -280,7 +282,7 @@ class Pages:
     def _unreached(self, request: Request, error: Exception) -> Response:
         if isinstance(error, Wrong):
             return self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
-        return self.html(request, "done.html", 503, heading="The store cannot be seen", lines=[str(error)], back="/")
+        return self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")
 
     def _url(self) -> str:
         url = self.answers.inside.settings.store_url
