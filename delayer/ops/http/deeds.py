@@ -21,6 +21,7 @@ from delayer.ops.http import asked, render
 from delayer.ops.http.asked import Asked, Wrong
 from delayer.ops.http.forms import MOST, said
 from delayer.ops.http.pages import STORE_ERRORS, Pages
+from delayer.ops.http.turns import Busy, Turns
 from delayer.services import reading
 from delayer.store import acting, acts, cancelling, heldback
 from delayer.store.acting import Do
@@ -52,6 +53,7 @@ class Deeds:
     """The handlers of everything that changes something."""
 
     pages: Pages
+    turns: Turns
 
     async def messages(self, request: Request) -> Response:
         """Messages by their ids: cancel, reschedule, retry."""
@@ -80,10 +82,10 @@ class Deeds:
             if who is not None:
                 form = await said(request)
                 # What was begun is finished, though the browser goes away: half an act helps nobody.
-                told = await asyncio.shield(asyncio.ensure_future(do(request, who, form)))
+                told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
             told = Told("Not understood", [str(wrong)], 0, "/waiting", 400)
-        except (BrokerLost, *STORE_ERRORS) as error:
+        except (BrokerLost, Busy, *STORE_ERRORS) as error:
             told = Told("Not done", [str(error)], 0, "/", 503)
         if isinstance(told, Response):
             return told
@@ -99,6 +101,10 @@ class Deeds:
         return self.pages.html(
             request, "done.html", told.status, heading=told.heading, lines=told.lines, back=told.back
         )
+
+    async def _in_turn(self, deed: Awaitable[Told | Response]) -> Told | Response:
+        async with self.turns.one():
+            return await deed
 
     async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "at", "by", "back", "confirmed"))

@@ -15,7 +15,7 @@ import structlog
 import uvicorn
 
 from delayer.core.backoff import Sparing
-from delayer.ops.http import siblings
+from delayer.ops.http import lines, siblings
 from delayer.ops.http.app import Answers
 from delayer.ops.http.ports import Inside
 from delayer.ops.http.site import application
@@ -25,8 +25,8 @@ log = structlog.get_logger(__name__)
 
 AGAIN: Final = 5.0
 """Seconds until a port that could not be had is tried again."""
-AT_ONCE: Final = 64
-"""Connections that are served side by side; the next hear 503."""
+AT_ONCE: Final = 2 * lines.MOST
+"""Connections that are served side by side, once none of them is silent any more; the next hear 503."""
 FAREWELL: Final = 1
 """Seconds for answers under way, once told to stop."""
 
@@ -89,7 +89,7 @@ def _config(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
-        http="h11",
+        http=lines.Line,
         ws="none",
         log_config=None,
         log_level="warning",

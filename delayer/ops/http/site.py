@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,11 @@ from delayer.ops.http.app import Answers
 from delayer.ops.http.deeds import Deeds
 from delayer.ops.http.guard import Doors, Guard
 from delayer.ops.http.pages import Pages
+from delayer.ops.http.turns import Busy, Turns
 
+LOOKS: Final = 4
+"""Looks at messages of the store at once, and as many deeds."""
+Handler = Callable[[Request], Awaitable[Response]]
 STATIC: Final = Path(__file__).parent / "static"
 
 
@@ -35,11 +40,23 @@ def application(answers: Answers) -> Starlette:
     settings = answers.inside
     doors = Doors(lambda: settings.settings.http.token)
     pages = Pages(answers, doors)
-    deeds = Deeds(pages)
+    deeds = Deeds(pages, Turns(LOOKS))
 
     async def nowhere(request: Request, _error: Exception) -> Response:
         line = "No page of delayer has this address."
         return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
+
+    looks, queues = Turns(LOOKS), Turns(1)  # two who look into the refused queue would see half of it each
+
+    def in_turn(turns: Turns, answer: Handler) -> Handler:
+        async def answered(request: Request) -> Response:
+            try:
+                async with turns.one():
+                    return await answer(request)
+            except Busy as busy:
+                return pages.html(request, "done.html", 503, heading="Busy", lines=[str(busy)], back=request.url.path)
+
+        return answered
 
     return Starlette(
         routes=[
@@ -50,12 +67,12 @@ def application(answers: Answers) -> Starlette:
             Route("/parts/overview", pages.part),
             Route("/api/live", pages.live_json),
             Route("/api/backlog", pages.backlog_json),
-            Route("/waiting", pages.waiting),
-            Route("/find", pages.find),
-            Route("/message/{token}", pages.message),
-            Route("/held", pages.held),
-            Route("/refused", pages.refused),
-            Route("/acts", pages.acts),
+            Route("/waiting", in_turn(looks, pages.waiting)),
+            Route("/find", in_turn(looks, pages.find)),
+            Route("/message/{token}", in_turn(looks, pages.message)),
+            Route("/held", in_turn(looks, pages.held)),
+            Route("/refused", in_turn(queues, pages.refused)),
+            Route("/acts", in_turn(looks, pages.acts)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
             Route("/deeds/messages", deeds.messages, methods=["POST"]),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from delayer.core.errors import BrokerLost
-from delayer.ops.http import guard, server, siblings
+from delayer.ops.http import guard, lines, server, siblings, turns
 from delayer.ops.http.guard import HEADERS
 from delayer.ops.http.ports import Depths, RefusedRow, State
 from delayer.ops.http.server import HttpPart
@@ -251,3 +251,98 @@ async def test_who_was_turned_away_has_nothing_looked_up_anew(monkeypatch: pytes
             await web.get("/metrics")
             assert (answer.status, inside.looks) == (status, looks)
             assert ("not the token" in answer.text) == ("wrong" in str(more))
+
+
+async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that says this and then nothing."""
+    host, _, port = web.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(said)
+    await writer.drain()
+    return reader, writer
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side has ended it, soon."""
+    try:
+        async with asyncio.timeout(10):
+            await reader.read(-1)
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+HEAD = b"POST /deeds/refused HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET /", HEAD, HEAD + b"Content-Length: 9\r\nContent-Type: application/x-www-form-urlencoded\r\n\r\nverb",
+     b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"],
+    ids=["nothing", "a line", "a head", "a body", "the second time"],
+)  # fmt: skip
+async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "QUIET", 0.2)
+    monkeypatch.setattr(lines, "LOOK", 0.05)
+    async with served(Inside(), monkeypatch) as web:
+        reader, writer = await opened(web, said)
+        assert await ended(reader)
+        writer.close()
+
+
+async def test_who_does_not_hear_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "QUIET", 0.2)
+    monkeypatch.setattr(lines, "LOOK", 0.05)
+    async with served(Inside(), monkeypatch) as web:
+        _, writer = await opened(web)
+        ask = b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+        async def ask_on() -> None:
+            while True:  # more than any buffer between us holds
+                writer.write(ask * 100)
+                await writer.drain()
+                await asyncio.sleep(0)
+
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(20):
+                await ask_on()
+
+
+async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(Inside(), monkeypatch) as web:
+        silent = [await opened(web) for _ in range(3 * lines.MOST)]
+        for path in ("/health/live", "/health/ready", "/metrics", "/"):
+            assert (await web.get(path)).status == 200
+        assert await ended(silent[0][0]), "the one that was silent for longest"
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_who_looks_for_long_is_one_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    go, at_once = asyncio.Event(), []
+
+    async def refused(limit: int) -> tuple[list[RefusedRow], int]:
+        at_once.append(1)
+        await go.wait()
+        return [], 0
+
+    inside.refused = refused  # type: ignore[method-assign]
+
+    async def look(web: Web) -> int:
+        reader, writer = await opened(web, b"GET /refused HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = await reader.read(-1)
+        writer.close()
+        return int(answer.split()[1])
+
+    async with served(inside, monkeypatch) as web:
+        asking = [asyncio.create_task(look(web)) for _ in range(turns.WAITING + 4)]
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result() for task in done} == {503}
+        assert (await web.get("/health/live")).status == 200
+        assert len(at_once) == 1
+        go.set()
+        statuses = sorted([await task for task in asking])
+        assert statuses == [200] * (turns.WAITING + 1) + [503] * 3
