@@ -76,6 +76,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if sealed:
         found = f"not looked into, as only the service may read them: {', '.join(sealed)}"
         rows.append(Row("credentials", "note", found))
+    rows += _finished_by_the_broker(settings)
     if not offline:
         rows += asyncio.run(_broker(settings))
         rows += asyncio.run(_store(settings))
@@ -88,6 +89,19 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if code != DONE:
         note("Not all is well." if code == FOUND else "Something is out of reach.")
     context.exit(code)
+
+
+def _finished_by_the_broker(settings: Settings) -> list[Row]:
+    """Which routes put everybody's punctuality into the hands of their destinations."""
+    if not uses_cascade(settings):
+        return []
+    names = ", ".join(quoted(route.from_) for route in settings.routes if route.finish == "broker")
+    found = (
+        f"finished by the broker: {names}. One destination queue of theirs that is full (reject-publish) or without "
+    )
+    found += "majority stops a level of the cascade for all"
+    advice = 'finish = "daemon", unless they have to come while no daemon runs'
+    return [Row("routes", "note", found, advice)] if names else []
 
 
 async def _broker(settings: Settings) -> list[Row]:

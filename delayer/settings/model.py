@@ -15,7 +15,6 @@ from pydantic import (
     StrictInt,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from delayer.core.cascade import Cascade
@@ -130,14 +129,6 @@ class Route(Table):
                 "no to, routing_key, default_delay or allow_exchanges beside it: dead letters go back to their queue"
             )
         return retry
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_finish(cls, table: object) -> object:
-        # What comes back to its queue comes as from a publisher: without a cascade's digits and its x-death.
-        if isinstance(table, dict) and not table.get("to", "") and not table.get("retry"):
-            return {"finish": "broker", **table}
-        return table
 
     @field_validator("to")
     @classmethod

@@ -157,7 +157,7 @@ class World:
 
 def routes_of(mode: str) -> list[Route]:
     out = "" if mode == NATIVE_BROKER else "out"
-    return [
+    routes: list[Route] = [
         {"from": "in", "to": out},
         {"from": "in.timestamp", "to": out, "delay_from": ["timestamp", "x-delay"]},
         {
@@ -173,6 +173,7 @@ def routes_of(mode: str) -> list[Route]:
         {"from": "in.closed", "to": FORBIDDEN},
         {"from": "", "to": out, "routing_key": "inbox"},
     ]
+    return [one if one["to"] else {**one, "finish": "broker"} for one in routes]
 
 
 @contextmanager

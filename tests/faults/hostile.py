@@ -244,6 +244,7 @@ DEATHS: Mapping[str, Hostile] = {
         *death("orders", (b"x-delayer-failed-in", text("orders")), (b"x-delayer-retries", number("l", 2**62))),
     ),
 }
+WHEN = (("", 1000), (", at once", 0))
 DESTINATIONS: Mapping[str, Hostile] = {
     f"{what}{when}": held(reason, through, delay)
     for what, reason, through in (
@@ -254,8 +255,8 @@ DESTINATIONS: Mapping[str, Hostile] = {
         ("full", "nacked", "h.full"),
         ("closed to us", "403 ACCESS_REFUSED", "h.closed"),
     )
-    for when, delay in (("", 1000), (", at once", 0))
-}
+    for when, delay in WHEN
+} | {f"full, by queue name{when}": replace(held("nacked", "h.queue", delay), key=b"h.brim") for when, delay in WHEN}
 GROUPS = {
     "publisher": PUBLISHER,
     "table": TABLES,

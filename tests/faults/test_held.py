@@ -147,7 +147,7 @@ async def test_a_queue_that_is_gone_when_the_broker_would_finish(rabbitmq: Rabbi
     try:
         place = await Place("native", rabbitmq.url(vhost)).declare()
         rabbitmq.api("PUT", queue, {"durable": True})
-        environ = place.environ | {"ROUTE": json.dumps([{"from": "delayer.in", "to": ""}])}
+        environ = place.environ | {"ROUTE": json.dumps([{"from": "delayer.in", "to": "", "finish": "broker"}])}
         async with DaemonProcess(environ, program=PROGRAM) as daemon, await Raw.connect(place.broker) as raw:
             await daemon.ready()
             props = Props(headers=(delay_header(2_500),), delivery_mode=2)

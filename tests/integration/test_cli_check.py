@@ -69,3 +69,17 @@ queue = "orders.eu"
     file.write_text(file.read_text().replace('exchange = "orders.due"', 'exchange = "other"'))
     seen = json.loads(delayer("--config", str(file), "check", "--json", expect=1).stdout)["checks"]
     assert [row["result"] for row in seen if row["what"] == "destination"] == ["off"]
+
+
+def test_what_the_broker_finishes_is_told(delayer: Run) -> None:
+    """Whose destination is full stops everybody's level, which nobody would guess from a default."""
+    routes = [{"from": "orders", "to": "", "finish": "broker"}, {"from": "mail", "to": ""}, {"from": "delayer.in"}]
+    told = {"DELAYER_ROUTE": json.dumps(routes), "DELAYER_MODE": "native"}
+    seen = json.loads(delayer("check", "--offline", "--json", **told).stdout)["checks"]
+    [row] = [one for one in seen if one["what"] == "routes"]
+    assert (row["result"], row["found"][:30]) == ("note", 'finished by the broker: "order')
+    assert "full (reject-publish)" in row["found"]
+    assert row["advice"].startswith('finish = "daemon"')
+    for other in ({**told, "DELAYER_MODE": "store"}, {**told, "DELAYER_ROUTE": json.dumps(routes[1:])}):
+        seen = json.loads(delayer("check", "--offline", "--json", **other).stdout)["checks"]
+        assert not [one for one in seen if one["what"] == "routes"]

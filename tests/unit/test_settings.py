@@ -219,9 +219,9 @@ def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> Non
     ("route", "finish"),
     [
         ({"from": "a", "to": "b"}, "daemon"),
-        ({"from": "a", "to": ""}, "broker"),
-        ({"from": "a"}, "broker"),
-        ({"from": "a", "finish": "daemon"}, "daemon"),
+        ({"from": "a", "to": ""}, "daemon"),
+        ({"from": "a"}, "daemon"),
+        ({"from": "a", "finish": "broker"}, "broker"),
         ({"from": "a", "retry": {"exhausted": "parked"}}, "daemon"),
         ({"from": "a", "retry": {"exhausted": "parked"}, "finish": "broker"}, "broker"),
         ({"from": "a", "to": "", "finish": "broker"}, "broker"),

@@ -45,7 +45,7 @@ def test_every_key_of_a_route_arrives() -> None:
     policy = policy_of(settings(route=[route, {"from": ""}], mode="native"), has_store=False)
     assert policy.routes == {
         "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",), Finish.BROKER),
-        b"": Route(b"", b"", finish=Finish.BROKER),
+        b"": Route(b"", b""),
     }
     assert policy.mode is Mode.NATIVE
     assert not policy.has_store
