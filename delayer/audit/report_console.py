@@ -90,9 +90,11 @@ def _coming(report: Report, console: Console) -> None:
     totals, now_ms = report.totals, report.store_now_ms
     _heading(console, "What is coming")
     line = f"  {totals.waiting + totals.packed:,} wait"
-    if totals.segments:
+    if totals.segments and report.sample is None:
         line += f" ({totals.packed:,} of them in {words.counted(totals.segments, 'segment')}"
         line += f" of {words.size(totals.packed_bytes)})"
+    elif totals.segments:
+        line += f" ({totals.packed:,} of them in segments)"
     line += f", {words.size(totals.size)} of content; {totals.held:,} held"
     console.print(Text(line))
     if totals.first_due_ms is not None:
@@ -197,7 +199,7 @@ def _verdict(report: Report, console: Console) -> None:
     if behind := words.behind(report):
         console.print(Text(behind, "yellow"))
     if report.sample is not None:
-        console.print(Text(f"A sample: {report.sample * 100:.3g} % of the rows were read.", "yellow"))
+        console.print(Text(words.sampled(report), "yellow"))
     violations = sum(run.violations for run in report.rules)
     sign, style = ("✗", "bold red") if violations else ("✓", "bold green")
     line = Text.assemble((f"{sign} {words.verdict(report)}", style))

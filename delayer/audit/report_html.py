@@ -35,7 +35,7 @@ _TONES: Final = {
 }
 _HELPERS: Final = (
     "instant", "away", "duration", "size", "width", "change", "counted", "about", "name", "destination", "details",
-    "behind",
+    "behind", "sampled",
 )  # fmt: skip
 
 
@@ -168,7 +168,8 @@ def _tiles(report: Report) -> Iterator[Tile]:
     everything = totals.waiting + totals.packed
     yield Tile("waiting", f"{everything:,}", f"{words.size(totals.size)} of content")
     if totals.segments:
-        packed = f"{words.short(totals.packed)} in {words.counted(totals.segments, 'segment')}"
+        segments = words.counted(totals.segments, "segment")
+        packed = f"{words.short(totals.packed)} in {segments if report.sample is None else 'segments'}"
         yield Tile("of these compacted", f"{totals.packed / max(everything, 1):.0%}", packed)
         yield Tile("segments on disk", words.size(totals.packed_bytes))
     yield Tile("held", f"{totals.held:,}", "their destination would not take them" if totals.held else "")

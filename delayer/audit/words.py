@@ -133,6 +133,17 @@ def behind(report: Report) -> str:
     return f"Read from a replica {lag} behind its primary: judged as of the instant that it had come to."
 
 
+def sampled(report: Report) -> str:
+    """What a sample is of; empty where the whole was read."""
+    if report.sample is None:
+        return ""
+    read = report.totals.waiting + report.totals.packed
+    return (
+        f"A sample: some {report.sample * 100:.3g} % of the pages, with {read:,} waiting messages. Their numbers are "
+        "not scaled up; held messages, segments and counters are all of them."
+    )
+
+
 def details(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The details of a finding as rows of words; what is empty is left out."""
     for key, value in table.items():

@@ -46,7 +46,10 @@ class InSegments(NamedTuple):
     """Lowest and highest id of each."""
 
 
-NO_SEGMENTS: Final = (0, 0)
+_SEEN: Final = """
+SELECT coalesce(max(id), 0), count(*), (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
+FROM segment
+"""
 Changes = Counter[tuple[int, str]]
 
 _LANES = "SELECT array(SELECT number FROM lane)"
@@ -103,15 +106,23 @@ async def _look(
     before = await segments_seen(connection)
     quiet = await _cancel_rows(connection, missing, dues, found, changes)
     left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD)]
-    if left and before != NO_SEGMENTS:
+    if left and before.segments:
         quiet &= await _cancel_in_segments(connection, left, dues, found, changes)
     return quiet and await segments_seen(connection) == before
 
 
-async def segments_seen(connection: asyncpg.Connection) -> tuple[int, int]:
-    """Changes whenever a segment comes or goes: ids are never used again."""
-    rows = await connection.fetchrow("SELECT coalesce(max(id), 0), count(*) FROM segment")
-    return rows[0], rows[1]
+class Seen(NamedTuple):
+    """Which segments there are. Another one whenever a segment came or went in between, also one that came *and* went:
+    ids are never used again, and who restores counts."""
+
+    newest: int
+    segments: int
+    restored: int
+
+
+async def segments_seen(connection: asyncpg.Connection) -> Seen:
+    """Raises the driver's errors."""
+    return Seen(*await connection.fetchrow(_SEEN))
 
 
 class Places(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import asyncpg
 
 from delayer.store import acts, cancelling, segments, session, statements, telling
-from delayer.store.cancelling import LOOKS, NO_DUES, NO_SEGMENTS, Changes, Dues, Found
+from delayer.store.cancelling import LOOKS, NO_DUES, Changes, Dues, Found
 
 # What was imported may be held before it is due: then that is its due instant as well.
 _HELD = (
@@ -82,7 +82,7 @@ async def _look(connection: asyncpg.Connection, missing: Sequence[int], work: _W
     before = await cancelling.segments_seen(connection)
     quiet = await _move_rows(connection, missing, work)
     left = [number for number in missing if work.found[number] not in (Found.WAITING, Found.HELD)]
-    if left and before != NO_SEGMENTS:
+    if left and before.segments:
         quiet &= await _move_out_of_segments(connection, left, work)
     return quiet and await cancelling.segments_seen(connection) == before
 

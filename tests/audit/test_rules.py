@@ -257,6 +257,16 @@ def test_what_somebody_limited_is_no_violation_however_late(alive: bool | None, 
     assert found["segments of lane 1"].count == 1
 
 
+def test_of_a_sample_the_messages_in_segments_are_those_that_were_unpacked() -> None:
+    messages = [message(1), message(2, where=PACKED), message(3, where=PACKED)]
+    counters = {(1, "parked"): 11, (1, "compacted"): 10}
+    found = [segment(1, messages=10), segment(2, messages=20)]
+    whole = judged(messages, found, counters=counters)
+    some = judged(messages, found, counters=counters, context=Context(NOW, whole=False))
+    assert (whole.totals.waiting, whole.totals.packed, whole.totals.segments) == (1, 30, 2)
+    assert (some.totals.waiting, some.totals.packed, some.totals.segments) == (1, 2, 2)
+
+
 def test_segments_that_are_late_need_an_owner_of_any_lane() -> None:
     late = message(
         1,

@@ -111,7 +111,8 @@ def test_an_empty_store_is_no_drama() -> None:
 
 def test_a_sample_says_so_and_judges_no_sums() -> None:
     text = Parsed(report_html.page(replace(FULL, sample=0.01))).text
-    assert "A sample: 1 % of the rows were read." in text
+    assert "A sample: some 1 % of the pages, with " in text
+    assert "held messages, segments and counters are all of them" in text
     assert "off by" not in text
 
 

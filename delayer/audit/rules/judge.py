@@ -66,7 +66,7 @@ def report(
     """The report of one audit; ``counters`` by lane and kind. ``sample`` None: of the whole (as ``context`` says).
     ``behind_ms``: how far a replica was behind its primary."""
     known = {lane.number: lane for lane in lanes}
-    figures = _figures(evidence, known, counters)
+    figures = _figures(evidence, known, counters, whole=context.whole)
     coming = calendar.calendar(evidence, release_rate)
     found: dict[str, list[Finding]] = {
         segments.RULE: segments.findings(evidence),
@@ -143,9 +143,10 @@ def _integrity(evidence: Evidence) -> list[Finding]:
 
 
 def _figures(
-    evidence: Evidence, known: Mapping[int, Lane], counters: Mapping[tuple[int, str], int]
+    evidence: Evidence, known: Mapping[int, Lane], counters: Mapping[tuple[int, str], int], *, whole: bool
 ) -> list[LaneFigures]:
-    """Every lane that the table of lanes, a counter or a row names."""
+    """Every lane that the table of lanes, a counter or a row names. Of a sample ``packed`` is what was unpacked of it,
+    as ``waiting`` is, and not what all segments say."""
     counts = {(key.number, key.first.decode()): tally.messages for key, tally in evidence.of("lane")}
     numbers = {*known, *(number for number, _ in counters), *(number for number, _ in counts)}
     numbers |= {key.number for key, _ in evidence.of("segments")}
@@ -157,7 +158,7 @@ def _figures(
             counters={kind: counters.get((number, kind), 0) for kind in KINDS},
             waiting=counts.get((number, WAITING), 0),
             held=counts.get((number, HELD), 0),
-            packed=evidence.messages(Key("packed", number)),
+            packed=evidence.messages(Key("packed", number)) if whole else counts.get((number, PACKED), 0),
         )
         for number in sorted(numbers)
     ]
