@@ -8,8 +8,9 @@ A line is an object; a program that writes such lines may leave out what has a d
 
 Byte strings that are not UTF-8 stand under their name with ``_b64`` behind it, in base64. ``properties_b64`` is the
 payload of the content header after class, weight and body size; the default is a persistent message without any.
-``crc`` is the store's checksum over exchange, routing key, properties and body: a line whose bytes do not fit it is
-held, not sent. The last line, ``{"v": 1, "messages": 1000}``, says how many there are, so that a cut file is seen.
+Other fields are not taken: a misspelt one would be a message without its body. ``crc`` is the store's checksum over
+exchange, routing key, properties and body: a line whose bytes do not fit it is held, not sent. The last line,
+``{"v": 1, "messages": 1000}``, says how many there are, so that a cut file is seen.
 
 The rule for changing this is envelope.py's: never change what a released version means, and read all of them for ever.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import difflib
 import json
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +29,10 @@ VERSION: Final = 1
 PERSISTENT: Final = b"\x10\x00\x02"
 SHORT_STRING: Final = 255
 _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
+_FIELDS: Final = frozenset(
+    ("v", "due_ms", *_NAMES, *(f"{name}_b64" for name in (*_NAMES, "properties")), "crc", "held")
+)
+_END_FIELDS: Final = frozenset(("v", "messages"))
 
 
 class NotALine(ValueError):
@@ -94,7 +100,9 @@ def read(text: bytes) -> Line | End:
     if said.get("v") != VERSION:
         raise NotALine(f"expected version {VERSION} of the format, found {said.get('v')!r}")
     if "messages" in said and "due_ms" not in said:
+        _known(said, _END_FIELDS)
         return End(_integer(said, "messages"))
+    _known(said, _FIELDS)
     exchange, routing_key = _get(said, "exchange", b""), _get(said, "routing_key", b"")
     parcel = Parcel(
         _integer(said, "due_ms"),
@@ -111,6 +119,17 @@ def read(text: bytes) -> Line | End:
     if held is not None and not isinstance(held, str):
         raise NotALine(f"held: expected a string, found {_kind(held)}")
     return Line(parcel, crc, held)
+
+
+def _known(said: dict[str, Any], fields: frozenset[str]) -> None:
+    """Raises NotALine for a field that has no meaning, and for one that is there in both of its ways."""
+    for name in said:
+        if name not in fields:
+            near = difflib.get_close_matches(name, sorted(fields), 1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(fields))}"
+            raise NotALine(f"expected a known field, found {name!r} ({hint})")
+        if name.endswith("_b64") and (plain := name.removesuffix("_b64")) in said:
+            raise NotALine(f"expected {plain} or {name}, found both")
 
 
 def _properties(said: dict[str, Any]) -> bytes:

@@ -137,13 +137,15 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
         for n, key in enumerate(["delays.refused", "gone@HOST", "delays.refused@HOST", "gone"])
     ]
     text = "\n".join(json.dumps(row) for row in rows)
-    file.write_text(f"{text}\n\nnonsense\n")
+    misspelt = json.dumps({"v": 1, "due_ms": 4_000_000_000_009, "routing_key": "delays.refused", "boddy": "4"})
+    file.write_text(f"{text}\n\nnonsense\n{misspelt}\n")
     args = (str(file), "--cutoff", "2096-10-02T07:06:40.001Z", "--rewrite-destination", "s/@.*//", "--json")
     seen = json.loads(delayer("import", "jsonl", "preview", *args, expect=1).stdout)
     assert (seen["messages"], seen["would_be_held"]) == (3, 2)
     assert seen["held_because"] == {"import: there is no such queue or exchange": 2}
     assert seen["left"] == {"due before the cutoff": 1, "unreadable": 1}
     assert "line 6 is unreadable" in seen["remarks"][0]
+    assert "line 7 is unreadable: expected a known field, found 'boddy' (did you mean body?)" in seen["remarks"]
     assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run", expect=1).stdout) == seen
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT count(*) FROM import_run") == 0

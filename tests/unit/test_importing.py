@@ -144,6 +144,16 @@ def test_what_has_a_default_may_be_left_out() -> None:
         (b'{"v":1,"due_ms":1,"crc":"x"}', "crc: expected an integer"),
         (b'{"v":1,"due_ms":1,"to_key":"' + b"k" * 256 + b'"}', "to_key: expected at most 255 bytes, found 256"),
         (b'{"v":1,"messages":"x"}', "messages: expected an integer"),
+        (b'{"v":1,"due_ms":1,"boddy":"x"}', r"expected a known field, found 'boddy' \(did you mean body\?\)"),
+        (
+            b'{"v":1,"due_ms":1,"body":"x","remark":"mine"}',
+            r"found 'remark' \(known: body, body_b64, crc, due_ms, exchange, ",
+        ),
+        (b'{"v":1,"due_ms":1,"properties":"EAAC"}', r"'properties' \(did you mean properties_b64\?\)"),
+        (b'{"v":1,"due_ms":1,"crc_b64":"AAAA"}', "found 'crc_b64'"),
+        (b'{"v":1,"due_ms":1,"messages":1}', "found 'messages'"),
+        (b'{"v":1,"messages":1,"body":"x"}', r"found 'body' \(known: messages, v\)"),
+        (b'{"v":1,"due_ms":1,"body_b64":"eA==","body":"x"}', "expected body or body_b64, found both"),
     ],
 )
 def test_what_is_no_line(text: bytes, why: str) -> None:
