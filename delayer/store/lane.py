@@ -29,7 +29,7 @@ import asyncpg
 import structlog
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.core.message import Due
+from delayer.core.message import Due, Parcel
 from delayer.core.pace import Scope
 from delayer.faultpoint import reach
 from delayer.store import claiming, handover, session, settling, statements, telling
@@ -143,7 +143,7 @@ class PostgresLane:
                 self._clock,
                 self.number,
                 scope=scope,
-                place=self._marks.place(scope),
+                place=self._marks.claims(scope),
                 limit=limit,
                 max_bytes=max_bytes,
                 with_held=with_held,
@@ -177,7 +177,7 @@ class PostgresLane:
         if claim.scope is None:
             self._watermark = min(claim.watermark_after, self._noted)
         else:
-            self._marks.passed(claim.scope, claim.place_after, self._noted)
+            self._marks.passed(claim.scope, claim.place_after)
             self._watermark = self._marks.lowest_ms
         self._more = claim.full
         self._next = claim.next_ms
@@ -222,7 +222,8 @@ class PostgresLane:
                 horizon = self._clock.now_ms() + HORIZON_MS
                 start = self._marks.highest_ms if self._marks else self._watermark
                 soonest = await connection.fetchval(statements.NEXT_DUE, self.number, start, horizon)
-        next_ms = min(self._noted, self._next_retry_ms(), NEVER_MS if soonest is None else soonest)
+        noted = min(self._noted, self._marks.noted_ms)  # a claim of one scope forgets what was noted of another
+        next_ms = min(noted, self._next_retry_ms(), NEVER_MS if soonest is None else soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
 
     def _next_retry_ms(self) -> int:
@@ -244,9 +245,17 @@ class PostgresLane:
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""
+        self._marks.note(due_ms)
+        self._note(due_ms)
+
+    def note_parcels(self, parcels: Sequence[Parcel]) -> None:
+        """As :meth:`note_parked`, of what is known: who is not meant does not look for it."""
+        self._marks.note_rows((parcel.route, parcel.due_ms) for parcel in parcels)
+        self._note(min(parcel.due_ms for parcel in parcels))
+
+    def _note(self, due_ms: int) -> None:
         self._quiet_until = session.BEGINNING_MS
         self._watermark = min(self._watermark, due_ms)
-        self._marks.note(due_ms)
         if due_ms < self._noted:
             self._noted = due_ms
             self._woken.set()

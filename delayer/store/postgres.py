@@ -119,14 +119,13 @@ class PostgresStore:
             else:
                 await parking.park_plain(connection, ours, parcels)
 
-        dues = [parcel.due_ms for parcel in parcels]
-        await self._ensure_days({due_ms // DAY_MS for due_ms in dues})
+        await self._ensure_days({parcel.due_ms // DAY_MS for parcel in parcels})
         try:
             await self._write("park", ours, work)
         finally:
             # Also when the commit is in doubt: a note too many costs one claim that finds nothing.
-            if dues:
-                ours.note_parked(min(dues))
+            if parcels:
+                ours.note_parcels(parcels)
         return taken_out
 
     async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, str]]) -> None:

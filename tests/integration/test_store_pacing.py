@@ -59,6 +59,29 @@ async def test_others_pass_a_flood(database: str, monkeypatch: pytest.MonkeyPatc
         assert rest == [b"slow"] * 730
 
 
+async def test_a_flood_that_grows_behind_is_not_read_again_by_others(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restored service's route gets old messages for as long as its backlog comes in, and nobody waits for them."""
+    monkeypatch.setattr(claiming, "READ_AT_ONCE", 100)
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        now = store.now_ms()
+        await store.park(lane, [of(b"slow", now - 5_000) for _ in range(750)], [])
+        lane.pace((OTHERS, LIMITED))
+        assert await take(lane, 1000, OTHERS) == []
+        while lane.more:
+            assert await take(lane, 1000, OTHERS) == []
+        for turn in range(5):
+            await store.park(lane, [of(b"slow", now - 60_000 + turn)], [])
+            await store.park(lane, [of(b"any", store.now_ms() - 5)], [])
+            assert await take(lane, 1000, OTHERS) == [b"any"], "the flood is not read again"
+            assert await take(lane, 1, LIMITED) == [b"slow"]
+        await store.park(lane, [of(b"any", now - 50_000)], [])
+        assert await take(lane, 1000, OTHERS) == [b"any"], "its own is looked for where it is"
+        await store.park(lane, [of(b"any", store.now_ms() - 5)], [])
+        assert await take(lane, 1000, OTHERS) == [b"any"], "and then on where it was"
+
+
 async def test_what_is_parked_meanwhile_is_found(database: str) -> None:
     async with opened(database) as store, owned(store, 1) as [lane]:
         now = store.now_ms()

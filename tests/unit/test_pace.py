@@ -65,14 +65,123 @@ def test_marks() -> None:
     marks = Marks()
     assert not marks
     marks.begin([LIMITED, OTHERS], 1_000)
-    marks.passed(OTHERS, before(5_000), 1 << 60)
+    marks.passed(OTHERS, before(5_000))
     assert (marks.lowest_ms, marks.highest_ms) == (999, 4_999)
     marks.note(3_000)
     assert marks.highest_ms == 2_999
-    marks.passed(LIMITED, before(9_000), 4_000)  # something was parked while it was claimed
-    assert marks.place(LIMITED) == before(4_000)
+    assert marks.claims(LIMITED) == before(1_000)
+    marks.note(4_000)  # something was parked while it was claimed
+    marks.passed(LIMITED, before(9_000))
+    assert marks.claims(LIMITED) == before(4_000)
     marks.again(-(1 << 62))
     assert marks.lowest_ms == marks.highest_ms < -(1 << 42)
+
+
+def test_marks_of_scopes_that_a_row_is_none_of_stay() -> None:
+    marks = Marks()
+    marks.begin([LIMITED, OTHERS], 1_000)
+    for scope in (LIMITED, OTHERS):
+        marks.claims(scope)
+        marks.passed(scope, before(9_000))
+    marks.note_rows([(b"slow", 2_000), (b"any", 10_000)])
+    assert (marks.claims(LIMITED), marks.claims(OTHERS)) == (before(2_000), before(9_000))
+
+
+def test_a_scope_goes_back_for_its_row_and_on_where_it_was() -> None:
+    marks = Marks()
+    marks.begin([LIMITED, OTHERS], 9_000)
+    marks.note_rows([(b"any", 2_000), (b"any", 10_000), (b"slow", 1_000)])
+    assert marks.claims(OTHERS) == before(2_000)
+    marks.passed(OTHERS, (2_000_000, 7))
+    assert marks.claims(OTHERS) == (2_000_000, 7), "there may be more of that instant"
+    marks.passed(OTHERS, (2_003_000, 7))
+    assert marks.claims(OTHERS) == before(9_000)
+
+
+class Rows:
+    """A lane's rows as a claim of one scope reads them (claiming.take_scoped), so many at once at most."""
+
+    AT_ONCE = 6
+
+    def __init__(self) -> None:
+        self.left: dict[tuple[int, int], bytes] = {}
+        self.read = 0
+        self._ids = iter(range(1, 1 << 30))
+
+    def add(self, rows: list[tuple[bytes, int]]) -> None:
+        self.left |= {(due_ms * 1000, next(self._ids)): route for route, due_ms in rows}
+
+    def claim(self, scope: Scope, place: tuple[int, int], limit: int, now: int) -> tuple[int, tuple[int, int], bool]:
+        """Takes; how many, the place to go on at, and whether there may be more."""
+        seen = [at for at in sorted(self.left) if at > place and at[0] <= now * 1000][: self.AT_ONCE]
+        self.read += len(seen)
+        meant = [at for at in seen if (self.left[at] in scope.routes) == scope.only]
+        for at in (taken := meant[:limit]):
+            del self.left[at]
+        full = len(seen) == self.AT_ONCE or len(meant) > len(taken)
+        if len(meant) > len(taken):
+            return len(taken), taken[-1] if taken else place, full
+        return len(taken), seen[-1] if len(seen) == self.AT_ONCE else before(now), full
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_marks_leave_nothing_behind(seed: int) -> None:
+    """Whatever is parked, before, between and during claims: a scope that claims until there is no more has it all."""
+    chance, marks, rows, now = random.Random(seed), Marks(), Rows(), 100
+    slower = Scope(frozenset({b"slower"}), only=True)
+    scopes = [Scope(frozenset({b"slow", b"slower"}), only=False), LIMITED, slower]
+    marks.begin(scopes, 0)
+
+    def park() -> None:
+        some = [
+            (chance.choice([b"slow", b"slower", b"any"]), now + chance.randrange(-60, 12))
+            for _ in range(chance.randrange(4))
+        ]
+        rows.add(some)
+        if chance.random() < 0.1 and some:
+            marks.note(min(due_ms for _, due_ms in some))  # as what somebody else put there
+        else:
+            marks.note_rows(some)
+
+    def claim(scope: Scope) -> bool:
+        nonlocal now
+        place = marks.claims(scope)
+        _, after, full = rows.claim(scope, place, chance.randrange(1, 5), now)
+        now += chance.randrange(3)
+        if chance.random() < 0.5:
+            park()
+        marks.passed(scope, after)
+        return full
+
+    for _ in range(150):
+        now += chance.randrange(3)
+        park()
+        claim(chance.choice(scopes))
+        if chance.random() < 0.1:
+            scope, until = chance.choice(scopes), now
+            while claim(scope) or marks.claims(scope) < before(until):
+                pass
+            late = [at for at, route in rows.left.items() if (route in scope.routes) == scope.only]
+            assert all(at > marks.claims(scope) for at in late)
+        for scope in scopes:
+            ours = [at for at, route in rows.left.items() if (route in scope.routes) == scope.only]
+            assert all(at > marks.claims(scope) or marks._marks[scope].until >= at for at in ours)
+
+
+def test_a_flood_is_read_once_whatever_comes_behind_it() -> None:
+    """Old messages of the limited route go on coming, and some of another: nobody begins at the flood's head again."""
+    marks, rows = Marks(), Rows()
+    marks.begin([OTHERS, LIMITED], 0)
+    rows.add([(b"slow", 1_000 + n) for n in range(1_000)])
+    now = 10_000
+    for turn in range(200):
+        old = [(b"slow", 900 + turn), (b"any", 1_500)] if turn % 20 == 19 else [(b"slow", 900 + turn)]
+        rows.add(old)
+        marks.note_rows(old)
+        _, after, _ = rows.claim(OTHERS, marks.claims(OTHERS), 1000, now)
+        marks.passed(OTHERS, after)
+    assert b"any" not in rows.left.values()
+    assert rows.read < 1_400
 
 
 class PacedLane:
