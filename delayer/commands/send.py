@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import IO
+from typing import IO, Final
 
 import click
 
@@ -17,8 +18,9 @@ from delayer.commands.common import Misused, Off, Request, note, quoted, roughly
 from delayer.commands.publishing import Message, Untaken, Value, publish
 from delayer.core.errors import BrokerLost
 from delayer.settings import Route, Settings, duration_ms, duration_text
+from delayer.settings.readable import readable
 
-_TYPES = {"str": str, "int": int, "float": float}
+CANCEL: Final = "x-delay-cancel"
 _RELATIVE = ("x-delay", "x-opt-delivery-delay")
 _ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
 
@@ -50,11 +52,16 @@ def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str
     headers: dict[str, Value] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        name, _, kind = name.rpartition(":") if name.rpartition(":")[2] in {*_TYPES, "bool"} else (name, "", "str")
+        name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
         if not equals or not name:
             raise click.BadParameter(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {text!r}")
+        if kind not in _TYPES:
+            raise click.BadParameter(
+                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. Of a name with a colon say the type "
+                f"too: {name}:{kind}:str={value}"
+            )
         try:
-            headers[name] = _truth(value) if kind == "bool" else _TYPES[kind](value)
+            headers[name] = _TYPES[kind](value)
         except ValueError:
             raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
     return headers
@@ -64,6 +71,9 @@ def _truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)
     return text == "true"
+
+
+_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "float": float, "bool": _truth}
 
 
 @click.command(short_help="Publish a message that asks for a delay.")
@@ -77,7 +87,8 @@ def _truth(text: str) -> bool:
     multiple=True,
     callback=_headers,
     metavar="NAME[:TYPE]=VALUE",
-    help="A header; TYPE is str (the default), int, float or bool. May be repeated.",
+    help="A header; TYPE is str (the default), int, float or bool, and has to be said where the NAME has a colon: "
+    "a:b:str=c. May be repeated.",
 )
 @click.option("--body", "text", default=None, help="The body, as text.")
 @click.option("--body-file", "file", type=click.File("rb"), help="The body from a file; - is stdin.")
@@ -129,10 +140,20 @@ def send(
             "Next: `delayer topology apply`, then `delayer check`."
         )
     click.echo(_said(message, first, count))
+    if CANCEL in message.headers:
+        note(cancelling(str(message.headers[CANCEL]), settings))
+        return
     longest_ms = settings.intake.max_delay_ms
     if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
         note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
     note("Next: `delayer status` shows what waits.")
+
+
+def cancelling(key: str, settings: Settings) -> str:
+    """What is next, for who asked for a cancel."""
+    if settings.store_url is None:
+        return "Without a store nothing can be cancelled: see `delayer refused list`."
+    return f"Next: `delayer list --key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
 
 
 def _id(first: str, count: int, number: int) -> str:
@@ -215,6 +236,8 @@ def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None,
 def _said(message: Message, first: str, count: int) -> str:
     what = first if count == 1 else f"{count} messages, {_id(first, count, 0)} to {_id(first, count, count - 1)},"
     where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
+    if CANCEL in message.headers:
+        return f"Sent {what} to {where}; asks to cancel what waits under key {quoted(str(message.headers[CANCEL]))}."
     if message.due_ms is None:
         return f"Sent {what} to {where}; its own header says when it is due."
     due = datetime.fromtimestamp(message.due_ms / 1000, UTC).isoformat(timespec="milliseconds")

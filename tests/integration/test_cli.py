@@ -24,6 +24,8 @@ from pamqp.common import FieldTable
 
 from delayer.cli import cli
 from delayer.commands import publishing
+from delayer.commands.send import cancelling
+from delayer.settings import Settings
 from tests.rig.servers import Postgres, RabbitMQ
 
 Run = Callable[..., Result]
@@ -149,16 +151,25 @@ async def test_send_publishes_what_any_publisher_would(delayer: Run, vhost: str)
     delayer("topology", "apply")
     sent = delayer(
         "send", "--to", "delayer.in", "--key", "orders.new", "--delay", "10s", "--id", "one", "--header", "tries:int=3",
-        "--header", "who=me", "--body-file", "-", stdin=b"\x00\xff body",
+        "--header", "who=me", "--header", "a:b:str=c:d=e", "--body-file", "-", stdin=b"\x00\xff body",
     )  # fmt: skip
     assert sent.stdout.startswith('Sent one to exchange "delayer.in"; due ')
     assert sent.stdout.endswith("(in 10s).\n")
     assert "delayer status" in sent.stderr
     (message,) = await take(vhost, "delays")
     assert (message.exchange, message.routing_key, message.body) == ("delayer.in", "orders.new", b"\x00\xff body")
-    assert said(message) == {"x-delay": 10_000, "tries": 3, "who": "me"}
+    assert said(message) == {"x-delay": 10_000, "tries": 3, "who": "me", "a:b": "c:d=e"}
     assert (message.message_id, message.delivery_mode, message.expiration) == ("one", 2, None)
     assert (message.timestamp, message.content_type) == (None, None)
+
+
+async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) -> None:
+    delayer("topology", "apply")
+    sent = delayer("send", "--id", "one", "--header", "x-delay-cancel=order 7")
+    assert sent.stdout == 'Sent one to exchange "delayer.in"; asks to cancel what waits under key "order 7".\n'
+    assert sent.stderr == "Next: `delayer list --key 'order 7'` shows nothing any more, if it came in time.\n"
+    assert len(await take(vhost, "delays")) == 1
+    assert "Without a store nothing can be cancelled" in cancelling("order 7", Settings(mode="native"))
 
 
 async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:

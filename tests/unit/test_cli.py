@@ -93,6 +93,9 @@ def test_help_reads_no_configuration_and_shows_no_secret(path: list[str]) -> Non
         ["send", "--header", "novalue"],
         ["send", "--header", "n:int=x"],
         ["send", "--header", "n:bool=yes"],
+        ["send", "--header", "n:integer=3"],
+        ["send", "--header", "n:=3"],
+        ["send", "--header", ":int=3"],
         ["send", "--count", "0"],
         ["send", "--to", "nonsense"],
         ["--mode", "nonsense", "status"],
@@ -124,6 +127,12 @@ def test_usage_and_configuration_exit_2(arguments: list[str]) -> None:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert result.stderr
+
+
+def test_an_unknown_type_of_a_header_is_told_with_the_way_out() -> None:
+    told = " ".join(call("send", "--header", "retries:integer=3").stderr.split())
+    assert "retries: expected a TYPE of str, int, float, bool, found 'integer'." in told
+    assert "retries:integer:str=3" in told
 
 
 def test_every_mistake_at_once_with_its_place(tmp_path: Path) -> None:
@@ -365,7 +374,7 @@ def test_typed_headers() -> None:
         seen.append((message, [id_of(number) for number in range(count)]))
         say(count)
 
-    headers = ["a=1", "b:int=1", "c:float=1.5", "d:bool=true", "e:f=x=y", "g:str=", "x:y:int=-3"]
+    headers = ["a=1", "b:int=1", "c:float=1.5", "d:bool=true", "e:f:str=x=y", "g:str=", "x:y:int=-3"]
     arguments = [part for header in headers for part in ("--header", header)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("delayer.commands.send.publish", published)
