@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,17 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-class Memory:
-    """The most memory that one process below this one had, by what it is."""
+class Peaks:
+    """The most memory that one process below this one had, by what it is; and the most that lay in a directory."""
 
-    def __init__(self) -> None:
-        self.peaks: dict[str, int] = {}
+    def __init__(self, directory: Path) -> None:
+        self.memory: dict[str, int] = {}
+        self.disk = 0
+        self._directory = directory
         self._over = threading.Event()
         self._looking = threading.Thread(target=self._look, daemon=True)
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> Peaks:
         self._looking.start()
         return self
 
@@ -68,24 +70,36 @@ class Memory:
                     continue
                 kind = "jvm" if name.startswith("java") else "python worker" if name.startswith("python") else ""
                 if kind:
-                    self.peaks[kind] = max(self.peaks.get(kind, 0), size)
+                    self.memory[kind] = max(self.memory.get(kind, 0), size)
+            self.disk = max(self.disk, _lying_in(self._directory))
 
     def in_mb(self) -> dict[str, int]:
-        return {kind: round(size / 1e6) for kind, size in self.peaks.items()}
+        return {kind: round(size / 1e6) for kind, size in self.memory.items()}
+
+
+def _lying_in(directory: Path) -> int:
+    """Bytes that its files take on the disk, those that come and go meanwhile or not."""
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).lstat().st_blocks * 512
+    return total
 
 
 class Measuring:
     """Runs a step and tells what it took. CPU is that of Spark with its workers, and that of the database."""
 
-    def __init__(self, count: int, database: Pids) -> None:
+    def __init__(self, count: int, database: Pids, directory: Path) -> None:
         self._count = count
+        self._directory = directory
         self._meter = Meter({"spark": _spark, "database": database})
 
     def __call__(self, name: str, work: Callable[[], object]) -> dict[str, Any]:
         say(name)
         self._meter.read()
         neighbours = Neighbours()
-        with Memory() as memory:
+        with Peaks(self._directory) as peaks:
             began = time.monotonic()
             found = work()
             seconds = time.monotonic() - began
@@ -95,7 +109,8 @@ class Measuring:
             "rows_per_second": round(self._count / seconds),
             "cpu_us_per_row": {name: round(of / self._count * 1e6, 2) for name, of in used.items()},
             "cores_of_others": round(neighbours.cores(), 2),
-            "peak_mb": memory.in_mb(),
+            "peak_mb": peaks.in_mb(),
+            "peak_disk_bytes": peaks.disk,
             "found": found,
         }
         say(f"{name}: {told}")
@@ -121,16 +136,16 @@ def full_read(session: SparkSession, url: str) -> int:
     return int(frame.agg(sql.count(sql.lit(1)), sql.max("due_ms"), *lengths).collect()[0][0])
 
 
-def take(session: SparkSession, url: str) -> int:
-    with extract.workplace(None) as place:
+def take(session: SparkSession, url: str, work: str) -> int:
+    with extract.workplace(work) as place:
         watching = Watching(session, lambda _what, _done, _of: None)
         extract.take(session, SecretUrl(url), place, watching)
         files = Path(place.removeprefix("file://")).rglob("*.parquet")
         return sum(path.stat().st_size for path in files)
 
 
-def audit(session: SparkSession, url: str) -> dict[str, int]:
-    report = job.run(session, job.Options(store=SecretUrl(url)), lambda _what, _done, _of: None).report
+def audit(session: SparkSession, url: str, work: str) -> dict[str, int]:
+    report = job.run(session, job.Options(store=SecretUrl(url), work=work), lambda _what, _done, _of: None).report
     return {rule.rule: rule.violations for rule in report.rules if rule.violations}
 
 
@@ -192,10 +207,10 @@ def measure(asked: argparse.Namespace, url: str, database: Pids, work: str) -> d
     with spark.session("delayer bench", master=asked.master, work=work, more=more) as session:
         session.range(1).count()
         told: dict[str, Any] = {"session_seconds": round(time.monotonic() - began, 2)}
-        measured = Measuring(asked.rows, database)
+        measured = Measuring(asked.rows, database, Path(work))
         told["full_read"] = measured("full read", lambda: full_read(session, url))
-        told["extract"] = measured("extract", lambda: take(session, url))
-        told["audit"] = measured("audit", lambda: audit(session, url))
+        told["extract"] = measured("extract", lambda: take(session, url, work))
+        told["audit"] = measured("audit", lambda: audit(session, url, work))
     return told
 
 

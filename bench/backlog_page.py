@@ -141,10 +141,17 @@ def compaction(runs: Runs) -> Iterator[str]:
             raise ValueError(f"the run has no figure {what!r} in section 'compaction'")
         texts = dict.fromkeys(target["text"] for one in found if one for target in one.targets)
         yield page.line([title, *map(_told, found), ", ".join(texts)])
+        if what == "compact, giving room back":
+            yield page.line(["rows/s with that", *(f"{report.number(with_room(run))} msg/s" for run in every), ""])
     for name, run in runs.compactions.items():
         for note in run.notes:
             yield ""
             yield f"*The run's own note in {KEPT[name]}:* {report.note(note.removeprefix('compaction: '))}."
+
+
+def with_room(run: Result) -> float:
+    """Rows a second of compacting and giving the room back together."""
+    return _rows(run) / (_value(run, "compact, seconds") + _value(run, "compact, giving room back"))
 
 
 def _rows(run: Result) -> int:
@@ -185,17 +192,20 @@ def billion(runs: Runs) -> Iterator[str]:
     """Disk and hours of a billion orders, on paper."""
     best, extract, orders = runs.best, runs.reading["extract"], runs.orders
     before, after = (_value(best, f"bytes a message {one}") for one in ("before", "after"))
-    size = orders["extract"]["found"] / orders["rows"]
+    size, disk = orders["extract"]["found"] / orders["rows"], orders["audit"]["peak_disk_bytes"] / orders["rows"]
     held = extract["seconds"] / runs.reading["rows"] * BILLION
     yield page.line(["", "a message", "a billion orders"])
     yield "|---" * 3 + "|"
     yield page.line(["the store, not compacted", f"{before:,.0f} bytes", _large(before * BILLION)])
     yield page.line(["the store, compacted", f"{after:,.0f} bytes", _large(after * BILLION)])
     yield page.line(["an audit's extract, below `--work`", f"{size:,.0f} bytes", _large(size * BILLION)])
-    for verb, what in (("compacting", "compact, rate"), ("restoring in bulk", "restore, rate")):
-        rate = _value(best, what)
-        if what == "compact, rate" or _restored(runs) >= ENOUGH:
-            yield page.line([f"{verb}, on this machine", f"{rate:,.0f}/s", _long(BILLION / rate)])
+    shuffled = "the most that lies there while it is judged: the extract, and what Spark shuffles"
+    yield page.line([shuffled, f"{disk:,.0f} bytes", _large(disk * BILLION)])
+    rate = with_room(best)
+    yield page.line(["compacting and giving room back, on this machine", f"{rate:,.0f}/s", _long(BILLION / rate)])
+    if _restored(runs) >= ENOUGH:
+        rate = _value(best, "restore, rate")
+        yield page.line(["restoring in bulk, on this machine", f"{rate:,.0f}/s", _long(BILLION / rate)])
     kept = f"{PASSING:,} messages a second that are released meanwhile"
     yield page.line(
         [f"rows that an audit's snapshot keeps from being cleaned up: {kept}", f"{before:,.0f} bytes",

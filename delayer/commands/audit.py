@@ -70,8 +70,8 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option(
     "--work",
     metavar="DIR",
-    help="Where the extract is kept meanwhile: about 100 bytes a message. On a cluster a directory, or a URL such as "
-    "hdfs://…, that all of its machines share. [default: the system's directory for temporary files]",
+    help="Where the extract is kept meanwhile, and what Spark shuffles: about 200 bytes a message. On a cluster a "
+    "directory, or a URL such as hdfs://…, that all of its machines share. [default: the system's directory for temporary files]",
 )
 @master_option
 @conf_option

@@ -19,6 +19,7 @@ MARKS = "before\n" + "".join(f"<!-- {name} -->\nold\n<!-- end -->\nbetween\n" fo
 def some_run(rows: int = 1_000_000, at: str = "2026-01-02T03:04:05+00:00", **values: float) -> Result:
     usual = {"compact, rate": 60_000.0, "shrinks by": 8.5, "restore, rate": 80_000.0}
     usual |= {"bytes a message before": 1000.0, "bytes a message after": 120.0}
+    usual |= {"compact, seconds": rows / 60_000, "compact, giving room back": rows / 300_000}
     figures = [
         Figure("compaction", what, values.get(what, usual.get(what, 0.0)), "", {"rows": rows})
         for _, what in backlog_words.ROWS
@@ -37,6 +38,7 @@ def some_reading(rows: int = 10_000_000, rate: int = 250_000, **more: Any) -> di
         "cpu_us_per_row": {"spark": 4.0, "database": 2.0},
         "cores_of_others": 0.1,
         "peak_mb": {"jvm": 1000, "python worker": 200},
+        "peak_disk_bytes": rows * 200,
         "found": rows * 70,
     }
     return {"rows": rows, "size": 512, "cores": 2, **{name: step for _, name in backlog_page.READ}, **more}
@@ -80,7 +82,9 @@ def test_what_the_tables_say() -> None:
         "| the store, not compacted | 1,000 bytes | 1.00 TB |",
         "| the store, compacted | 120 bytes | 120 GB |",
         "| an audit's extract, below `--work` | 70 bytes | 70 GB |",
-        "| compacting, on this machine | 60,000/s | 4.6 h |",
+        "| the most that lies there while it is judged: the extract, and what Spark shuffles | 200 bytes | 200 GB |",
+        "| rows/s with that | 50,000 msg/s | 50,000 msg/s |  |",
+        "| compacting and giving room back, on this machine | 50,000/s | 5.6 h |",
     ):  # fmt: skip
         assert line in found
     assert "20 GB in the 1.1 h of the reading" in found
@@ -101,7 +105,7 @@ def test_what_was_missed_is_said_with_its_limit() -> None:
 def test_a_run_without_traffic_may_be_missing() -> None:
     found = backlog_page.filled(MARKS, some_runs()._replace(alone=None))
     assert "|  | 800,000 orders | target |" in found
-    assert "| compacting, on this machine | 60,000/s | 4.6 h |" in found
+    assert "| compacting and giving room back, on this machine | 50,000/s | 5.6 h |" in found
     assert backlog_page.KEPT["alone"] not in found
 
 
