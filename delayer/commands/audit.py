@@ -71,7 +71,8 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     "--work",
     metavar="DIR",
     help="Where the extract is kept meanwhile, and what Spark shuffles: about 200 bytes a message. On a cluster a "
-    "directory, or a URL such as hdfs://…, that all of its machines share. [default: the system's directory for temporary files]",
+    "directory, or a URL such as hdfs://…, that all of its machines share. [default: the system's directory for "
+    "temporary files]",
 )
 @master_option
 @conf_option
