@@ -248,6 +248,69 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         assert await page.get_by_role("button", name="Cancel").count() == 0
 
 
+async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> None:
+    """Enter in a field does what the field is for, and never what cannot be undone; a mistake costs nothing."""
+    async with shown(place, store, tmp_path) as this:
+        await this.raw.publish(*(delayed(f"later {n}", (5 + n) * HOUR) for n in range(2)))
+        await this.raw.publish(delayed("lost", 100, through="in.missing"), unreadable("refused"))
+        rows = await eventually(this.waiting, lambda rows: len(rows) == 2)
+        page = await this.tab()
+        await this.unlock(page)
+        for path in (f"/message/{rows[0]['id']}", "/waiting"):
+            await page.goto(path)
+            if path == "/waiting":
+                await page.get_by_label(f"Choose {rows[1]['id']}").check()
+            await page.locator("#at").fill("20h")
+            await page.keyboard.press("Enter")
+            assert await result(page) == "Rescheduled: 1 of 1"
+        await page.goto("/waiting")
+        await page.locator("#all-by").fill("1h")
+        await page.keyboard.press("Enter")
+        assert await page.locator("h1").inner_text() == "Reschedule 2 messages: 1h later?"
+
+        async def held() -> list[dict[str, Any]]:
+            return list(json.loads(await command(this.config, "held", "list", "--json"))["messages"])
+
+        (lost,) = await held()
+        await page.goto(f"/message/{lost['id']}")
+        await page.locator("#by").fill("2h")
+        await page.keyboard.press("Enter")
+        assert await result(page) == "Rescheduled: 1 of 1", "and not tried now"
+        plain = await this.tab(java_script_enabled=False)
+        await this.unlock(plain)
+        for path in ("/held", "/refused"):
+            for tab in (page, plain):
+                await tab.goto(path)
+                await tab.locator("tbody input").first.check()
+                await tab.keyboard.press("Enter")
+                if tab is plain:
+                    await tab.wait_for_url("**?id=*")  # the list once more
+                assert await tab.locator("h1").inner_text() == f"{path[1:].capitalize()} messages"
+        assert len(await this.acts()) == 3
+        # Nothing chosen: said on the spot.
+        await page.goto("/waiting")
+        await page.locator("#at").fill("2h")
+        await page.get_by_role("button", name="Reschedule", exact=True).click()
+        assert await page.get_by_role("alert").inner_text() == "Choose at least one message."
+        assert await page.locator("#at").input_value() == "2h"
+        # An instant that is none: what was chosen and written is still there.
+        rows = await this.waiting()
+        await page.get_by_label(f"Choose {rows[1]['id']}").check()
+        await page.locator("#at").fill("yesterday")
+        await page.keyboard.press("Enter")
+        await page.get_by_role("heading", name="Reschedule").wait_for()
+        assert "found 'yesterday'" in await page.get_by_role("alert").inner_text()
+        this.complaints.clear()  # the browser's own word for that answer's 400
+        assert rows[1]["id"] in await page.locator(".facts").inner_text()
+        assert await page.locator("#at").input_value() == "yesterday"
+        if PICTURES:
+            await _keep(page, "mend-desk-light.png", 1280)
+        await page.locator("#at").fill("30h")
+        await page.keyboard.press("Enter")
+        assert await result(page) == "Rescheduled: 1 of 1"
+        assert len(await this.acts()) == 4
+
+
 async def _refused(this: Shown) -> list[dict[str, Any]]:
     return list(json.loads(await command(this.config, "refused", "list", "--json"))["messages"])
 

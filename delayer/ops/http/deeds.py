@@ -75,6 +75,7 @@ class Deeds:
         self, request: Request, do: Callable[[Request, str, Mapping[str, Any]], Awaitable[Told | Response]]
     ) -> Response:
         as_json = "application/json" in request.headers.get("accept", "")
+        form: dict[str, list[str]] = {}
         try:
             who = await self.pages.doors.who(request)
             line = _WRONG if "authorization" in request.headers else _LOCKED
@@ -84,7 +85,11 @@ class Deeds:
                 # What was begun is finished, though the browser goes away: half an act helps nobody.
                 told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
-            told = Told("Not understood", [str(wrong)], 0, "/waiting", 400)
+            back = _back(form, request.url.path)
+            if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *asked.FIELDS} & form.keys():
+                told = self._mend(request, form, str(wrong), back)
+            else:
+                told = Told("Not understood", [str(wrong)], 0, back, 400)
         except (BrokerLost, Busy, *STORE_ERRORS) as error:
             told = Told("Not done", [str(error)], 0, "/", 503)
         if isinstance(told, Response):
@@ -109,7 +114,7 @@ class Deeds:
     async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
         verb, tokens = _verb(form, "cancel", "reschedule", "retry"), _tokens(form)
-        back = _back(form)
+        back = _back(form, request.url.path)
         if (question := self._sure(request, verb, form, back)) is not None:
             return question
         if verb == "retry":
@@ -213,6 +218,24 @@ class Deeds:
             back=_waiting(filter_),
         )
 
+    def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
+        """The same form again, with what was written in it, for an instant that could not be read."""
+        kept = [(name, text) for name, texts in form.items() if name not in ("verb", "at", "by") for text in texts]
+        facts = [(name, text) for name, text in kept if name in ("id", *asked.FIELDS)]
+        more = len(facts) - SHOWN
+        return self.pages.html(
+            request,
+            "mend.html",
+            400,
+            wrong=wrong,
+            facts=[*facts[:SHOWN], *([("and", f"{more} more")] if more > 0 else [])],
+            fields=kept,
+            path=request.url.path,
+            back=back,
+            at=form.get("at", [""])[0],
+            by=form.get("by", [""])[0],
+        )
+
     def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
         """The question that a person is asked before chosen messages are gone for good; None once it was answered, and
         for programs."""
@@ -272,10 +295,11 @@ def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int
     return acting.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
 
 
-def _back(form: Mapping[str, Sequence[str]]) -> str:
-    """Where a form wants to go on: a path of ours, and nobody else's."""
-    back = form.get("back", ["/waiting"])[0]
-    return back if back.startswith("/") and not back.startswith(("//", "/\\")) else "/waiting"
+def _back(form: Mapping[str, Sequence[str]], path: str) -> str:
+    """Where a form wants to go on: a path of ours, and nobody else's. Without a wish: the list that it belongs to."""
+    back = form.get("back", [""])[0]
+    list_of = {"/deeds/held": "/held", "/deeds/refused": "/refused"}.get(path, "/waiting")
+    return back if back.startswith("/") and not back.startswith(("//", "/\\")) else list_of
 
 
 def _now_ms() -> int:

@@ -26,8 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from delayer.settings.secret import Secret
 
 COOKIE: Final = "delayer_session"
-LASTS: Final = 8 * 3600.0
+LASTS: Final = 3600.0
 """Seconds after which a session that nobody uses is over."""
+LONGEST: Final = 12 * 3600.0
+"""Seconds after which any session is over. Browsers send a cookie to every port of its host: on a machine where others
+run programs, whoever is visited beside us has seen it."""
 MOST: Final = 1_000
 """Sessions that are remembered."""
 WRONG_SECONDS: Final = 0.5
@@ -83,11 +86,21 @@ def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
     return not origin or (origin != "null" and urlsplit(origin).netloc == host)
 
 
+def cookie_name(host: str) -> str:
+    """What the cookie is called at this ``Host``: of two daemons at two ports of it each has its own. Pure."""
+    try:
+        port = urlsplit(f"//{host}").port
+    except ValueError:
+        port = None
+    return COOKIE if port is None else f"{COOKIE}_{port}"
+
+
 class Session(NamedTuple):
     """Who has said the token. ``token`` is a hash of the one that it was."""
 
     who: str
     token: bytes
+    began: float
     last: float
 
 
@@ -114,23 +127,25 @@ class Doors:
         name = secrets.token_urlsafe(32)
         while len(self._sessions) >= MOST:
             del self._sessions[next(iter(self._sessions))]
-        self._sessions[_digest(name)] = Session(who, self._present(), self._clock())
+        self._sessions[_digest(name)] = Session(who, self._present(), self._clock(), self._clock())
         return name
 
-    def close(self, name: str) -> None:
-        """Forget a session."""
-        self._sessions.pop(_digest(name), None)
+    def close(self, request: Request) -> None:
+        """Forget the session of a request."""
+        self._sessions.pop(_key(request), None)
 
     def session(self, request: Request) -> Session | None:
         """The session of a request, if it has one that still counts."""
-        key = _digest(request.cookies.get(COOKIE, ""))
+        key = _key(request)
         found = self._sessions.get(key)
         if found is None:
             return None
-        if self._clock() - found.last > LASTS or found.token != self._present():
+        now = self._clock()
+        over = now - found.last > LASTS or now - found.began > LONGEST
+        if over or found.token != self._present():
             del self._sessions[key]
             return None
-        self._sessions[key] = found._replace(last=self._clock())
+        self._sessions[key] = found._replace(last=now)
         return found
 
     async def who(self, request: Request) -> str | None:
@@ -161,6 +176,10 @@ class Doors:
     def _present(self) -> bytes:
         token = self._token()
         return b"" if token is None else _digest(token.reveal())
+
+
+def _key(request: Request) -> bytes:
+    return _digest(request.cookies.get(cookie_name(request.headers.get("host", "")), ""))
 
 
 def _digest(text: str) -> bytes:

@@ -17,7 +17,7 @@ from delayer.ops.http import asked, recent, render, words
 from delayer.ops.http.app import Answers
 from delayer.ops.http.asked import Wrong
 from delayer.ops.http.forms import said
-from delayer.ops.http.guard import COOKIE, Doors
+from delayer.ops.http.guard import Doors, cookie_name
 from delayer.services import reading
 from delayer.store import acts, heldback, listing, showing
 from delayer.store.cancelling import Found
@@ -35,7 +35,7 @@ FIELDS: Final = (
     ("key", "Key (x-delay-key)", "order-4711"),
     ("header", "Header", "customer=4711"),
     ("due_after", "Due after", "2031-01-31T08:00Z or 2h"),
-    ("due_before", "Due before", "2031-02-01 or 7d"),
+    ("due_before", "Due before", "2031-02-01T00:00Z or 7d"),
 )
 
 
@@ -264,14 +264,14 @@ class Pages:
             return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
         answer = RedirectResponse("/", status_code=303)
         # Not "secure": without TLS, which a proxy brings, loopback is all there is.
-        answer.set_cookie(COOKIE, session, httponly=True, samesite="strict", path="/")
+        answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
         return answer
 
     async def logout(self, request: Request) -> Response:
         """Forget who it was."""
-        self.doors.close(request.cookies.get(COOKIE, ""))
+        self.doors.close(request)
         answer = RedirectResponse("/", status_code=303)
-        answer.delete_cookie(COOKIE, httponly=True, samesite="strict", path="/")
+        answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
         return answer
 
     def _storeless(self, request: Request, heading: str, line: str) -> Response:

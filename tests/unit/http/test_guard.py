@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from delayer.ops.http import guard
-from delayer.ops.http.guard import COOKIE, LASTS, Doors, from_our_page, host_is_ours, is_loopback
+from delayer.ops.http.guard import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours, is_loopback
 from delayer.settings.secret import Secret
 
 TOKEN = "open-sesame-open-sesame"
@@ -95,6 +95,27 @@ async def test_the_token_opens_a_session_for_a_while(place: Place) -> None:
     assert await place.doors.who(request(name)) is None
 
 
+async def test_no_session_lasts_for_ever(place: Place) -> None:
+    name = await place.doors.open(TOKEN, "ada")
+    assert name is not None
+    while place.now < LONGEST:
+        assert await place.doors.who(request(name)) == "ada"
+        place.now += LASTS
+    place.now += 1
+    assert await place.doors.who(request(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("localhost:9419", "delayer_session_9419"), ("[::1]:9420", "delayer_session_9420"),
+        ("localhost", "delayer_session"), ("", "delayer_session"), ("localhost:x", "delayer_session"),
+    ],
+)  # fmt: skip
+def test_two_daemons_of_a_host_have_a_cookie_each(host: str, name: str) -> None:
+    assert cookie_name(host) == name
+
+
 async def test_who_does_not_say_it_stays_outside(place: Place) -> None:
     for said in ("", "wrong", TOKEN[:-1], TOKEN + "x", "\udc80"):
         assert await place.doors.open(said, "eve") is None
@@ -115,7 +136,7 @@ async def test_another_token_ends_the_sessions_of_the_last(place: Place) -> None
 async def test_a_session_can_be_closed(place: Place) -> None:
     name = await place.doors.open(TOKEN, "ada")
     assert name is not None
-    place.doors.close(name)
+    place.doors.close(request(name))
     assert await place.doors.who(request(name)) is None
 
 

@@ -174,6 +174,7 @@ async def test_a_session_is_a_cookie_that_nobody_else_sees(monkeypatch: pytest.M
         assert TOKEN not in str(answer)
         cookie = answer.headers["set-cookie"]
         assert {"HttpOnly", "Path=/", "SameSite=strict"} <= set(re.split("; ?", cookie))
+        assert cookie.startswith(f"delayer_session_{web.address.rpartition(':')[2]}=")
         session = {"Cookie": cookie.partition(";")[0]}
         asked = await web.post("/deeds/refused", {"verb": "drop", "id": "id-1"}, **session)
         assert (asked.status, "Drop 1 message?" in asked.text, inside.done) == (200, True, []), (

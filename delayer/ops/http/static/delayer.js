@@ -97,6 +97,21 @@
     for (const one of boxes) one.addEventListener("change", () => { all.checked = boxes.every(box => box.checked); });
   }
 
+  // ---- a list of which nothing was chosen: say so where it is, and keep what was written
+
+  for (const form of document.querySelectorAll("form.list")) {
+    form.addEventListener("keydown", event => {
+      if (event.key === "Enter" && event.target.type === "checkbox") event.preventDefault();
+    });
+    form.addEventListener("submit", event => {
+      if (form.querySelector("tbody input:checked")) return;
+      event.preventDefault();
+      const line = form.querySelector(".wrong");
+      line.textContent = "Choose at least one message.";
+      line.hidden = false;
+    });
+  }
+
   // ---- again and again, but not while nobody looks
 
   function every(milliseconds, look) {
