@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import click
 
 from delayer.commands.common import FOUND, Misused, Request, note, print_json
 from delayer.settings import Settings
-from delayer.store import schema
+from delayer.store import schema, skipping
+
+MOST_SKIPPED: Final = 1_000_000_000_000_000
+"""At a time. There are nine thousand times as many."""
 
 
 def store_url(settings: Settings) -> str:
@@ -82,3 +86,30 @@ def current(context: click.Context, as_json: bool) -> None:
     if wrong is not None:
         note(f"Next: {wrong.advice}.")
         context.exit(FOUND)
+
+
+@db.command("skip-ids")
+@click.option(
+    "--by",
+    type=click.IntRange(1, MOST_SKIPPED),
+    default=skipping.FAR,
+    show_default=True,
+    metavar="N",
+    help="How many are left out.",
+)
+@click.pass_obj
+def skip_ids(request: Request, by: int) -> None:
+    """Give the next messages ids that this store never gave: after a restore of an older copy, before a daemon starts.
+
+    A backup, an archive's end or a standby that lagged does not know what was parked and released since: it would give
+    the same numbers, as x-delayer-id, to new messages, and consumers that know copies by it would drop these. Nothing
+    that waits is changed. Needs the role that owns the tables; safe to repeat.
+
+    \b
+    Examples:
+      delayer db skip-ids
+      delayer db skip-ids --by 1000000000000000     # a second store for the same consumers: a range of its own
+    """
+    first = asyncio.run(skipping.skip_ids(store_url(request.settings()), by))
+    click.echo(f"The next message gets an id of {first:,} or more.")
+    note("Next: `delayer run`.")

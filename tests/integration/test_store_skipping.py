@@ -1,0 +1,50 @@
+"""A store that came back older than it was gives no number twice, once it was told."""
+
+from __future__ import annotations
+
+from delayer.store.skipping import FAR
+from tests.conformance.store_contract import owned, parcel
+from tests.integration.test_cli import Run, delayer
+from tests.integration.test_store_lane import opened, sql
+
+__all__ = ["delayer"]
+
+
+async def ids(database: str) -> set[int]:
+    async with sql(database) as connection:
+        return {row["id"] for row in await connection.fetch("SELECT id FROM message")}
+
+
+async def park(database: str, count: int) -> set[int]:
+    """So many more; their ids."""
+    before = await ids(database)
+    async with opened(database) as store, owned(store) as [lane]:
+        await store.park(lane, [parcel(store.now_ms() + 600_000, b"%d" % n) for n in range(count)], [])
+    return await ids(database) - before
+
+
+async def test_what_an_older_copy_gives_again(delayer: Run, database: str) -> None:
+    """A copy of the moment before 50 messages stands in for a backup: as it is, it gives their numbers to others."""
+    delayer("db", "upgrade")
+    await park(database, 10)
+    async with sql(database) as connection:
+        then = await connection.fetchval("SELECT last_value FROM message_id")
+    given = await park(database, 50)
+    async with sql(database) as connection:  # the copy: these are not in it, and it never heard of them
+        await connection.execute("DELETE FROM message WHERE id = ANY($1)", given)
+        await connection.execute("SELECT setval('message_id', $1)", then)
+    assert await park(database, 50) == given, "the reason for the command"
+    said = delayer("db", "skip-ids").stdout
+    again = await park(database, 50)
+    assert not again & given
+    assert min(again) > then + FAR
+    assert f"an id of {then + 50 + FAR + 2:,} or more" in said
+    assert min(await park(database, 1)) < then + 2 * FAR
+    delayer("db", "skip-ids", "--by", "1000000000000000")
+    assert min(await park(database, 1)) > 1_000_000_000_000_000
+
+
+async def test_what_it_needs_is_said(delayer: Run, database: str) -> None:
+    refused = delayer("db", "skip-ids", expect=1)
+    assert "delayer db upgrade" in refused.stderr
+    delayer("db", "skip-ids", "--by", "0", expect=2)
