@@ -22,6 +22,7 @@ from typing import Literal
 
 import uvloop
 
+from delayer.core.errors import BrokerLost
 from tests.faults.place import Place, eventually, killed_by_fault, stopped
 from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Arrival, Ledger, Verdict
@@ -29,6 +30,10 @@ from tests.rig.proxy import Proxy
 from tests.rig.servers import Postgres, RabbitMQ
 
 DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT = "daemon", "broker", "postgres", "broker cut", "store cut"
+
+WORKER = {"dead_letter_worker_publisher_confirm_timeout": 10_000}
+"""Milliseconds, where RabbitMQ has three minutes: so long may wait what falls due in the cascade while the broker comes
+back, because it is tried before the bindings are there again (docs/brokers.md)."""
 
 Copies = tuple[int, int]
 """How often a message arrives: at least, at most."""
@@ -162,7 +167,7 @@ class Scenes:
         async with AsyncExitStack() as stack:
             rabbitmq, postgres = self._rabbitmq, self._postgres
             if death == BROKER:
-                rabbitmq = RabbitMQ()
+                rabbitmq = RabbitMQ(hidden=WORKER)
                 stack.callback(rabbitmq.close)
                 await asyncio.to_thread(rabbitmq.start)
             elif death == POSTGRES:
@@ -206,6 +211,9 @@ class Scenes:
                     else:
                         part.place.via_store = postgres.url(databases[name], port=proxy.port)
                     return await play_cut(part, proxy)
+                except (AssertionError, TimeoutError) as failed:
+                    failed.add_note(await told(part.place))
+                    raise
                 finally:
                     start.leave(name)
                     dying.leave(name)
@@ -270,6 +278,17 @@ async def play_cut(play: Play, proxy: Proxy) -> Outcome:
             proxy.cut()
             daemon.signal(signal.SIGCONT)
             return await finish(play, ledger, daemon, time.time() * 1000)
+
+
+async def told(place: Place) -> str:
+    """For a row that failed: what stands where, and what its daemons said last."""
+    try:
+        async with asyncio.timeout(10):
+            standing = str(await place.standing())
+    except (TimeoutError, BrokerLost, OSError) as error:  # the servers may be what failed it
+        standing = repr(error)
+    said = "".join(f"\na daemon's log ends:\n{daemon.tail()}" for daemon in place.daemons)
+    return f"standing: {standing}{said}"
 
 
 def point(row: Row) -> str:

@@ -61,12 +61,19 @@ class RabbitMQ:
     kill() (see settle()) and stop() keep the data and the ports, and start() continues from there; pause() and
     resume() stop and continue every process of the node. All methods block: from a coroutine, `await
     asyncio.to_thread(broker.start)`.
-    `config` are further lines of rabbitmq.conf. Users: guest/guest, who may do everything everywhere.
+    `config` are further lines of rabbitmq.conf, `hidden` settings that it has no lines for. Users: guest/guest, who may
+    do everything everywhere.
 
     TEST_BROKER_ROOT=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
     """
 
-    def __init__(self, *, tls: Certificates | None = None, config: Mapping[str, str | int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        tls: Certificates | None = None,
+        config: Mapping[str, str | int] | None = None,
+        hidden: Mapping[str, int] | None = None,
+    ) -> None:
         self.port = ports.reserve()
         self.management_port = ports.reserve()
         self.tls_port = ports.reserve() if tls else None
@@ -80,7 +87,7 @@ class RabbitMQ:
         self._epmd: Family | None = None
         self._node: Family | None = None
         self._write_files(tls, config or {})
-        self._environment = self._make_environment()
+        self._environment = self._make_environment(hidden or {})
 
     # ---- life
 
@@ -209,6 +216,12 @@ class RabbitMQ:
         return self.version >= (4, 3)
 
     @property
+    def cancels_slow_consumers(self) -> bool:
+        """Whether it cancels the consumer of a quorum queue that leaves a delivery unacknowledged for the consumer
+        timeout, as from 4.3 on, and does not close its channel."""
+        return self.version >= (4, 3)
+
+    @property
     def knows_old_messages(self) -> bool:
         """Whether its code can still make messages of the form before 4.0, which the delayed-message plugin kept: that
         plugin cannot run from 4.3 on."""
@@ -325,10 +338,11 @@ class RabbitMQ:
         # A vhost through the management API costs milliseconds, through rabbitmqctl seconds.
         (self._directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
 
-    def _make_environment(self) -> dict[str, str]:
+    def _make_environment(self, hidden: Mapping[str, int]) -> dict[str, str]:
         at = self._inside(self._directory)
         # Two schedulers are plenty for tests, and on small machines idle ones must not spin.
         erl = "+S 2:2 +SDcpu 1 +SDio 4 +A 4 -kernel inet_dist_use_interface {127,0,0,1}"
+        erl += "".join(f" -rabbit {name} {value}" for name, value in hidden.items())
         return clean_environment("RABBITMQ_", "ERL_", "NOTIFY_SOCKET", "LC_", "LANG") | {
             "HOME": str(at / "home"),
             "LC_ALL": "C.UTF-8",
