@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -44,7 +45,7 @@ from delayer.services.sorting import Names
 from delayer.services.strays import Reader, Strays
 from delayer.services.takeover import LevelTakeover
 from delayer.settings import Settings
-from delayer.store import retry
+from delayer.store import owners, retry
 from delayer.store.postgres import PostgresStore
 from delayer.takeovers import takeovers_of
 from delayer.wire.address import Address
@@ -63,6 +64,9 @@ DUE_GATHER: Final = 0.005
 
 FAREWELL: Final = 1.0
 """Seconds for closing the connections in order, after everything is settled."""
+MEETING: Final = 1.0
+"""Seconds that the store waits for the broker at the start."""
+
 
 
 def new_id() -> bytes:
@@ -84,6 +88,7 @@ class Daemon:
         address = Address.parse(settings.broker_url)
         heartbeat = settings.broker.heartbeat_ms / 1000
         self._relays = {
+        self._vhost, self._cluster = address.vhost, ""
             use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
             for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
         }
@@ -136,7 +141,8 @@ class Daemon:
             url = settings.store_url or ""
 
             async def connect() -> Store:
-                return await PostgresStore.connect(url)
+                await self._meet_broker()
+                return await PostgresStore.connect(url, broker=self._broker_mark)
 
             self.shelf.lanes = lanes = Lanes(
                 connect,
@@ -155,6 +161,18 @@ class Daemon:
         """Which queues are consumed just now."""
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
+
+    async def _meet_broker(self) -> None:
+        """Lanes say whose messages are in them, if that is known when they are taken; waiting for longer would keep
+        those that are due from being looked at, and a broker that is away from being told."""
+        with suppress(BrokerLost):
+            await self._relays["publish"].connection(MEETING)
+
+    def _broker_mark(self) -> str:
+        relays = [relay.current for relay in self._relays.values()]
+        cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
+        self._cluster = cluster
+        return owners.mark_of(cluster, self._vhost)
 
     def connections(self) -> dict[str, dict[str, int]]:
         """How the connections of the hot path stand: connected, blocked, and how often they were made."""

@@ -66,6 +66,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "strays not tried": "a loss ended a look at the strays; they are in their queue, and tried again; said sparingly",
     "takeover stopped": "a message of another system's level came again and again: that level is left to the broker",
     # the store
+    "store shared": "daemons of another broker or virtual host own these lanes: each may publish the other's messages",
     "store connected": "connected, and the schema is the right one",
     "store unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
     "lane owned": "this process parks into this lane and releases from it",

@@ -61,6 +61,11 @@ class Admin:
     async def close(self) -> None:
         await self._link.close()
 
+    @property
+    def cluster(self) -> str:
+        """What the broker calls its cluster; "" where it does not say."""
+        return self._link.cluster
+
     async def declare(self, topology: Topology) -> None:
         """Make it so; what is there already stays as it is.
 

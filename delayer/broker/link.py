@@ -41,6 +41,13 @@ class Link:
             await connection.connect(timeout=patience if address.timeout is None else address.timeout)
         return cls(connection, where, patience)
 
+    @property
+    def cluster(self) -> str:
+        """What the broker calls its cluster; "" where it does not say."""
+        transport = self._connection.transport
+        said = transport.connection.server_properties.get("cluster_name") if transport is not None else None
+        return said if isinstance(said, str) else ""
+
     async def call(self, method: Callable[[Wire], Awaitable[T]]) -> T:
         """Run one method of the driver's channel.
 

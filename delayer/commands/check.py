@@ -29,6 +29,8 @@ from delayer.settings import Settings, duration_text
 from delayer.store import schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
+from delayer.store.owners import APART, mark_of
+from delayer.wire.address import Address
 from delayer.wiring import cascade_of, topology_of, uses_cascade
 
 UNOWNED_MS: Final = 30_000
@@ -78,8 +80,8 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
         rows.append(Row("credentials", "note", found))
     rows += _finished_by_the_broker(settings)
     if not offline:
-        rows += asyncio.run(_broker(settings))
-        rows += asyncio.run(_store(settings))
+        of_broker, mark = asyncio.run(_broker(settings))
+        rows += of_broker + asyncio.run(_store(settings, mark))
     results = {row.result for row in rows}
     code = OUT_OF_REACH if "out of reach" in results else FOUND if "off" in results else DONE
     if as_json:
@@ -104,20 +106,22 @@ def _finished_by_the_broker(settings: Settings) -> list[Row]:
     return [Row("routes", "note", found, advice)] if names else []
 
 
-async def _broker(settings: Settings) -> list[Row]:
-    shown = str(settings.broker.url)
+async def _broker(settings: Settings) -> tuple[list[Row], str]:
+    """And its mark, for the store's lanes."""
+    shown, mark = str(settings.broker.url), ""
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
+            mark = mark_of(admin.cluster, Address.parse(settings.broker_url).vhost)
             rows = [Row("broker", "ok", shown)]
             rows += await _topology(admin, settings)
             rows += await _intake(admin, settings)
             rows += await _destinations(admin, settings)
             rows += await _taken_over(admin, settings)
-            return rows + await _set_aside(admin, settings)
+            return rows + await _set_aside(admin, settings), mark
     except BrokerLost as lost:
-        return [Row("broker", "out of reach", str(lost), BROKER_RUNS)]
+        return [Row("broker", "out of reach", str(lost), BROKER_RUNS)], mark
     except BrokerRefused as refused:
-        return [Row("broker", "out of reach", str(refused), BROKER_RIGHTS)]
+        return [Row("broker", "out of reach", str(refused), BROKER_RIGHTS)], mark
 
 
 async def _topology(admin: Admin, settings: Settings) -> list[Row]:
@@ -208,7 +212,7 @@ async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
     ]
 
 
-async def _store(settings: Settings) -> list[Row]:
+async def _store(settings: Settings, mark: str) -> list[Row]:
     url = settings.store_url
     if url is None:
         longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
@@ -223,7 +227,7 @@ async def _store(settings: Settings) -> list[Row]:
     if (wrong := schema.outdated(seen.schema_found)) is not None:
         return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
     rows.append(Row("schema", "ok", schema.HEAD))
-    rows += _lanes(seen)
+    rows += _lanes(seen) + _shared(seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; they are tried again by themselves"
         rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
@@ -234,6 +238,15 @@ async def _store(settings: Settings) -> list[Row]:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         rows.append(Row("segments", "off", found, "see docs/backlog.md; their bytes are kept"))
     return rows
+
+
+def _shared(seen: store_status.StoreOverview, mark: str) -> list[Row]:
+    """Whether daemons of another broker, or virtual host, own lanes in it. ``mark``: ours; "" where it is not known."""
+    strange = [lane for lane in seen.lanes if lane.alive and lane.broker and mark and lane.broker != mark]
+    if not strange:
+        return []
+    owned = f"{len(strange)} owned by {', '.join(sorted({lane.owner for lane in strange}))}"
+    return [Row("lanes", "off", f"{owned} for another broker or virtual host", APART)]
 
 
 def _lanes(seen: store_status.StoreOverview) -> list[Row]:

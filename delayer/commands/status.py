@@ -143,6 +143,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
         "next_due_ms": seen.next_due_ms,
         "store_now_ms": seen.store_now_ms,
         "lanes": lanes,
+        "brokers": len({lane.broker for lane in seen.lanes if lane.alive and lane.broker}),
         "segments": {
             "count": seen.segments.segments,
             "messages": seen.segments.messages,
@@ -164,6 +165,8 @@ def _print_store(store: dict[str, Any] | None) -> None:
     now_ms = store["store_now_ms"]
     click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due: {when(store['next_due_ms'], now_ms)}")
     _print_segments(store["segments"], now_ms)
+    if store["brokers"] > 1:
+        click.echo(f"SHARED: daemons of {store['brokers']} brokers or virtual hosts own lanes; see `delayer check`")
     if not store["lanes"]:
         click.echo("lanes: none yet; a running daemon makes its own")
         return

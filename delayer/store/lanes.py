@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import asyncpg
@@ -43,14 +43,17 @@ class LaneTaker:
         owner: str,
         idle: float,
         releasing: float,
+        broker: Callable[[], str] = str,
     ) -> None:
-        """``idle``: seconds after which the server ends a lane's connection that says nothing, in a transaction or not;
-        ``releasing``: for how long a release is kept from that."""
+        """``broker``: the mark of the one that is published to, as far as it is known (owners.py). ``idle``: seconds
+        after which the server ends a lane's connection that says nothing, in a transaction or not; ``releasing``: for
+        how long a release is kept from that."""
         self._url = url
         self._pool = pool
         self._clock = clock
         self._owner = owner
         self._releasing = releasing
+        self._broker = broker
         self._thorough_at = -math.inf
         self._timeouts = {
             "idle_session_timeout": f"{idle * 1000:.0f}ms",
@@ -124,7 +127,7 @@ class LaneTaker:
         return number
 
     async def _take(self, number: int, spare: bool) -> PostgresLane | None:
-        connection = await session.connect(self._url, owners.application_of(number), self._timeouts)
+        connection = await session.connect(self._url, owners.application_of(number, self._broker()), self._timeouts)
         mailbox = telling.Mailbox()
         try:
             with translated(f"take lane {number}"):

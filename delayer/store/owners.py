@@ -1,13 +1,16 @@
-"""What living owners of lanes say of themselves: the schema that their program works with, in the name of the session
-that holds a lane's lock.
+"""What living owners of lanes say of themselves, in the name of the session that holds a lane's lock: the schema that
+their program works with, and a mark of the broker and virtual host that they publish to.
 
 A daemon compares the schema when it starts, and not when somebody upgrades it under it. So daemons of an older version
-may go on beside a newer schema, and do not know what came with that.
+may go on beside a newer schema, and do not know what came with that. And daemons of two brokers on one store adopt each
+other's lanes, and publish each other's messages where nobody expects them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from typing import Final
 
 import asyncpg
@@ -17,6 +20,10 @@ from delayer.store import schema
 SEGMENTS: Final = "0002"
 """The schema from which on a daemon restores segments."""
 
+APART: Final = (
+    "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
+    "whoever adopts a lane of the other publishes the other's messages"
+)
 _SESSIONS: Final = """
 SELECT k.objid::int AS lane, coalesce(a.application_name, '')  -- NULL for who may not look: taken for old, to be safe
 FROM pg_locks AS k JOIN pg_stat_activity AS a ON a.pid = k.pid
@@ -27,9 +34,28 @@ ORDER BY lane
 """
 
 
-def application_of(lane: int) -> str:
-    """The name of the session that holds the lock of ``lane``."""
-    return f"delayer lane {lane}, schema {schema.HEAD}"
+def mark_of(cluster: str, vhost: str) -> str:
+    """Short, as there is little room in a session's name; "" where nothing is known of the broker.
+
+    By the name that a cluster gives itself, because its nodes, and ways to them, have many."""
+    return hashlib.sha256(f"{cluster}\0{vhost}".encode()).hexdigest()[:8] if cluster else ""
+
+
+def application_of(lane: int, broker: str = "") -> str:
+    """The name of the session that holds the lock of ``lane``. ``broker``: its mark, where it is known."""
+    return f"delayer lane {lane}{f', broker {broker}' if broker else ''}, schema {schema.HEAD}"
+
+
+def broker_of(application: str) -> str:
+    """The mark of the broker that the owner publishes to; "" where it does not say. Pure."""
+    found = re.search(r", broker ([0-9a-f]{8}),", application)
+    return found[1] if found else ""
+
+
+async def brokers(connection: asyncpg.Connection) -> Mapping[int, str]:
+    """The marks of the lanes whose living owners say one. Raises the driver's errors."""
+    rows = await connection.fetch(_SESSIONS)
+    return {lane: mark for lane, application in rows if (mark := broker_of(application))}
 
 
 def schema_of(application: str) -> str:

@@ -18,6 +18,7 @@ from delayer.core.segment import Restoration
 from delayer.faultpoint import reach
 from delayer.store import (
     handover,
+    owners,
     pagewise,
     parking,
     partitions,
@@ -46,7 +47,11 @@ CLOSE_SECONDS = 5.0
 class PostgresStore:
     """Satisfies services.ports.Store. Made by :meth:`connect`, ended by :meth:`close`."""
 
-    def __init__(self, pool: asyncpg.Pool, clock: StoreClock, taker: LaneTaker, days: Days) -> None:
+    def __init__(
+        self, pool: asyncpg.Pool, clock: StoreClock, taker: LaneTaker, days: Days, broker: Callable[[], str] = str
+    ) -> None:
+        self._broker = broker
+        self._shared: list[int] = []
         self._pool = pool
         self._clock = clock
         self._taker = taker
@@ -58,13 +63,15 @@ class PostgresStore:
         url: str,
         *,
         owner: str | None = None,
+        broker: Callable[[], str] = str,
         idle_timeout: float = IDLE_SECONDS,
         transaction_timeout: float = 10.0,
         parkers: int = 4,
     ) -> PostgresStore:
         """Connect, compare the schema, and learn the store's time and partitions.
 
-        ``owner`` names this process in the table of lanes (default: host and process id). ``idle_timeout`` (seconds) is
+        ``owner`` names this process in the table of lanes (default: host and process id), ``broker`` is the mark of the
+        one that it publishes to (owners.py), "" while that is not known. ``idle_timeout`` (seconds) is
         after how long the server takes the lanes of a process that hangs, ``transaction_timeout`` for how long a
         release may take, and after how long a park that says nothing is rolled back: it must be longer than the slowest
         publish. ``parkers`` is how many parks can run at once.
@@ -85,8 +92,10 @@ class PostgresStore:
         except BaseException:
             pool.terminate()
             raise
-        taker = LaneTaker(url, pool, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout)
-        return cls(pool, clock, taker, days)
+        taker = LaneTaker(
+            url, pool, clock, owner=owner, idle=idle_timeout, releasing=transaction_timeout, broker=broker
+        )
+        return cls(pool, clock, taker, days, broker)
 
     async def close(self) -> None:
         """Close the connections that park, after the parks that run. The lanes are released by whoever took them."""
@@ -260,6 +269,16 @@ class PostgresStore:
         with translated("maintain"):
             async with session.borrowed(self._pool) as connection:
                 await upkeep.keep_up(connection, self._clock, self._days)
+                await self._look_for_strangers(connection)
+
+    async def _look_for_strangers(self, connection: asyncpg.Connection) -> None:
+        """Say once that daemons of another broker own lanes here: they would publish our messages there, and we theirs
+        here, whenever one of us adopts a lane of the other."""
+        ours = self._broker()
+        theirs = [lane for lane, mark in (await owners.brokers(connection)).items() if ours and mark != ours]
+        if theirs and theirs != self._shared:
+            log.warning("store shared", lanes=theirs, next_step=owners.APART)
+        self._shared = theirs
 
 
 def _held(lane: object) -> PostgresLane:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import asyncpg
 
-from delayer.store import days, schema, segments, session, statements
+from delayer.store import days, owners, schema, segments, session, statements
 from delayer.store.days import DAY_MS
 from delayer.store.errors import translated
 
@@ -47,6 +47,8 @@ class LaneOverview:
     counters: Mapping[str, int]
     next_due_ms: int | None
     next_retry_ms: int | None
+    broker: str = ""
+    """The mark of the broker that its living owner publishes to (owners.py); "" where it does not say."""
 
     @property
     def held(self) -> int:
@@ -127,6 +129,7 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
     counters = {
         row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
     }
+    brokers = await owners.brokers(connection)
     dues = await _next_dues(connection, [number for number, of in counters.items() if waiting(of)])
     lanes = [
         LaneOverview(
@@ -136,6 +139,7 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
             counters=counters[row["number"]],
             next_due_ms=dues.get(row["number"]),
             next_retry_ms=await connection.fetchval(statements.NEXT_RETRY, row["number"]),
+            broker=brokers.get(row["number"], ""),
         )
         for row in rows
     ]

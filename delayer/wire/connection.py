@@ -51,6 +51,8 @@ class Connection(asyncio.Protocol):
         self._gone: asyncio.Future[None] = loop.create_future()
         self._loss: ConnectionLost | None = None
         self._opened = False
+        self.cluster = ""
+        """What the broker calls its cluster; the same on all of its nodes. "" where it does not say."""
         self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
         self._outlet = Outlet(loop)
         self._pulse = Pulse(loop, self._outlet, self._on_silence)
@@ -253,6 +255,7 @@ class Connection(asyncio.Protocol):
 
     async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
+        self.cluster = handshake.cluster_of(start)
         hello = handshake.start_ok(start, address, name)
         tune = await self._ask(methods.marshal(hello, 0), commands.Connection.Tune)
         self._limits = handshake.agree(tune, heartbeat)

@@ -46,6 +46,12 @@ def start_ok(start: commands.Connection.Start, address: Address, name: str) -> c
     )
 
 
+def cluster_of(start: commands.Connection.Start) -> str:
+    """The name of the broker's cluster; "" where it does not say."""
+    said = start.server_properties.get("cluster_name") if isinstance(start.server_properties, dict) else None
+    return said if isinstance(said, str) else ""
+
+
 def agree(tune: commands.Connection.Tune, heartbeat: float) -> Limits:
     """The broker's limits, and the shorter of both heartbeats; none where we want none, as the protocol has it."""
     both = [seconds for seconds in (float(tune.heartbeat), heartbeat) if seconds > 0 and heartbeat > 0]

@@ -10,12 +10,15 @@ import aio_pika
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_cli import Run, channel_to, delayer
 from tests.integration.test_store_lane import opened
+from tests.rig.daemon import DaemonProcess
+from tests.rig.rabbitmq import RabbitMQ
 
 __all__ = ["delayer"]
 
 
-def rows(run: Run, what: str, *, expect: int = 0) -> list[dict[str, str]]:
-    return [row for row in json.loads(run("check", "--json", expect=expect).stdout)["checks"] if row["what"] == what]
+def rows(run: Run, what: str, *, expect: int = 0, **more: str) -> list[dict[str, str]]:
+    told = run("check", "--json", expect=expect, **more).stdout
+    return [row for row in json.loads(told)["checks"] if row["what"] == what]
 
 
 async def test_a_queue_that_nobody_consumes_is_told(delayer: Run, vhost: str) -> None:
@@ -49,6 +52,27 @@ async def test_what_is_overdue_and_nobodys_is_off(delayer: Run, vhost: str, data
     assert row["result"] == "off"
     assert row["found"].startswith("messages are overdue by 0:01:3")
     assert row["found"].endswith("in lane 1 that no daemon owns")
+
+
+async def test_lanes_of_another_virtual_host_are_off(
+    delayer: Run, vhost: str, rabbitmq: RabbitMQ, database: str
+) -> None:
+    """A daemon says whose messages it has: two of one store for two virtual hosts would adopt each other's lanes."""
+    name = rabbitmq.add_vhost()
+    elsewhere = rabbitmq.url(name)
+    for url in (vhost, elsewhere):
+        async with channel_to(url) as channel:
+            await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    delayer("db", "upgrade")
+    async with DaemonProcess({"BROKER__URL": elsewhere, "STORE__URL": database}) as daemon:
+        await daemon.event("lane owned")
+        await daemon.event("ready")
+        assert {row["result"] for row in rows(delayer, "lanes", DELAYER_BROKER__URL=elsewhere)} == {"ok"}
+        owned_by, shared = rows(delayer, "lanes", expect=1)
+        assert (owned_by["result"], shared["result"]) == ("ok", "off")
+        assert "for another broker or virtual host" in shared["found"]
+        assert "a database of its own" in shared["advice"]
+    rabbitmq.drop_vhost(name)
 
 
 def test_a_destination_that_the_daemon_declares_is_not_off(delayer: Run, tmp_path: Path) -> None:

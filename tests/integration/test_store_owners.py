@@ -6,12 +6,13 @@ import asyncio
 
 import asyncpg
 import pytest
+import structlog.testing
 from click.testing import CliRunner
 
 from delayer.audit import compact, restore
 from delayer.audit.errors import DaemonsOutdated
 from delayer.cli import cli
-from delayer.store import handover, owners, session
+from delayer.store import handover, owners, schema, session
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned, parcel
@@ -21,17 +22,44 @@ WEEK_MS = 7 * DAY_MS
 
 
 @pytest.mark.parametrize(
-    ("application", "schema"),
+    ("application", "revision"),
     [
         ("delayer lane 7", ""),
         ("delayer lane 7, schema 0001", "0001"),
         ("delayer lane 12, schema 0002", "0002"),
         ("delayer lane 7, schema 0002 ", ""),
+        ("delayer lane 7, broker 0123abcd, schema 0002", "0002"),
         ("", ""),
     ],
 )
-def test_what_a_session_says(application: str, schema: str) -> None:
-    assert owners.schema_of(application) == schema
+def test_what_a_session_says(application: str, revision: str) -> None:
+    assert owners.schema_of(application) == revision
+
+
+def test_a_mark_is_the_brokers_and_the_virtual_hosts() -> None:
+    marks = {owners.mark_of(cluster, vhost) for cluster in ("rabbit@a", "rabbit@b") for vhost in ("/", "work")}
+    assert len(marks) == 4
+    assert owners.mark_of("", "work") == ""
+    for mark in ("", *marks):
+        name = owners.application_of(32_767, mark)
+        assert (owners.broker_of(name), owners.schema_of(name)) == (mark, schema.HEAD)
+        assert len(name) < 64, "Postgres cuts longer ones"
+    assert owners.broker_of("delayer lane 7, schema 0001") == ""
+
+
+async def test_daemons_of_another_broker_are_told(database: str) -> None:
+    """Each by the other, once; nobody by who does not know its broker yet."""
+    mine, theirs = owners.mark_of("rabbit@a", "/"), owners.mark_of("rabbit@a", "work")
+    async with opened(database, broker=lambda: theirs) as other, opened(database, broker=lambda: mine) as store:
+        async with owned(other, 2) as strange, owned(store), opened(database) as unknowing, owned(unknowing):
+            with structlog.testing.capture_logs() as logs:
+                for one in (store, store, unknowing, other):
+                    await one.maintain()
+            told = [event["lanes"] for event in logs if event["event"] == "store shared"]
+            assert told == [[lane.number for lane in strange], [3]]
+        with structlog.testing.capture_logs() as logs:
+            await store.maintain()
+        assert [event for event in logs if event["event"] == "store shared"] == []
 
 
 def test_ours_says_that_it_restores() -> None:
