@@ -378,7 +378,7 @@ class StoreContract:
             parcels = [
                 Parcel(due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0"),
                 Parcel(due_ms, b"", b"", b"", Target(b"", b""), b"", b"", None),
-                parcel(due_ms, body=bytes(range(256)) * 12_000, properties=b"\xff" * 70_000),
+                parcel(due_ms, body=bytes(range(256)) * 3_800, properties=b"\xff" * 70_000),  # larger ones stay rows
             ]
             await store.park(lane, parcels, [])
             before = await lane.claim(MANY, ROOM)
