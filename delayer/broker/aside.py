@@ -23,6 +23,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from delayer.broker.alone import Probe
@@ -38,17 +39,22 @@ PATIENCE: Final = 3.0
 """Seconds that a suspected destination has for its answer; its first message had a publish's whole time before."""
 BRIEF: Final = 1.0
 """Seconds for one that is stuck, or beside such ones: whoever is in the same batch waits as long."""
+SLACK: Final = 0.05
+"""Seconds that a timer may be early, and more."""
 SPARE: Final = 0.2
 """Seconds before a batch's deadline in which nobody is waited for any more."""
 AT_ONCE: Final = 32
 """Destinations that are tried side by side for one batch."""
 LINGERING: Final = 64
 """Messages without an answer that are listened for; the oldest is let go of for another."""
+LINGERING_BYTES: Final = 32 << 20
+"""Of their bodies, but for one."""
 LINGER: Final = 600.0
 """Seconds that one is listened for."""
-LONELY: Final = 20.0
-"""Seconds after which a destination is stuck where the broker answers, and nothing else was confirmed. RabbitMQ refuses
-after 30 s what it could not begin to hand over."""
+LONELY: Final = 6.0
+"""Seconds after which a destination is stuck where the broker answers, and nothing else was published that could have
+been confirmed. If that is wrong, its messages are held for the first pause, and known to be out when they are tried
+again."""
 CONNECTING: Final = 2.0
 """Seconds for the connection to be there, or an answer to a message that nobody can route."""
 
@@ -154,8 +160,11 @@ class Aside:
         """The indexes of the others that are not to go with the rest, by destination."""
         found: dict[Destination, list[int]] = {}
         if self._doubts.any(time.monotonic()):
+            meant = self._doubts.meant()
             for index, message in enumerate(batch):
-                if index not in known and self._doubts.of(one := destination(message)) is not None:
+                if index in known or not meant(message):
+                    continue
+                if self._doubts.of(one := destination(message)) is not None:
                     found.setdefault(one, []).append(index)
         return found
 
@@ -170,16 +179,19 @@ class Aside:
         ``outcomes``. Returns the destinations that did not answer: the messages of the others may go with the rest."""
         until = time.monotonic() + seconds - SPARE
         try:
-            connection = await self._relay.connection(min(CONNECTING, seconds))
+            connection = self._relay.current or await self._relay.connection(min(CONNECTING, seconds))
         except BrokerLost:
             return dict(doubtful)
         silent = dict(doubtful)
         waiting = deque(doubtful)
+        for one in islice(waiting, AT_ONCE):
+            # At once: the others of the batch begin after these, and so can be what was confirmed meanwhile.
+            self._trial(one, batch[doubtful[one][0]], connection)
 
         async def work() -> None:
             while waiting and time.monotonic() < until:
                 one = waiting.popleft()
-                trial = self._trials.get(one) or self._try(one, batch[doubtful[one][0]], connection)
+                trial = self._trial(one, batch[doubtful[one][0]], connection)
                 outcome = await self._answer(one, trial, until)
                 if outcome is not None:
                     del silent[one]
@@ -197,16 +209,23 @@ class Aside:
     ) -> dict[int, Outcome]:
         """Outcomes, by index, of what is to be held because its destination is stuck; what is missing is in doubt."""
         found: dict[int, Outcome] = {}
-        for one, indexes in silent.items():
-            trial = self._trials.get(one)
-            if trial is not None and await self._is_stuck(one, trial):
+        trials = {one: self._trials[one] for one in silent if one in self._trials}
+        now = time.monotonic()
+        lonely = any(self._is_lonely(one, trial, now) for one, trial in trials.items())
+        answers = lonely and await self._answers()
+        for one, trial in trials.items():
+            if self._is_stuck(one, trial, now, answers):
                 seconds = BRIEF if self._doubts.of(one) is Doubt.BESIDE else self._timeout
-                self._doubts.stuck(one, time.monotonic())
-                found |= {index: Unanswered(seconds, one.exchange, one.routing_key) for index in indexes}
+                self._doubts.stuck(one, now)
+                found |= {index: Unanswered(seconds, one.exchange, one.routing_key) for index in silent[one]}
         return found
 
-    def _try(self, one: Destination, message: Outgoing, connection: Connection) -> Trial:
-        while len(self._trials) >= LINGERING:
+    def _trial(self, one: Destination, message: Outgoing, connection: Connection) -> Trial:
+        """The one that is under way, or another."""
+        if one in self._trials:
+            return self._trials[one]
+        size = len(message.body)
+        while self._trials and (len(self._trials) >= LINGERING or self._bytes + size > LINGERING_BYTES):
             self._trials.pop(next(iter(self._trials))).task.cancel()
         trial = self._trials[one] = Trial(message, connection)
         trial.task.add_done_callback(partial(self._over, one, trial))
@@ -228,6 +247,10 @@ class Aside:
             self._late_of = trial.connection
             self._late.note(trial.message, outcome, time.monotonic())
 
+    @property
+    def _bytes(self) -> int:
+        return sum(len(trial.message.body) for trial in self._trials.values())
+
     async def _answer(self, one: Destination, trial: Trial, until: float) -> Outcome | None:
         """Raises what is wrong with the message, as every publish does."""
         patient = min(until, trial.began + self._patience(one)) - time.monotonic()
@@ -240,11 +263,15 @@ class Aside:
     def _patience(self, one: Destination) -> float:
         return PATIENCE if self._doubts.of(one) is Doubt.SUSPECTED else BRIEF
 
-    async def _is_stuck(self, one: Destination, trial: Trial) -> bool:
-        age = time.monotonic() - trial.began
-        if age < self._patience(one):
+    def _is_stuck(self, one: Destination, trial: Trial, now: float, answers: bool) -> bool:
+        if trial.task.done() or now - trial.began < self._patience(one) - SLACK:
             return False
-        return self._witness >= trial.began or (age >= LONELY and await self._answers())
+        return self._witness >= trial.began or (answers and self._is_lonely(one, trial, now))
+
+    def _is_lonely(self, one: Destination, trial: Trial, now: float) -> bool:
+        """Whether there was time enough, and nothing that could have been confirmed instead."""
+        enough = LONELY if self._doubts.of(one) is Doubt.SUSPECTED else BRIEF - SLACK
+        return now - trial.began >= enough and trial.began > self._witness
 
     async def _answers(self) -> bool:
         """Whether the broker answers anything: to a message that no queue can be meant by, on this connection."""

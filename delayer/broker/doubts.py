@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -81,6 +82,12 @@ class Doubts:
         if self._of_exchange[one.exchange] >= MANY and one not in self._fine:
             return Doubt.BESIDE
         return None
+
+    def meant(self) -> Callable[[Outgoing], bool]:
+        """Tells whether a message can be meant by any doubt, without a look into its properties."""
+        places = {(one.exchange, one.routing_key) for kind in (self._suspected, self._stuck) for one in kind}
+        wide = {exchange for exchange, stuck in self._of_exchange.items() if stuck >= MANY}
+        return lambda message: message.exchange in wide or (message.exchange, message.routing_key) in places
 
     def suspect(self, one: Destination, now: float) -> None:
         """It was not answered, among others."""

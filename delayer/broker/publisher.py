@@ -139,6 +139,7 @@ class RelayPublisher:
         outcomes |= aside.known(batch)
         doubtful = aside.doubtful(batch, outcomes)
         asking = asyncio.create_task(aside.ask(batch, doubtful, left(deadline), outcomes), name="ask aside")
+        await asyncio.sleep(0)  # it begins first
         try:
             await self._rest(connection, batch, others(batch, doubtful, outcomes), outcomes, deadline)
             silent = await asking

@@ -257,6 +257,11 @@ DESTINATIONS: Mapping[str, Hostile] = {
     )
     for when, delay in WHEN
 } | {f"full, by queue name{when}": replace(held("nacked", "h.queue", delay), key=b"h.brim") for when, delay in WHEN}
+SILENT: Mapping[str, Hostile] = {
+    f"destination: silent{when}": held("no confirm within 8 s: exchange 'h.silent.out', key 'inbox'", "h.silent", delay)
+    for when, delay in (("", 1000), (", at once", 0))
+}
+"""For a queue that neither confirms nor refuses: whoever plays these makes it so (tests/rig/silent.py)."""
 GROUPS = {
     "publisher": PUBLISHER,
     "table": TABLES,

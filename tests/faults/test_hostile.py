@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import unquote
 
 import pytest
 
-from tests.faults.hostile import EMPTY, MODES, STORE, End, Hostile, cases_of
+from tests.faults.hostile import EMPTY, MODES, SILENT, STORE, End, Hostile, cases_of
 from tests.faults.place import Place
 from tests.faults.villain import (
+    MUTE,
     ROUTES,
     STRAYS,
     Villain,
@@ -26,6 +27,7 @@ from tests.faults.villain import (
 from tests.rig.daemon import DaemonProcess
 from tests.rig.raw import Message, Props, Raw, text
 from tests.rig.servers import Postgres, RabbitMQ
+from tests.rig.silent import silent
 
 GOOD = 10_000
 COPIES = 3
@@ -57,30 +59,39 @@ async def scene(
 @pytest.mark.parametrize("mode", MODES)
 async def test_each_alone(mode: str, rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
     """A good message behind each, which waits for nothing."""
-    cases = cases_of(mode)
     async with scene(mode, rabbitmq, vhost_name, store) as (_, daemon, villain):
-        bodies = {}
-        for index, (name, case) in enumerate(cases.items()):
-            bodies[name] = await villain.publish(name, case)
-            await villain.witness(index)
-        ends = await villain.all_found()
-        assert await daemon.stop() == 0, daemon.tail()
-        for name, case in cases.items():
-            verify(name, case, ends[bodies[name]], sorts=rabbitmq.sorts_headers)
-        assert len(ends) == len(cases) + len(cases), "something came that nobody sent"
+        await each_alone(cases_of(mode), daemon, villain)
         assert_no_forged_line(daemon.events, daemon.stray_lines)
-        assert not [event for event in daemon.events if event["level"] == "error"]
+
+
+async def each_alone(cases: Mapping[str, Hostile], daemon: DaemonProcess, villain: Villain) -> None:
+    bodies = {}
+    for index, (name, case) in enumerate(cases.items()):
+        bodies[name] = await villain.publish(name, case)
+        await villain.witness(index)
+    ends = await villain.all_found()
+    assert await daemon.stop() == 0, daemon.tail()
+    for name, case in cases.items():
+        verify(name, case, ends[bodies[name]], sorts=villain.rabbitmq.sorts_headers)
+    assert len(ends) == len(cases) + len(cases), "something came that nobody sent"
+    assert not [event for event in daemon.events if event["level"] == "error"]
 
 
 @pytest.mark.deadline(180)
 @pytest.mark.parametrize("mode", MODES)
 async def test_all_among_good_ones(mode: str, rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
     """10,000 good ones with every bad one three times between them: the good ones arrive, once each."""
-    cases = cases_of(mode)
+    async with scene(mode, rabbitmq, vhost_name, store) as (place, daemon, villain):
+        await all_among_good_ones(cases_of(mode), place, daemon, villain)
+
+
+async def all_among_good_ones(
+    cases: Mapping[str, Hostile], place: Place, daemon: DaemonProcess, villain: Villain
+) -> None:
     chance = random.Random(SEED)
     order = [(name, copy) for name in cases for copy in range(COPIES)]
     chance.shuffle(order)
-    async with scene(mode, rabbitmq, vhost_name, store) as (place, daemon, villain), place.ledger(SEED) as ledger:
+    async with place.ledger(SEED) as ledger:
         bodies: dict[tuple[str, int], bytes] = {}
         published = 0
 
@@ -99,15 +110,43 @@ async def test_all_among_good_ones(mode: str, rabbitmq: RabbitMQ, vhost_name: st
         verdict = ledger.verdict()
         for name, copy in order:
             copies = COPIES if name == EMPTY else 1
-            verify(name, cases[name], ends[bodies[name, copy]], copies, sorts=rabbitmq.sorts_headers)
+            verify(name, cases[name], ends[bodies[name, copy]], copies, sorts=villain.rabbitmq.sorts_headers)
         assert sum(map(len, ends.values())) == len(order), "something came that nobody sent"
-        print(f"{mode}: {verdict}; {len(order)} hostile: " + ", ".join(
+        print(f"{place.mode}: {verdict}; {len(order)} hostile: " + ", ".join(
             f"{sum(one.end is end for found in ends.values() for one in found)} {end.value}" for end in End
         ))  # fmt: skip
         verdict.assert_kept()
         assert verdict.sent == GOOD
         if place.store:
             await place.conserved()
+
+
+@pytest.mark.long
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_queue_that_does_not_answer(mode: str, rabbitmq: RabbitMQ, vhost_name: str, store: str) -> None:
+    """A good message behind each, and it comes."""
+    async with (
+        scene(mode, rabbitmq, vhost_name, store) as (_, daemon, villain),
+        silent(rabbitmq, unquote(vhost_name), MUTE),
+    ):
+        await each_alone(SILENT, daemon, villain)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_queue_that_does_not_answer_among_good_ones(
+    mode: str, rabbitmq: RabbitMQ, vhost_name: str, store: str
+) -> None:
+    """And among all the other bad ones: everybody else's messages come, and once."""
+    async with (
+        scene(mode, rabbitmq, vhost_name, store) as (place, daemon, villain),
+        silent(rabbitmq, unquote(vhost_name), MUTE),
+    ):
+        # What expires in five seconds does so in the intake queue, which stands still for eight at first.
+        cases = {name: case for name, case in cases_of(mode).items() if "expiration" not in name}
+        await all_among_good_ones(cases | SILENT, place, daemon, villain)
 
 
 @pytest.mark.deadline(90)

@@ -22,14 +22,14 @@ from tests.rig.servers import RabbitMQ
 
 USER = "delayer-hostile"
 """The daemon's user, who may not write to h.closed.out. The password is its name."""
-STRAYS, REFUSED, INBOX = "delayer.delay-strays", "delays.refused", "h.inbox"
+STRAYS, REFUSED, INBOX, MUTE = "delayer.delay-strays", "delays.refused", "h.inbox", "h.mute"
 ROUTES = [
     {"from": "delayer.in", "to": "delayer.out"},
     {"from": "h.in", "to": "h.out"},
     {"from": "h.any", "to": "h.out", "allow_exchanges": ["*"]},
     {"from": "h.queue", "to": ""},
     *({"from": f"h.{bad}", "to": f"h.{bad}.out"} for bad in ("missing", "internal", "headers", "unbound")),
-    *({"from": f"h.{bad}", "to": f"h.{bad}.out"} for bad in ("full", "closed")),
+    *({"from": f"h.{bad}", "to": f"h.{bad}.out"} for bad in ("full", "closed", "silent")),
     {"from": "h.retry", "retry": {"first": "1s", "attempts": 3, "exhausted": "h.parked"}},
     {"from": "", "to": "h.out"},
 ]
@@ -56,13 +56,15 @@ def furnish(rabbitmq: RabbitMQ, vhost: str) -> str:
         ("h.unbound.out", "topic", False),
         ("h.full.out", "topic", False),
         ("h.closed.out", "topic", False),
+        ("h.silent.out", "topic", False),
     ):
         rabbitmq.api("PUT", f"{at}/{name}", {"type": kind, "durable": True, "internal": internal})
     full = {"x-max-length": 1, "x-overflow": "reject-publish"}
-    for name, arguments in ((INBOX, {}), ("h.stolen", {}), ("h.brim", full)):
+    for name, arguments in ((INBOX, {}), ("h.stolen", {}), ("h.brim", full), (MUTE, {})):
         rabbitmq.api("PUT", f"/api/queues/{vhost}/{name}", {"durable": True, "arguments": arguments})
     for exchange, queue in (
         ("h.out", INBOX), ("h.closed.out", INBOX), ("h.private", "h.stolen"), ("h.full.out", "h.brim"),
+        ("h.silent.out", MUTE),
     ):  # fmt: skip
         rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{exchange}/q/{queue}", {"routing_key": "#"})
     rabbitmq.api("POST", f"/api/bindings/{vhost}/e/h.headers.out/q/{INBOX}", {

@@ -80,6 +80,21 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert it.of(Destination(b"x", b"19")) is Doubt.STUCK
 
 
+def test_what_is_not_meant_is_not_looked_into() -> None:
+    it = Doubts()
+    assert not it.meant()(message())
+    it.suspect(OTHER, 0.0)
+    assert not it.meant()(message())
+    it.suspect(Destination(b"x", b"k", b"copies"), 0.0)
+    assert it.meant()(message())
+    it.answered(Destination(b"x", b"k", b"copies"), 0.0)
+    assert not it.meant()(message())
+    for number in range(MANY):
+        it.stuck(Destination(b"x", b"%d" % number), 0.0)
+    assert it.meant()(message())
+    assert not it.meant()(message()._replace(exchange=b"y"))
+
+
 def test_copies_lead_elsewhere() -> None:
     assert destination(message()) == Destination(b"x", b"k")
     assert destination(message(copies=b"a")) != destination(message())

@@ -1,0 +1,223 @@
+"""Queues that neither confirm nor refuse: nobody else waits for them, and what went there is known when they answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import aio_pika
+import pytest
+
+from delayer.broker import aside as module
+from delayer.broker.aside import Aside
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost, Unconfirmed
+from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned, Unanswered
+from delayer.wire.address import Address
+from tests.conformance.broker_contract import message
+from tests.conformance.test_relay import AdminHand, relay_to
+from tests.faults.place import eventually
+from tests.rig.servers import RabbitMQ
+from tests.rig.silent import silent
+
+WAIT = 1.5
+"""Seconds that these publishers wait for confirms."""
+KINDS = (pytest.param("classic", marks=pytest.mark.long), "quorum")
+OTHER_KINDS = ("classic", pytest.param("quorum", marks=pytest.mark.long))
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.6)
+    monkeypatch.setattr(module, "BRIEF", 0.4)
+    monkeypatch.setattr(module, "LONELY", 2.0)
+
+
+class Scene:
+    """Queues ``good`` and ``bad``, behind the exchange ``x`` under any key that begins so."""
+
+    def __init__(self, vhost: str, relay: Relay, aside: Aside, hand: AdminHand) -> None:
+        self.vhost = vhost
+        self.relay = relay
+        self.aside = aside
+        self.hand = hand
+
+    def publisher(self) -> RelayPublisher:
+        return RelayPublisher(self.relay, aside=self.aside, confirm_timeout=WAIT)
+
+
+@asynccontextmanager
+async def scene(rabbitmq: RabbitMQ, url: str, kind: str) -> AsyncIterator[Scene]:
+    address = Address.parse(url)
+    async with (
+        await aio_pika.connect(url) as connection,
+        await connection.channel() as channel,
+        relay_to(address) as relay,
+    ):
+        hand = AdminHand(rabbitmq, address.vhost, channel)
+        await hand.exchange("x", kind="topic")
+        for name in ("good", "bad"):
+            await hand.queue(name, {"x-queue-type": kind})
+            await hand.bind(name, "x", f"{name}.#")
+        await relay.connection(30)
+        aside = Aside(Relay(address, "aside", heartbeat=20), timeout=WAIT)
+        try:
+            yield Scene(address.vhost, relay, aside, hand)
+        finally:
+            await aside.close()
+
+
+async def until_settled(publisher: RelayPublisher, batch: Sequence[Outgoing]) -> tuple[list[Outcome], int]:
+    """Publish as a lane does: all of it again after an interruption. The outcomes, and how many interruptions."""
+    for interruptions in range(20):
+        try:
+            return await publisher.publish(batch), interruptions
+        except BrokerLost:
+            await asyncio.sleep(0.3)  # so does whoever begins again
+    raise AssertionError("interrupted again and again")
+
+
+def mixed(count: int, stuck: Sequence[int], key: Callable[[int], str] = lambda _: "") -> list[Outgoing]:
+    return [message(n, f"{'bad' if n in stuck else 'good'}{key(n)}", "x") for n in range(count)]
+
+
+def stuck_of(outcomes: Sequence[Outcome]) -> list[int]:
+    """Which are to be held for want of an answer; all others are confirmed."""
+    silent = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Unanswered)]
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Unanswered)] == [CONFIRMED] * (
+        len(outcomes) - len(silent)
+    )
+    return silent
+
+
+def seen(scene: Scene, queue: str, found: list[bytes]) -> Callable[[], Awaitable[int]]:
+    """How many have come in all; they are added to ``found``."""
+
+    async def look() -> int:
+        found.extend(await scene.hand.drain(queue))
+        return len(found)
+
+    return look
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_one_in_a_batch(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
+    """The others are confirmed, and beside a classic queue once only; from then on nobody waits for it."""
+    async with scene(rabbitmq, vhost, kind) as it:
+        publisher, batch = it.publisher(), mixed(100, [50])
+        assert await publisher.publish([message("first", "good", "x")]) == [CONFIRMED]
+        async with silent(rabbitmq, it.vhost, "bad"):
+            with pytest.raises(Unconfirmed, match=r"the first for exchange 'x', key '(good|bad)'") as interrupted:
+                await publisher.publish(batch)
+            known = interrupted.value.outcomes
+            assert known[50] is None
+            if kind == "classic":
+                assert [outcome for index, outcome in enumerate(known) if index != 50] == [CONFIRMED] * 99
+            more = [message(n, "bad" if n % 10 == 0 else "good", "x") for n in range(1000, 1100)]
+            await it.aside._relay.connection(10)
+            outcomes = await publisher.publish([*batch, message("another", "good", "x")])
+            assert stuck_of(outcomes) == [50]
+            assert outcomes[50] == Unanswered(WAIT, b"x", b"bad")
+            # From now on it costs nobody anything.
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            assert len(stuck_of(await publisher.publish(more))) == 10
+            other = it.publisher()
+            assert stuck_of(await other.publish([batch[50], message("good one", "good", "x")])) == [0]
+            assert loop.time() - began < 0.3
+        if kind == "classic":
+            good = await it.hand.drain("good")
+            assert len(good) == len(set(good)) == 1 + 99 + 1 + 90 + 1
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+async def test_an_answer_that_comes_late_is_believed(kind: str, rabbitmq: RabbitMQ, vhost: str) -> None:
+    """What is held by then was delivered: when it is tried again, it is not published again."""
+    async with scene(rabbitmq, vhost, kind) as it:
+        publisher, one, two = it.publisher(), message("one", "bad", "x"), message("two", "bad", "x")
+        async with silent(rabbitmq, it.vhost, "bad"):
+            batch = [one, two]
+            with pytest.raises(Unconfirmed):
+                await publisher.publish(batch)
+            await it.aside._relay.connection(10)
+            assert stuck_of(await publisher.publish([*batch, message("good", "good", "x")])) == [0, 1]
+            trials = list(it.aside._trials.values())
+            assert [trial.message for trial in trials] == [one]
+        await asyncio.wait([trial.task for trial in trials], timeout=40)
+        before: list[bytes] = []
+        await eventually(seen(it, "bad", before), lambda count: count >= 2)
+        assert await publisher.publish([one]) == [CONFIRMED]
+        assert await it.hand.drain("bad") == []
+        assert await publisher.publish([two, message("three", "bad", "x")]) == [CONFIRMED] * 2
+        assert await it.hand.drain("bad") == [b"two", b"three"]
+        # Another due instant makes it another message, whatever its id says.
+        assert await publisher.publish([one._replace(body=b"one, later")]) == [CONFIRMED]
+        assert await it.hand.drain("bad") == [b"one, later"]
+
+
+@pytest.mark.long
+@pytest.mark.deadline(60)
+async def test_keys_that_are_never_the_same(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """After some of them the whole exchange is tried aside: good messages pass, bad ones cost a moment."""
+    async with scene(rabbitmq, vhost, "classic") as it:
+        publisher = it.publisher()
+        async with silent(rabbitmq, it.vhost, "bad"):
+            batch = mixed(300, [10, 100, 200, 250], lambda n: f".{n}")
+            outcomes, _ = await until_settled(publisher, batch)
+            assert stuck_of(outcomes) == [10, 100, 200, 250]
+            loop = asyncio.get_running_loop()
+            for turn in range(1, 4):
+                began = loop.time()
+                batch = mixed(200, [3, 7], lambda n, turn=turn: f".{turn}.{n}")  # type: ignore[misc]
+                batch = [one._replace(token=b"%d.%b" % (turn, one.token)) for one in batch]
+                assert stuck_of(await publisher.publish(batch)) == [3, 7]
+                assert loop.time() - began < WAIT
+            assert len(it.aside._trials) <= module.LINGERING
+
+
+@pytest.mark.long
+@pytest.mark.deadline(60)
+async def test_where_nothing_else_is_published(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """It is in doubt for a while; then it is held all the same, for the broker answers."""
+    async with scene(rabbitmq, vhost, "classic") as it, silent(rabbitmq, it.vhost, "bad"):
+        outcomes, interruptions = await until_settled(it.publisher(), [message("one", "bad", "x")])
+        assert stuck_of(outcomes) == [0]
+        assert interruptions >= 2
+
+
+@pytest.mark.long
+@pytest.mark.deadline(60)
+async def test_what_the_broker_objects_to_is_said_as_ever(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """A suspect may turn out to be without a route, or its exchange to be gone."""
+    async with scene(rabbitmq, vhost, "classic") as it:
+        await it.hand.exchange("gone", kind="fanout")
+        await it.hand.bind("bad", "gone", "")
+        publisher = it.publisher()
+        batch = [message(1, "bad", "x"), message(2, "k", "gone"), message(3, "good", "x")]
+        async with silent(rabbitmq, it.vhost, "bad"):
+            with pytest.raises(Unconfirmed):
+                await publisher.publish(batch)
+            await it.hand.delete_exchange("gone")
+            outcomes, _ = await until_settled(publisher, batch)
+            assert isinstance(outcomes[0], Unanswered)
+            assert isinstance(outcomes[1], Returned)
+            assert outcomes[1].code == 404
+            assert outcomes[2] is CONFIRMED
+
+
+@pytest.mark.long
+@pytest.mark.deadline(60)
+async def test_a_channel_that_waits_until_its_connection_is_not_read(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """Thousands of publishes behind one for a quorum queue: the broker reads that connection no more. Another one takes
+    its place, and all that is good gets through."""
+    async with scene(rabbitmq, vhost, "quorum") as it:
+        publisher, batch = it.publisher(), mixed(3000, [0, 1, 2])
+        async with silent(rabbitmq, it.vhost, "bad"):
+            outcomes, _ = await until_settled(publisher, batch)
+            assert stuck_of(outcomes) == [0, 1, 2]
+            found = set(await it.hand.drain("good"))
+            assert found == {one.body for one in batch[3:]}
