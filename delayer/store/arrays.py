@@ -53,21 +53,26 @@ def without_digits(column: Any) -> tuple[Any, bytes]:
 
 def with_digits(column: Any, packed_digits: bytes) -> Any:
     """The reverse. Raises DigitsMissing if there are more or fewer digits than places for them."""
-    content = content_of(column)
-    count = bytes(content).count(_ZERO)
-    if len(packed_digits) != (count + 1) // 2:
-        raise DigitsMissing(f"expected {count} digits, found {len(packed_digits)} bytes of two")
-    digits = packed_digits.hex().encode()
-    filled, used = bytearray(), 0
+    content, digits = content_of(column), memoryview(packed_digits.hex().encode())
+    filled, used = [], 0
     for start in range(0, len(content), _AT_ONCE):
         part = content[start : start + _AT_ONCE]
         values = pa.Array.from_buffers(pa.uint8(), len(part), [None, pa.py_buffer(part)])
         places = pc.equal(values, _ZERO)
-        theirs = digits[used : used + places.true_count]
-        found = pa.Array.from_buffers(pa.uint8(), len(theirs), [None, pa.py_buffer(theirs)])
-        filled += memoryview(pc.replace_with_mask(values, places, found).buffers()[1])[: len(part)]
-        used += len(theirs)
-    return _like(column, filled)
+        end = used + places.true_count
+        if end > len(digits):
+            raise _missing(content, packed_digits)
+        theirs = pa.Array.from_buffers(pa.uint8(), end - used, [None, pa.py_buffer(digits[used:end])])
+        filled.append(memoryview(pc.replace_with_mask(values, places, theirs).buffers()[1])[: len(part)])
+        used = end
+    if len(packed_digits) != (used + 1) // 2:
+        raise _missing(content, packed_digits)
+    return _like(column, b"".join(filled))
+
+
+def _missing(content: memoryview, packed_digits: bytes) -> DigitsMissing:
+    count = bytes(content).count(_ZERO)
+    return DigitsMissing(f"expected {count} digits, found {len(packed_digits)} bytes of two")
 
 
 def _like(column: Any, content: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import re
 import stat
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from delayer.audit import charts, report_console, report_html, words
-from delayer.audit.findings import Bar, Peak, Report
+from delayer.audit.findings import Bar, Calendar, Finding, LaneFigures, Peak, Report, RuleRun, Totals
 from tests.unit import audit_reports
 from tests.unit.audit_reports import HOUR, NOW_MS
 
@@ -213,3 +214,11 @@ def test_a_replica_that_is_behind_is_told(behind_ms: int, told: str) -> None:
         assert ("behind its primary" in text) == bool(told)
         assert told in text
     assert Report.from_json(report.to_json()) == report
+
+
+def test_the_page_names_every_field_of_the_report() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "backlog.md").read_text(encoding="utf-8")
+    for kind in (Report, Totals, LaneFigures, Calendar, RuleRun, Finding):
+        for field in dataclasses.fields(kind):
+            name = "…_more" if field.name.endswith("_more") else field.name
+            assert f"`{name}`" in text, f"{kind.__name__}.{field.name}"
