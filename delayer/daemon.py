@@ -12,13 +12,12 @@ from typing import Final
 import structlog
 
 from delayer.broker.admin import Admin
-from delayer.broker.aside import Aside
 from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import BUFFER_BYTES, RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.fitting import Fitting
-from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
+from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.late import Limits
@@ -63,11 +62,11 @@ LANES_WAIT: Final = 5.0
 DUE_GATHER: Final = 0.005
 """Seconds that what came out of the cascade may wait for company (see Intake): all of it is due, and later by that."""
 
-FAREWELL: Final = 1.0
-"""Seconds for closing the connections in order, after everything is settled."""
 MEETING: Final = 1.0
 """Seconds that the store waits for the broker at the start."""
 
+FAREWELL: Final = 1.0
+"""Seconds for closing the connections in order, after everything is settled."""
 
 
 def new_id() -> bytes:
@@ -87,16 +86,14 @@ class Daemon:
         self._pulse = WatchedPulse(notifier)
         self._condition = Condition(notifier, self._seen)
         address = Address.parse(settings.broker_url)
+        self._vhost, self._cluster = address.vhost, ""
         heartbeat = settings.broker.heartbeat_ms / 1000
         self._relays = {
-        self._vhost, self._cluster = address.vhost, ""
             use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
             for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
         }
         self._cascade = cascade_of(settings)
-        # Not among the others: it is connected only once something does not answer.
-        self._aside = Aside(Relay(address, "delayer aside", heartbeat=heartbeat), timeout=CONFIRM_TIMEOUT)
-        self._publisher = RelayPublisher(self._relays["publish"], aside=self._aside)
+        self._publisher = RelayPublisher(self._relays["publish"])
         self._room = Room()
         self._bindings = DeliveryBindings(self._connect_admin, self._cascade)
         strays = (self._cascade.strays or settings.refused.queue).encode()
@@ -128,8 +125,7 @@ class Daemon:
             await self.life.run()
         finally:
             # Side by side and bounded: a broker that hangs answers no goodbye, and ten seconds are promised for all.
-            relays = [relay.close() for relay in self._relays.values()]
-            farewells = [self._bindings.close(), self._aside.close(), *relays]
+            farewells = [self._bindings.close(), *(relay.close() for relay in self._relays.values())]
             await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=FAREWELL)
             log.info("stopped", **self.counters.as_dict())
 
@@ -161,11 +157,6 @@ class Daemon:
             restoring = Restoring(lanes, ahead_ms=self._restore_ahead_ms, counters=self.counters)
             self.life.add("restoring", restoring.run)
 
-    def consuming(self) -> dict[str, bool]:
-        """Which queues are consumed just now."""
-        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
-        return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
-
     async def _meet_broker(self) -> None:
         """Lanes say whose messages are in them, if that is known when they are taken; waiting for longer would keep
         those that are due from being looked at, and a broker that is away from being told."""
@@ -177,6 +168,11 @@ class Daemon:
         cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
         self._cluster = cluster
         return owners.mark_of(cluster, self._vhost)
+
+    def consuming(self) -> dict[str, bool]:
+        """Which queues are consumed just now."""
+        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
+        return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
     def connections(self) -> dict[str, dict[str, int]]:
         """How the connections of the hot path stand: connected, blocked, and how often they were made."""
@@ -312,7 +308,7 @@ class Daemon:
         return Strays(
             queue,
             RelayConsumer(self._relays["strays"]),
-            RelayPublisher(self._relays["publish"], aside=self._aside),
+            RelayPublisher(self._relays["publish"]),
             reader,
             names=self._names,
             new_id=new_id,
@@ -343,7 +339,7 @@ class Daemon:
         )
 
     def _release(self, lane: Lane) -> Release:
-        publisher = RelayPublisher(self._relays["publish"], aside=self._aside)
+        publisher = RelayPublisher(self._relays["publish"])
         return Release(
             lane,
             publisher,
