@@ -1,0 +1,132 @@
+"""A destination queue without an answer, as a quorum queue without its majority: nobody else waits for it, what is for
+it is held, and comes when it answers again. A broker that as a whole does not answer makes nothing held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.faults.place import Place, eventually
+from tests.faults.scenes import add_template
+from tests.faults.villain import delay_header
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Inbox, Message, Props, Raw
+from tests.rig.servers import Postgres, RabbitMQ
+from tests.rig.silent import silent
+
+PROGRAM = (
+    sys.executable,
+    "-c",
+    "from delayer.store import retry; retry.FIRST_MS, retry.LONGEST_MS = 1_000, 5_000\n"
+    "from delayer.services import strays; strays.SHARE = 1\n"
+    "from delayer.cli import main; main()",
+)
+"""The daemon with pauses from 1 to 5 s instead of 10 s to an hour."""
+MODES = ("store", "native")
+QUEUE = "h.mute"
+ROUTES = [{"from": "delayer.in", "to": "delayer.out"}, {"from": "h.in", "to": "h.out"}]
+AT_FIRST, LATER = 10, 15
+MOST = 25.0
+"""Seconds that a good message may be late at the most, once: a publish's time, the trial's, and this machine's."""
+AGAIN = 5.0
+"""Seconds that one may be late afterwards."""
+
+
+def furnish(rabbitmq: RabbitMQ, vhost: str) -> None:
+    """A destination beside that of the good ones."""
+    rabbitmq.api("PUT", f"/api/exchanges/{vhost}/h.out", {"type": "topic", "durable": True})
+    at = f"/api/queues/{vhost}/{QUEUE}"
+    rabbitmq.api("PUT", at, {"durable": True, "arguments": {"x-queue-type": "quorum"}})
+    rabbitmq.api("POST", f"/api/bindings/{vhost}/e/h.out/q/{QUEUE}", {"routing_key": "mute.#"})
+
+
+def mute(number: int, delay_ms: int) -> Message:
+    return Message("h.in", b"mute.x", Props(headers=(delay_header(delay_ms),), delivery_mode=2), b"m%d" % number)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize("delay_ms", [1_000, 0])
+@pytest.mark.parametrize("mode", MODES)
+async def test_nobody_else_waits_for_it(mode: str, delay_ms: int, rabbitmq: RabbitMQ, store: str) -> None:
+    vhost = rabbitmq.add_vhost()
+    try:
+        furnish(rabbitmq, vhost)
+        place = await Place(mode, rabbitmq.url(vhost), store if mode == "store" else None).declare()
+        environ = place.environ | {"ROUTE": json.dumps(ROUTES)}
+        async with (
+            place.ledger() as ledger,
+            DaemonProcess(environ, program=PROGRAM) as daemon,
+            await Raw.connect(place.broker) as raw,
+        ):
+            await daemon.ready()
+            async with silent(rabbitmq, vhost, QUEUE):
+                await raw.publish(*(mute(number, delay_ms) for number in range(AT_FIRST)))
+                for number in range(AT_FIRST, AT_FIRST + LATER):
+                    await ledger.publish(200, longest_ms=1_000)
+                    await raw.publish(mute(number, delay_ms))
+                    await asyncio.sleep(1.0)  # not to wait for anything: so is the load
+                await ledger.all_back(timeout=MOST)
+                held = await daemon.event("message held")
+                assert held["reason"].startswith("no confirm within 8 s: exchange 'h.out', key 'mute.x'")
+                # By now it is known: two seconds of it cost nobody anything.
+                for number in range(1000, 1005):
+                    await raw.publish(mute(number, delay_ms))
+                    await ledger.publish(200, longest_ms=500)
+                    await ledger.all_back(timeout=AGAIN)
+            inbox = await raw.inbox(QUEUE)
+            wanted = [b"m%d" % number for number in (*range(AT_FIRST + LATER), *range(1000, 1005))]
+            await inbox.got(wanted, timeout=60)
+            await eventually(place.standing, lambda standing: not standing, timeout=60)
+            assert await daemon.stop() == 0, daemon.tail()
+            # What is parked has its id; what was on its way in is read again, and gets another.
+            assert most_ids(inbox) <= (1 if mode == "store" and delay_ms else 3)
+            await ledger.drained()
+            verdict = ledger.verdict()
+            print(f"{mode}, {delay_ms} ms: {verdict}; for the silent queue: {copies(inbox)}")
+            assert not (verdict.missing or verdict.early or verdict.changed)
+            if place.store:
+                assert (await place.conserved())["held"] == 0
+    finally:
+        rabbitmq.drop_vhost(vhost)
+
+
+def copies(inbox: Inbox) -> Counter[int]:
+    """How many came how often."""
+    return Counter(Counter(arrival.delivery.body for arrival in inbox.arrivals).values())
+
+
+def most_ids(inbox: Inbox) -> int:
+    """Of one message. None came early."""
+    ids: dict[bytes, set[object]] = {}
+    for arrival in inbox.arrivals:
+        assert arrival.at_ms >= arrival.due_ms
+        ids.setdefault(arrival.delivery.body, set()).add(arrival.props.one(b"x-delayer-id"))
+    return max(map(len, ids.values()))
+
+
+@pytest.mark.long
+@pytest.mark.deadline(180)
+async def test_a_broker_that_stands_still_makes_nothing_held() -> None:
+    """All of it, for longer than two publishes may take: late, and nothing is held or lost."""
+    with RabbitMQ() as rabbitmq, Postgres() as postgres:
+        await asyncio.to_thread(add_template, postgres, "template")
+        place = await Place("store", rabbitmq.url(), postgres.url(postgres.add_database(template="template"))).declare()
+        async with place.ledger() as ledger, DaemonProcess(place.environ, program=PROGRAM) as daemon:
+            await daemon.ready()
+            await ledger.publish(2_000, longest_ms=8_000)
+            await ledger.publish(500, longest_ms=20_000)
+            await place.ready(0)
+            await asyncio.to_thread(rabbitmq.pause)
+            await asyncio.sleep(19)  # not to wait for anything: it is what is done to the daemon
+            await asyncio.to_thread(rabbitmq.resume)
+            await ledger.all_back(timeout=60)
+            assert await daemon.stop() == 0, daemon.tail()
+            assert not [event for event in daemon.events if event["event"] == "message held"]
+            assert [event for event in daemon.events if event["event"] == "release interrupted"]
+            assert not ledger.verdict().missing
+            assert (await place.conserved())["held"] == 0
