@@ -1,16 +1,20 @@
 """TLS with right and wrong certificates, for each of the clients that we have: the hot path's own AMQP, administration
-by aio-pika, the management API, and asyncpg. Whoever shows a bad certificate hears nothing, least of all a password."""
+by aio-pika, the management API, asyncpg, and libpq for bulk reads. Whoever shows a bad certificate hears nothing, least
+of all a password."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from delayer.audit.connection import reading
 from delayer.broker.admin import Admin
 from delayer.broker.management import Management
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.secret import SecretUrl
 from delayer.store import session
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
@@ -123,6 +127,39 @@ async def test_who_asks_for_no_verification_gets_none(case: Case, papers: Papers
     async with case.front(papers[WRONG_HOST]) as front:
         await case.connect(case.url(front.port, papers.ca, verify=False))
         assert front.heard
+
+
+def by_libpq(url: str) -> None:
+    """The client of audit, compact and restore: a library of its own, with libpq's own TLS."""
+    with reading(SecretUrl(url), "", 1 << 20) as connection:
+        assert connection.rows("SELECT 1") == [(1,)]
+
+
+@pytest.fixture
+def bulk(rabbitmq: RabbitMQ, postgres: Postgres) -> Case:
+    return Case("asyncpg", rabbitmq, postgres)
+
+
+@pytest.mark.parametrize("host", [tls.HOST, ports.HOST])
+async def test_the_client_for_bulk_reads_verifies(bulk: Case, papers: Papers, host: str) -> None:
+    """The right certificate, by the name that it is for and by another one."""
+    async with bulk.front(papers[RIGHT]) as front:
+        url = bulk.url(front.port, papers.ca, host=host)
+        if host == tls.HOST:
+            await asyncio.to_thread(by_libpq, url)
+        else:
+            with pytest.raises(StoreLost, match="does not match host name"):
+                await asyncio.to_thread(by_libpq, url)
+        assert bool(front.heard) == (host == tls.HOST)
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_a_bad_certificate_of_bulk_reads(bulk: Case, papers: Papers, bad: str) -> None:
+    async with bulk.front(papers[bad]) as front:
+        with pytest.raises(StoreLost, match="certificate") as refused:
+            await asyncio.to_thread(by_libpq, bulk.url(front.port, papers.ca))
+        assert not front.heard
+    assert SECRET not in str(refused.value)
 
 
 async def test_a_server_without_tls_is_not_spoken_to(case: Case, papers: Papers) -> None:
