@@ -134,6 +134,9 @@ class Families:
 
 
 Sample = tuple[str, list[str], Any]
+GO_DOWN: Final = frozenset({"held", "compacted"})
+"""Counters of the store that say how many there are, and become less with a cancel: to Prometheus, a counter that does
+begins again at 0, and all of the rest has just happened. Held ones and those in segments have gauges of their own."""
 
 
 def _all(sight: Sight) -> Iterator[Sample]:
@@ -199,7 +202,7 @@ def _of_store(seen: Seen[StoreSeen]) -> Iterator[Sample]:
         yield "store_lanes", [state], sum(lane.alive is alive for lane in overview.lanes)
     yield "unowned_messages", [], sum(lane.waiting for lane in overview.lanes if not lane.alive)
     for kind, number in overview.counters.items():
-        if kind != "held":  # that one goes down again
+        if kind not in GO_DOWN:
             yield "store_messages_total", [kind], number
     packed = overview.segments
     for state, segments, messages in (

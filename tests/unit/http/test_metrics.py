@@ -114,6 +114,12 @@ def test_figures(sample: tuple[str, ...], value: float) -> None:
     assert samples(sight())[sample] == value
 
 
+def test_a_counter_of_the_store_never_goes_down() -> None:
+    """What is cancelled where it is held or compacted is counted off there: that is none for Prometheus."""
+    kinds = {label for name, *labels in samples(sight()) for label in labels if name == "delayer_store_messages_total"}
+    assert kinds == {f"kind={kind}" for kind in ("parked", "released", "cancelled", "restored")}
+
+
 def test_what_is_out_of_reach_is_said_and_missing() -> None:
     gone = Seen(None, "connect: refused", None)
     found = samples(sight(states=[state(), None], store=gone, census=gone, depths=gone, ready=False))
