@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, Final, get_origin
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
@@ -33,6 +33,10 @@ NOT_KEYS = frozenset(
 # Kubernetes puts these into every container of a namespace that has a service called "delayer".
 _KUBERNETES = re.compile(r"DELAYER_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_[0-9]+_\w+)")
 FLAGS = {"mode": "--mode", "workers": "--workers", "broker.url": "--broker-url", "store.url": "--store-url"}
+
+
+DEEPEST: Final = 32
+"""Tables and arrays inside each other: far more than any key of ours has."""
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -109,7 +113,10 @@ class Merged:
 def read_file(path: Path, problems: list[Problem]) -> dict[str, Any]:
     """The mapping in a TOML file; what cannot be read is a problem, and an empty mapping."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(path.read_text("utf-8"))
+        if not _deeper(values, DEEPEST):
+            return values
+        problems.append(Problem(str(path), "", f"values inside values {DEEPEST} deep at most", "deeper ones"))
     except tomllib.TOMLDecodeError as error:
         # "Expected '=' after a key in a key/value pair (at line 3, column 5)", or "… (at end of document)".
         what, _, where = str(error).rpartition(" (at ")
@@ -118,9 +125,27 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Any]:
         problems.append(Problem(place, "", "TOML", f"a syntax error: {what or where}"))
     except UnicodeDecodeError as error:
         problems.append(Problem(str(path), "", "TOML in UTF-8", f"other bytes from position {error.start} on"))
+    except RecursionError:  # thousands of brackets: no configuration, but nobody knows what is in a file
+        problems.append(Problem(str(path), "", f"values inside values {DEEPEST} deep at most", "deeper ones"))
+    except ValueError as error:  # a number of thousands of digits, which TOML allows, and Python does not convert
+        problems.append(Problem(str(path), "", "TOML that can be read", str(error).partition(":")[0]))
     except OSError as error:
         problems.append(Problem(str(path), "", "a readable configuration file", error.strerror or str(error)))
     return {}
+
+
+def _deeper(values: dict[str, Any], most: int) -> bool:
+    """Whether there are values inside values for more than ``most`` times. Reads them level by level: what is too deep
+    to be read by calls inside calls is what this is for."""
+    level: list[Any] = [values]
+    for _ in range(most):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    return any(isinstance(value, dict | list) for value in level)
 
 
 def environment(environ: Mapping[str, str], problems: list[Problem]) -> tuple[dict[str, Any], Origin]:
@@ -184,7 +209,7 @@ def _read_text(field: FieldInfo, text: str) -> object:
     if section is not None or get_origin(field.annotation) is tuple:
         try:
             value: object = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict if section else list) else None
     parsed_by_us = any(isinstance(rule, BeforeValidator) for rule in field.metadata)

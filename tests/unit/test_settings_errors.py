@@ -408,6 +408,10 @@ def test_everything_at_once(tmp_path: Path) -> None:
         (b'mode = "store"\n\nbroker url\n', ", line 3", "a syntax error: Expected '=' after a key in a key/value pair"),
         (b'mode = "store', ", end", "a syntax error: Unterminated string"),
         (b"[a]\n[a]\n", ", line 2", "a syntax error: Cannot declare ('a',) twice"),
+        (b"workers = " + b"9" * 5_000, "", "Exceeds the limit (4300 digits) for integer string conversion"),
+        (b"a = " + b"[" * 5_000, "", "deeper ones"),
+        (b"a = " + b"[" * 40 + b"]" * 40, "", "deeper ones"),
+        (b".".join([b"a"] * 5_000) + b" = 1", "", "deeper ones"),
         (b'mode = "\xff"\n', "", "other bytes from position 8 on"),
     ],
 )
