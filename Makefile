@@ -44,7 +44,7 @@ soak: ready ## two daemons in both modes while everything breaks, and an account
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
 .PHONY: test-brokers
-test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4.0 and 4.3; as root (SUITES=…, PYTEST_ARGS=…)
+test-brokers: ready ## the tests that talk to a broker, against RabbitMQ 3.10, 4.0 and 4.3; as root (SUITES=…, LONG=no, PYTEST_ARGS=…)
 	@.ci/brokers $(PYTEST_SPREAD) $(PYTEST_ARGS)
 
 .PHONY: audit-deps
