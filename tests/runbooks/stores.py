@@ -88,6 +88,7 @@ async def backup_and_restore(desk: Desk) -> None:
     )  # fmt: skip
     await eventually(lambda: waiting(desk), lambda count: count == 2_300, timeout=120)
     await desk.delayer("status", show="parked")
+    await desk.delayer("db", "skip-ids")
     desk.configure(broker.url(), postgres.url("delayer"), route=late)
     desk.notes.step('late_limit = "3s", late_action = "hold" in the route: what was due before is held')
     await desk.begin()
@@ -135,6 +136,7 @@ async def disaster_recovery(desk: Desk) -> None:
     late = {"late_limit": "2s", "late_action": "hold"}
     desk.configure(broker.url(), copy.url(), route=late)
     await desk.delayer("status", show="parked")
+    await desk.delayer("db", "skip-ids")
     await desk.begin()
     desk.notes.step('store.url names the new server; late_limit = "2s", late_action = "hold"; the daemon is started')
     await eventually(lambda: held(desk), lambda count: count == 700, timeout=120)
