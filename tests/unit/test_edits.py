@@ -158,6 +158,15 @@ def test_for_the_broker_it_is_no_envelope() -> None:
         envelopes.opened(Properties.parse(for_it), b"", 100_000)
 
 
+def test_where_nothing_more_fits_nothing_forged_is_left() -> None:
+    """Whoever acts on refused messages goes by these headers, and here the daemon has no room to write its own."""
+    forged = (text("x-delayer-refused"), text("x-delayer-exchange", "private"), text("x-delayer-id"), text("x-death"))
+    raw = with_headers(*forged, text("large", "v" * 1_000))
+    came = Delivery(1, False, b"in", b"k", raw, b"")
+    kept, token = edits.refused(came, "too long to carry", b"id", 1_100)
+    assert (kept, token) == (with_headers(text("large", "v" * 1_000)), b"")
+
+
 @given(properties())
 def test_released_again_is_released_once(raw: bytes) -> None:
     try:
