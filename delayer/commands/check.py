@@ -78,7 +78,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if sealed:
         found = f"not looked into, as only the service may read them: {', '.join(sealed)}"
         rows.append(Row("credentials", "note", found))
-    rows += _finished_by_the_broker(settings)
+    rows += _finished_by_the_broker(settings) + _paced_and_held(settings)
     if not offline:
         of_broker, mark = asyncio.run(_broker(settings))
         rows += of_broker + asyncio.run(_store(settings, mark))
@@ -104,6 +104,21 @@ def _finished_by_the_broker(settings: Settings) -> list[Row]:
     found += "majority stops a level of the cascade for all"
     advice = 'finish = "daemon", unless they have to come while no daemon runs'
     return [Row("routes", "note", found, advice)] if names else []
+
+
+def _paced_and_held(settings: Settings) -> list[Row]:
+    """Which routes make messages late by themselves, and then hold them for it."""
+    both = [route for route in settings.routes if route.max_rate and route.late_action == "hold"]
+    return [
+        Row(
+            "routes",
+            "note",
+            f"{quoted(route.from_)} holds for a person what waits longer than late_limit "
+            f"({duration_text(route.late_limit_ms or 0)}), be it only for its turn under max_rate ({route.max_rate}/s)",
+            "a late_limit that is longer than a flood takes at that rate, or only one of the two",
+        )
+        for route in both
+    ]
 
 
 async def _broker(settings: Settings) -> tuple[list[Row], str]:

@@ -95,6 +95,16 @@ queue = "orders.eu"
     assert [row["result"] for row in seen if row["what"] == "destination"] == ["off"]
 
 
+def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -> None:
+    both = {"max_rate": 100, "late_limit": "3s", "late_action": "hold"}
+    routes = [{"from": "both", **both}, {"from": "paced", "max_rate": 100}, {"from": "late", **both, "max_rate": 0}]
+    told = {"DELAYER_ROUTE": json.dumps(routes)}
+    seen = json.loads(delayer("check", "--offline", "--json", **told).stdout)["checks"]
+    [row] = [one for one in seen if one["what"] == "routes"]
+    assert row["result"] == "note"
+    assert row["found"].startswith('"both" holds for a person what waits longer than late_limit (3s)')
+
+
 def test_what_the_broker_finishes_is_told(delayer: Run) -> None:
     """Whose destination is full stops everybody's level, which nobody would guess from a default."""
     routes = [{"from": "orders", "to": "", "finish": "broker"}, {"from": "mail", "to": ""}, {"from": "delayer.in"}]
