@@ -105,7 +105,9 @@ def reschedule(
     """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by so much.
 
     Their ids stay; what `delayer list` prints behind the @ is the new instant. A held message is tried again then. One
-    that is due at once is delivered at once. Every act is written down (`delayer acts`).
+    that is due at once is delivered at once. Of what waits for a person only (late, unfit) --by counts from now, or
+    from when it is due. --by is not safe to repeat: after an exit code of 3 some may have been moved, and would be
+    moved twice; --at is. Every act is written down (`delayer acts`).
     Exit code 1 if an id was nowhere.
 
     \b

@@ -66,7 +66,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
         iso(entry.place.due_us // 1000),
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
-        "by hand" if late.for_good(hold.reason) else iso(hold.retry_ms),
+        "by hand" if late.by_hand(hold.retry_ms) else iso(hold.retry_ms),
         hold.reason,
     )
 

@@ -43,6 +43,12 @@ def for_good(why: str) -> bool:
     return why.startswith(FOR_PEOPLE)
 
 
+def by_hand(retry_ms: int) -> bool:
+    """Whether a message that is tried again then waits for a person: time does not come so far. One that a person gave
+    an instant waits for that, whatever it is held for."""
+    return retry_ms >= FOR_GOOD_MS
+
+
 def retry_ms(why: str, again_ms: int) -> int:
     """When what is held for this reason is tried again, if it were to be tried at ``again_ms``."""
     return FOR_GOOD_MS if for_good(why) else again_ms

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
+from delayer.core import late
 from delayer.store import acts, cancelling, segments, session, statements, telling
 from delayer.store.cancelling import LOOKS, NO_DUES, Changes, Dues, Found
 
-# What was imported may be held before it is due: then that is its due instant as well.
+# What was imported may be held before it is due: then that is its due instant as well. What is held for good is tried
+# at no time: by so much later is from now, or from when it is due.
 _HELD = (
-    "UPDATE held SET retry_at = coalesce($2::timestamptz, retry_at + $3::bigint * interval '1 millisecond'),"
+    "UPDATE held SET retry_at = coalesce($2::timestamptz, CASE"
+    f" WHEN retry_at >= 'epoch'::timestamptz + {late.FOR_GOOD_MS // 1000} * interval '1 second'"
+    " THEN greatest(due_at, statement_timestamp()) ELSE retry_at END + $3::bigint * interval '1 millisecond'),"
     " due_at = CASE WHEN due_at > statement_timestamp()"
     " THEN coalesce($2::timestamptz, due_at + $3::bigint * interval '1 millisecond') ELSE due_at END"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
@@ -29,7 +33,8 @@ _LOCK_SEGMENTS = (
 
 
 class When(NamedTuple):
-    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before (earlier, where it is negative)."""
+    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before (earlier, where it is negative). What would
+    be due before now is due now."""
 
     at_ms: int | None = None
     by_ms: int = 0
@@ -151,7 +156,8 @@ async def _move_out(connection: asyncpg.Connection, segment: asyncpg.Record, ids
     moved = table["id"].to_pylist()
     if not moved:
         return
-    new = _rescheduled(table, work.when)
+    now_ms = await connection.fetchval("SELECT date_trunc('milliseconds', now())")
+    new = _rescheduled(table, work.when, now_ms * 1000)
     await segments.write_rows(connection, new, lane)
     await connection.fetch(statements.ADD_CANCELLED, number, sorted(moved))
     if segment["cancelled"] + len(moved) == segment["messages"]:
@@ -174,11 +180,14 @@ def _micros(table: Any) -> list[int]:
     return micros
 
 
-def _rescheduled(table: Any, when: When) -> Any:
-    """The same messages with their new due instants, in the order of rows."""
+def _rescheduled(table: Any, when: When, now_us: int) -> Any:
+    """The same messages with their new due instants, in the order of rows. Into the past is now: see move_rows.sql."""
     import pyarrow as pa  # noqa: PLC0415
 
-    due = [when.at_ms * 1000 if when.at_ms is not None else old + when.by_ms * 1000 for old in _micros(table)]
+    due = [
+        max(old + when.by_ms * 1000 if when.at_ms is None else when.at_ms * 1000, min(old, now_us))
+        for old in _micros(table)
+    ]
     position = table.schema.get_field_index("due_at")
     field = table.schema.field("due_at")
     return table.set_column(position, field, pa.array(due, pa.int64()).cast(field.type)).sort_by(

@@ -146,7 +146,7 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
     """
     if found.sound is False:
         return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
-    if found.hold is not None and late.for_good(found.hold.reason):
+    if found.hold is not None and late.by_hand(found.hold.retry_ms):
         return f"nothing, until somebody says so (`delayer held retry`): then it is published to {to}"
     if found.hold is not None:
         return f"it is published to {to} again at {instant(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}"

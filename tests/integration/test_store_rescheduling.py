@@ -9,12 +9,14 @@ import time
 import asyncpg
 import pytest
 
-from delayer.store import cancelling, segments, telling
+from delayer.core.filters import Token
+from delayer.store import cancelling, segments, showing, telling
 from delayer.store.cancelling import Found
 from delayer.store.partitions import DAY_MS
 from delayer.store.rescheduling import When, reschedule
 from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
+from tests.faults.place import eventually
 from tests.integration.test_store_cancelling import NO_ONE, patiently
 from tests.integration.test_store_lane import opened, sql
 from tests.integration.test_store_segments import INTO, START_MS, apart, blocked, store
@@ -42,6 +44,33 @@ async def test_waiting_held_and_keyed_ones(database: str) -> None:
         assert (await waiting(admin)).keys() == {of[b"b"]}
 
 
+@pytest.mark.parametrize("why", ["late: by 2:00:00, and late_limit of its route is 1:00:00", "unfit: no destination"])
+async def test_what_is_held_for_good_is_tried_when_a_person_says(database: str, why: str) -> None:
+    """By so much later than never is from now; and it is said when that is."""
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        now = place.now_ms()
+        await place.hold(lane, [(parcel(now - DAY_MS, b"late"), why), (parcel(now + DAY_MS, b"imported"), why)])
+        late_one, imported = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
+        assert "until somebody says so" in await fate(admin, late_one)
+        await reschedule(admin, [late_one, imported], When(by_ms=600))
+        soon, after = [ms for (ms,) in await admin.fetch("SELECT retry_at FROM held ORDER BY due_at")]
+        assert (now + 600 <= soon < now + 60_000, after) == (True, now + DAY_MS + 600)
+        assert await fate(admin, late_one) == f"it is published to there again at {soon}: attempt 2"
+
+        async def tried() -> bool:
+            return [due.id for due in await release_all(lane)] == [late_one]
+
+        await eventually(tried, bool)
+        await reschedule(admin, [imported], When(by_ms=-DAY_MS))
+        assert await admin.fetchval("SELECT retry_at FROM held") == now + 600
+
+
+async def fate(admin: asyncpg.Connection, number: int) -> str:
+    whole = await showing.show(admin, Token(number))
+    assert not isinstance(whole, Found)
+    return showing.fate(whole, "there", "somebody", str)
+
+
 async def test_out_of_a_segment(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(20, START_MS))
@@ -57,6 +86,24 @@ async def test_out_of_a_segment(database: str) -> None:
         assert set((await reschedule(admin, rest, When(by_ms=7))).values()) == {Found.SEGMENT}
         assert (await segments.count(admin)).segments == 0
         assert await conserved(admin) == NO_ONE | {"parked": 20}
+
+
+@pytest.mark.parametrize("by", ["--at", "--by"])
+@pytest.mark.parametrize("packed", [False, True])
+async def test_into_the_past_is_now(database: str, by: str, packed: bool) -> None:
+    """Who moves something there wants it now: it is not late. What was overdue already stays where it was."""
+    async with store(database) as admin:
+        began = await admin.fetchval("SELECT date_trunc('milliseconds', now())")
+        await put(admin, [row(1, began + DAY_MS), row(2, began - DAY_MS), row(3, began + 9 * DAY_MS)])
+        if packed:
+            await compact(admin)
+        when = When(at_ms=began - 5 * DAY_MS) if by == "--at" else When(by_ms=-5 * DAY_MS)
+        await reschedule(admin, [1, 2, 3], when)
+        ended = await admin.fetchval("SELECT now()")
+        dues = {one.id: one.due_us // 1000 for one in (await waiting(admin)).values()}
+        assert began <= dues[1] <= ended
+        assert dues[2] == began - DAY_MS
+        assert began <= dues[3] <= ended if by == "--at" else dues[3] == began + 4 * DAY_MS
 
 
 async def test_a_lane_is_told_and_releases_in_time(database: str) -> None:
