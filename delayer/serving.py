@@ -25,6 +25,9 @@ from delayer.wiring import cascade_of
 
 PREVIEW: Final = 80
 """Bytes of a refused message's body that are shown in the list."""
+MOST: Final = 40
+LONGEST: Final = 300
+"""Properties and headers of it that are shown, and characters of each."""
 
 
 class DaemonInside:
@@ -100,7 +103,14 @@ def _row(one: refusing.Seen) -> RefusedRow:
     refusal = one.refusal
     came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
     body = reading.preview(one.head, PREVIEW)
-    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body)
+    read = reading.read(one.properties)
+    said = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
+    shown = [
+        (name, text if len(text := str(value)) <= LONGEST else f"{text[:LONGEST]}…") for name, value in said[:MOST]
+    ]
+    shown += [("…", f"{len(said) - MOST} more: `delayer refused list --json`")] if len(said) > MOST else []
+    shown += [("not readable", read.broken)] if read.broken else []
+    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown)
 
 
 def serve(daemon: Daemon) -> None:

@@ -227,6 +227,8 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
 
         await page.goto("/refused")
         assert "expected" in await page.locator("tbody").inner_text()
+        await page.get_by_text("Properties and headers").first.click()
+        assert "x-delay (string)" in await page.locator("tbody dl").first.inner_text()
         await page.locator("tbody input").nth(0).check()
         await page.get_by_role("button", name="Publish again").click()
         assert await result(page) == "Published again: 1 of 1"
@@ -396,6 +398,11 @@ async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path
                     ".map(one => one.getBoundingClientRect()).filter(box => box.width && box.height < 40).length"
                 )
                 assert targets == 0, f"{name} on a {device}: things too small to press"
+                if name == "overview":
+                    tiles = await page.evaluate(
+                        "() => [...document.querySelectorAll('.tiles > div')].map(e => e.offsetTop)"
+                    )
+                    assert {tiles.count(row) for row in tiles} == {5 if width > 1_000 else 2}, "rows of tiles are full"
                 if PICTURES:
                     await _keep(page, f"{name}-{device}-{scheme}.png", width)
             await page.context.close()
@@ -454,6 +461,10 @@ async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, t
         await this.unlock(plain)
         await plain.goto("/")
         assert "Waiting in the store" in await plain.locator("main").inner_text()
+        for what in (".chart", ".choice", "figure"):
+            assert not await plain.locator(what).first.is_visible(), "nothing that is empty or does nothing"
+        await plain.get_by_text("The same as a table").click()
+        assert await plain.get_by_role("cell", name="in 4 h to 5 h").is_visible()
         await plain.goto("/waiting")
         await plain.locator("tbody input").first.check()
         assert not await plain.get_by_label("All of this page").is_visible(), "only with scripts"
@@ -461,6 +472,18 @@ async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, t
         await plain.get_by_role("button", name="Cancel it").click()
         assert await result(plain) == "Cancelled: 1 of 1"
         assert await this.waiting() == []
+
+
+_DOTS = """() => {
+  const canvas = document.querySelector("#late-chart canvas");
+  if (!canvas) return 0;
+  const hex = getComputedStyle(document.documentElement).getPropertyValue("--second").trim();
+  const [r, g, b] = [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16));
+  const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let found = 0;
+  for (let at = 0; at < data.length; at += 4) found += data[at] === r && data[at + 1] === g && data[at + 2] === b;
+  return found;
+}"""
 
 
 async def test_the_figures_move_by_themselves(place: Place, store: str, tmp_path: Path) -> None:
@@ -475,6 +498,14 @@ async def test_the_figures_move_by_themselves(place: Place, store: str, tmp_path
             return str(await tile.inner_text())
 
         await eventually(said, lambda count: count == "1\u202f234")
+        # One message alone is a dot: a line would need two.
+
+        async def dots() -> int:
+            return int(await page.evaluate(_DOTS))
+
+        assert await dots() == 0
+        await this.raw.publish(delayed("now", 100))
+        await eventually(dots, lambda count: count > 10)
 
 
 async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(

@@ -41,6 +41,8 @@ class RefusedRow(NamedTuple):
     message_id: str
     reason: str
     body: str
+    said: Sequence[tuple[str, str]] = ()
+    """Its properties and headers, each with its value."""
 
 
 class Inside(Protocol):

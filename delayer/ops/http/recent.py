@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import ceil, inf
 from typing import Any, Final, NamedTuple
 
 from delayer.core.tally import LATENESS
@@ -21,13 +22,14 @@ KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Note(NamedTuple):
-    """What a process had done by the end of a step. ``below``, ``late``, ``late_ms`` of all routes together: how many
-    messages were at most as late as each bound of LATENESS, how many there were, and the sum."""
+    """What a process had done by the end of a step. ``below``, ``late``, ``total`` of all routes together: how many
+    messages were at most as late as each bound of LATENESS, how many there were, and the sum of their seconds."""
 
     step: int
     counts: tuple[int, ...]
     below: tuple[int, ...]
     late: int
+    total: float
 
 
 def note(counters: Counters, now_ms: int) -> Note:
@@ -35,7 +37,8 @@ def note(counters: Counters, now_ms: int) -> Note:
     counts = counters.as_dict()
     tallies = list(counters.lateness.values())
     below = tuple(sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
-    return Note(now_ms // STEP_MS, tuple(counts[kind] for kind in KINDS), below, sum(tally.count for tally in tallies))
+    late, total = sum(tally.count for tally in tallies), sum(tally.total for tally in tallies)
+    return Note(now_ms // STEP_MS, tuple(counts[kind] for kind in KINDS), below, late, total)
 
 
 class Recent:
@@ -63,41 +66,51 @@ class Step(NamedTuple):
     counts: Mapping[str, int]
     below: Sequence[int]
     late: int
+    total: float
 
 
 def steps(workers: Iterable[Sequence[Sequence[Any]]]) -> list[Step]:
     """The steps of several workers' notes, one after another without a gap, the last one that is over at the end."""
-    summed: dict[int, tuple[list[int], list[int], int]] = {}
+    summed: dict[int, Step] = {}
     for notes in workers:
         for before, after in pairwise(notes):
-            counts, below, late = summed.setdefault(after[0], ([0] * len(KINDS), [0] * len(LATENESS), 0))
-            counts[:] = [have + new - old for have, new, old in zip(counts, after[1], before[1], strict=True)]
-            below[:] = [have + new - old for have, new, old in zip(below, after[2], before[2], strict=True)]
-            summed[after[0]] = (counts, below, late + after[3] - before[3])
+            have = summed.get(after[0]) or _nothing(after[0])
+            done = dict(zip(KINDS, (new - old for new, old in zip(after[1], before[1], strict=True)), strict=True))
+            summed[after[0]] = Step(
+                have.at_ms,
+                {kind: have.counts[kind] + done[kind] for kind in KINDS},
+                [had + new - old for had, new, old in zip(have.below, after[2], before[2], strict=True)],
+                have.late + after[3] - before[3],
+                have.total + after[4] - before[4],
+            )
     if not summed:
         return []
-    empty: tuple[list[int], list[int], int] = ([0] * len(KINDS), [0] * len(LATENESS), 0)
-    found = []
-    for step in range(min(summed), max(summed) + 1):
-        counts, below, late = summed.get(step, empty)
-        found.append(Step(step * STEP_MS, dict(zip(KINDS, counts, strict=True)), below, late))
-    return found
+    return [summed.get(step) or _nothing(step) for step in range(min(summed), max(summed) + 1)]
 
 
-def quantile(share: float, below: Sequence[int], count: int) -> float | None:
+def _nothing(step: int) -> Step:
+    return Step(step * STEP_MS, dict.fromkeys(KINDS, 0), [0] * len(LATENESS), 0, 0.0)
+
+
+def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
     """The lateness that ``share`` of the messages did not exceed, in seconds, by the bounds of LATENESS; straight
-    between two of them. None of no messages; the last bound for what is behind it.
+    between two of them, but no more than ``total``, the sum of all, leaves to as many as were at least as late. None of
+    no messages; the last bound for what is behind it.
 
-    >>> quantile(0.5, [0, 0, 10, *[10] * 13], 10)
+    >>> quantile(0.5, [0, 0, 10, *[10] * (len(LATENESS) - 3)], 10)
     0.0175
+    >>> quantile(0.99, [0] * (len(LATENESS) - 1) + [1], 1, total=50_000.0)
+    50000.0
     """
     if not count:
         return None
     rank = share * count
+    most = total / (count - ceil(rank) + 1)
     low, have = 0.0, 0
     for bound, under in zip(LATENESS, below, strict=True):
         if under >= rank:
-            return low + (bound - low) * ((rank - have) / (under - have) if under > have else 1.0)
+            found = low + (bound - low) * ((rank - have) / (under - have) if under > have else 1.0)
+            return max(low, min(found, most))
         low, have = bound, under
     return LATENESS[-1]
 
@@ -120,8 +133,9 @@ def summary(of: Sequence[Step], seconds: float) -> Summary:
     rates = {kind: sum(one.counts[kind] for one in last) / long for kind in KINDS}
     below = [sum(one.below[at] for one in last) for at in range(len(LATENESS))]
     count = sum(one.late for one in last)
-    worst = quantile(1.0, below, count)
-    return Summary(long, rates, quantile(0.5, below, count), quantile(0.99, below, count), worst)
+    total = sum(one.total for one in last)
+    p50, p99, worst = (quantile(share, below, count, total) for share in (0.5, 0.99, 1.0))
+    return Summary(long, rates, p50, p99, worst)
 
 
 def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
@@ -130,6 +144,6 @@ def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
     columns: dict[str, list[float | None]] = {"t": [one.at_ms / 1000 for one in of]}
     columns |= {kind: [one.counts[kind] * scale for one in of] for kind in KINDS}
     for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
-        found = [quantile(share, one.below, one.late) for one in of]
+        found = [quantile(share, one.below, one.late, one.total) for one in of]
         columns[name] = [None if value is None else round(value * 1000, 1) for value in found]
     return columns

@@ -49,8 +49,9 @@ def series(census: Census | None) -> list[dict[str, Any]]:
     found = []
     for one in horizon.SERIES:
         bars = horizon.bars(counts, one)
+        ends = [render.roughly(at * one.step / 1000) for at in range(len(bars) + 1)]
         rows = [
-            (f"within {render.roughly((at + 1) * one.step / 1000)}", count) for at, count in enumerate(bars) if count
+            (f"in {first} to {last}", count) for first, last, count in zip(ends, ends[1:], bars, strict=False) if count
         ]
         found.append({"name": one.name, "title": TITLES[one.name], "rows": rows})
     return found

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from bisect import bisect_left
+from math import ceil
 
-from delayer.core.tally import LATENESS
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.tally import LATENESS, Tally
 from delayer.ops.http.recent import KINDS, STEP_MS, note, quantile, series, steps, summary
 from delayer.services.counting import Counters
 
 NOW = 1_800_000_000_000
+ALL = len(LATENESS)
 EMPTY = [0] * len(LATENESS)
 
 
-def notes(*parked: int, first: int = 0) -> list[tuple[int, tuple[int, ...], list[int], int]]:
-    return [(first + at, (n, *[0] * (len(KINDS) - 1)), EMPTY, 0) for at, n in enumerate(parked)]
+def notes(*parked: int, first: int = 0) -> list[tuple[int, tuple[int, ...], list[int], int, float]]:
+    return [(first + at, (n, *[0] * (len(KINDS) - 1)), EMPTY, 0, 0.0) for at, n in enumerate(parked)]
 
 
 def test_workers_are_added_up_step_by_step() -> None:
@@ -41,16 +47,31 @@ def test_nobody_noted_anything_yet() -> None:
 @pytest.mark.parametrize(
     ("below", "count", "share", "seconds"),
     [
-        ([10] * 16, 10, 0.5, 0.0025),
-        ([0, 10, *[10] * 14], 10, 0.5, 0.0075),
-        ([0] * 16, 10, 0.99, LATENESS[-1]),
-        ([5, 5, 5, 5, 10, *[10] * 11], 10, 0.99, 0.099),
-        ([0] * 16, 0, 0.5, None),
+        ([10] * ALL, 10, 0.5, 0.0025),
+        ([0, 10, *[10] * (ALL - 2)], 10, 0.5, 0.0075),
+        ([0] * ALL, 10, 0.99, LATENESS[-1]),
+        ([5, 5, 5, 5, 10, *[10] * (ALL - 5)], 10, 0.99, 0.099),
+        ([0] * ALL, 0, 0.5, None),
     ],
 )
 def test_quantiles(below: list[int], count: int, share: float, seconds: float | None) -> None:
     found = quantile(share, below, count)
     assert found == (None if seconds is None else pytest.approx(seconds))
+
+
+@given(st.lists(st.floats(0.002, 80_000), min_size=1, max_size=60), st.sampled_from([0.5, 0.99, 1.0]))
+def test_a_quantile_is_of_the_size_of_the_lateness(seconds: list[float], share: float) -> None:
+    """In the bucket of the true one; and of a single message it is the true one."""
+    tally = Tally(LATENESS)
+    for one in seconds:
+        tally.add(one)
+    true = sorted(seconds)[ceil(share * len(seconds)) - 1]
+    found = quantile(share, tally.below, tally.count, tally.total)
+    assert found is not None
+    at = bisect_left(LATENESS, true)
+    assert (LATENESS[at - 1] if at else 0.0) <= found <= LATENESS[at]
+    if len(seconds) == 1:
+        assert found == pytest.approx(true, abs=LATENESS[0]) or found <= true
 
 
 def test_from_counters_to_a_chart() -> None:

@@ -1,7 +1,9 @@
 // The charts of the page, drawn by uPlot from the figures of /api. Without this file everything else works.
 "use strict";
 (() => {
+  document.documentElement.classList.add("scripts");
   const EVERY_MS = 5000, BACKLOG_EVERY_MS = 30000, HEIGHT = 230, LONG = 900;
+  const WHOLE = Array.from({length: 39}, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));  // there are no half messages
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const drawn = new Map();
@@ -20,7 +22,7 @@
     }
     if (before) before.plot.destroy();
     element.textContent = "";
-    const options = {width: wide(element), height: HEIGHT, cursor: {drag: {x: false, y: false}}, tzDate: at => uPlot.tzDate(new Date(at * 1000), "UTC"), series: [more.first, ...series], ...more.options};
+    const options = {width: wide(element), height: HEIGHT, padding: [12, 28, 0, 0], cursor: {drag: {x: false, y: false}}, tzDate: at => uPlot.tzDate(new Date(at * 1000), "UTC"), series: [more.first, ...series], ...more.options};
     drawn.set(element, {key: more.key, plot: new uPlot(options, data, element)});
   }
 
@@ -45,7 +47,7 @@
       first: {label: "due within", value: (_, n) => n == null ? "–" : `${Math.ceil(n)} ${unit}`},
       options: {
         scales: {x: {time: false, range: [0, bars.length]}, y: {range: (_, low, high) => [0, Math.max(high, 1)]}},
-        axes: [axis({values: (_, values) => values.map(n => n === 0 ? "now" : `${n} ${unit}`)}), axis({values: numbers, size: 60})],
+        axes: [axis({values: (_, values) => values.map(n => n === 0 ? "now" : `${n} ${unit}`)}), axis({values: numbers, size: 60, incrs: WHOLE})],
       },
     });
     document.getElementById("due-note").textContent = backlog.note;
@@ -74,7 +76,9 @@
     if (!rates || !live) return;
     const {t, parked, released, cascaded, p50_ms, p99_ms} = live.series;
     const into = parked.map((n, at) => n + cascaded[at]);
-    const line = (label, stroke, more) => ({label, stroke, width: 2, points: {show: t.length < 3}, value: (_, n) => n == null ? "–" : short(n), ...more});
+    // A line needs two neighbours: a step before and after which there was nothing is a dot.
+    const alone = (plot, one) => plot.data[one].flatMap((n, at, all) => n != null && all[at - 1] == null && all[at + 1] == null ? [at] : []);
+    const line = (label, stroke, more) => ({label, stroke, width: 2, points: {show: false, filter: alone, size: 7, fill: stroke}, value: (_, n) => n == null ? "–" : short(n), ...more});
     const first = {label: "at", value: (_, at) => at == null ? "–" : clock(at, 19)};
     const options = {axes: [axis({space: 60, values: (_, ats) => ats.map(at => clock(at, 16))}), axis({values: numbers, size: 60})], scales: {x: {range: () => [Date.now() / 1000 - LONG, Date.now() / 1000]}, y: {range: (_, low, high) => [0, Math.max(high || 0, 1)]}}};
     const key = String(dark.matches);
