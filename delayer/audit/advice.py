@@ -61,8 +61,10 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "destinations": Advice(
         "Destinations that cannot take them",
-        "If these messages were due now, the broker would not take them: they would be held and tried again, not lost.",
-        "Declare the exchange or the queue, or bind it, before the first of them is due; or cancel the messages.",
+        "If these messages were due now, the broker would not take them: they would be held and tried again, not "
+        "lost. Some may be held already.",
+        "Declare the exchange or the queue, or bind it, before the first of them is due; or cancel the messages. Held "
+        "ones are tried again by themselves, or at once by `delayer held retry`.",
     ),
     "keys": Advice(
         "Keys",

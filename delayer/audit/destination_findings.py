@@ -12,7 +12,7 @@ from delayer.broker.destinations import Asked, Target
 from delayer.broker.routing import Route, Verdict
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from delayer.audit.frames import Frames
 
 RULE: Final = "destinations"
 NAMED: Final = 20
@@ -25,15 +25,22 @@ LISTED: Final = 100
 _Row = tuple[Target, Route]
 
 
-def targets(messages: DataFrame, limit: int) -> list[Target]:
-    """The distinct destinations of ``frames.messages``, the ``limit`` soonest due of them."""
+def targets(frames: Frames, limit: int) -> list[Target]:
+    """The distinct destinations of what waits and what is held, the ``limit`` soonest due of them."""
     from pyspark.sql import functions as f  # noqa: PLC0415 - the rest of this module works without Spark
 
-    distinct = messages.groupBy("to_exchange", "to_key").agg(
-        f.count("*").alias("messages"), f.min("due_ms").alias("first_due_ms")
+    both = [
+        frame.select("to_exchange", "to_key", "due_ms", f.lit(held).alias("held"))
+        for frame, held in ((frames.messages, 0), (frames.held, 1))
+    ]
+    distinct = (
+        both[0]
+        .unionByName(both[1])
+        .groupBy("to_exchange", "to_key")
+        .agg(f.count("*").alias("messages"), f.min("due_ms").alias("first_due_ms"), f.sum("held").alias("held"))
     )
     soonest = distinct.orderBy("first_due_ms", "to_exchange", "to_key").limit(limit).collect()
-    return [Target(bytes(to[0]), bytes(to[1]), to[2], to[3]) for to in soonest]
+    return [Target(bytes(to[0]), bytes(to[1]), to[2], to[3], to[4]) for to in soonest]
 
 
 def with_destinations(report: Report, asked: Asked) -> Report:
@@ -60,7 +67,8 @@ def with_destinations(report: Report, asked: Asked) -> Report:
 
 
 def findings(routes: Iterable[_Row]) -> list[Finding]:
-    """A violation for what would be held, a warning for what only an alternate exchange would take."""
+    """A violation for what would be held; a warning for what only an alternate exchange would take, and where all that
+    is for a destination is held already."""
     told = [(target, answer) for target, answer in routes if answer.verdict.bad or answer.verdict is Verdict.ALTERNATE]
     told.sort(key=lambda row: (row[1].verdict.value, row[0].exchange, row[0].first_due_ms, row[0].routing_key))
     found: list[Finding] = []
@@ -86,12 +94,14 @@ def subject(exchange: bytes, key: bytes) -> str:
 
 def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
     verdict, way = rows[0][1].verdict, rows[0][1].way
-    severity: Severity = "violation" if verdict.bad else "warning"
+    messages, held = sum(target.messages for target, _ in rows), sum(target.held for target, _ in rows)
+    severity: Severity = "violation" if verdict.bad and held < messages else "warning"
     details: dict[str, Any] = {"verdict": verdict.value, "why": way}
+    if held:
+        details["held_already"] = held
     if len(rows) > 1:
         details["keys"] = len(rows)
         details["routing_keys"] = [shown(target.routing_key) for target, _ in rows[:EXAMPLES]]
-    messages = sum(target.messages for target, _ in rows)
     return Finding(RULE, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
 
 

@@ -122,7 +122,7 @@ def _asked(report: Report, frames: Frames, options: Options, watching: Watching)
     from delayer.broker import destinations  # noqa: PLC0415 - aio-pika, which not everybody needs
 
     with watching("gathering destinations"):
-        targets = destination_findings.targets(frames.messages, TARGETS)
+        targets = destination_findings.targets(frames, TARGETS)
     if options.broker is None:
         asked = destinations.not_asked(targets, "the broker was not asked about destinations, as it was told")
     else:

@@ -31,12 +31,14 @@ _DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One distinct destination: how many messages wait for it, in rows and segments, and when the first is due."""
+    """One distinct destination: how many messages are for it, in rows and segments and held, and when the first is due.
+    ``held``: how many of them are held."""
 
     exchange: bytes
     routing_key: bytes
     messages: int
     first_due_ms: int
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,16 @@ def test_violations_come_first_and_an_alternate_is_a_warning() -> None:
     assert (warning.severity, warning.details["why"]) == ("warning", "spare")
 
 
+def test_what_is_held_already_is_a_warning_until_more_would_be() -> None:
+    held = Target(b"lost.out", b"k", 3, 1_000, held=3)
+    (found,) = findings([(held, MISSING)])
+    assert (found.severity, found.subject, found.count) == ("warning", 'exchange "lost.out"', 3)
+    assert found.details["held_already"] == 3
+    (found,) = findings([(held, MISSING), (target(b"lost.out", b"waits"), MISSING)])
+    assert (found.severity, found.count, found.details["held_already"]) == ("violation", 4, 3)
+    assert findings([(held, ROUTED)]) == [], "somebody declared it since"
+
+
 def test_the_report_gets_a_line_findings_and_verdicts() -> None:
     before = audit_reports.empty()
     full = audit_reports.full()
