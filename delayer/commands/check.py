@@ -26,7 +26,7 @@ from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings, duration_text
-from delayer.store import schema
+from delayer.store import roles, schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.store.owners import APART, mark_of
@@ -242,6 +242,10 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
     if (wrong := schema.outdated(seen.schema_found)) is not None:
         return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
     rows.append(Row("schema", "ok", schema.HEAD))
+    if (wrong_owner := await roles.mistaken(url)) is not None:
+        found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
+        advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
+        rows.append(Row("schema", "note", found, advice))
     rows += _lanes(seen) + _shared(seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; they are tried again by themselves"

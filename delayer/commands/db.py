@@ -33,8 +33,9 @@ def db() -> None:
 def upgrade(request: Request) -> None:
     """Apply every schema upgrade that the store lacks. Safe to repeat.
 
-    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. A store that a
-    newer delayer upgraded stays as it is; exit code 1.
+    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. Where one role
+    owns the schema and another one runs the daemon (docs/security.md), it is the owner's to run. A store that a newer
+    delayer upgraded stays as it is; exit code 1.
 
     \b
     Examples:

@@ -27,7 +27,7 @@ from delayer.core.filters import Filter, Token
 from delayer.core.message import Confirmed, Outgoing, Returned
 from delayer.core.segment import Broken, Restored
 from delayer.settings import Settings
-from delayer.store import acting, acts, cancelling, dropping, heldback, partitions, retry, session, upgrades
+from delayer.store import acting, acts, cancelling, dropping, heldback, partitions, retry, roles, session, upgrades
 from delayer.store.cancelling import Found
 from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS
@@ -39,6 +39,7 @@ from delayer.wire.connection import Connection
 from delayer.wiring import cascade_of, topology_of
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.faults.place import eventually
+from tests.integration.test_store_lane import sql
 from tests.rig.daemon import DaemonProcess, command
 from tests.rig.ledger import Ledger
 from tests.rig.raw import Message, Props, Raw, number, text
@@ -100,6 +101,29 @@ def store(postgres: Postgres) -> Iterator[str]:
     postgres.drop_database(DATABASE)
     for role in (OWNER, DAEMON):
         postgres.execute(f"DROP ROLE {role}")
+
+
+async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str, postgres: Postgres) -> None:
+    """It may create tables, so it succeeds; the rest of the page does too, and grants the owner of all nothing."""
+    del store  # its roles
+    name = "upgraded_by_mistake"
+    postgres.execute(f"CREATE DATABASE {name} OWNER {OWNER}")
+    try:
+        for statement in statements_of(1):
+            postgres.execute(statement.replace(f"DATABASE {DATABASE}", f"DATABASE {name}"), database=name)
+        daemon, owner = postgres.url(name, user=DAEMON), postgres.url(name, user=OWNER)
+        await upgrades.upgrade(daemon)
+        await as_owner(owner, statements_of(2))
+        assert await roles.mistaken(daemon) == await roles.mistaken(owner) == (DAEMON, OWNER)
+        reassign, list_them = re.findall(r"`(REASSIGN .*?;)` then `(.*?) \\gexec`", " ".join(PAGE.split()))[0]
+        await as_owner(owner, [reassign])
+        async with sql(owner) as connection:
+            await as_owner(owner, [alter for (alter,) in await connection.fetch(list_them)])
+            assert await connection.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = 'message'") == DAEMON
+        await as_owner(owner, statements_of(2))
+        assert await roles.mistaken(daemon) is None
+    finally:
+        postgres.drop_database(name)
 
 
 async def as_owner(url: str, statements: list[str]) -> None:
