@@ -134,13 +134,16 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
             await place.park(lane, [parcel(place.now_ms() + DAY_MS), parcel(place.now_ms())], [])
             while not await release_all(lane):
                 pass
-        assert await admin.fetchval("SELECT watermark FROM lane") > place.now_ms() - 60_000
+        # The past is no place to move to: so that the lane be ahead of what was moved, it is put there.
+        await admin.execute("UPDATE lane SET watermark = watermark + interval '1 hour'")
         [one] = await waiting(admin)
-        sooner = place.now_ms() - 3_600_000
+        sooner = place.now_ms() + 100
         await reschedule(admin, [one], When(at_ms=sooner))
         assert await admin.fetchval("SELECT watermark FROM lane") == sooner
         async with owned(place) as [lane]:
-            assert [due.id for due in await release_all(lane)] == [one]
+            while not (released := await release_all(lane)):
+                pass
+            assert [due.id for due in released] == [one]
 
 
 async def test_what_comes_before_anybody_hears_is_kept() -> None:

@@ -1,5 +1,7 @@
 -- Give the waiting messages at the places ($1 lanes, $2 due instants to the millisecond, $3 ids) another due instant: $4,
 -- or if that is null, $5 milliseconds more. $6 and $7 are bounds of all of $2, which prune partitions while planning.
+-- Who moves something into the past wants it now: it is due now, and neither late nor too late. What was due before stays
+-- where it was, and is no later than that.
 --
 -- Deleted and written again, not updated: a row that an update takes to another partition makes everybody who waits for
 -- it fail, a release as well as a cancel; one that is deleted is just gone. Id and instant of parking stay.
@@ -12,7 +14,8 @@ WITH moved AS (
 )
 INSERT INTO message (id, due_at, parked_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,
                      properties, body, key)
-SELECT id, coalesce($4::timestamptz, due_at + $5::bigint * interval '1 millisecond'), parked_at, checksum, lane, format,
+SELECT id, greatest(coalesce($4::timestamptz, due_at + $5::bigint * interval '1 millisecond'),
+                    least(due_at, date_trunc('milliseconds', now()))), parked_at, checksum, lane, format,
        route, exchange, routing_key, to_exchange, to_key, properties, body, key
 FROM moved
 RETURNING id, lane, due_at, key
