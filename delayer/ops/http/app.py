@@ -56,5 +56,12 @@ class Answers:
         store = census = None
         if self.view.has_store:
             store, census = await asyncio.gather(self.view.store.get(), self.view.census.get())
-        sight = Sight(states, store, census, depths, ready=not await self.not_ready(states))
+        sight = Sight(
+            states,
+            store,
+            census,
+            depths,
+            ready=not await self.not_ready(states),
+            roles=metrics.roles(self.inside.settings),
+        )
         return Response(metrics.text(sight), headers={"Content-Type": CONTENT_TYPE_LATEST})

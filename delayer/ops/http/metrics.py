@@ -6,7 +6,7 @@ Pure: states and views in, families out. METRICS is the one list of them; docs/m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import (
@@ -22,6 +22,7 @@ from delayer.core import horizon
 from delayer.ops.http.ports import Depths, State
 from delayer.ops.http.view import Seen, StoreSeen
 from delayer.services.counting import BY_ROUTE, DURATIONS, shown
+from delayer.settings import Settings
 from delayer.store.census import Census
 
 PREFIX: Final = "delayer_"
@@ -96,7 +97,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "segment_messages": _gauge("state", "messages", "the messages in them"),
     # of the broker, the same from every daemon that looks at it
     "broker_up": _gauge("", "0 or 1", "whether its queues could be looked at"),
-    "queue_messages": _gauge("queue", "messages", "messages ready in delayer's own queues"),
+    "queue_messages": _gauge("queue role", "messages", "messages ready in delayer's own queues, and what each is for"),
     "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
     "look_age_seconds": _gauge("part", "seconds", "how old the figures of store, backlog and queues are"),
 }
@@ -111,6 +112,17 @@ class Sight:
     census: Seen[Census] | None
     depths: Seen[Depths]
     ready: bool
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """What queues are for, by their names; of the others, those that the cascade could not deliver are in them."""
+
+
+def roles(settings: Settings) -> dict[str, str]:
+    """Queues may be called anything: rules for alerts ask for what they are."""
+    return {
+        settings.refused.queue: "refused",
+        settings.native.due_queue: "due",
+        settings.intake.queue: "intake",
+    }
 
 
 def text(sight: Sight) -> bytes:
@@ -149,7 +161,7 @@ def _all(sight: Sight) -> Iterator[Sample]:
     modes = {state["mode"] for state in sight.states if state is not None}
     yield from (("mode_info", [mode], 1) for mode in sorted(modes))
     ages = {"queues": sight.depths.age}
-    yield from _of_broker(sight.depths)
+    yield from _of_broker(sight.depths, sight.roles)
     if sight.store is not None:
         yield from _of_store(sight.store)
         ages["store"] = sight.store.age
@@ -220,12 +232,14 @@ def _of_census(seen: Seen[Census]) -> Iterator[Sample]:
             yield "backlog_messages", [shown(route), due], round(count)
 
 
-def _of_broker(seen: Seen[Depths]) -> Iterator[Sample]:
+def _of_broker(seen: Seen[Depths], of: Mapping[str, str]) -> Iterator[Sample]:
     yield "broker_up", [], int(seen.fresh is not None)
     if seen.fresh is None:
         return
-    for of, depths in (("queue_messages", seen.fresh.queues), ("cascade_messages", seen.fresh.levels)):
-        yield from ((of, [str(name)], depth) for name, depth in depths.items() if depth is not None)
+    for queue, depth in seen.fresh.queues.items():
+        if depth is not None:
+            yield "queue_messages", [queue, of.get(queue, "strays")], depth
+    yield from (("cascade_messages", [str(n)], depth) for n, depth in seen.fresh.levels.items() if depth is not None)
 
 
 def _family(name: str, kind: Kind, samples: Iterable[tuple[list[str], Any]]) -> Metric:

@@ -14,10 +14,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from delayer.core import horizon
-from delayer.ops.http.metrics import METRICS, PREFIX, Sight, text
+from delayer.ops.http.metrics import METRICS, PREFIX, Sight, roles, text
 from delayer.ops.http.ports import Depths
 from delayer.ops.http.view import Seen, StoreSeen
 from delayer.services.counting import Counters
+from delayer.settings import Settings
 from delayer.store import segments
 from delayer.store.census import Census
 from delayer.store.status import KINDS, LaneOverview
@@ -51,8 +52,9 @@ def sight(**more: Any) -> Sight:
         "states": [state(1, counters), state(2)],
         "store": Seen(store, "", 0.5),
         "census": Seen(Census(0, counts, exact=True), "", 3.0),
-        "depths": Seen(Depths({"delays": 7, "delays.due": None}, {27: 0, 0: 2}), "", 1.0),
+        "depths": Seen(Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}), "", 1.0),
         "ready": True,
+        "roles": roles(Settings()),
     }
     return Sight(**whole | more)
 
@@ -103,7 +105,8 @@ def test_every_metric_comes_out() -> None:
         (("delayer_backlog_messages", "due=overdue", "route=orders.in"), 2),
         (("delayer_backlog_messages", "due=minute", "route=orders.in"), 3),
         (("delayer_backlog_messages", "due=later", "route=mail\\xff"), 4),
-        (("delayer_queue_messages", "queue=delays"), 7),
+        (("delayer_queue_messages", "queue=delays", "role=intake"), 7),
+        (("delayer_queue_messages", "queue=delayer.delay-strays", "role=strays"), 1),
         (("delayer_cascade_messages", "level=0"), 2),
         (("delayer_reconnects_total", "connection=intake", "worker=1"), 0),
         (("delayer_ready",), 1),
@@ -200,6 +203,27 @@ SCENES = [
     fires({'delayer_overdue_seconds{job="delayer"}': "0x5 90x30"}, "DelayerOverdue", "20m", expected=True),
     fires({'delayer_refused_total{job="delayer", route="a"}': "0x5 4x30"},
           "DelayerMessagesRefused", "8m", expected=True),
+    # A series that is born with its first message never increases: what is refused without a route stands there.
+    fires({'delayer_refused_total{job="delayer", route="unknown"}': "_x10 1x30",
+           'delayer_queue_messages{job="delayer", queue="bad", role="refused"}': "0x10 1x30"},
+          "DelayerRefusedStand", "20m", expected=True),
+    fires({'delayer_queue_messages{job="delayer", queue="bad", role="refused"}': "0x40"},
+          "DelayerRefusedStand", "20m", expected=False),
+    fires({'delayer_queue_messages{job="delayer", queue="inbox", role="intake"}': "0x3 900000x60"},
+          "DelayerIntakeGrows", "40m", expected=True),
+    fires({'delayer_queue_messages{job="delayer", queue="ends", role="due"}': "0x3 900000x60"},
+          "DelayerIntakeGrows", "40m", expected=True),
+    fires({'delayer_queue_messages{job="delayer", queue="refused", role="refused"}': "900000x60"},
+          "DelayerIntakeGrows", "40m", expected=False),
+    fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}': "0x3 2x60"},
+          "DelayerStrays", "40m", expected=True),
+    fires({'delayer_store_schema_current{job="delayer", instance="a"}': "1x60",
+           'delayer_store_schema_current{job="delayer", instance="b"}': "0x60"},
+          "DelayerSchemaOutdated", "40m", expected=True),
+    fires({'delayer_lanes_lost_total{job="delayer", instance="a", worker="1"}': "0x20 2x20"},
+          "DelayerLanesLost", "25m", expected=True),
+    fires({'delayer_lanes_lost_total{job="delayer", instance="a", worker="1"}': "2x40"},
+          "DelayerLanesLost", "25m", expected=False),
     fires({'delayer_store_up{job="delayer", instance="a"}': "0x20",
            'delayer_store_up{job="delayer", instance="b"}': "1x20"}, "DelayerStoreDown", "10m", expected=False),
     fires({'delayer_segments{job="delayer", state="late"}': "1x20"}, "DelayerSegmentsLate", "10m", expected=True),

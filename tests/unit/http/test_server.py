@@ -85,7 +85,7 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     [
         ("/health/live", 200, '"alive":true'),
         ("/health/ready", 200, '"ready":true'),
-        ("/metrics", 200, 'delayer_queue_messages{queue="delays"} 3.0'),
+        ("/metrics", 200, 'delayer_queue_messages{queue="delays",role="intake"} 3.0'),
         ("/", 200, "No store is configured"),
         ("/parts/overview", 200, "In the cascade"),
         ("/api/live", 200, '"workers":1'),
