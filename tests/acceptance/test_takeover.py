@@ -25,6 +25,7 @@ from tests.rig.raw import Inbox, Message, Props, Raw, now_ms, number, text
 from tests.rig.servers import Postgres, RabbitMQ
 
 ENDPOINTS = ("Sales.Orders", "Orders", "Billing")
+DAY_MS = 86_400_000
 LATE_MS = 3_000
 """A dead-letter hop, and a busy machine."""
 HELD = "SELECT count(*) FROM held"
@@ -205,6 +206,20 @@ async def test_what_is_long_is_parked_with_its_due_instant(rabbitmq: RabbitMQ, p
             async with await Admin.connect(rabbitmq.url(it.vhost)) as admin:
                 depths = await admin.depths(one.name for one in cascade.levels())
             assert {name: depth for name, depth in depths.items() if depth} == {"nsb.v2.delay-level-05": 1}
+            # As the vendor's tool moves timeouts into the cascade: a new delay, the TimeSent of long ago.
+            published = now_ms()
+            long_ago = wire_instant(published - 60 * DAY_MS)
+            old = {"NServiceBus.TimeSent": long_ago, "NServiceBus.DeliverAt": long_ago}
+            expire = {"NServiceBus.Timeout.Expire": wire_instant(published + 7_000_000)}
+            await it.raw.publish(
+                nservicebus_message(cascade, 5_000, "Billing", "moved", **old),
+                nservicebus_message(cascade, 7_000, "Billing", "moved, and says so", **old, **expire),
+            )
+            after = published - began
+            moved = await eventually(lambda: it.numbers(DUES), lambda found: len(found) == len(delays) + 1)
+            waits = [due_ms - began for due_ms in moved if due_ms not in dues]
+            assert 5_000_000 + after <= waits[0] <= 5_000_000 + after + LATE_MS
+            assert waits[1] == 7_000_000 + after
 
 
 async def test_a_daemon_that_is_killed_at_it_loses_nothing(rabbitmq: RabbitMQ, postgres: Postgres, schema: str) -> None:
