@@ -14,9 +14,10 @@ import structlog
 from delayer.broker.admin import Admin
 from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
-from delayer.broker.consumer import BUFFER_BYTES, RelayConsumer
+from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.fitting import Fitting
+from delayer.broker.inflow import BUFFER_BYTES
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost

@@ -9,7 +9,9 @@ from typing import Final
 
 import structlog
 
+from delayer.broker import inflow
 from delayer.broker.fitting import Fitting
+from delayer.broker.inflow import BUFFER_BYTES, Inflow
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
@@ -19,6 +21,10 @@ from delayer.wire.errors import ConsumerCancelled
 
 log = structlog.get_logger(__name__)
 
+BEGINNING: Final = 2
+ENDING: Final = 4
+"""Times as much that is read for others while a subscription waits for the broker's answers. To begin can wait; but one
+that ends without an answer does not know what it settled."""
 IDLE: Final = 1.0
 """Seconds after which an idle next_batch returns, so that its caller can look around."""
 CONNECT: Final = 2.0
@@ -26,16 +32,11 @@ CONNECT: Final = 2.0
 CANCEL: Final = 2.0
 """Seconds that the broker has to end a consumer."""
 BATCH_BYTES: Final = 8 << 20
-BUFFER_BYTES: Final = 32 << 20
-"""Above this many bytes waiting here the socket is not read any more; the rest stays with the broker. The prefetch
-counts messages, and five thousand of 1 MB would be five gigabytes."""
-UNREAD: Final = 10.0
-"""Seconds that the socket may be left alone, where the subscription can be begun again: RabbitMQ cuts a connection that
-took nothing for thirty."""
 
 
 class RelayConsumer:
-    """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another.
+    """Satisfies ports.Consumer, over a relay of its own: pausing one queue must not pause another. Those that share a
+    relay all the same share its ``inflow`` too; else each subscription has ``buffer_bytes``.
 
     ``fitting``: what a queue's messages turned out to be like, where subscriptions may end themselves in order
     (``overrun``) to read less ahead, or more.
@@ -48,30 +49,36 @@ class RelayConsumer:
         batch_bytes: int = BATCH_BYTES,
         buffer_bytes: int = BUFFER_BYTES,
         fitting: Fitting | None = None,
+        inflow: Inflow | None = None,
     ) -> None:
         self._relay = relay
+        self._inflow = inflow
         self._batch_bytes = batch_bytes
         self._buffer_bytes = buffer_bytes
         self._fitting = fitting
 
     async def subscribe(self, queue: str, prefetch: int) -> RelaySubscription:
         """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
-        connection = await self._relay.connection(CONNECT)
+        inflow = self._inflow or Inflow(self._buffer_bytes)
+        with inflow.listening(BEGINNING):
+            return await self._begun(await self._relay.connection(CONNECT), inflow, queue, prefetch)
+
+    async def _begun(self, connection: Connection, inflow: Inflow, queue: str, prefetch: int) -> RelaySubscription:
         channel = await connection.channel()
+        subscription = RelaySubscription(
+            connection,
+            channel,
+            queue,
+            prefetch=prefetch,
+            batch_bytes=self._batch_bytes,
+            inflow=inflow,
+            fitting=self._fitting,
+        )
         try:
-            subscription = RelaySubscription(
-                connection,
-                channel,
-                queue,
-                prefetch=prefetch,
-                batch_bytes=self._batch_bytes,
-                buffer_bytes=self._buffer_bytes,
-                fitting=self._fitting,
-            )
             await channel.qos(subscription.prefetch)
             await subscription.begin()
         except BaseException:
-            channel.abandon()  # nobody else knows of it, and its number would never be free again
+            subscription.abandon()
             raise
         return subscription
 
@@ -87,14 +94,14 @@ class RelaySubscription:
         *,
         prefetch: int,
         batch_bytes: int,
-        buffer_bytes: int,
+        inflow: Inflow,
         fitting: Fitting | None,
     ) -> None:
         self._connection = connection
         self._channel = channel
         self._queue = queue
         self._batch_bytes = batch_bytes
-        self._buffer_bytes = buffer_bytes
+        self._inflow = inflow
         self._consumer_tag: str | None = None
         self._buffer: deque[Delivery] = deque()
         self._bytes = 0
@@ -106,8 +113,6 @@ class RelaySubscription:
         """Deliveries so far. The broker has so many acknowledgements, less the prefetch: or it would not send more."""
         self.in_order = False
         """Whether the broker ended the consumer, and so has all that was acknowledged before."""
-        self._paused = False
-        self._unread: asyncio.TimerHandle | None = None
         self._cancelled = False
         self._stopped = False
         self._arrived = asyncio.Event()
@@ -142,7 +147,7 @@ class RelaySubscription:
     @property
     def behind(self) -> bool:
         """See ports.Subscription."""
-        return bool(self._buffer) or self._paused
+        return bool(self._buffer) or self._inflow.behind(self)
 
     @property
     def lost(self) -> bool:
@@ -166,6 +171,15 @@ class RelaySubscription:
         end of a consumer goes through the queue's log, behind everything that the consumer acknowledged before.
         """
         self._stop()
+        with self._inflow.listening(ENDING):
+            await self._end(seconds)
+
+    def abandon(self) -> None:
+        """It did not begin: nobody else knows of its channel, whose number would never be free again."""
+        self._stop()
+        self._channel.abandon()
+
+    async def _end(self, seconds: float) -> None:
         if self._consumer_tag is not None and not self._cancelled and not self._channel.closed.done():
             try:
                 async with asyncio.timeout(seconds):
@@ -177,31 +191,30 @@ class RelaySubscription:
         await self._channel.close()
 
     def _stop(self) -> None:
-        """Nobody takes a batch any more: keep nothing, and read on, or the broker's answers would never be seen."""
+        """Nobody takes a batch any more: keep nothing."""
         self._stopped = True
         self._buffer.clear()
+        self._inflow.emptied(self, self._bytes)
         self._bytes = 0
-        self._resume()
 
     def _on_delivery(self, delivery: Delivery) -> None:
         self.received += 1
         if self._stopped:
             return  # it returns to its queue when the channel closes
+        size = len(delivery.body) + len(delivery.properties)
         self._buffer.append(delivery)
-        self._bytes += len(delivery.body) + len(delivery.properties)
+        self._bytes += size
         if self._full():
             self._filled.set()
-        if self._bytes > self._buffer_bytes and not self._paused:
-            self._paused = True
-            self._connection.pause_reading()
-            if self._fitting is not None:
-                self._unread = asyncio.get_running_loop().call_later(UNREAD, self._let_go, self._fitting)
+        self._inflow.came(self, self._connection, size)
         self._arrived.set()
 
-    def _let_go(self, fitting: Fitting) -> None:
-        """Too much came, for too long: what nobody took yet returns to its queue when the channel closes."""
-        fitting.full(len(self._buffer))
-        log.warning("deliveries given back", queue=self._queue, seconds=UNREAD, read_ahead=len(self._buffer))
+    def let_go(self) -> None:
+        """See Waiting: what nobody took yet returns to its queue when the channel closes, and less is read ahead."""
+        if self._fitting is None or not self._buffer:
+            return
+        self._fitting.full(len(self._buffer))
+        log.warning("deliveries given back", queue=self._queue, seconds=inflow.UNREAD, read_ahead=len(self._buffer))
         self.overrun = True
         self._stop()
         self._arrived.set()
@@ -232,14 +245,5 @@ class RelaySubscription:
         self._bytes -= taken
         if self._fitting is not None and self._fitting.took(len(batch), taken, self._wanted):
             self.overrun = True
-        if self._bytes < self._buffer_bytes // 2:
-            self._resume()
+        self._inflow.went(taken)
         return batch
-
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            self._connection.resume_reading()
-            if self._unread is not None:
-                self._unread.cancel()
-                self._unread = None

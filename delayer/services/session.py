@@ -64,6 +64,10 @@ class Patience:
             self._tag, self._since = last_tag, now
         return now - self._since > self._seconds
 
+    def handed_on(self, last_tag: int) -> int:
+        """How many were, since it was last well."""
+        return last_tag - self._tag
+
 
 class Session:
     """Runs until ``stopping`` is set. One of these per consumed queue."""
@@ -76,8 +80,11 @@ class Session:
         *,
         prepare: Callable[[], Awaitable[None]],
         pulse: Pulse,
+        too_slow: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """``too_slow`` is told how many deliveries were handed on before patience was at its end."""
         self._intake = intake
+        self._too_slow = too_slow
         self._consumer = consumer
         self._carry = carry
         self._prepare = prepare
@@ -122,6 +129,7 @@ class Session:
                 self._beat()
                 if patience.over(last_tag, behind=subscription.behind, now=now()):
                     log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)
+                    self._too_slow(patience.handed_on(last_tag))
                     break
                 batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
                 if batch:

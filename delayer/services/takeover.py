@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 PREFETCH: Final = 500
 """Messages read ahead from one level; so many are delivered once more when the store or the broker is lost."""
+IN_FLIGHT: Final = 2
+"""Batches of one level that are parked at the same time; there are many levels."""
 GIVE_BACK_AFTER: Final = 30.0
 MOST_DELIVERIES: Final = 10
 """Half of what RabbitMQ 4 allows by default."""
@@ -48,9 +50,11 @@ class LevelTakeover:
         now_ms: Callable[[], int],
         pulse: Pulse,
         counters: Counters,
+        reads_ahead: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``prepare`` returns when there is something to park into, and raises StoreLost while there is not. ``now_ms``
-        is the clock's upper bound."""
+        is the clock's upper bound. ``reads_ahead`` is told how many messages the next subscription is to read ahead at
+        most, where those of this one could not be parked in time: what is given back counts as delivered."""
         self._cascade = cascade
         self._level = level
         self._parking = parking
@@ -58,8 +62,10 @@ class LevelTakeover:
         self._counters = counters
         self._ended = asyncio.Event()
         self.queue = cascade.level(level)
-        intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH)
-        self._session = Session(intake, consumer, self._carry, prepare=prepare, pulse=pulse)
+        intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, in_flight=IN_FLIGHT)
+        self._session = Session(
+            intake, consumer, self._carry, prepare=prepare, pulse=pulse, too_slow=lambda count: reads_ahead(count // 2)
+        )
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""

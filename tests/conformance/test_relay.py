@@ -14,6 +14,7 @@ import pytest
 
 from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.fitting import ENOUGH, Fitting
+from delayer.broker.inflow import Inflow
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, LaneLost
@@ -32,6 +33,7 @@ from tests.conformance.broker_contract import (
     publish_all,
     take,
 )
+from tests.faults.place import eventually
 from tests.rig.fakes import Pulse, ScriptedLane, due
 from tests.rig.proxy import Proxy
 from tests.rig.servers import RabbitMQ
@@ -187,7 +189,7 @@ class TestRelay(BrokerContract):
             await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
             reader = RelayConsumer(relay, buffer_bytes=bound, fitting=Fitting(bound))
             with monkeypatch.context() as patch:
-                patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
+                patch.setattr("delayer.broker.inflow.UNREAD", 0.3)
                 first = await reader.subscribe("q", 32)
                 assert first.prefetch == 32
                 carried = await take(first, 1)
@@ -215,6 +217,30 @@ class TestRelay(BrokerContract):
             assert third.prefetch == 32
             await third.close()
             assert await world.hand.drain("q") == []
+
+    async def test_queues_that_share_a_relay_share_its_bound(self, place: str) -> None:
+        """However many they are; and one that is stopped while the others are full is heard."""
+        size, count, bound, queues = 1 << 16, 5, 1 << 18, ("a", "b", "c", "d")
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            for name in queues:
+                await world.hand.queue(name)
+            connection = await relay.connection(30)
+            reader = RelayConsumer(relay, inflow=Inflow(bound))
+            subscriptions = [await reader.subscribe(name, count) for name in queues]
+            for name in queues:
+                await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
+
+            async def waiting() -> int:
+                return 0 if connection._pulse.reading else sum(one._bytes for one in subscriptions)
+
+            assert bound < await eventually(waiting, lambda found: found > 0) <= bound + A_READ + size
+            await asyncio.wait_for(subscriptions[0].close(), 10)
+            assert subscriptions[0].in_order
+            found = await asyncio.gather(*(take_acked(one, count) for one in subscriptions[1:]))
+            assert [bodies(some) for some in found] == [[bytes((n,)) * size for n in range(count)]] * 3
+            for one in subscriptions[1:]:
+                await one.close()
+            assert len(await world.hand.drain("a")) == count
 
     async def test_two_queues_on_two_relays_do_not_hold_each_other_up(self, place: str) -> None:
         async with self.world(place) as world, relay_to(Address.parse(place)) as other:

@@ -60,6 +60,13 @@ def test_patience_ends_where_less_is_carried_out_than_was_read_ahead() -> None:
     assert patience.over(19, behind=True, now=561.0)
 
 
+def test_patience_tells_how_many_were_handed_on() -> None:
+    patience = Patience(prefetch=10, seconds=60.0, now=0.0)
+    patience.over(3, behind=False, now=1.0)
+    assert patience.over(9, behind=True, now=62.0)
+    assert patience.handed_on(9) == 6
+
+
 class Scene:
     def __init__(
         self,
