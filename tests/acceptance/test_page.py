@@ -542,5 +542,5 @@ async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
         assert len(await this.waiting()) == 2
         done = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in", "confirmed": "yes"}, **allowed)
         assert done.json["done"] == 2
-        assert {one["who"] for one in await this.acts()} == {"http"}
+        assert {one["who"] for one in await this.acts()} == {"a program (http, 127.0.0.1)"}
         assert await asyncio.to_thread(this.config.read_text)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import secrets
 from collections.abc import Callable
 from time import monotonic
@@ -23,8 +22,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from delayer.core.hosts import is_loopback
 from delayer.settings.secret import Secret
 
+WHO: Final = "x-delayer-who"
+"""The header in which a program says who acts by it, as a person does who unlocks the page."""
 COOKIE: Final = "delayer_session"
 LASTS: Final = 3600.0
 """Seconds after which a session that nobody uses is over."""
@@ -52,17 +54,6 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, as it stands in a URL, is this machine for itself. Pure."""
-    name = host.strip("[]").rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def host_is_ours(host: str, listen: str) -> bool:
@@ -93,6 +84,16 @@ def cookie_name(host: str) -> str:
     except ValueError:
         port = None
     return COOKIE if port is None else f"{COOKIE}_{port}"
+
+
+def _program(request: Request) -> str:
+    """Who acts by a program: from where, and who it says it is. The token is one for all; this is for the trail only.
+
+    The header's bytes are whatever was sent: they stand in a log and in a table, so what shows nothing is left out.
+    """
+    host = "" if request.client is None else f", {request.client.host}"
+    said = "".join(one for one in request.headers.get(WHO, "") if one.isprintable()).strip()[:80]
+    return f"{said or 'a program'} (http{host})"
 
 
 class Session(NamedTuple):
@@ -153,7 +154,7 @@ class Doors:
         kind, _, said = request.headers.get("authorization", "").partition(" ")
         if kind:
             if kind.lower() == "bearer" and self._is_token(said.strip()):
-                return "http"
+                return _program(request)
             await self._wrong()
             return None
         session = self.session(request)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from delayer.core.hosts import is_loopback
 from delayer.ops.http import guard
-from delayer.ops.http.guard import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours, is_loopback
+from delayer.ops.http.guard import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours
 from delayer.settings.secret import Secret
 
 TOKEN = "open-sesame-open-sesame"
@@ -142,7 +143,12 @@ async def test_a_session_can_be_closed(place: Place) -> None:
 
 @pytest.mark.parametrize(
     ("said", "who"),
-    [(f"Bearer {TOKEN}", "http"), (f"bearer {TOKEN} ", "http"), ("Bearer wrong", None), (f"Basic {TOKEN}", None)],
+    [
+        (f"Bearer {TOKEN}", "a program (http)"),
+        (f"bearer {TOKEN} ", "a program (http)"),
+        ("Bearer wrong", None),
+        (f"Basic {TOKEN}", None),
+    ],
 )
 async def test_programs_say_it_in_a_header(place: Place, said: str, who: str | None) -> None:
     assert await place.doors.who(request(authorization=said)) == who
@@ -166,7 +172,7 @@ async def test_who_is_right_does_not_wait_for_who_is_wrong(place: Place, monkeyp
     try:
         async with asyncio.timeout(10):
             assert await place.doors.open(TOKEN, "ada") is not None
-            assert await place.doors.who(request(authorization=f"Bearer {TOKEN}")) == "http"
+            assert await place.doors.who(request(authorization=f"Bearer {TOKEN}")) == "a program (http)"
             done, waiting = await asyncio.wait(wrong, timeout=0.1)
             assert (len(done), len(waiting)) == (3, 2), "and they do not fill the server"
             assert {task.result() for task in done} == {None}

@@ -63,6 +63,9 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         def info(self, _event: str, *, addresses: list[str]) -> None:
             told.put_nowait(addresses[0])
 
+        def warning(self, _event: str, *, addresses: list[str], reason: str) -> None:
+            told.put_nowait(f"{addresses[0]} {reason}")
+
         def error(self, _event: str, *, reason: str, **_: Any) -> None:
             told.put_nowait(reason)
 
@@ -136,7 +139,20 @@ async def test_who_may_change_something(headers: dict[str, str], status: int, mo
     async with served(inside, monkeypatch) as web:
         answer = await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
         assert answer.status == status, answer.text
-        assert inside.done == ([("retry", frozenset({"id-1"}), "http")] if status == 200 else [])
+        who = "a program (http, 127.0.0.1)"
+        assert inside.done == ([("retry", frozenset({"id-1"}), who)] if status == 200 else [])
+
+
+@pytest.mark.parametrize(
+    ("said", "who"),
+    [("nightly-job", "nightly-job"), ("x" * 200, "x" * 80), ("a\tb\x1b[2J", "ab[2J"), (" ", "a program")],
+)
+async def test_a_program_says_who_acts_by_it(said: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Inside()
+    async with served(inside, monkeypatch) as web:
+        headers = {"Authorization": f"Bearer {TOKEN}", "X-Delayer-Who": said}
+        await web.post("/deeds/refused", {"verb": "retry", "id": "id-1"}, **headers)
+        assert [one for _, _, one in inside.done] == [f"{who} (http, 127.0.0.1)"]
 
 
 @pytest.mark.parametrize(
@@ -347,3 +363,9 @@ async def test_who_looks_for_long_is_one_of_a_few(monkeypatch: pytest.MonkeyPatc
         go.set()
         statuses = sorted([await task for task in asking])
         assert statuses == [200] * (turns.WAITING + 1) + [503] * 3
+
+
+async def test_an_address_that_others_reach_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(Inside("0.0.0.0:0"), monkeypatch) as told:
+        assert told.address.startswith("0.0.0.0:")
+        assert told.address.endswith(server.OPEN)
