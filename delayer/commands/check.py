@@ -25,6 +25,7 @@ from delayer.commands.common import (
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.hosts import is_loopback
 from delayer.settings import Settings, duration_text
 from delayer.store import roles, schema
 from delayer.store import status as store_status
@@ -78,7 +79,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if sealed:
         found = f"not looked into, as only the service may read them: {', '.join(sealed)}"
         rows.append(Row("credentials", "note", found))
-    rows += _finished_by_the_broker(settings) + _paced_and_held(settings)
+    rows += _open_to_others(settings) + _finished_by_the_broker(settings) + _paced_and_held(settings)
     if not offline:
         of_broker, mark = asyncio.run(_broker(settings))
         rows += of_broker + asyncio.run(_store(settings, mark))
@@ -91,6 +92,15 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if code != DONE:
         note("Not all is well." if code == FOUND else "Something is out of reach.")
     context.exit(code)
+
+
+def _open_to_others(settings: Settings) -> list[Row]:
+    """Whether others than this machine reach the page."""
+    listen = settings.http.listen
+    if not listen or is_loopback(listen.rpartition(":")[0]):
+        return []
+    found = f"listens at {listen}: who reaches it reads messages without a token, by whatever name he calls it"
+    return [Row("http", "note", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")]
 
 
 def _finished_by_the_broker(settings: Settings) -> list[Row]:

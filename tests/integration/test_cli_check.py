@@ -117,3 +117,9 @@ def test_what_the_broker_finishes_is_told(delayer: Run) -> None:
     for other in ({**told, "DELAYER_MODE": "store"}, {**told, "DELAYER_ROUTE": json.dumps(routes[1:])}):
         seen = json.loads(delayer("check", "--offline", "--json", **other).stdout)["checks"]
         assert not [one for one in seen if one["what"] == "routes"]
+
+
+def test_an_address_that_others_reach_is_told(delayer: Run) -> None:
+    for listen, told in (("127.0.0.1:9419", []), ("[::1]:9419", []), ("", []), ("0.0.0.0:9419", ["note"])):
+        seen = json.loads(delayer("check", "--offline", "--json", DELAYER_HTTP__LISTEN=listen).stdout)["checks"]
+        assert [row["result"] for row in seen if row["what"] == "http"] == told

@@ -15,6 +15,7 @@ import structlog
 import uvicorn
 
 from delayer.core.backoff import Sparing
+from delayer.core.hosts import is_loopback
 from delayer.ops.http import lines, siblings
 from delayer.ops.http.app import Answers
 from delayer.ops.http.ports import Inside
@@ -27,6 +28,7 @@ AGAIN: Final = 5.0
 """Seconds until a port that could not be had is tried again."""
 AT_ONCE: Final = 2 * lines.MOST
 """Connections that are served side by side, once none of them is silent any more; the next hear 503."""
+OPEN: Final = "not loopback: who reaches this address reads messages without a token, by whatever name he calls it"
 FAREWELL: Final = 1
 """Seconds for answers under way, once told to stop."""
 
@@ -59,7 +61,11 @@ class HttpPart:
         sockets = await listening(self._inside.settings.http.listen)
         view = View(self._inside)
         try:
-            log.info("http served", addresses=[_shown(one) for one in sockets])
+            addresses = [_shown(one) for one in sockets]
+            if all(is_loopback(one.rpartition(":")[0]) for one in addresses):
+                log.info("http served", addresses=addresses)
+            else:
+                log.warning("http served", addresses=addresses, reason=OPEN)
             server = _Server(_config(application(Answers(self._inside, view))))
             serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
             stop = asyncio.create_task(stopping.wait(), name="stopping")
