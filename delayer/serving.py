@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+import structlog
+
 from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
 from delayer.commands import refusing
@@ -22,6 +24,8 @@ from delayer.services import reading
 from delayer.settings import Settings
 from delayer.supervisor import worker
 from delayer.wiring import cascade_of
+
+log = structlog.get_logger(__name__)
 
 PREVIEW: Final = 80
 """Bytes of a refused message's body that are shown in the list."""
@@ -86,9 +90,13 @@ class DaemonInside:
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
         """See the port."""
+
+        def unwritten(messages: int) -> None:
+            log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
+
         with _reached():
-            done = await refusing.do(self.settings, verb, refusing.Wanted(ids, "", None), who)
-        return done.messages, done.left
+            done = await refusing.do(self.settings, verb, refusing.Wanted(ids, "", None), who, unwritten=unwritten)
+        return done.messages, [*done.left, *([("the rest", "too many stand before it")] if done.cut else [])]
 
 
 @contextmanager

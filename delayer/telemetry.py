@@ -88,6 +88,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "segment broken": "a segment does not read back: its bytes are kept; at starts and hourly again, as a warning",
     "reply not delivered": "the queue in the reply_to of a cancel did not take its outcome; the cancel stands",
     "message refused": "set aside in the refused queue, with the reason",
+    "refused acted on": "somebody retried or dropped refused messages over HTTP, and no store has a trail to say it in",
     "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",
     "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",
     "queue missing": "the address at the end of the cascade is no queue; the daemon will finish its messages itself",

@@ -153,6 +153,8 @@ def _act(
         context.exit(DONE)
     done = asyncio.run(do(settings, verb, wanted, whoami(), depth))
     click.echo(f"{PAST[verb]}: {done.messages:,}.")
+    if done.cut:
+        note(f"{KEPT:,} messages that stay stand before the rest, which was not looked at.")
     for name, why in done.left:
         note(f"{name or 'one without an id'} stays refused: {why}.")
     if done.left or missing:

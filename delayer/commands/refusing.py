@@ -64,10 +64,12 @@ class Seen(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of those that were meant. ``left``: why the others stay, each with its id."""
+    """What became of those that were meant. ``left``: why the others stay, each with its id. ``cut``: so many stay that
+    the rest was not looked at."""
 
     messages: int
     left: Sequence[tuple[str, str]]
+    cut: bool = False
 
 
 def doors_of(settings: Settings) -> Doors:
@@ -151,14 +153,20 @@ async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[See
     return found, depth
 
 
-async def do(settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT) -> Done:
+Unwritten = Callable[[int], None]
+"""Told of so many messages, portion by portion, where there is no store whose trail could have them."""
+
+
+async def do(
+    settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT, *, unwritten: Unwritten | None = None
+) -> Done:
     """Retry or drop those that are meant among the first ``depth``, in the name of ``who``. Raises as :func:`look`,
     and StoreLost."""
     work, doors = DEEDS[verb], doors_of(settings)
     done = 0
     left: list[tuple[str, str]] = []
     async with (
-        _trail(settings, f"refused {verb}", wanted, who) as add,
+        _trail(settings, f"refused {verb}", wanted, who, unwritten) as add,
         _consuming(settings) as (queue, publisher, ready),
     ):
         kept = 0
@@ -174,23 +182,24 @@ async def do(settings: Settings, verb: str, wanted: Wanted, who: str, depth: int
             done += len(taken)
             kept += len(some) - len(taken)
             if kept >= KEPT:
-                note(f"{KEPT:,} messages that stay stand before the rest, which was not looked at.")
-                break
+                return Done(done, left, cut=True)
     return Done(done, left)
 
 
 @asynccontextmanager
 async def _trail(
-    settings: Settings, verb: str, wanted: Wanted, who: str
+    settings: Settings, verb: str, wanted: Wanted, who: str, unwritten: Unwritten | None
 ) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
     """The audit trail: in the store, where there is one."""
     if settings.store_url is None:
 
-        async def nothing(_messages: int) -> None:
-            return
+        async def told_of(messages: int) -> None:
+            if messages and unwritten is not None:
+                unwritten(messages)
 
-        note("No store is configured: this is not written down.")
-        yield nothing
+        if unwritten is None:
+            note("No store is configured: this is not written down.")
+        yield told_of
         return
     async with acting.acting(settings.store_url, verb) as connection:
         act = await acts.begin(connection, who, verb, wanted.as_dict())

@@ -116,6 +116,27 @@ async def test_the_store_is_a_condition_in_store_mode_only(place: Place) -> None
                 assert await daemon.stop() == 0
 
 
+async def test_without_a_store_the_log_says_who_dropped_what_was_refused(place: Place) -> None:
+    """There is no trail to write it into, and the daemon's stderr is its log: nothing but events stands there."""
+    token = "a-token-for-this-test-alone"
+    environ = place.environ("native") | ANY_PORT | {"HTTP__TOKEN": token}
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw:
+        web = await Web.of(await daemon.ready())
+        for name in (b"one", b"other"):
+            props = Props(headers=((b"x-delay", text("soon")),), message_id=name)
+            await raw.publish(Message("in", b"inbox", props, name))
+        await daemon.event("message refused")
+        ids = ["one"]
+        allowed = {"Authorization": f"Bearer {token}", "X-Delayer-Who": "nightly"}
+        done = await web.post("/deeds/refused", {"verb": "drop", "id": ids}, **allowed)
+        assert done.status == 200, done.text
+        told = await daemon.event("refused acted on")
+        assert (told["verb"], told["messages"], told["ids"]) == ("drop", 1, ids)
+        assert told["who"] == "nightly (http, 127.0.0.1)"
+        await daemon.stop()
+        assert daemon.stray_lines == []
+
+
 async def test_a_port_that_is_taken_is_told_and_stops_nobody(place: Place, store: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
