@@ -5,6 +5,7 @@ A verb is loaded when it is asked for: all of them together take half a second.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gc
 import importlib
@@ -60,6 +61,15 @@ class Verbs(click.Group):
                 gc.freeze()  # nor is it looked through as soon as there may be some, which took 15 ms
                 gc.enable()
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # Click compares with the verbs that are loaded only.
+        if args[0] not in VERBS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], VERBS, 1)
+            raise click.UsageError(f"No such command {args[0]!r}.{f' Did you mean {near[0]}?' if near else ''}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

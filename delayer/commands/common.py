@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import click
 
@@ -26,6 +27,7 @@ BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
 """Advice for who is out of reach."""
 
+_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 WIDTH_WITHOUT_TERMINAL = tables.WIDTH_WITHOUT_TERMINAL
 
 
@@ -121,6 +123,19 @@ def when(due_ms: int | None, now_ms: int | None = None) -> str:
         instant = f"{due_ms} ms"  # beyond the calendar
     seconds = abs(due_ms - now_ms) // 1000
     return f"{instant} ({'overdue by' if due_ms < now_ms else 'in'} {roughly(seconds)})"
+
+
+def instant_ms(text: str) -> int | None:
+    """Epoch milliseconds of RFC 3339, rounded up: never early; of a date alone, its midnight in UTC. None for a text
+    that is neither, or has no offset: 8 o'clock is another instant elsewhere."""
+    try:
+        found = datetime.fromisoformat(f"{text}T00:00:00Z" if _DATE.fullmatch(text) else text)
+    except ValueError:
+        return None
+    if found.tzinfo is None:
+        return None
+    since = found - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
 
 
 def roughly(seconds: int) -> str:

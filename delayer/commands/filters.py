@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from delayer.commands.common import instant_ms
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
 from delayer.settings import duration_ms
@@ -31,17 +32,13 @@ def instant(_context: click.Context, _option: click.Parameter, text: str | None)
         return time.time_ns() // 1_000_000 + sign * duration_ms(amount)
     except ValueError:
         pass
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        found = None
-    if found is None or found.tzinfo is None:
+    found = instant_ms(text)
+    if found is None:
         raise click.BadParameter(
-            "expected an instant with its offset, such as 2031-01-31T08:00:00Z, or how long from now, such as 2h or "
-            f"-30m, found {text!r}"
+            "expected an instant with its offset, such as 2031-01-31T08:00:00Z, a date (in UTC), or how long from now, "
+            f"such as 2h or -30m, found {text!r}"
         )
-    since = found - datetime(1970, 1, 1, tzinfo=UTC)
-    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+    return found
 
 
 def _headers(

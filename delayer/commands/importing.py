@@ -7,7 +7,6 @@ import functools
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
@@ -15,7 +14,7 @@ import click
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.acting import agreed, whoami, yes_option
-from delayer.commands.common import DONE, FOUND, Failure, Misused, Off, Unreached, note, request_of
+from delayer.commands.common import DONE, FOUND, Failure, Misused, Off, Unreached, instant_ms, note, request_of
 from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
 from delayer.commands.looking import as_json
 from delayer.commands.progress import progress
@@ -56,15 +55,13 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 def _cutoff(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
     if text is None:
         return None
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        found = None
-    if found is None or found.tzinfo is None:
+    found = instant_ms(text)
+    if found is None:
         # Not "2h from now": a run that is resumed must say the same as before.
-        raise click.BadParameter(f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, found {text!r}")
-    since = found - datetime(1970, 1, 1, tzinfo=UTC)
-    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+        raise click.BadParameter(
+            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC), found {text!r}"
+        )
+    return found
 
 
 def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:

@@ -14,7 +14,7 @@ from typing import IO, Final
 import click
 
 from delayer.broker.errors import BrokerRefused
-from delayer.commands.common import Misused, Off, Request, note, quoted, roughly
+from delayer.commands.common import Misused, Off, Request, instant_ms, note, quoted, roughly
 from delayer.commands.publishing import Message, Untaken, Value, publish
 from delayer.core.errors import BrokerLost
 from delayer.settings import Route, Settings, duration_ms, duration_text
@@ -36,16 +36,13 @@ def _instant(_context: click.Context, _option: click.Parameter, text: str | None
     """Epoch milliseconds, rounded up: never early."""
     if text is None:
         return None
-    try:
-        instant = datetime.fromisoformat(text)
-    except ValueError:
-        instant = None
-    if instant is None or instant.tzinfo is None:
+    at_ms = instant_ms(text)
+    if at_ms is None:
         raise click.BadParameter(
-            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z or …+02:00, found {text!r}"
+            "expected an instant with its offset, such as 2031-01-31T08:00:00Z or …+02:00, or a date (in UTC), found "
+            f"{text!r}"
         )
-    since = instant - datetime(1970, 1, 1, tzinfo=UTC)
-    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+    return at_ms
 
 
 def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:

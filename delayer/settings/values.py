@@ -173,6 +173,13 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         raise Expected(wanted)
     try:
         parts = urlsplit(value)
+    except ValueError:
+        raise Expected(f"{wanted}; {_ESCAPES}") from None
+    _, at, place = parts.netloc.rpartition("@")
+    if at and re.fullmatch(r"[^:]+:[0-9]+|\[[^]]*\]:[0-9]+", place) and not 0 < int(place.rpartition(":")[2]) <= 65_535:
+        # Behind user and password, so it is no piece of a password.
+        raise Expected(f"{wanted}; a port is a number from 1 to 65535")
+    try:
         port = parts.port
     except ValueError:
         # urllib's own words repeat pieces of the URL, and a password may be among them.

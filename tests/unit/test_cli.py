@@ -19,7 +19,7 @@ import delayer
 from delayer import app
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
 from delayer.cli import cli
-from delayer.commands.common import FOUND, OUT_OF_REACH, USAGE, print_table, when
+from delayer.commands.common import FOUND, OUT_OF_REACH, USAGE, instant_ms, print_table, when
 from delayer.commands.failing import failure
 from delayer.commands.publishing import Message
 from delayer.commands.send import ask, prepared
@@ -127,6 +127,29 @@ def test_usage_and_configuration_exit_2(arguments: list[str]) -> None:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("2027-01-15", 1_799_971_200_000),
+        ("2027-01-15T08:00:00Z", 1_800_000_000_000),
+        ("2027-01-15T09:00:00.0001+01:00", 1_800_000_000_001),
+        ("2027-01-15T08:00:00", None),
+        ("20270115", None),
+        ("2027-02-30", None),
+        ("tomorrow", None),
+    ],
+)
+def test_an_instant_is_of_one_place_or_a_date_in_utc(text: str, found: int | None) -> None:
+    assert instant_ms(text) == found
+
+
+def test_a_misspelt_verb_is_answered_with_what_may_be_meant() -> None:
+    told = call("statsu")
+    assert told.exit_code == USAGE
+    assert "No such command 'statsu'. Did you mean status?" in told.stderr
+    assert "Did you mean" not in call("nonsense").stderr
 
 
 def test_an_unknown_type_of_a_header_is_told_with_the_way_out() -> None:

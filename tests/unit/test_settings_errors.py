@@ -523,6 +523,14 @@ def test_mask(text: str, masked: str) -> None:
     assert mask(text) == masked
 
 
+@pytest.mark.parametrize("place", ["host:99999", "host:0", "[::1]:65536", "host:123456"])
+def test_a_port_that_is_none_is_told_as_that(place: str) -> None:
+    (problem,) = problems(None, {}, {"broker.url": f"amqp://me:secret@{place}/"})
+    assert "a port is a number from 1 to 65535" in problem.expected
+    assert "password are written" not in problem.expected
+    assert "secret" not in str(problem)
+
+
 @pytest.mark.parametrize("password", ["12/3", "pa/ss", "1#2", "a#b", "1/2@3"])
 @pytest.mark.parametrize(("key", "scheme"), [("broker.url", "amqp"), ("store.url", "postgresql")])
 def test_an_unescaped_password_is_told_how_to_escape_it(key: str, scheme: str, password: str) -> None:
