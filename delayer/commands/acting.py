@@ -9,7 +9,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -19,8 +19,8 @@ from delayer.commands.filters import filter_of, filter_options, instant, iso, to
 from delayer.commands.looking import as_json, say_native
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
-from delayer.settings import duration_ms
-from delayer.store import acting, acts
+from delayer.settings import duration_ms, duration_text
+from delayer.store import acting, acts, listing
 from delayer.store.acting import Counted, Do
 from delayer.store.cancelling import Found
 from delayer.store.rescheduling import When
@@ -167,6 +167,8 @@ def _named(
         print_json({str(token): found[token.id].value for token in tokens})
     else:
         _say_named(verb, tokens, found, dry_run=dry_run)
+        if new and not dry_run and len(tokens) <= MOST_TOLD:
+            _say_moved(url, tokens, found, new)
     return FOUND if any(where in (Found.NOWHERE, Found.UNREADABLE) for where in found.values()) else DONE
 
 
@@ -177,11 +179,30 @@ def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *
     for token in tokens:
         if found[token.id] is Found.NOWHERE:
             moved = ", or rescheduled: try the id without @…" if token.due_ms is not None else ""
-            note(f"{token} is not in the store: delivered or cancelled already{moved}.")
+            note(f"{token} is not in the store: delivered or cancelled already{moved}; or it never was there.")
         elif found[token.id] is Found.UNREADABLE:
             note(f"{token} may stand in a segment that does not read back: see docs/backlog.md.")
 
 
+def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:
+    """Their new instants, and with those their new names; what was due at once may be delivered by now."""
+    waiting = [one for one in tokens if found[one.id] in (Found.WAITING, Found.SEGMENT)]
+
+    def named(token: Token) -> Token:
+        by_ms = new.get("by_ms")
+        due_ms = new["at_ms"] if by_ms is None else None if token.due_ms is None else token.due_ms + by_ms
+        return Token(token.id, due_ms)
+
+    async def look() -> list[Token]:
+        async with acting.acting(url, "look") as connection:
+            entries, _ = await listing.named(connection, list(map(named, waiting)))
+            return [entry.place.token for entry in entries]
+
+    for token in asyncio.run(look()) if waiting else []:
+        click.echo(f"{token.id} is due {iso(token.due_ms or 0)}, and is {token} from now on.")
+
+
+MOST_TOLD: Final = 10
 PAST = {"cancel": "Cancelled", "reschedule": "Rescheduled"}
 
 
@@ -206,7 +227,7 @@ def _filtered(
     if meant.broken:
         note(f"{meant.broken} segments do not read back and may hold more: they are left alone, see docs/backlog.md.")
     about = f"{meant.messages:,} messages"
-    target = f" to {iso(new['at_ms'])}" if new.get("at_ms") is not None else ""
+    target = f" to {iso(new['at_ms'])}" if "at_ms" in new else f" by {_shift(new['by_ms'])}" if "by_ms" in new else ""
     if dry_run or not meant.messages:
         if as_json:
             print_json({"meant": meant.messages, "done": 0, "broken_segments": meant.broken})
@@ -230,8 +251,12 @@ def _filtered(
         print_json({"meant": meant.messages, "done": done.total() - late, "too_late": late})
     else:
         others = f"; {late:,} were delivered or moved meanwhile" if late else ""
-        click.echo(f"{PAST[verb]}: {done.total() - late:,}{others}.")
+        click.echo(f"{PAST[verb]}: {done.total() - late:,}{target}{others}.")
     return DONE
+
+
+def _shift(by_ms: int) -> str:
+    return f"{'-' if by_ms < 0 else ''}{duration_text(abs(by_ms))}"
 
 
 class Progress:

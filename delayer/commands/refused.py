@@ -100,7 +100,7 @@ def retry(context: click.Context, /, **given: Any) -> None:
 
     \b
     Examples:
-      delayer refused retry bdd217e2-6f1c-4f0e-9a51-0b2f5a3c8d11
+      delayer refused retry 5f0c9a4be1d24a7c8f3e6b1d2a907c35
       delayer refused retry --from orders.in --dry-run
       delayer refused retry --all --yes
     """
@@ -118,8 +118,8 @@ def drop(context: click.Context, /, **given: Any) -> None:
 
     \b
     Examples:
-      delayer refused drop bdd217e2-6f1c-4f0e-9a51-0b2f5a3c8d11
-      delayer refused drop --reason 'longer than' --yes
+      delayer refused drop 5f0c9a4be1d24a7c8f3e6b1d2a907c35
+      delayer refused drop --reason 'too long' --yes
     """
     _act(context, "drop", **given)
 

@@ -112,13 +112,14 @@ async def test_cancel(delayer: Run, database: str) -> None:
     late = delayer("cancel", of[b"packed"], of[b"soon"], expect=1)
     assert "Cancelled: 1 of 2." in late.stdout
     assert f"{of[b'packed']} is not in the store" in late.stderr
+    assert "or it never was there" in delayer("cancel", "777777", expect=1).stderr
     found = json.loads(delayer("cancel", "--all", "--yes", "--json").stdout)
     assert found == {"meant": 1, "done": 1, "too_late": 0}
     assert ids(delayer, "list") == []
     async with sql(database) as admin:
         assert (await conserved(admin))["cancelled"] == 5
     told = json.loads(delayer("acts", "--json").stdout)
-    assert [one["messages"] for one in told] == [1, 1, 2, 1]
+    assert [one["messages"] for one in told] == [1, 0, 1, 2, 1]
     assert {one["verb"] for one in told} == {"cancel"}
     assert json.loads(told[-1]["asked"]) == {"key": "order-1"}
     assert "@" in told[0]["who"]
@@ -132,9 +133,16 @@ async def test_reschedule(delayer: Run, database: str) -> None:
     delayer("reschedule", of[b"soon"], "--at", "1h", "--by", "1h", expect=2)
     at = datetime.fromtimestamp(now // 1000, UTC) + timedelta(days=3)
     at_ms = int(at.timestamp()) * 1000
-    assert "Rescheduled: 2 of 2." in delayer("reschedule", of[b"soon"], of[b"packed"], "--at", at.isoformat()).stdout
+    told = delayer("reschedule", of[b"soon"], of[b"packed"], "--at", at.isoformat()).stdout
+    assert "Rescheduled: 2 of 2." in told
+    name = of[b"soon"].partition("@")[0]
+    assert f"{name} is due {at:%Y-%m-%dT%H:%M:%S}.000Z, and is {name}@{at_ms} from now on." in told
+    told = delayer("reschedule", f"{name}@{at_ms}", "--by", "1h").stdout
+    assert f"and is {name}@{at_ms + 3_600_000} from now on." in told
+    told = delayer("reschedule", name, "--by", "-1h").stdout
+    assert f"and is {name}@{at_ms} from now on." in told
     assert "1 messages would be" in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--dry-run").stdout
-    assert "Rescheduled: 1." in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--yes").stdout
+    assert "Rescheduled: 1 by -1d." in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--yes").stdout
     moved = {one.partition("@")[0]: int(one.partition("@")[2]) for one in ids(delayer, "list")}
     assert moved == {
         of[b"soon"].partition("@")[0]: at_ms,
