@@ -20,7 +20,7 @@ venv: ## .venv with the delayer command in it, and nothing else
 	@.ci/setup venv
 
 .PHONY: demo
-demo: ready ## the main job, before your eyes: private servers, both modes, an audit, a summary; under a minute
+demo: ready ## the main job, before your eyes: private servers, both modes, an audit, a summary; under a minute (installing, the first time, is some more)
 	@$(PYTHON_OF_VENV) -m tests.rig.demo
 
 .PHONY: run
