@@ -17,6 +17,7 @@ import click
 
 from delayer.commands.common import print_table
 from delayer.settings import Settings
+from delayer.settings.service import same, service_of
 
 PATIENCE: Final = 3.0
 WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
@@ -39,6 +40,9 @@ async def look(settings: Settings) -> dict[str, Any]:
         return {"error": f"{listen} answers {status}", "last": {}}
     try:
         said = json.loads(body)
+        if not same(said["service"], service_of(settings)):
+            # Of two services on one host, only one has this address; and a configuration may have been copied.
+            return {"error": f"what answers at {listen} works with another broker or store", "last": {}}
         return {"error": None, "workers": said["workers"], "last": said["last"], "blocked": said["blocked"]}
     except (ValueError, KeyError, TypeError):
         return {"error": f"what answers at {listen} is no daemon of this version", "last": {}}
@@ -83,7 +87,7 @@ def show(live: dict[str, Any]) -> None:
         rows.append(
             (name, f"{into:.1f}", f"{rates['released']:.1f}", *(_late(last[key]) for key in ("p50", "p99", "worst")))
         )
-    columns = ["over the last", "in/s", "out/s", "late: median", "99 of 100", "at most"]
+    columns = ["this host, over the last", "in/s", "out/s", "late: median", "99 of 100", "at most"]
     print_table(columns, rows, right=(1, 2, 3, 4, 5))
     if live["blocked"]:
         click.echo(

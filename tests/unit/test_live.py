@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,28 @@ async def test_a_daemon_that_serves(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert capsys.readouterr().out.split()[-6:] == ["min", "0.0", "0.0", "-", "-", "-"]
     live.show(found | {"blocked": True})
     assert "BLOCKED: a resource alarm of the broker" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        ({"broker": {"url": "amqp://broker/orders"}}, {"broker": {"url": "amqp://me:secret@BROKER:5672/orders"}}, True),
+        ({"broker": {"url": "amqp://broker/orders"}}, {"broker": {"url": "amqp://broker/mail"}}, False),
+        ({"store": {"url": "postgresql://one/delayer"}}, {"store": {"url": "postgresql://a:b@one:5432/delayer"}}, True),
+        ({"store": {"url": "postgresql://one/delayer"}}, {"store": {"url": "postgresql://other/delayer"}}, False),
+        ({"store": {"url": "postgresql://one/delayer"}}, {}, True),
+    ],
+)
+async def test_another_service_at_that_address(
+    ours: dict[str, Any], theirs: dict[str, Any], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of one host, or a copied port: its rates are not ours."""
+    async with served(Inside(**theirs), monkeypatch) as web:
+        native = {"mode": "native", "http": {"listen": web.address}}
+        found = await live.look(Settings.model_validate(native | ours))
+        wrong = f"what answers at {web.address} works with another broker or store"
+        assert found["error"] == (None if same else wrong)
+        assert bool(found["last"]) == same
 
 
 async def test_why_it_is_not_known() -> None:
