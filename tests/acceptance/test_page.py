@@ -492,12 +492,15 @@ async def test_the_figures_move_by_themselves(place: Place, store: str, tmp_path
         await page.goto("/")
         tile = page.locator(".tiles dd").first
         assert await tile.inner_text() == "0"
+        await page.locator(".tiles").get_by_role("link", name="Held").focus()
         await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(1234)))
 
         async def said() -> str:
             return str(await tile.inner_text())
 
         await eventually(said, lambda count: count == "1\u202f234")
+        focused = await page.evaluate("() => document.activeElement.textContent")
+        assert focused == "Held", "and the keyboard stays where it was"
         # One message alone is a dot: a line would need two.
 
         async def dots() -> int:
