@@ -33,6 +33,7 @@ VERBS: Final = {
     "reschedule": "acting:reschedule",
     "held": "held",
     "refused": "refused",
+    "strays": "strays",
     "acts": "looking:acts",
     "drain": "drain",
     "audit": "audit",

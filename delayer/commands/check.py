@@ -230,7 +230,7 @@ async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
                 raise
     advice = {
         refused: "`delayer refused list` has the reasons; mend their publisher, then `delayer refused retry` or `drop`",
-        strays: "declare or bind their destinations; they are tried again by themselves",
+        strays: "`delayer strays list` has the reasons; they are tried again by themselves, those marked *by hand* not",
     }
     return [
         Row("set aside", "note", f"{depth} in {quoted(name)}", advice[name]) for name, depth in depths.items() if depth
@@ -258,7 +258,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
         rows.append(Row("schema", "note", found, advice))
     rows += _lanes(seen) + _shared(seen, mark)
     if seen.held:
-        advice = "`delayer held list` has the reasons; they are tried again by themselves"
+        advice = "`delayer held list` has the reasons; they are tried again by themselves, those marked *by hand* not"
         rows.append(Row("set aside", "note", f"{seen.held} held in the store", advice))
     if seen.late.segments:
         found = f"{seen.late.segments} with {seen.late.messages} messages should be restored by now"

@@ -106,11 +106,11 @@ def _why(outcome: object) -> str:
 
 
 @asynccontextmanager
-async def _consuming(
-    settings: Settings, prefetch: int = KEPT
+async def consuming(
+    settings: Settings, prefetch: int = KEPT, queue: str = ""
 ) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
-    """A subscription of the refused queue, a publisher beside it, and how many messages were ready."""
-    queue = settings.refused.queue
+    """A subscription of the refused queue, or of another; a publisher beside it; how many messages were ready."""
+    queue = queue or settings.refused.queue
     async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
         depth = (await admin.depths([queue]))[queue]
     if depth is None:
@@ -147,7 +147,7 @@ async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[See
     """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
     found: list[Seen] = []
     doors = doors_of(settings)
-    async with _consuming(settings, limit) as (subscription, _, depth):
+    async with consuming(settings, limit) as (subscription, _, depth):
         async for some in _portions(subscription, min(depth, limit)):
             found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one, doors))]
     return found, depth
@@ -167,7 +167,7 @@ async def do(
     left: list[tuple[str, str]] = []
     async with (
         _trail(settings, f"refused {verb}", wanted, who, unwritten) as add,
-        _consuming(settings) as (queue, publisher, ready),
+        consuming(settings) as (queue, publisher, ready),
     ):
         kept = 0
         async for some in _portions(queue, min(depth, ready)):

@@ -108,6 +108,13 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
     return Envelope(content(ID, ID_BYTES), parcel)
 
 
+def reason_of(raw: bytes) -> str:
+    """Why a stray is one, as it says itself, cleaned; "" where it says nothing. Raises MalformedProperties,
+    MalformedTable."""
+    found = Properties.parse(raw).get(_HELD)
+    return "" if found is None else found.content[:REASON].decode("utf-8", "backslashreplace")
+
+
 def tried(properties: Properties) -> tuple[int, int]:
     """What a stray says of itself: how often it was tried, and when it is tried again (epoch milliseconds). Zero where
     it says nothing, or nothing that can be: then it is tried at once. Raises MalformedTable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,31 @@ async def test_in_native_mode_what_is_late_waits_among_the_strays(place: Place) 
         assert await daemon.stop() == 0
         await raw.round_trip()
         assert [arrival.delivery.body for arrival in inbox.arrivals] == [b"kind"]
+
+
+async def test_in_native_mode_a_person_has_what_is_late_delivered_or_dropped(place: Place, tmp_path: Path) -> None:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "native", {})
+
+    async def found() -> list[dict[str, Any]]:
+        return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
+
+    async with DaemonProcess(environ(place, "native")) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        now_ms = time.time_ns() // 1_000_000
+        await raw.publish(*(due_at(f"late {n}", now_ms - 60_000, "in.strict") for n in range(3)))
+        rows = await eventually(found, lambda rows: len(rows) == 3)
+        assert {row["reason"].split(":")[0] for row in rows} == {"late"}
+        assert "by hand" in await command(config, "strays", "list")
+        wanted = next(row for row in rows if row["body"] == "late 1")
+        await command(config, "strays", "retry", wanted["id"])
+        await inbox.got([b"late 1"])
+        assert await command(config, "strays", "drop", "--reason", "late:", "--yes") == "Dropped: 2.\n"
+        assert await found() == []
+        assert await daemon.stop() == 0
+        await raw.round_trip()
+        assert [arrival.delivery.body for arrival in inbox.arrivals] == [b"late 1"]
 
 
 async def _status(config: Any) -> dict[str, Any]:

@@ -1,0 +1,216 @@
+"""delayer strays: messages that wait on the broker because their destination would not take them, or for a person."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import click
+
+from delayer.broker.consumer import RelaySubscription
+from delayer.broker.publisher import RelayPublisher
+from delayer.commands.acting import agreed, all_option, dry_run_option, yes_option
+from delayer.commands.common import DONE, FOUND, Misused, note, print_json, print_table, quoted, request_of
+from delayer.commands.filters import address, iso
+from delayer.commands.looking import as_json
+from delayer.commands.refusing import AT_ONCE, GATHER_SECONDS, KEPT, PATIENCE, consuming
+from delayer.core import late
+from delayer.core.message import Confirmed, Outgoing
+from delayer.policies import policy_of
+from delayer.services import envelopes, reading
+from delayer.services.strays import Reader, Stray
+from delayer.settings import Settings
+from delayer.wiring import cascade_of
+
+PAST: Final = {"retry": "To be tried again now", "drop": "Dropped"}
+UNKNOWN: Final = "the broker found no queue for it at the end of the cascade"
+
+
+class Seen(NamedTuple):
+    """A stray, and why it is one."""
+
+    stray: Stray
+    reason: str
+
+
+def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Which strays are meant."""
+    command = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")(command)
+    return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
+
+
+@click.group(short_help="List, retry or drop what waits among the strays (native mode).")
+def strays() -> None:
+    """List, retry or drop strays: messages that stand in the strays queue on the broker, as no store holds them. Their
+    destination would not take them, and they are tried again by themselves, with growing pauses; those that came too
+    late for their route (late_limit) wait until somebody says so.
+
+    Those that a daemon is trying at this moment are not seen. An ID is what `strays list` prints, the x-delayer-id.
+    """
+
+
+@strays.command("list")
+@wanted_options
+@as_json
+@click.pass_context
+def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json: bool) -> None:
+    """List strays from the head of their queue, with the reason, and when each is tried again. They stay there.
+
+    \b
+    Examples:
+      delayer strays list
+      delayer strays list --reason late:
+    """
+    found = asyncio.run(_work(request_of(context).settings(), _means(ids, reason)))
+    if as_json:
+        print_json({"messages": [_json_of(one) for one in found]})
+    elif found:
+        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, found), right=(3,))
+    else:
+        click.echo("No strays are meant." if ids or reason else "There are no strays.")
+
+
+@strays.command()
+@wanted_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def retry(context: click.Context, /, **given: Any) -> None:
+    """Have strays tried again now, by the daemon, within some ten seconds; those that were too late are delivered.
+
+    \b
+    Examples:
+      delayer strays retry 5f0c9a4be1d24a7c8f3e6b1d2a907c35
+      delayer strays retry --reason late: --dry-run
+    """
+    _act(context, "retry", **given)
+
+
+@strays.command()
+@wanted_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def drop(context: click.Context, /, **given: Any) -> None:
+    """Drop strays for good. Without a store this is written down nowhere.
+
+    \b
+    Examples:
+      delayer strays drop 5f0c9a4be1d24a7c8f3e6b1d2a907c35
+      delayer strays drop --reason late: --yes
+    """
+    _act(context, "drop", **given)
+
+
+def _act(
+    context: click.Context, verb: str, *, ids: Sequence[str], reason: str, everything: bool, dry_run: bool, yes: bool
+) -> None:
+    if bool(ids) + bool(reason) + everything != 1:
+        raise click.UsageError("say which messages: ids, --reason, or --all alone")
+    settings = request_of(context).settings()
+    found = asyncio.run(_work(settings, _means(ids, reason)))
+    meant = frozenset(one.stray.id for one in found)
+    missing = sorted(set(ids) - {reading.text(id) for id in meant})
+    for name in missing:
+        note(f"{quoted(name)} is not among them.")
+    if dry_run or not meant:
+        click.echo(f"{len(meant):,} strays are meant.")
+        context.exit(FOUND if missing else DONE)
+    if not ids and not agreed(f"{verb.capitalize()} {len(meant):,} strays?", yes=yes):
+        note("Nothing was done.")
+        context.exit(DONE)
+    done = asyncio.run(_work(settings, lambda one: one.stray.id in meant, verb))
+    click.echo(f"{PAST[verb]}: {len(done):,}.")
+    if missing or len(done) < len(meant):
+        context.exit(FOUND)
+
+
+def _means(ids: Sequence[str], reason: str) -> Callable[[Seen], bool]:
+    named = frozenset(ids)
+    return lambda one: (not named or reading.text(one.stray.id) in named) and reason in one.reason
+
+
+async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "") -> list[Seen]:
+    """Those that are meant among the first KEPT; with ``verb``, what it was done to. Raises BrokerLost, Off."""
+    found: list[Seen] = []
+    done: set[bytes] = set()
+    async with _opened(settings) as (subscription, publisher, reader, queue):
+        looked, empty = 0, 0
+        while looked < KEPT and empty < PATIENCE:
+            some = await subscription.next_batch(min(KEPT - looked, AT_ONCE), GATHER_SECONDS)
+            empty, looked = 0 if some else empty + 1, looked + len(some)
+            read = [reader.stray(delivery) for delivery in some]
+            # What was moved to the end of the queue comes again, and stays.
+            seen = [_seen(one) for one in read if isinstance(one, Stray) and one.id not in done]
+            meant = [one for one in seen if means(one)]
+            if verb == "retry":
+                meant = await _moved(meant, publisher, queue)
+            if verb:
+                for one in meant:
+                    subscription.ack(one.stray.delivery.tag, multiple=False)
+            done.update(one.stray.id for one in meant)
+            found += meant
+    return found
+
+
+def _seen(stray: Stray) -> Seen:
+    # One that the broker itself put there has no note of ours, whatever its publisher's headers say.
+    reason = envelopes.reason_of(stray.delivery.properties) if stray.attempts else ""
+    return Seen(stray, reason or UNKNOWN)
+
+
+async def _moved(some: Sequence[Seen], publisher: RelayPublisher, queue: str) -> list[Seen]:
+    """Put these behind the others, to be tried at once: those that the queue took. What it did not stays as it was."""
+    now_ms = time.time_ns() // 1_000_000
+    batch = []
+    for stray, reason in some:
+        note_ = envelopes.Held(reason, max(stray.attempts, 1), now_ms)
+        properties = envelopes.enveloped(stray.parcel, stray.id, note_)
+        batch.append(Outgoing(queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id))
+    outcomes = await publisher.publish(batch) if batch else []
+    return [one for one, outcome in zip(some, outcomes, strict=True) if isinstance(outcome, Confirmed)]
+
+
+@asynccontextmanager
+async def _opened(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, Reader, str]]:
+    cascade = cascade_of(settings)
+    if cascade.strays is None:
+        raise Misused("a shared cascade has no strays queue: what its destination does not take is refused or held")
+    policy = policy_of(settings, has_store=settings.store_url is not None)
+    by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
+    async with consuming(settings, KEPT, cascade.strays) as (subscription, publisher, _):
+        reader = Reader(
+            cascade.delivery.encode(),
+            settings.native.due_queue.encode(),
+            lambda queue: by_queue and queue not in policy.own_queues,
+            lambda: publisher.max_properties,
+        )
+        yield subscription, publisher, reader, cascade.strays
+
+
+def _row(one: Seen) -> tuple[object, ...]:
+    stray = one.stray
+    to = address(stray.parcel.target.exchange, stray.parcel.target.routing_key)
+    again = "by hand" if late.by_hand(stray.retry_ms) else iso(stray.retry_ms)
+    return reading.text(stray.id), iso(stray.parcel.due_ms), to, stray.attempts, again, one.reason
+
+
+def _json_of(one: Seen) -> dict[str, Any]:
+    stray = one.stray
+    return {
+        "id": reading.text(stray.id),
+        "due_ms": stray.parcel.due_ms,
+        "to_exchange": reading.text(stray.parcel.target.exchange),
+        "to_key": reading.text(stray.parcel.target.routing_key),
+        "route": reading.text(stray.parcel.route),
+        "attempts": stray.attempts,
+        "retry_ms": stray.retry_ms,
+        "reason": one.reason,
+        "body_bytes": len(stray.parcel.body),
+        "body": reading.preview(stray.parcel.body),
+    }
