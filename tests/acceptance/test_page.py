@@ -268,7 +268,7 @@ async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> N
         await page.goto("/waiting")
         await page.locator("#all-by").fill("1h")
         await page.keyboard.press("Enter")
-        assert await page.locator("h1").inner_text() == "Reschedule 2 messages: 1h later?"
+        await page.get_by_role("heading", name="Reschedule 2 messages: 1h later?").wait_for()
 
         async def held() -> list[dict[str, Any]]:
             return list(json.loads(await command(this.config, "held", "list", "--json"))["messages"])
@@ -526,6 +526,8 @@ async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
             assert (await this.web.post("/deeds/messages", form, **more)).status == 403
         assert (await this.web.get(f"/deeds/messages?token={TOKEN}&verb=cancel&id={rows[0]['id']}")).status == 405
         assert (await this.web.get("/", Host="evil.example")).status == 421
+        for slip in ("rout=in", "route=in&route=out", "after=9", "due_before=soon"):
+            assert (await this.web.get(f"/waiting?{slip}")).status == 400
         assert len(await this.waiting()) == 3
         allowed = {"Authorization": f"Bearer {TOKEN}", "Accept": "application/json"}
         answer = await this.web.post("/deeds/messages", form, **allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
@@ -40,9 +41,7 @@ def searched(query: Mapping[str, str], now_ms: int) -> Asked:
 def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Asked:
     """The filter of something that is to be done to all that it means. Here nothing is left to be guessed: everything
     is meant by ``all=yes`` alone, and an empty name is the empty name, as on the command line. Raises Wrong."""
-    for name, texts in form.items():
-        if len(texts) > 1:
-            raise Wrong(f"{name}: expected once, found {len(texts)} times")
+    once([name for name, texts in form.items() for _ in texts])
     given = {name: form[name][0].strip() for name in FIELDS if name in form}
     for name, text in given.items():
         if not text and name not in NAMES:
@@ -61,6 +60,12 @@ def known(form: Collection[str], names: Collection[str]) -> None:
     """Refuse what nobody reads: a filter that is misspelt would mean more than was asked for. Raises Wrong."""
     if strange := [name for name in form if name not in names]:
         raise Wrong(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
+
+
+def once(names: Sequence[str]) -> None:
+    """Refuse what is said twice: which of them counts would be anybody's guess. Raises Wrong."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise Wrong(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
 
 
 def _read(given: Mapping[str, str], now_ms: int) -> Asked:

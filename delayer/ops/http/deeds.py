@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, Response
 
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
-from delayer.ops.http import asked, render
+from delayer.ops.http import asked, forms, render
 from delayer.ops.http.asked import Asked, Wrong
-from delayer.ops.http.forms import MOST, said
 from delayer.ops.http.pages import STORE_ERRORS, Pages
 from delayer.ops.http.turns import Busy, Turns
 from delayer.services import reading
@@ -81,11 +80,11 @@ class Deeds:
             line = _WRONG if "authorization" in request.headers else _LOCKED
             told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:
-                form = await said(request)
+                form = await forms.said(request)
                 # What was begun is finished, though the browser goes away: half an act helps nobody.
                 told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
-            back = _back(form, request.url.path)
+            back = forms.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *asked.FIELDS} & form.keys():
                 told = self._mend(request, form, str(wrong), back)
             else:
@@ -113,8 +112,8 @@ class Deeds:
 
     async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
-        verb, tokens = _verb(form, "cancel", "reschedule", "retry"), _tokens(form)
-        back = _back(form, request.url.path)
+        verb, tokens = forms.verb(form, "cancel", "reschedule", "retry"), forms.tokens(form)
+        back = forms.back(form, request.url.path)
         if (question := self._sure(request, verb, form, back)) is not None:
             return question
         if verb == "retry":
@@ -135,7 +134,7 @@ class Deeds:
 
     async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "back", "confirmed"))
-        verb, tokens = _verb(form, "retry", "drop"), _tokens(form)
+        verb, tokens = forms.verb(form, "retry", "drop"), forms.tokens(form)
         if (question := self._sure(request, verb, form, "/held")) is not None:
             return question
         return await self._retry(who, verb, tokens, "/held")
@@ -156,8 +155,8 @@ class Deeds:
 
     async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "back", "confirmed"))
-        verb = _verb(form, "retry", "drop")
-        ids = _ids(form)
+        verb = forms.verb(form, "retry", "drop")
+        ids = forms.ids(form)
         if (question := self._sure(request, verb, form, "/refused")) is not None:
             return question
         done, left = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who)
@@ -169,7 +168,7 @@ class Deeds:
 
     async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", *asked.FIELDS, "all", "at", "by", "confirmed", "counted"))
-        verb = _verb(form, "cancel", "reschedule")
+        verb = forms.verb(form, "cancel", "reschedule")
         filter_ = asked.meant(form, _now_ms())
         do, new = _do(verb, form)
         test = reading.header_test(filter_.wanted)
@@ -241,7 +240,7 @@ class Deeds:
         for programs."""
         if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
             return None
-        ids = _ids(form)
+        ids = forms.ids(form)
         facts = [("id", one) for one in ids[:SHOWN]]
         facts += [("and", f"{len(ids) - SHOWN} more")] if len(ids) > SHOWN else []
         fields = [("back", back), *(("id", one) for one in ids)]
@@ -261,26 +260,6 @@ def _by_program(request: Request) -> bool:
     return "authorization" in request.headers or "application/json" in request.headers.get("accept", "")
 
 
-def _verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
-    verb = form.get("verb", [""])[0]
-    if verb not in allowed:
-        raise Wrong(f"Verb: expected one of {', '.join(allowed)}, found {verb[:40]!r}")
-    return verb
-
-
-def _ids(form: Mapping[str, Sequence[str]]) -> list[str]:
-    ids = list(dict.fromkeys(form.get("id", [])))
-    if not ids:
-        raise Wrong("Choose at least one message.")
-    if len(ids) > MOST:
-        raise Wrong(f"At most {MOST} messages at once; use a filter, or the command line.")
-    return ids
-
-
-def _tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
-    return [asked.token(text) for text in _ids(form)]
-
-
 def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int]]:
     """What is done to each, and the new instant for the record."""
     if verb == "cancel":
@@ -293,13 +272,6 @@ def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int
         return acting.rescheduler(When(at_ms)), {"at_ms": at_ms}
     by_ms = asked.later(by)
     return acting.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
-
-
-def _back(form: Mapping[str, Sequence[str]], path: str) -> str:
-    """Where a form wants to go on: a path of ours, and nobody else's. Without a wish: the list that it belongs to."""
-    back = form.get("back", [""])[0]
-    list_of = {"/deeds/held": "/held", "/deeds/refused": "/refused"}.get(path, "/waiting")
-    return back if back.startswith("/") and not back.startswith(("//", "/\\")) else list_of
 
 
 def _now_ms() -> int:

@@ -160,6 +160,7 @@ class Pages:
             "given": given,
         } | more
         try:
+            asked.once([name for name, _ in request.query_params.multi_items()])
             form = asked.searched(given, _now_ms())
             after = asked.place(given.get("after", ""))
             if not wrong:
