@@ -12,13 +12,14 @@ from typing import Final
 import structlog
 
 from delayer.broker.admin import Admin
+from delayer.broker.aside import Aside
 from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.fitting import Fitting
 from delayer.broker.inflow import BUFFER_BYTES
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.late import Limits
@@ -94,7 +95,9 @@ class Daemon:
             for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
         }
         self._cascade = cascade_of(settings)
-        self._publisher = RelayPublisher(self._relays["publish"])
+        # Not among the others: it is connected only once something does not answer.
+        self._aside = Aside(Relay(address, "delayer aside", heartbeat=heartbeat), timeout=CONFIRM_TIMEOUT)
+        self._publisher = RelayPublisher(self._relays["publish"], aside=self._aside)
         self._room = Room()
         self._bindings = DeliveryBindings(self._connect_admin, self._cascade)
         strays = (self._cascade.strays or settings.refused.queue).encode()
@@ -126,7 +129,8 @@ class Daemon:
             await self.life.run()
         finally:
             # Side by side and bounded: a broker that hangs answers no goodbye, and ten seconds are promised for all.
-            farewells = [self._bindings.close(), *(relay.close() for relay in self._relays.values())]
+            relays = [relay.close() for relay in self._relays.values()]
+            farewells = [self._bindings.close(), self._aside.close(), *relays]
             await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=FAREWELL)
             log.info("stopped", **self.counters.as_dict())
 
@@ -309,7 +313,7 @@ class Daemon:
         return Strays(
             queue,
             RelayConsumer(self._relays["strays"]),
-            RelayPublisher(self._relays["publish"]),
+            RelayPublisher(self._relays["publish"], aside=self._aside),
             reader,
             names=self._names,
             new_id=new_id,
@@ -340,7 +344,7 @@ class Daemon:
         )
 
     def _release(self, lane: Lane) -> Release:
-        publisher = RelayPublisher(self._relays["publish"])
+        publisher = RelayPublisher(self._relays["publish"], aside=self._aside)
         return Release(
             lane,
             publisher,

@@ -143,7 +143,7 @@ async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_p
     seen = json.loads(delayer("import", "jsonl", "preview", *args, expect=1).stdout)
     assert (seen["messages"], seen["would_be_held"]) == (3, 2)
     assert seen["held_because"] == {"import: there is no such queue or exchange": 2}
-    assert seen["left"] == {"due before the cutoff": 1, "unreadable": 1}
+    assert seen["left"] == {"due before the cutoff": 1, "unreadable": 2}
     assert "line 6 is unreadable" in seen["remarks"][0]
     assert "line 7 is unreadable: expected a known field, found 'boddy' (did you mean body?)" in seen["remarks"]
     assert json.loads(delayer("import", "jsonl", "run", *args, "--dry-run", expect=1).stdout) == seen
