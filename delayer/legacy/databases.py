@@ -131,6 +131,10 @@ class Database:
                 self._engine = create_async_engine(self._url)
             return await self._engine.connect()
         except ModuleNotFoundError as error:
+            if self._url.drivername not in DRIVERS.values():  # whoever names one may name one that would not do
+                raise BadSource(
+                    f"the source's URL: expected {_EXPECTED}; its driver {self._url.drivername} is not installed"
+                ) from error
             advice = PACKAGES.get(error.name or "", f"install {error.name}")
             raise SourceLost(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
         except (ArgumentError, InvalidRequestError) as error:

@@ -129,6 +129,7 @@ class Play:
         counters = await fleet.place.conserved()
         print(verdict, f"{aside.sent} to be refused, {aside.again} of them stand there twice", counters)
         verdict.assert_kept(repeats=True)
+        verdict.assert_apart()
         assert aside.kept, aside
         assert not fleet.surprises
         assert counters["parked"] == counters["released"] == fleet.ledger.account.rows_back, "a row had two names"

@@ -160,8 +160,17 @@ async def test_a_new_name_for_a_copy_is_found(rabbitmq: RabbitMQ, postgres: Post
         assert fleet.ledger.account.rows_back > counters["released"]
 
 
+async def test_a_name_of_two_messages_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
+    async with fleet_with("same id", rabbitmq, postgres, tmp_path) as fleet:
+        verdict = await passed(fleet.ledger)
+        verdict.assert_kept()
+        with pytest.raises(AssertionError, match="have the x-delayer-id of another"):
+            verdict.assert_apart()
+
+
 def test_every_bug_is_planted_somewhere() -> None:
-    assert set(BUGS) == {"early", "twice", "narrow", "acknowledge first", "new id", "forgetful", "lenient"}
+    found = {"early", "twice", "narrow", "acknowledge first", "new id", "same id", "forgetful", "lenient"}
+    assert set(BUGS) == found
 
 
 def test_a_schedule_repeats_by_its_seed_and_has_every_kind() -> None:

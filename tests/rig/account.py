@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from tests.rig.letters import Form, message_id_of
@@ -88,6 +89,9 @@ class Verdict:
     published_twice: frozenset[int] = frozenset()
     unexcused: Sequence[int] = ()
     standing: Mapping[str, int] = field(default_factory=dict)
+    shared: Sequence[int] = ()
+    """Messages with the ``x-delayer-id`` of another one, which a consumer that knows copies by it would throw away. Of
+    one store there must be none; of two, numbers of rows are the same."""
 
     @property
     def repeated_at_release(self) -> int:
@@ -129,6 +133,10 @@ class Verdict:
         assert repeats or not self.repeats, f"{len(self.repeats)} came more than once: {list(self.repeats.items())[:3]}"
         assert not self.unexcused, f"{len(self.unexcused)} came twice without a fault: {self.unexcused[:10]}"
         assert not self.two_faced, f"{len(self.two_faced)} with one id and two due instants: {self.two_faced[:10]}"
+
+    def assert_apart(self) -> None:
+        """Every message has a name of its own: ask where there is one store."""
+        assert not self.shared, f"{len(self.shared)} have the x-delayer-id of another: {self.shared[:10]}"
 
     def __str__(self) -> str:
         return (
@@ -233,6 +241,21 @@ class Account:
             for number, copies in self._copies.items()
         )
 
+    def shared(self) -> list[int]:
+        """Numbers of messages that came under an id which another had; those that came changed have none here."""
+        ids, found = self._ids, set[int]()
+        named = [number for number in range(self.sent) if ids[2 * number] or ids[2 * number + 1]]
+        named.sort(key=lambda number: (ids[2 * number], ids[2 * number + 1]))
+        for one, other in pairwise(named):
+            if ids[2 * one : 2 * one + 2] == ids[2 * other : 2 * other + 2]:
+                found |= {one, other}
+        holder = {_packed(copy.id): number for number, copies in self._copies.items() for copy in copies}
+        for number in named:
+            other = holder.get((ids[2 * number], ids[2 * number + 1]), number)
+            if other != number:
+                found |= {number, other}
+        return sorted(found)
+
     def missing(self) -> list[int]:
         return [] if self._back == self.sent else [number for number, at in enumerate(self._at) if not at]
 
@@ -248,6 +271,7 @@ class Account:
             frozenset(self.published_twice),
             [number for number in repeats if not self._excused(number)],
             standing,
+            self.shared(),
         )
 
     def _excused(self, number: int) -> bool:

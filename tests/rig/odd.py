@@ -143,6 +143,19 @@ def new_id() -> None:
     release.prepared = broken
 
 
+def same_id() -> None:
+    """Two rows leave under one x-delayer-id: a consumer that knows copies by it drops one of them (G3)."""
+    from delayer.core.message import Due
+    from delayer.services import release
+
+    prepared = release.prepared
+
+    def broken(row: Due, max_properties: int) -> Any:
+        return prepared(row._replace(id=row.id // 2), max_properties)
+
+    release.prepared = broken
+
+
 def narrow() -> None:
     """A signed integer leaves as an unsigned one (G4)."""
     from delayer.services import edits
@@ -155,9 +168,8 @@ def narrow() -> None:
     edits.released = broken
 
 
-BUGS: Final[Mapping[str, Callable[[], None]]] = {
-    bug.__name__.replace("_", " "): bug for bug in (acknowledge_first, early, twice, forgetful, lenient, new_id, narrow)
-}
+_PLANTED: Final = (acknowledge_first, early, twice, forgetful, lenient, new_id, same_id, narrow)
+BUGS: Final[Mapping[str, Callable[[], None]]] = {bug.__name__.replace("_", " "): bug for bug in _PLANTED}
 
 
 def program(*, clock: Path | None = None, bug: str = "") -> tuple[str, ...]:

@@ -67,6 +67,8 @@ def _complain(result: Result, console: Console) -> None:
         console.print(f"lost: {result.verdict.missing[:50]}", style="red")
     if result.verdict.unexcused:
         console.print(f"twice without a fault: {result.verdict.unexcused[:50]}", style="red")
+    if result.verdict.shared:
+        console.print(f"under the id of another: {result.verdict.shared[:50]}", style="red")
     if result.doomed.missing:
         console.print(f"to be refused, and nowhere: {result.doomed.missing[:50]}", style="red")
     for text in result.doomed.wrong[:5]:

@@ -89,10 +89,11 @@ class Result:
 
     @property
     def unmarked(self) -> int:
-        """Copies that met no fault, copies of one row under different ids, and such of one id that differ all the same.
-        Those of messages that nobody named are counted apart: what they may look like is in docs/guarantees.md."""
+        """Copies that met no fault, copies of one row under different ids, and such of one id that differ all the same;
+        and messages under the id of another. Copies of those that nobody named are counted apart: what they may look
+        like is in docs/guarantees.md."""
         verdict = self.verdict
-        return len(verdict.unexcused) + abs(self.rows[0] - self.rows[1]) + len(verdict.two_faced)
+        return len(verdict.unexcused) + abs(self.rows[0] - self.rows[1]) + len(verdict.two_faced) + len(verdict.shared)
 
     @property
     def kept(self) -> bool:

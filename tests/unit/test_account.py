@@ -168,6 +168,19 @@ def test_ids_of_both_kinds_are_kept() -> None:
     assert (account.back, account.arrived, dict(Arrivals(account)).keys()) == (3, 6, {0, 1, 2})
 
 
+def test_messages_under_the_id_of_another_are_found() -> None:
+    account = Account()
+    for id in (b"17", UUID, b"18", b"17", b"19", b"20"):
+        account.take(account.owe(Form.INT32, DUE_MS, DELAY_MS), arrival(id))
+    account.take(5, arrival(b"20"))
+    assert account.shared() == [0, 3]
+    account.take(1, arrival(b"19"))
+    assert account.shared() == [0, 1, 3, 4]
+    verdict = account.verdict({})
+    with pytest.raises(AssertionError, match="4 have the x-delayer-id of another"):
+        verdict.assert_apart()
+
+
 def test_copies_of_one_id_have_one_due_instant() -> None:
     verdict = verdict_of(arrival(b"17"), arrival(b"17", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9))
     assert verdict.two_faced == [0]
