@@ -42,7 +42,9 @@ LIMITS: Final = {
     "compact, rate": (
         f"{_SHARED}Half of a message's time is zstd, Parquet and reading back, a third is Postgres: locking, gathering "
         "and deleting. A lower level of zstd comes too close to the 8-fold; not reading back would save a sixth, and "
-        "it is a check that stays. It grows with the cores, up to the database's."
+        "it is a check that stays. Two million rows stayed above the target on this machine, five million do not: "
+        "what is no longer in memory is read from the disk and written back, which takes processor time here as "
+        "well. It grows with the cores, up to the database's."
     ),
     "restore, rate": f"{_SHARED}Half of it is the `COPY` and its log. Daemons restore by themselves in time.",
     "restore, seconds with all around it": (
