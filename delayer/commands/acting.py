@@ -8,12 +8,12 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import click
 
-from delayer.commands.common import DONE, FOUND, Misused, note, print_json, request_of
+from delayer.commands.common import DONE, FOUND, Misused, note, print_json, quoted, request_of
 from delayer.commands.db import store_url
 from delayer.commands.filters import filter_of, filter_options, instant, iso, tokens
 from delayer.commands.looking import as_json, say_native
@@ -46,6 +46,22 @@ def agreed(question: str, *, yes: bool) -> bool:
     if not sys.stdin.isatty():
         raise Misused("nobody can be asked here: say --yes, or --dry-run to see the number only")
     return click.confirm(question, default=False, err=True)
+
+
+def go_on(
+    context: click.Context, question: str, missing: Iterable[str], *, some: bool, named: bool, dry_run: bool, yes: bool
+) -> None:
+    """Say which of the named messages are ``missing``; end here on a dry run, without ``some`` that are meant, or where
+    somebody who did not name them says no to ``question``: a verb, and what it is about."""
+    absent = sorted(missing)
+    for name in absent:
+        note(f"{quoted(name)} is not among them.")
+    if dry_run or not some:
+        click.echo(f"{question.partition(' ')[2]} are meant.")
+        context.exit(FOUND if absent else DONE)
+    if not named and not agreed(f"{question}?", yes=yes):
+        note("Nothing was done.")
+        context.exit(DONE)
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")

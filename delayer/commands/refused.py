@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from delayer.commands.acting import agreed, all_option, dry_run_option, whoami, yes_option
-from delayer.commands.common import DONE, FOUND, note, print_json, print_table, quoted, request_of
+from delayer.commands.acting import all_option, dry_run_option, go_on, whoami, yes_option
+from delayer.commands.common import FOUND, note, print_json, print_table, quoted, request_of
 from delayer.commands.filters import address
 from delayer.commands.looking import as_json
 from delayer.commands.refusing import ANY, KEPT, Seen, Wanted, do, look
@@ -143,14 +143,8 @@ def _act(
     about = f"{len(found):,} of {depth:,} refused messages"
     seen_all = depth <= KEPT
     missing = set(ids).difference(*((one.refusal.id, one.refusal.message_id) for one in found)) if seen_all else set()
-    for name in sorted(missing):
-        note(f"{quoted(name)} is not among them.")
-    if dry_run or not found:
-        click.echo(f"{about} are meant.")
-        context.exit(FOUND if missing else DONE)
-    if not ids and not agreed(f"{verb.capitalize()} {about}?", yes=yes):
-        note("Nothing was done.")
-        context.exit(DONE)
+    question = f"{verb.capitalize()} {about}"
+    go_on(context, question, missing, some=bool(found), named=bool(ids), dry_run=dry_run, yes=yes)
     done = asyncio.run(do(settings, verb, wanted, whoami(), depth))
     click.echo(f"{PAST[verb]}: {done.messages:,}.")
     if done.cut:

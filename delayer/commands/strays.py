@@ -12,8 +12,8 @@ import click
 
 from delayer.broker.consumer import RelaySubscription
 from delayer.broker.publisher import RelayPublisher
-from delayer.commands.acting import agreed, all_option, dry_run_option, yes_option
-from delayer.commands.common import DONE, FOUND, Misused, note, print_json, print_table, quoted, request_of
+from delayer.commands.acting import all_option, dry_run_option, go_on, yes_option
+from delayer.commands.common import FOUND, Misused, print_json, print_table, request_of
 from delayer.commands.filters import address, iso
 from delayer.commands.looking import as_json
 from delayer.commands.refusing import AT_ONCE, GATHER_SECONDS, KEPT, PATIENCE, consuming
@@ -115,15 +115,9 @@ def _act(
     settings = request_of(context).settings()
     found = asyncio.run(_work(settings, _means(ids, reason)))
     meant = frozenset(one.stray.id for one in found)
-    missing = sorted(set(ids) - {reading.text(id) for id in meant})
-    for name in missing:
-        note(f"{quoted(name)} is not among them.")
-    if dry_run or not meant:
-        click.echo(f"{len(meant):,} strays are meant.")
-        context.exit(FOUND if missing else DONE)
-    if not ids and not agreed(f"{verb.capitalize()} {len(meant):,} strays?", yes=yes):
-        note("Nothing was done.")
-        context.exit(DONE)
+    missing = set(ids) - {reading.text(id) for id in meant}
+    question = f"{verb.capitalize()} {len(meant):,} strays"
+    go_on(context, question, missing, some=bool(meant), named=bool(ids), dry_run=dry_run, yes=yes)
     done = asyncio.run(_work(settings, lambda one: one.stray.id in meant, verb))
     click.echo(f"{PAST[verb]}: {len(done):,}.")
     if missing or len(done) < len(meant):
