@@ -13,7 +13,6 @@ does not even reach its broker has nothing to park either, and lets go of these 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import count
@@ -29,6 +28,7 @@ from delayer.services.asking import Asking
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.holding import report
+from delayer.services.in_hand import LanesInHand, is_small
 from delayer.services.lasting import Lasting
 from delayer.services.ports import Lane, Pulse, Store
 from delayer.services.release import Release
@@ -46,15 +46,6 @@ MUTE_SECONDS: Final = 10.0
 """How long a daemon that can publish nothing keeps adopted lanes, and one that is cut off from its broker all lanes."""
 UPKEEP: Final = 60
 """Looks between two rounds of partition upkeep."""
-TOGETHER: Final = 128
-TOGETHER_BYTES: Final = 1 << 20
-"""Messages, or bytes, of a park that goes to the lanes in turn, so that all of them release it side by side: with one
-lane a process releases a fifth less in bulk. Smaller parks are a steady traffic's, and stay in one lane: what comes due
-of them at a time is one claim, publish and commit instead of two half as large, which spares CPU of the daemon and of
-the database (docs/performance.md, punctuality)."""
-STAY: Final = 300.0
-"""Seconds that small parks stay in one lane while it keeps up: what gathers for one instant, or while nothing can be
-released, is in all lanes when its time comes, however little came at a time."""
 
 
 class Lanes:
@@ -80,21 +71,14 @@ class Lanes:
         self._mute, self._cut_off = Lasting(publishing), Lasting(reaching)
         self._connect = connect
         self._wanted = wanted
-        self._release = release
         self._pulse = pulse
         self._counters = counters
         self._store: Store | None = None
-        self._own: list[Lane] = []
-        self._loops: dict[asyncio.Task[None], Lane] = {}
-        self._adopted: dict[Lane, Release] = {}
-        self._releases: dict[Lane, Release] = {}  # of all lanes, until their loops have ended
+        self._in_hand = LanesInHand(release, counters)
         self._upkeep: asyncio.Task[None] | None = None
         self._asking = Asking()
         self._share = wanted
         self._complete = 0  # looks in a row that found all lanes of our own in hand
-        self._turn = count()
-        self._began = time.monotonic()
-        self._ready = asyncio.Event()
         self._out_of_reach = asyncio.Event()
 
     @property
@@ -105,17 +89,17 @@ class Lanes:
     @property
     def ready(self) -> asyncio.Event:
         """Set while at least one lane of ours can be parked into."""
-        return self._ready
+        return self._in_hand.ready
 
     @property
     def adopted(self) -> list[int]:
         """The lanes of others that we release from."""
-        return sorted(lane.number for lane in self._adopted)
+        return sorted(lane.number for lane in self._in_hand.adopted)
 
     @property
     def numbers(self) -> list[int]:
         """The lanes that we release from, our own and adopted."""
-        return sorted(lane.number for lane in self._loops.values())
+        return sorted(lane.number for lane in self._in_hand.loops.values())
 
     def now_ms(self) -> int | None:
         """An upper bound of the store's clock, or None while no store was reached yet."""
@@ -127,11 +111,11 @@ class Lanes:
 
     async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
-        return await self._write(lambda store, lane: store.park(lane, parcels, cancels), small=_small(parcels))
+        return await self._write(lambda store, lane: store.park(lane, parcels, cancels), small=is_small(parcels))
 
     async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         """Into the held table of a lane of ours. See ports.Holder."""
-        small = _small([parcel for parcel, _ in items])
+        small = is_small([parcel for parcel, _ in items])
         await self._write(lambda store, lane: store.hold(lane, items), small=small)
         report(items, self._counters)
 
@@ -155,7 +139,7 @@ class Lanes:
             try:
                 return await work(store, lane)
             except LaneLost as lost:
-                self._disown(lane, lost)
+                self._in_hand.disown(lane, lost)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Connect, own, adopt and maintain until stopping is set; then wait for the release loops to let go.
@@ -165,7 +149,7 @@ class Lanes:
         try:
             await self._tend(stopping)
         finally:
-            self._ready.clear()
+            self._in_hand.ready.clear()
             self._pulse.forget("lanes")
             ended = set() if self._upkeep is None else {self._upkeep}
             for upkeep in ended:
@@ -195,19 +179,13 @@ class Lanes:
                     await retry.pause()
                 await self._until_next_look(stopping)
             await self._asking.stop()
-            await self._all_let_go()
+            await self._in_hand.all_let_go()
         finally:
             # After a bug, and when the time to stop in is over, nobody has told the loops.
-            for loop in self._loops:
+            for loop in self._in_hand.loops:
                 loop.cancel()
-            await self._all_let_go()
+            await self._in_hand.all_let_go()
             await self._asking.stop()
-
-    async def _all_let_go(self) -> None:
-        """Wait until every loop has ended."""
-        while self._loops:
-            await asyncio.wait(self._loops)
-            self._collect()
 
     async def _look_around(self, look: int, stopping: asyncio.Event) -> None:
         if self._store is None:
@@ -238,35 +216,18 @@ class Lanes:
 
     async def _own_lanes(self, store: Store, stopping: asyncio.Event) -> None:
         """What is free is released from at once; asking others for more takes seconds, and goes on beside the looks."""
-        self._begin(self._asking.answer(), stopping)
+        self._in_hand.begin(self._asking.answer(), stopping)
         self._complete = 0 if self._missing > 0 else self._complete + 1
-        while self._adopted and self._missing > 0:
-            await self._keep_one()
+        while self._in_hand.adopted and self._missing > 0:
+            await self._in_hand.keep_one()
         if self._missing > 0 and not self._asking.tasks and self._cut_off.seconds() <= MUTE_SECONDS:
-            self._begin(await store.own_free(self._missing), stopping)
+            self._in_hand.begin(await store.own_free(self._missing), stopping)
             if self._missing > 0 and self._cut_off.seconds() == 0.0:
                 self._asking.begin(store, self._missing)
 
     @property
     def _missing(self) -> int:
-        return self._wanted - len(self._own)
-
-    def _begin(self, lanes: Sequence[Lane], stopping: asyncio.Event) -> None:
-        for lane in lanes:
-            log.info("lane owned", lane=lane.number)
-            self._own.append(lane)
-            self._start(lane, stopping)
-        if self._own:
-            self._ready.set()
-
-    async def _keep_one(self) -> None:
-        """Make an adopted lane one of our own: at once, and without a connection more."""
-        lane = next(iter(self._adopted))
-        await lane.keep()
-        if self._adopted.pop(lane, None) is not None:
-            log.info("lane owned", lane=lane.number)
-            self._own.append(lane)
-            self._ready.set()
+        return self._wanted - len(self._in_hand.own)
 
     async def _adopt(self, store: Store, stopping: asyncio.Event) -> None:
         """Not more than a share at a time: several daemons that find a long backlog release it together.
@@ -277,76 +238,31 @@ class Lanes:
             return
         share, self._share = self._share, self._wanted  # what fails is asked for less the next time
         lanes = await store.adopt(share)
-        for lane in lanes:
-            log.info("lane adopted", lane=lane.number)
-            self._adopted[lane] = self._start(lane, stopping)
+        self._in_hand.adopt(lanes, stopping)
         if len(lanes) == share:
             self._share = 2 * share
 
     async def _let_go(self, store: Store, _stopping: asyncio.Event) -> None:
         """Tell the loops of adopted lanes to end in which nothing is due soon, or that somebody else will own, or that
         cannot be released from; and those of all lanes where there is no broker to take from or to give to."""
-        mute = self._mute.seconds() > MUTE_SECONDS
-        wanted = await store.wanted([lane.number for lane in self._adopted]) if self._adopted else set()
-        for lane in [lane for lane in self._adopted if lane.idle or lane.number in wanted or mute]:
+        mute, adopted = self._mute.seconds() > MUTE_SECONDS, self._in_hand.adopted
+        wanted = await store.wanted([lane.number for lane in adopted]) if adopted else set()
+        for lane in [lane for lane in adopted if lane.idle or lane.number in wanted or mute]:
             reason = "asked for" if lane.number in wanted else "no broker" if mute else "idle"
-            log.info("lane let go", lane=lane.number, reason=reason)
-            self._adopted.pop(lane).leave()
-        while self._own and self._cut_off.seconds() > MUTE_SECONDS:
-            lane = self._own.pop()
-            log.info("lane let go", lane=lane.number, reason="no broker")
-            self._releases[lane].leave()
-            if not self._own:
-                self._ready.clear()
-
-    def _start(self, lane: Lane, stopping: asyncio.Event) -> Release:
-        release = self._releases[lane] = self._release(lane)
-        self._loops[asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")] = lane
-        return release
+            self._in_hand.let_go(lane, reason)
+        while self._in_hand.own and self._cut_off.seconds() > MUTE_SECONDS:
+            self._in_hand.let_go_own("no broker")
 
     def _place(self, *, small: bool = False) -> tuple[Store, Lane]:
-        if self._store is None or not self._own:
+        if self._store is None:
             raise StoreLost("no lane of ours to park into")
-        return self._store, (self._staying() if small else None) or self._own[next(self._turn) % len(self._own)]
-
-    def _staying(self) -> Lane | None:
-        """Where small parks go now; None while no lane keeps up."""
-        first = int((time.monotonic() - self._began) / STAY) % len(self._own)
-        return next((lane for lane in self._own[first:] + self._own[:first] if not self._releases[lane].behind), None)
-
-    def _disown(self, lane: Lane, lost: LaneLost) -> None:
-        self._counters.lanes_lost += 1
-        log.warning("lane lost", lane=lane.number, reason=str(lost))
-        if lane in self._own:
-            self._own.remove(lane)
-        if not self._own:
-            self._ready.clear()
+        return self._store, self._in_hand.place(small=small)
 
     async def _until_next_look(self, stopping: asyncio.Event) -> None:
         """Wait for a loop to end, for the order to stop, or for the time of the next look."""
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         await asyncio.wait(
-            [stop, *self._asking.tasks, *self._loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED
+            [stop, *self._asking.tasks, *self._in_hand.loops], timeout=LOOK_AROUND, return_when=asyncio.FIRST_COMPLETED
         )
         stop.cancel()
-        self._collect()
-
-    def _collect(self) -> None:
-        """Forget the loops that have ended, and their lanes. Raises what one of them failed of: a bug."""
-        failures = []
-        for task in [task for task in self._loops if task.done()]:
-            lane = self._loops.pop(task)
-            self._adopted.pop(lane, None)
-            self._releases.pop(lane, None)
-            if lane in self._own:
-                self._own.remove(lane)
-            if not task.cancelled() and (failure := task.exception()) is not None:
-                failures.append(failure)
-        if not self._own:
-            self._ready.clear()
-        if failures:
-            raise failures[0]
-
-
-def _small(parcels: Sequence[Parcel]) -> bool:
-    return len(parcels) < TOGETHER and sum(len(parcel.body) for parcel in parcels) < TOGETHER_BYTES
+        self._in_hand.collect()

@@ -11,6 +11,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from delayer.services import in_hand
 from delayer.services import lanes as service
 from delayer.services.counting import Counters
 from delayer.services.lanes import Lanes
@@ -32,7 +33,7 @@ WANTED = 2
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "LOOK_AROUND", 0.02)
-    monkeypatch.setattr(service, "TOGETHER", 1)  # however few messages are parked, each lane has its share
+    monkeypatch.setattr(in_hand, "TOGETHER", 1)  # however few messages are parked, each lane has its share
     monkeypatch.setattr("delayer.services.release.SLICE", 0.05)
     monkeypatch.setattr(store_lane, "FIRST_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(store_lane, "LONGEST_SLEEP", 0.5)

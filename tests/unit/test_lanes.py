@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.services import in_hand
 from delayer.services import lanes as module
 from delayer.services.counting import Counters
 from delayer.services.lanes import Lanes
@@ -92,7 +93,7 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
         for _ in range(4):
-            await it.lanes.park([due(n).parcel for n in range(module.TOGETHER)], [])
+            await it.lanes.park([due(n).parcel for n in range(in_hand.TOGETHER)], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
         await it.lanes.hold([(due(5).parcel, "why")])
         assert it.store.held == [(1, "why")]
@@ -102,8 +103,8 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
 async def test_small_parks_stay_together() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
-        small = [due(n).parcel for n in range(module.TOGETHER - 1)]
-        for parcels in (small, small, [due(n).parcel for n in range(module.TOGETHER)], small):
+        small = [due(n).parcel for n in range(in_hand.TOGETHER - 1)]
+        for parcels in (small, small, [due(n).parcel for n in range(in_hand.TOGETHER)], small):
             await it.lanes.park(parcels, [])
         assert [number for number, _, _ in it.store.parked[:2]] == [1, 1]
         assert it.store.parked[3][0] == 1
@@ -112,7 +113,7 @@ async def test_small_parks_stay_together() -> None:
 async def test_few_messages_with_large_bodies_are_no_small_park() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
-        large = due(1).parcel._replace(body=bytes(module.TOGETHER_BYTES))
+        large = due(1).parcel._replace(body=bytes(in_hand.TOGETHER_BYTES))
         for _ in range(4):
             await it.lanes.park([large], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
@@ -124,7 +125,7 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
         await it.lanes.ready.wait()
         for _ in range(4):
             await it.lanes.park([due(1).parcel], [])
-            it.lanes._began -= module.STAY
+            it.lanes._in_hand._began -= in_hand.STAY
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 
@@ -132,7 +133,7 @@ async def test_small_parks_leave_a_lane_that_does_not_keep_up() -> None:
     """More comes than one lane gets through, or its claim waits for somebody's lock: there are others."""
     async with scene() as it:
         await it.lanes.ready.wait()
-        first, second = (it.lanes._releases[lane] for lane in it.store.made)
+        first, second = (it.lanes._in_hand.releases[lane] for lane in it.store.made)
         await asyncio.gather(*(lane.sleeping.wait() for lane in it.store.made))
         for behind in ((first,), (first, second), (second,), ()):
             first._busy_since = second._busy_since = None
