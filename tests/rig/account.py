@@ -4,147 +4,20 @@ bytes a message, so that hours of messages fit."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
-from tests.rig.letters import Form, message_id_of
+from tests.rig.letters import Form
+from tests.rig.readings import Readings
+from tests.rig.verdict import Arrival, Findings, Owed, Verdict, Window
 
-FIRST_FEW: Final = 20
-"""Findings that are kept in words; the others are counted."""
 _STORED: Final = (1 << 64) - 1
 """Beside the number of a row, where the id of any other message has the first half of a UUID."""
-
+AFTERMATH_MS: Final = 5_000
+"""So long after a fault a server may be behind with what it was asked meanwhile."""
 _HEX: Final = 32
 """Digits of a UUID; the number of a row has fewer."""
-
-
-class Arrival(NamedTuple):
-    """One message at the destination. ``due_ms`` and ``id`` are what its x-delayer headers say."""
-
-    at_ms: float
-    id: bytes
-    due_ms: int
-    redelivered: bool
-
-
-class Owed(NamedTuple):
-    """What is owed for a number: not before ``due_ms``, and exactly then if it was said as an instant."""
-
-    form: Form
-    due_ms: int
-    delay_ms: int
-
-    @property
-    def sent_ms(self) -> int:
-        return self.due_ms - self.delay_ms
-
-
-class Window(NamedTuple):
-    """The time of a fault: from its beginning to when everything went on again."""
-
-    begin_ms: float
-    end_ms: float
-
-
-def covered(windows: Iterable[Window]) -> float:
-    """Seconds that lie in any of them."""
-    seconds, until_ms = 0.0, 0.0
-    for begin_ms, end_ms in sorted(windows):
-        seconds += max(0.0, end_ms - max(begin_ms, until_ms)) / 1000
-        until_ms = max(until_ms, end_ms)
-    return seconds
-
-
-@dataclass
-class Findings:
-    """Broken promises of one kind: how many, and the first few in words."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, text: str) -> None:
-        self.count += 1
-        if len(self.first) < FIRST_FEW:
-            self.first.append(text)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, position: int) -> str:
-        return self.first[position]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The account. ``repeats``: by number, every arrival of the messages that came more than once. ``unexcused``: those
-    of them that met no fault, where the times of the faults are known."""
-
-    sent: int
-    missing: Sequence[int]
-    early: Findings
-    changed: Findings
-    repeats: Mapping[int, Sequence[Arrival]]
-    published_twice: frozenset[int] = frozenset()
-    unexcused: Sequence[int] = ()
-    standing: Mapping[str, int] = field(default_factory=dict)
-    shared: Sequence[int] = ()
-    """Messages with the ``x-delayer-id`` of another one, which a consumer that knows copies by it would throw away. Of
-    one store there must be none; of two, numbers of rows are the same."""
-
-    @property
-    def repeated_at_release(self) -> int:
-        """Messages of which all copies have one ``x-delayer-id``: they were in the store, or in the cascade, once."""
-        return sum(len({one.id for one in arrivals}) == 1 for arrivals in self.repeats.values())
-
-    @property
-    def taken_in_twice(self) -> int:
-        """Messages that were read twice from the intake queue, by their publisher's ``message_id``: their copies have
-        that in common, and an ``x-delayer-id`` each."""
-        return sum(bool(message_id_of(number)) for number in self._read_twice())
-
-    @property
-    def nameless(self) -> int:
-        """The same, of messages to which their publisher gave no ``message_id``: no name marks their copies. They are
-        alike in everything that was published (or they count as changed), and in ``x-delayer-due`` too where the due
-        instant was said as such (or they count as early); one that was said as a delay has a later one in a later
-        copy, as it counts from when that was read."""
-        return sum(not message_id_of(number) for number in self._read_twice())
-
-    @property
-    def two_faced(self) -> Sequence[int]:
-        """Messages with copies of one ``x-delayer-id`` that differ in ``x-delayer-due``. There must be none."""
-        return [
-            number
-            for number, arrivals in self.repeats.items()
-            if len({one.id for one in arrivals}) < len({(one.id, one.due_ms) for one in arrivals})
-        ]
-
-    def _read_twice(self) -> Iterator[int]:
-        return (number for number, arrivals in self.repeats.items() if len({one.id for one in arrivals}) > 1)
-
-    def assert_kept(self, *, repeats: bool = False) -> None:
-        """Nothing lost, early or changed, nothing left standing; nothing twice unless there was a fault."""
-        assert not self.missing, f"{len(self.missing)} of {self.sent} lost, the first: {self.missing[:10]}; {self}"
-        assert not self.early, f"{len(self.early)} early, the first: {self.early[0]}"
-        assert not self.changed, f"{len(self.changed)} changed, the first: {self.changed[0]}"
-        assert not any(self.standing.values()), f"left standing: {self.standing}"
-        assert repeats or not self.repeats, f"{len(self.repeats)} came more than once: {list(self.repeats.items())[:3]}"
-        assert not self.unexcused, f"{len(self.unexcused)} came twice without a fault: {self.unexcused[:10]}"
-        assert not self.two_faced, f"{len(self.two_faced)} with one id and two due instants: {self.two_faced[:10]}"
-
-    def assert_apart(self) -> None:
-        """Every message has a name of its own: ask where there is one store."""
-        assert not self.shared, f"{len(self.shared)} have the x-delayer-id of another: {self.shared[:10]}"
-
-    def __str__(self) -> str:
-        return (
-            f"sent {self.sent}, lost {len(self.missing)}, early {len(self.early)}, changed {len(self.changed)}, "
-            f"more than once {len(self.repeats)} (at release {self.repeated_at_release}, "
-            f"taken in twice {self.taken_in_twice} and {self.nameless} without a name, "
-            f"published twice {len(self.published_twice & self.repeats.keys())}), standing {dict(self.standing)}"
-        )
 
 
 class Account:
@@ -157,6 +30,11 @@ class Account:
         """Whose publish was in doubt, so that it was published again: their copies may be the ledger's own doing."""
         self.windows: list[Window] | None = None
         """When faults were, if whoever causes them says so: then nothing may come twice that met none of them."""
+        self.readings: Readings | None = None
+        """How often each message was read, if somebody listens to that: then nothing may come of a message that its
+        readings do not account for, whatever broke."""
+        self.resorted: list[int] = []
+        """Whose headers came in the order of their names, where nobody listens."""
         self._form = array("B")
         self._due = array("q")
         self._delay = array("q")
@@ -196,6 +74,10 @@ class Account:
     def owed(self, number: int) -> Owed:
         return Owed(Form(self._form[number]), self._due[number], self._delay[number])
 
+    def reschedule(self, due_ms: int) -> None:
+        """By somebody's word everything is due at this instant now."""
+        self._due = array("q", [due_ms]) * self.sent
+
     def take(self, number: int, arrival: Arrival) -> None:
         """That message arrived, unchanged."""
         owed = self.owed(number)
@@ -205,6 +87,8 @@ class Account:
             or (owed.form.absolute and arrival.due_ms != owed.due_ms)
         ):
             self.early.add(f"message {number}: owed at {owed.due_ms}, header {arrival.due_ms}, at {arrival.at_ms}")
+        if arrival.resorted:
+            self._judge_order(number)
         high, low = _packed(arrival.id)
         if self._at[number]:
             self._copies.setdefault(number, []).append(arrival)
@@ -215,6 +99,13 @@ class Account:
         self._ids[2 * number], self._ids[2 * number + 1] = high, low
         self._said_due[number] = arrival.due_ms
         self._redelivered[number] = arrival.redelivered
+
+    def _judge_order(self, number: int) -> None:
+        """The broker may have sorted its headers, but only as it delivered it again."""
+        if self.readings is None:
+            self.resorted.append(number)
+        elif not self.readings.again(number):
+            self.changed.add(f"message {number}: its headers came sorted, and it was never delivered again")
 
     def take_changed(self, number: int, at_ms: float, text: str) -> None:
         """That message arrived, and is not what was sent. It is not missing, at least."""
@@ -269,17 +160,39 @@ class Account:
             self.changed,
             repeats,
             frozenset(self.published_twice),
-            [number for number in repeats if not self._excused(number)],
+            [number for number in repeats if not self._excused(number, repeats[number])],
             standing,
             self.shared(),
+            self._unaccounted(repeats),
+            self.resorted,
         )
 
-    def _excused(self, number: int) -> bool:
-        """Whether a fault was between the sending of a message and the last of its copies."""
-        if self.windows is None or number in self.published_twice:
+    def _unaccounted(self, repeats: Mapping[int, Sequence[Arrival]]) -> Findings:
+        findings = Findings()
+        if self.readings is not None:
+            for number, arrivals in repeats.items():
+                if text := self.readings.unaccounted(number, self.owed(number), arrivals):
+                    findings.add(text)
+        return findings
+
+    def _excused(self, number: int, arrivals: Sequence[Arrival]) -> bool:
+        """Whether a fault was between the beginning of a message and the last of its copies; or the ledger published it
+        twice, and that is all that there is of it."""
+        if self.windows is None:
             return True
-        sent_ms, last_ms = self.owed(number).sent_ms, self._copies[number][-1].at_ms
-        return any(window.begin_ms <= last_ms and window.end_ms >= sent_ms for window in self.windows)
+        names = {one.id for one in arrivals}
+        if number in self.published_twice and len(names) == len(arrivals) == 2:
+            return True
+        begun_ms, last_ms = _begun_ms(self.owed(number), arrivals), max(one.at_ms for one in arrivals)
+        return any(window.begin_ms <= last_ms and window.end_ms >= begun_ms for window in self.windows)
+
+
+def _begun_ms(owed: Owed, arrivals: Sequence[Arrival]) -> float:
+    """When a fault could first have been the reason of the copies: when the message was sent, as a rule. Copies under
+    one id are of what was read once, and when that was is known where the message said a delay."""
+    if owed.form.absolute or len({one.id for one in arrivals}) > 1:
+        return owed.sent_ms
+    return max(owed.sent_ms, arrivals[0].due_ms - owed.delay_ms - AFTERMATH_MS)
 
 
 class Arrivals(Mapping[int, Sequence[Arrival]]):

@@ -26,6 +26,8 @@ from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
 from tests.rig.account import Account, Arrival, Arrivals, Verdict
 from tests.rig.letters import NUMBER, Letters, doomed
+from tests.rig.proxy import Listener
+from tests.rig.readings import Readings
 
 __all__ = ["Arrival", "Ledger", "Verdict"]
 
@@ -174,6 +176,13 @@ class Ledger:
             await self._publishing.confirm_select()
         return self._publishing
 
+    def listener(self) -> Listener:
+        """For a connection of whoever reads the intake queue; one that nobody listens to makes the account find fault.
+        See Readings."""
+        if self.account.readings is None:
+            self.account.readings = Readings(self._into)
+        return self.account.readings.listener()
+
     # ---- consuming
 
     async def consume(self) -> None:
@@ -229,7 +238,8 @@ class Ledger:
         if gained is None:
             self.account.take_changed(number, at_ms, f"message {number}: sent {letter}, received {delivery}")
         else:
-            self.account.take(number, Arrival(at_ms, *gained, delivery.redelivered))
+            arrival = Arrival(at_ms, gained.id, gained.due_ms, delivery.redelivered, gained.resorted)
+            self.account.take(number, arrival)
 
     # ---- waiting
 

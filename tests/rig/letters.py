@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 
 NUMBER: Final = struct.Struct(">Q")
 """How a body begins."""
+KEYS: Final = b"ledger."
+"""How a routing key begins."""
 LARGEST: Final = 200_000
 SIZES: Final = ((300, 0), (900, 100), (999, 2_000), (1_000, LARGEST))
 """Of a thousand bodies, those up to the first figure have at most the second in bytes, behind their number."""
@@ -77,6 +79,15 @@ SHAPES: Final[Sequence[Mapping[bytes, bytes]]] = (
 )
 
 
+class Gained(NamedTuple):
+    """What a message came back with: its ``x-delayer-id`` and ``x-delayer-due``. ``resorted``: the headers that it had
+    before came back in the order of their names, and had another one."""
+
+    id: bytes
+    due_ms: int
+    resorted: bool = False
+
+
 class Letter(NamedTuple):
     """A message: its properties up to the header table and behind it, the table's entries as published (``said``) and
     as they must come back (``kept``), and its body."""
@@ -94,14 +105,12 @@ class Letter(NamedTuple):
         table = table_of(self.said)
         return self.head + struct.pack(">I", len(table)) + table + self.tail
 
-    def gained(
-        self, routing_key: bytes, properties: bytes, body: bytes, *, sorts: bool = False
-    ) -> tuple[bytes, int] | None:
-        """``x-delayer-id`` and ``x-delayer-due`` of what came back, if they are all that it gained, else None.
+    def gained(self, routing_key: bytes, properties: bytes, body: bytes, *, sorts: bool = False) -> Gained | None:
+        """What it gained on its way, if that is all that became of it, else None.
 
-        The headers may also be sorted by name: a quorum queue that delivers a message again puts its
-        ``x-delivery-count`` in, and sorts the table as it does so (seen on RabbitMQ 3.10). That is not our doing. Nor
-        is it where a broker ``sorts`` every table that it hands over, what was gained included.
+        A quorum queue that delivers a message again puts its ``x-delivery-count`` in, and sorts the headers as it does
+        so (seen on RabbitMQ 3.10): whether that happened to this one is for the account to judge. A broker may also
+        ``sort`` every table that it hands over, what was gained included.
         """
         head, tail = self.head, self.tail
         if body != self.body or routing_key != self.routing_key:
@@ -114,19 +123,20 @@ class Letter(NamedTuple):
         if sorts:
             return self._gained_by_name(table)
         kept = table_of(self.kept)
-        if not table.startswith(kept) and not table.startswith(table_of(sorted(self.kept))):
+        resorted = not table.startswith(kept)
+        if resorted and not table.startswith(table_of(sorted(self.kept))):
             return None
         found = _GAINED.fullmatch(table, len(kept))
-        return None if found is None else (found[1], int.from_bytes(found[2], "big"))
+        return None if found is None else Gained(found[1], int.from_bytes(found[2], "big"), resorted)
 
-    def _gained_by_name(self, table: bytes) -> tuple[bytes, int] | None:
+    def _gained_by_name(self, table: bytes) -> Gained | None:
         kept = sorted(self.kept)
         before = table_of(one for one in kept if one[0] < _BEFORE_GAINED)
         behind = table_of(one for one in kept if one[0] > _BEHIND_GAINED)
         if not table.startswith(before) or not table.endswith(behind):
             return None
         found = _GAINED_BY_NAME.fullmatch(table, len(before), len(table) - len(behind))
-        return None if found is None else (found[2], int.from_bytes(found[1], "big"))
+        return None if found is None else Gained(found[2], int.from_bytes(found[1], "big"))
 
 
 def doomed(number: int) -> Letter:
@@ -157,7 +167,7 @@ class Letters:
         else:
             said, kept = shape + said, shape + turned
         head, tail = _around(bits >> 4, message_id_of(number))
-        return Letter(b"ledger.%d" % (number % 5), head, said, kept, tail, self._body(number, bits >> 8))
+        return Letter(KEYS + b"%d" % (number % 5), head, said, kept, tail, self._body(number, bits >> 8))
 
     def _body(self, number: int, bits: int) -> bytes:
         chosen = bits % 1000

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,13 @@ from typing import Self
 from tests.rig import ports
 
 _CHUNK = 64 * 1024
+
+Listener = Callable[[bytes], None]
+"""Hears what the server says on one connection, each piece before the client does."""
+
+
+def deaf(_: bytes) -> None:
+    """Nobody listens."""
 
 
 class Proxy:
@@ -37,6 +45,8 @@ class Proxy:
     def __init__(self, port: int, *, host: str = ports.HOST) -> None:
         self.port = ports.reserve()
         self.accepted = 0
+        self.listener: Callable[[], Listener] = lambda: deaf
+        """Asked for a listener of each new connection."""
         self._target = (host, port)
         self._server: asyncio.Server | None = None
         self._links: set[_Link] = set()
@@ -118,7 +128,7 @@ class Proxy:
             client.reset()
             server.reset()
             return
-        link = _Link(client, server, self._to_server, self._to_client)
+        link = _Link(client, server, self._to_server, self._to_client, self.listener())
         self._links.add(link)
         await link.forward()
         self._links.discard(link)
@@ -156,12 +166,12 @@ class _End:
 class _Link:
     """A client's connection and ours to the server on its behalf."""
 
-    def __init__(self, client: _End, server: _End, to_server: _Way, to_client: _Way) -> None:
+    def __init__(self, client: _End, server: _End, to_server: _Way, to_client: _Way, listener: Listener) -> None:
         self._client = client
         self._server = server
         self._directions = [
-            asyncio.ensure_future(_pump(client, server, to_server)),
-            asyncio.ensure_future(_pump(server, client, to_client)),
+            asyncio.ensure_future(_pump(client, server, to_server, deaf)),
+            asyncio.ensure_future(_pump(server, client, to_client, listener)),
         ]
 
     def cut(self) -> None:
@@ -180,7 +190,7 @@ class _Link:
         self._server.writer.close()
 
 
-async def _pump(source: _End, sink: _End, way: _Way) -> None:
+async def _pump(source: _End, sink: _End, way: _Way, listener: Listener) -> None:
     """Bytes in one direction, while they may flow, up to the end of the source or an error on either side."""
     with suppress(OSError):
         while True:
@@ -191,5 +201,6 @@ async def _pump(source: _End, sink: _End, way: _Way) -> None:
             if seconds := way.seconds_for(len(data)):
                 await asyncio.sleep(seconds)
             await way.flowing.wait()
+            listener(data)
             sink.writer.write(data)
             await sink.writer.drain()

@@ -8,8 +8,9 @@ import pytest
 
 from delayer.services import edits
 from delayer.wire.properties import Properties
-from tests.rig.account import Account, Arrival, Arrivals, Verdict, Window
-from tests.rig.letters import Form, Letters, long, message_id_of, table_of, text
+from tests.rig.account import AFTERMATH_MS, Account, Arrivals
+from tests.rig.letters import Form, Gained, Letters, long, message_id_of, table_of, text
+from tests.rig.verdict import Arrival, Verdict, Window
 
 NOW_MS = 1_700_000_000_000
 DELAY_MS = 1_000
@@ -37,7 +38,7 @@ def test_a_letter_is_known_again_after_our_edits(number: int) -> None:
     letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
     for id in (b"1", b"9" * 18, UUID):
         properties = edits.released(Properties.parse(letter.properties), id, DUE_MS)
-        assert letter.gained(letter.routing_key, properties, letter.body) == (id, DUE_MS)
+        assert letter.gained(letter.routing_key, properties, letter.body) == Gained(id, DUE_MS)
 
 
 def test_letters_are_many_kinds_and_follow_from_seed_and_number() -> None:
@@ -150,6 +151,46 @@ def test_a_fault_excuses_what_was_under_way(window: Window, excused: bool) -> No
     assert (verdict.unexcused == []) is excused
 
 
+@pytest.mark.parametrize(
+    ("copies", "form", "excused"),
+    [
+        # Read 20 s after it was sent, as it says: what was over before that is no reason to publish one row twice.
+        ((b"17", b"17"), Form.INT64, False),
+        ((b"17", b"18"), Form.INT64, True),  # read twice, the first time perhaps at once
+        ((b"17", b"17"), Form.EPOCH, True),  # when it was read is not known
+    ],
+)
+def test_a_fault_before_it_was_read_excuses_no_copy_of_one_row(
+    copies: tuple[bytes, bytes], form: Form, excused: bool
+) -> None:
+    late_ms = 20_000 if form is Form.INT64 else 0
+    came = [arrival(id, at_ms=DUE_MS + 20_005, due_ms=DUE_MS + late_ms) for id in copies]
+    verdict = verdict_of(*came, form=form, windows=[Window(NOW_MS, NOW_MS + 20_000 - AFTERMATH_MS - 1)])
+    assert (verdict.unexcused == []) is excused
+    assert not verdict_of(*came, form=form, windows=[Window(NOW_MS, NOW_MS + 20_000 - AFTERMATH_MS)]).unexcused
+
+
+@pytest.mark.parametrize(("copies", "excused"), [((b"17", b"18"), True), ((b"17", b"17"), False)])
+def test_a_ledger_that_published_twice_excuses_two_messages_and_no_copy(
+    copies: tuple[bytes, bytes], excused: bool
+) -> None:
+    account = Account()
+    account.windows = []
+    account.owe(Form.INT64, DUE_MS, DELAY_MS)
+    account.published_twice.add(0)
+    for id in copies:
+        account.take(0, arrival(id))
+    assert (account.verdict({}).unexcused == []) is excused
+
+
+def test_sorted_headers_need_a_message_that_was_delivered_again() -> None:
+    verdict = verdict_of(arrival()._replace(resorted=True))
+    verdict.assert_kept(repeats=True)
+    verdict.assert_kept(redelivered=True)
+    with pytest.raises(AssertionError, match="1 changed: sorted headers"):
+        verdict.assert_kept()
+
+
 def test_copies_without_any_mark_are_counted() -> None:
     """Letter 0 has no message_id: taken in twice, its copies have nothing in common but their content."""
     assert verdict_of(arrival(b"17"), arrival(b"18")).nameless == 1
@@ -189,6 +230,19 @@ def test_copies_of_one_id_have_one_due_instant() -> None:
     assert not verdict_of(arrival(b"17"), arrival(b"18", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9)).two_faced
 
 
+def test_a_letter_whose_own_headers_were_sorted_is_known_as_such() -> None:
+    letters = Letters(3)
+    all_of_them = [letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS) for number in range(32)]
+    found = set()
+    for letter in all_of_them:
+        table = table_of([*sorted(letter.kept), (b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))])
+        came = letter.head + struct.pack(">I", len(table)) + table + letter.tail
+        resorted = sorted(letter.kept) != letter.kept
+        assert letter.gained(letter.routing_key, came, letter.body) == Gained(b"17", DUE_MS, resorted)
+        found.add(resorted)
+    assert found == {True, False}
+
+
 @pytest.mark.parametrize("number", range(32))
 def test_a_letter_that_a_broker_sorted_is_known(number: int) -> None:
     letters = Letters(3)
@@ -196,7 +250,7 @@ def test_a_letter_that_a_broker_sorted_is_known(number: int) -> None:
     gained = [(b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))]
     table = table_of(sorted([*letter.kept, *gained]))
     came = letter.head + struct.pack(">I", len(table)) + table + letter.tail
-    assert letter.gained(letter.routing_key, came, letter.body, sorts=True) == (b"17", DUE_MS)
+    assert letter.gained(letter.routing_key, came, letter.body, sorts=True) == Gained(b"17", DUE_MS)
     ours = came.index(b"\x0dx-delayer-due")
     behind = ours + len(table_of(gained))
     for at in [*range(ours), *range(behind, len(came))]:
