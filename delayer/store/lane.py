@@ -4,18 +4,7 @@ That connection holds the lane's advisory lock and runs its release transactions
 and "our open release is rolled back" are one event, and no release of ours can commit after somebody else adopted the
 lane.
 
-The *watermark* is a due instant before which this lane has no rows. Claims start there, so they never read again what
-they deleted: dead index entries at the head are what makes other Postgres queues slow. It only moves at three places:
-
-    settle     to the last row of a batch; after an empty one to the next row that is due, or to the store's now (by its
-               lower bound) if that is sooner
-    note       back to the row that was parked, or moved there by hand (telling.py), before it; what is noted during a
-               claim is kept until its end
-    look back  once a minute the lane is read from its beginning, for rows that were put there without a note; on
-               another connection, since that one does read the dead entries, at some 4 us each
-
-Where it stands is written down every few seconds, so that the next owner need not begin with such a reading either.
-What is written may be wrong by rows that were parked late, seconds before a crash: the first look back comes soon.
+Where its claims begin, and until when its owner may sleep: foresight.py.
 """
 
 from __future__ import annotations
@@ -24,6 +13,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import asyncpg
 import structlog
@@ -32,14 +22,13 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Due, Parcel
 from delayer.core.pace import Scope
 from delayer.faultpoint import reach
-from delayer.store import claiming, handover, session, settling, statements, telling
+from delayer.store import handover, session, settling, statements, taking
 from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
+from delayer.store.foresight import Foresight
 from delayer.store.link import Link
-from delayer.store.marks import Marks
-from delayer.store.outlook import IDLE_MS, SOON_MS, Look, Start
-from delayer.store.retries import NEVER_MS, Retries
+from delayer.store.outlook import IDLE_MS, Look, Start
 from delayer.store.telling import Told
 
 log = structlog.get_logger()
@@ -66,21 +55,14 @@ class PostgresLane:
         self.epoch = start.epoch
         self._link = Link(number, connection)
         self._clock = clock
-        self._clock_steps = clock.steps
         self._look = look
-        self._woken = asyncio.Event()
+        self._known = Foresight(start, clock)
         self._releasing = asyncio.Event()
         self._claim: Claim | None = None
-        self._watermark = self._written = start.watermark
+        self._written = start.watermark
         self._written_at = clock.monotonic()
-        self._noted = NEVER_MS  # soonest row parked since the last claim began
-        self._retries = Retries(start.retry_ms)
-        self._marks = Marks()
         self._release_seconds = release_seconds
         self._fed_until = math.inf
-        self._more = True
-        self._next: int | None = None  # when the next row is due that the last claim saw, if it took none
-        self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
         connection.add_termination_listener(self._on_termination)
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
         self._looker = asyncio.create_task(self._look_around(), name=f"lane {number}: look")
@@ -95,13 +77,12 @@ class PostgresLane:
 
     @property
     def idle(self) -> bool:
-        """See the port. The look back asks; an answer that is old, or from before the clock was set, says less."""
-        return self._quiet_until - self._clock.now_ms() > SOON_MS
+        """See the port."""
+        return self._known.idle
 
     def pace(self, scopes: Sequence[Scope]) -> None:
-        """See the port. The watermark stays what it is: a place before which there is nothing of any scope."""
-        self._marks.begin(scopes, self._watermark)
-        self._retries.again()
+        """See the port."""
+        self._known.pace(scopes)
 
     async def claim(self, limit: int, max_bytes: int, scope: Scope | None = None) -> list[Due]:
         """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
@@ -109,14 +90,15 @@ class PostgresLane:
             raise RuntimeError(f"lane {self.number}: claim before the last one was settled or given up")
         began = self._clock.monotonic()
         async with self._talking("claim") as connection:
-            self._forget_after_step()
-            self._noted, self._next = NEVER_MS, None
+            self._known.claiming()
+            place = connection, self._clock, self.number
+            take = partial(taking.take, *place, self._known, limit=limit, max_bytes=max_bytes, scope=scope)
             try:
-                self._claim = await self._take(connection, limit, max_bytes, scope)
+                self._claim = await take()
             except asyncpg.DeadlockDetectedError:
                 # Against somebody who replaces several keyed messages at once. They win; then it is our turn.
                 await connection.execute("ROLLBACK")
-                self._claim = await self._take(connection, limit, max_bytes, scope)
+                self._claim = await take()
             if self._claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
                 # To the server the release was idle while its rows were on their way, perhaps for too long: then it is
                 # rolled back, and whatever is published of it comes twice.
@@ -125,38 +107,6 @@ class PostgresLane:
             self._fed_until = self._clock.monotonic() + self._release_seconds
             reach("release.claimed")
         return self._claim.rows
-
-    async def _take(self, connection: asyncpg.Connection, limit: int, max_bytes: int, scope: Scope | None) -> Claim:
-        with_held = self._retries.wanted(scope, limit, self._clock.now_ms())
-        if with_held:
-            limit = self._retries.limit(scope, limit)
-        claim = await self._taken(connection, limit, max_bytes, scope, with_held=with_held)
-        self._retries.crowded(scope, claim.crowded)
-        return claim
-
-    async def _taken(
-        self, connection: asyncpg.Connection, limit: int, max_bytes: int, scope: Scope | None, *, with_held: bool
-    ) -> Claim:
-        if scope is not None:
-            return await claiming.take_scoped(
-                connection,
-                self._clock,
-                self.number,
-                scope=scope,
-                place=self._marks.claims(scope),
-                limit=limit,
-                max_bytes=max_bytes,
-                with_held=with_held,
-            )
-        return await claiming.take(
-            connection,
-            self._clock,
-            self.number,
-            watermark=self._watermark,
-            limit=limit,
-            max_bytes=max_bytes,
-            with_held=with_held,
-        )
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
         """See the port. ``released`` and ``held`` together are what was claimed: committing less would lose some."""
@@ -168,75 +118,41 @@ class PostgresLane:
             raise ValueError(f"claimed {claim.size}, settled {len(released)} released and {len(held)} held")
         async with self._talking("settle") as connection:
             await settling.write(connection, self.number, released, held, self._clock.now_ms())
-            if held or self._retries.soonest_ms <= self._clock.now_ms():
-                await self._look_at_retries(connection, claim)
+            if held or self._known.retries.soonest_ms <= self._clock.now_ms():
+                await taking.look_at_retries(connection, self._clock, self.number, self._known, claim)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
             self._claim, self._fed_until = None, math.inf
-        if claim.scope is None:
-            self._watermark = min(claim.watermark_after, self._noted)
-        else:
-            self._marks.passed(claim.scope, claim.place_after)
-            self._watermark = self._marks.lowest_ms
-        self._more = claim.full
-        self._next = claim.next_ms
+        self._known.settled(claim)
         if claim.size:
             reach("release.committed")
-
-    async def _look_at_retries(self, connection: asyncpg.Connection, claim: Claim) -> None:
-        known, self._retries.soonest_ms = self._retries.soonest_ms, NEVER_MS
-        try:
-            retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
-        except BaseException:
-            self._expect_retry(known)
-            raise
-        if retry_ms is None:
-            return
-        if retry_ms <= claim.passed_over_ms:
-            self._retries.in_vain(claim.scope, self._clock.now_ms())
-        # Not just the answer: it may be older than what was held, and noted, while we asked.
-        self._expect_retry(retry_ms)
 
     async def give_up(self) -> None:
         """See the port."""
         if self._claim is None:
             return
         self._claim, self._fed_until = None, math.inf
-        self._more = True
+        self._known.more = True
         await self._link.roll_back()
 
     @property
     def more(self) -> bool:
         """See the port."""
-        return self._more
+        return self._known.more
 
     async def sleep_hint(self) -> float:
         """See the port."""
         async with self._talking("sleep hint") as connection:
-            self._forget_after_step()
-            if self._more and not self._marks:  # of limited routes there may be more, and no reason to hurry
+            self._known.forget_after_step()
+            if self._known.hurries:
                 return 0.0
-            soonest = self._next
+            soonest = self._known.next
             if soonest is None:
                 horizon = self._clock.now_ms() + HORIZON_MS
-                start = self._marks.highest_ms if self._marks else self._watermark
-                soonest = await connection.fetchval(statements.NEXT_DUE, self.number, start, horizon)
-        noted = min(self._noted, self._marks.noted_ms)  # a claim of one scope forgets what was noted of another
-        next_ms = min(noted, self._next_retry_ms(), NEVER_MS if soonest is None else soonest)
+                soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self._known.read_to_ms, horizon)
+        next_ms = self._known.next_ms(soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
-
-    def _next_retry_ms(self) -> int:
-        return self._retries.next_ms(self._clock.now_ms(), paced=bool(self._marks))
-
-    def _forget_after_step(self) -> None:
-        """A watermark taken from a clock that was set back since is worth nothing."""
-        if self._clock_steps != self._clock.steps:
-            self._clock_steps = self._clock.steps
-            self._watermark = session.BEGINNING_MS
-            self._marks.again(session.BEGINNING_MS)
-            self._retries.again()
-            self._more = True
 
     async def keep(self) -> None:
         """See the port."""
@@ -245,52 +161,34 @@ class PostgresLane:
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""
-        self._marks.note(due_ms)
-        self._note(due_ms)
+        self._known.note_parked(due_ms)
 
     def note_parcels(self, parcels: Sequence[Parcel]) -> None:
         """As :meth:`note_parked`, of what is known: who is not meant does not look for it."""
-        self._marks.note_rows((parcel.route, parcel.due_ms) for parcel in parcels)
-        self._note(min(parcel.due_ms for parcel in parcels))
-
-    def _note(self, due_ms: int) -> None:
-        self._quiet_until = session.BEGINNING_MS
-        self._watermark = min(self._watermark, due_ms)
-        if due_ms < self._noted:
-            self._noted = due_ms
-            self._woken.set()
+        self._known.note_parcels(parcels)
 
     def note_held(self, retry_ms: int) -> None:
         """A message was put straight into held, to be tried again at ``retry_ms``."""
-        self._retries.again()
-        self._expect_retry(retry_ms)
-
-    def _expect_retry(self, retry_ms: int) -> None:
-        self._quiet_until = session.BEGINNING_MS
-        if self._retries.expect(retry_ms):
-            self._woken.set()
+        self._known.note_held(retry_ms)
 
     def hear(self, told: Told) -> None:
         """Somebody else put something into the lane, by hand."""
-        if told.kind == telling.WAITING:
-            self.note_parked(told.at_ms)
-        else:
-            self.note_held(told.at_ms)
+        self._known.hear(told)
 
     async def wait(self, seconds: float) -> None:
         """See the port. Also returns when the lane is lost, and when the store's clock was set: sleep hints of the
         old time are worth nothing then."""
         deadline = self._clock.monotonic() + seconds
-        while self.held_by_us and self._clock_steps == self._clock.steps:
-            self._woken.clear()
-            next_ms = min(self._noted, self._next_retry_ms())
+        while self.held_by_us and not self._known.clock_stepped:
+            self._known.woken.clear()
+            next_ms = min(self._known.noted, self._known.next_retry_ms())
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(next_ms))
             if left <= 0.0:
                 return
             try:
                 # Loops round to milliseconds, some of them down: waking early costs a claim that finds nothing.
                 async with asyncio.timeout(math.ceil(left * 1000) / 1000):
-                    await self._woken.wait()
+                    await self._known.woken.wait()
             except TimeoutError:
                 continue
 
@@ -299,7 +197,7 @@ class PostgresLane:
         if self._releasing.is_set():
             return
         self._releasing.set()
-        self._woken.set()
+        self._known.woken.set()
         self._looker.cancel()
         await asyncio.wait([self._keeper, self._looker])
         if self._link.idle:
@@ -319,7 +217,7 @@ class PostgresLane:
         except BaseException:
             # Whatever was claimed is rolled back.
             self._claim, self._fed_until = None, math.inf
-            self._more = True
+            self._known.more = True
             raise
 
     async def _keep(self) -> None:
@@ -338,15 +236,15 @@ class PostgresLane:
                         await self._write_down(connection)
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
-            if self._clock_steps != self._clock.steps:
-                self._woken.set()
+            if self._known.clock_stepped:
+                self._known.woken.set()
 
     async def _write_down(self, connection: asyncpg.Connection, *, at_once: bool = False) -> None:
         """Tell the next owner where to start. Not now, if a park holds the row: nobody waits for this."""
         now = self._clock.monotonic()
-        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != self._watermark:
-            self._written, self._written_at = self._watermark, now
-            await connection.execute(statements.WRITE_WATERMARK, self.number, self._watermark)
+        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != self._known.watermark:
+            self._written, self._written_at = self._known.watermark, now
+            await connection.execute(statements.WRITE_WATERMARK, self.number, self._known.watermark)
 
     async def _look_around(self) -> None:
         pause = FIRST_LOOK_SECONDS
@@ -363,12 +261,7 @@ class PostgresLane:
 
         Raises the driver's errors.
         """
-        found = await self._look(self.number, self._clock.now_ms() + IDLE_MS)
-        if found.first_ms is not None and found.first_ms < self._watermark:
-            self.note_parked(found.first_ms)
-        if found.retry_ms is not None:
-            self.note_held(found.retry_ms)
-        self._quiet_until = found.horizon_ms if found.empty else session.BEGINNING_MS
+        self._known.saw(await self._look(self.number, self._clock.now_ms() + IDLE_MS))
 
     async def _released_within(self, seconds: float) -> bool:
         try:
@@ -379,4 +272,4 @@ class PostgresLane:
         return True
 
     def _on_termination(self, _connection: object) -> None:
-        self._woken.set()
+        self._known.woken.set()
