@@ -4,9 +4,8 @@ clock for each, and a file that says the mode. What breaks it is in faults.py.""
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -14,114 +13,32 @@ from urllib.parse import quote
 
 import asyncpg
 
+from tests.faults.kept import PASSWORD, STARTUP, USER, Kept
 from tests.faults.place import Place, eventually
-from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Ledger
-from tests.rig.odd import Clock, program
-from tests.rig.proxy import Proxy
 from tests.rig.servers import Postgres, RabbitMQ
 
 DAEMONS = 2
 LANES = 2
-USER, PASSWORD = "delayer", "secret"
 HEARD_OF = 20.0
 """Seconds within which the management has heard of a connection: the broker tells it every five."""
-EVENTS_KEPT = 20_000
-BEGINNING = 200
-"""Events of the log's beginning that are always kept, and tell whether it is ready."""
-STARTUP = 240.0
-"""Seconds within which a daemon is ready, on a machine where everybody starts at once."""
-
-
-class Kept:
-    """One of the daemons: started again by whoever ends it, with the proxies and the clock of its own."""
-
-    def __init__(self, number: int, fleet: Fleet) -> None:
-        self.number = number
-        self.broker = Proxy(fleet.rabbitmq.port)
-        self.store = Proxy(fleet.postgres.port)
-        self.clock = Clock(fleet.directory / f"clock-{number}")
-        self.log = (fleet.directory / f"daemon-{number}.log").open("a", buffering=1)
-        self.told: Counter[str] = Counter()
-        """How often it said what, by event; all its processes together."""
-        self.process = DaemonProcess({})
-        self._fleet = fleet
-        self._meant = 0
-        self._left: DaemonProcess | None = None
-
-    async def start(self, fault: str = "") -> None:
-        """A new process in place of the one before; does not wait for anything else."""
-        fleet = self._fleet
-        if self.process.running:
-            await self.kill()
-        environ = {name: value for name, value in fleet.place.environ.items() if name != "MODE"} | {
-            "BROKER__URL": fleet.rabbitmq.url(fleet.vhost, port=self.broker.port, user=f"{USER}:{PASSWORD}"),
-            "STORE__URL": fleet.postgres.url(fleet.database, port=self.store.port),
-        }
-        if fault:
-            environ["FAULT"] = fault
-        odd = program(clock=self.clock.path, bug=fleet.bug)
-        process = DaemonProcess(environ, config=fleet.config, program=odd)
-        process.told = self._told
-        await process.start()
-        self.process = process
-
-    def _told(self, event: dict[str, Any] | str) -> None:
-        self.log.write(f"{event}\n")
-        if isinstance(event, dict):
-            self.told[str(event.get("event"))] += 1
-        if len(self.process.events) > 2 * EVENTS_KEPT:
-            del self.process.events[BEGINNING:EVENTS_KEPT]
-
-    @property
-    def up(self) -> bool:
-        """It is ready, so that it knows what to do when it gets a signal."""
-        return self.process.running and any(one.get("event") == "ready" for one in self.process.events[:BEGINNING])
-
-    @property
-    def mode(self) -> str:
-        """In which it works, by its own word; empty before it has said so."""
-        said = [one for one in self.process.events if one.get("event") in ("starting", "mode switched")]
-        return str(said[-1].get("now") or said[-1].get("mode")) if said else ""
-
-    async def ready(self) -> None:
-        await self.process.event("ready", timeout=STARTUP)
-
-    async def kill(self) -> None:
-        if self.process.running:
-            self.process.signal(signal.SIGKILL)
-        await self.process.wait()
-
-    @asynccontextmanager
-    async def meant(self) -> AsyncIterator[None]:
-        """Whoever ends the process in here does so on purpose; if it is left so, it stays so."""
-        self._meant += 1
-        try:
-            yield
-        finally:
-            self._meant -= 1
-            self._left = None if self.process.running else self.process
-
-    async def mind(self) -> None:
-        """Start it again whenever it ends by itself, and say so: no fault of somebody else is a reason to end."""
-        while True:
-            process = self.process
-            code = await process.wait(timeout=float("inf"))
-            if process is not self.process:
-                continue
-            if not self._meant and process is not self._left and not self._fleet.over:
-                self._fleet.surprises.append(
-                    f"daemon {self.number} ended with {code}; its log ends:\n{process.tail(5)}"
-                )
-                await self.start()
-            else:
-                await asyncio.sleep(0.1)  # perhaps whoever ended it starts another one
 
 
 class Fleet:
     """Made by :meth:`open`. ``surprises`` are what should not have happened, beside what the ledger says."""
 
-    def __init__(self, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, *, bug: str = "") -> None:
+    def __init__(
+        self,
+        rabbitmq: RabbitMQ,
+        postgres: Postgres,
+        directory: Path,
+        *,
+        bug: str = "",
+        daemons: int = DAEMONS,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.environ = environ or {}
+        """What the daemons are told beside their place."""
         self.rabbitmq = rabbitmq
         self.postgres = postgres
         self.directory = directory
@@ -131,31 +48,44 @@ class Fleet:
         self.database = postgres.add_database()
         self.config = directory / "delayer.toml"
         self.mode = ""
+        self.more = ""
+        """What the file says beside the mode."""
         # To the place, native mode with a store is everything there is: the cascade and the rows.
         self.place = Place("native", rabbitmq.url(self.vhost), postgres.url(self.database), lanes=LANES)
         self.surprises: list[str] = []
         self.over = False
         """From now on who ends is not started again."""
-        self.daemons = [Kept(number, self) for number in range(1, DAEMONS + 1)]
+        self.daemons = [Kept(number, self) for number in range(1, daemons + 1)]
         self.ledger: Ledger
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, rabbitmq: RabbitMQ, postgres: Postgres, directory: Path, *, mode: str, seed: int, bug: str = ""
+        cls,
+        rabbitmq: RabbitMQ,
+        postgres: Postgres,
+        directory: Path,
+        *,
+        mode: str,
+        seed: int,
+        bug: str = "",
+        daemons: int = DAEMONS,
+        environ: Mapping[str, str] | None = None,
+        ledger: type[Ledger] = Ledger,
     ) -> AsyncIterator[Self]:
-        """With both daemons ready, and a ledger that consumes."""
+        """With all daemons ready, and a ledger that consumes."""
         from delayer.store import upgrades  # alembic is slow to import
 
-        fleet = cls(rabbitmq, postgres, directory, bug=bug)
+        fleet = cls(rabbitmq, postgres, directory, bug=bug, daemons=daemons, environ=environ)
         await asyncio.to_thread(lambda: asyncio.run(upgrades.upgrade(postgres.url(fleet.database))))
         fleet.write_mode(mode)
         await fleet.place.declare()
         async with AsyncExitStack() as stack:
-            fleet.ledger = await stack.enter_async_context(fleet.place.ledger(seed))
+            fleet.ledger = await stack.enter_async_context(fleet.place.ledger(seed, kind=ledger))
             for daemon in fleet.daemons:
                 stack.enter_context(daemon.log)
+                daemon.broker.listener = fleet.ledger.listener
                 await stack.enter_async_context(daemon.broker)
                 await stack.enter_async_context(daemon.store)
                 await daemon.start()
@@ -177,7 +107,7 @@ class Fleet:
     def write_mode(self, mode: str) -> None:
         """For every daemon that starts or reloads from now on."""
         self.mode = mode
-        self.config.write_text(f'mode = "{mode}"\n')
+        self.config.write_text(f'mode = "{mode}"\n{self.more}')
 
     def switch(self, mode: str) -> None:
         """SIGHUP to all; one that is hanging or dying reads it later, or its successor does."""
@@ -252,10 +182,10 @@ class Fleet:
 
     async def settled(self) -> None:
         """Wait until all daemons consume, with lanes of their own to park into."""
-        wanted = DAEMONS * LANES
+        wanted = len(self.daemons) * LANES
         owned = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'delayer lane%'"
         await eventually(lambda: self.sql(owned), lambda found: found >= wanted, timeout=STARTUP)
-        await eventually(self._consumers, lambda found: found >= DAEMONS, timeout=STARTUP)
+        await eventually(self._consumers, lambda found: found >= len(self.daemons), timeout=STARTUP)
 
     async def _consumers(self) -> int:
         """Of the intake queue."""

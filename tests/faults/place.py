@@ -92,8 +92,10 @@ class Place:
         return self
 
     @asynccontextmanager
-    async def ledger(self, seed: int = 1, *, consume: bool = True) -> AsyncIterator[Ledger]:
-        async with Ledger.open(
+    async def ledger(
+        self, seed: int = 1, *, consume: bool = True, kind: type[Ledger] = Ledger
+    ) -> AsyncIterator[Ledger]:
+        async with kind.open(
             self.broker,
             random.Random(seed),
             into=f"{self.tag}delayer.in".encode(),

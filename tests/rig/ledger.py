@@ -24,8 +24,8 @@ from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Outgoing
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
-from tests.rig.account import Account, Arrival, Arrivals, Verdict
-from tests.rig.letters import NUMBER, Letters, doomed
+from tests.rig.account import Account, Arrival, Arrivals, Owed, Verdict
+from tests.rig.letters import NUMBER, Letter, Letters, doomed
 from tests.rig.proxy import Listener
 from tests.rig.readings import Readings
 
@@ -143,8 +143,12 @@ class Ledger:
         number = self.account.sent
         form = self._letters.form(number, absolute)
         self.account.owe(form, now_ms + delay_ms, delay_ms)
-        letter = self._letters.letter(number, form, now_ms + delay_ms, delay_ms)
+        letter = self.letter(number, self.account.owed(number))
         return Outgoing(self._into, letter.routing_key, letter.properties, letter.body, b"%d" % number)
+
+    def letter(self, number: int, owed: Owed) -> Letter:
+        """What is published under this number. A ledger of its own may have it say more."""
+        return self._letters.letter(number, *owed)
 
     def _compose_doomed(self) -> Outgoing:
         """The next message that has to be refused."""
@@ -216,30 +220,37 @@ class Ledger:
 
         def on_delivery(delivery: Delivery) -> None:
             nonlocal last
+            if not self._arrived(delivery, time.time() * 1000):
+                channel.nack(delivery.tag, requeue=False)
+                return
             if not last:
                 loop.call_soon(flush)
             last = delivery.tag
-            self._arrived(delivery, time.time() * 1000)
 
         def on_cancelled() -> None:
             raise AssertionError("somebody deleted the ledger's queue")
 
         await channel.consume(self.queue, on_delivery, on_cancelled)
 
-    def _arrived(self, delivery: Delivery, at_ms: float) -> None:
+    def _arrived(self, delivery: Delivery, at_ms: float) -> bool:
+        """Whether it is taken; else it is rejected, and becomes a dead letter of its queue."""
         self._news.set()
         number = NUMBER.unpack_from(delivery.body)[0] if len(delivery.body) >= NUMBER.size else -1
         if not 0 <= number < self.account.sent:
             self.account.changed.add(f"not a message of ours: {delivery}")
-            return
-        owed = self.account.owed(number)
-        letter = self._letters.letter(number, *owed)
+            return True
+        return self.judge(number, delivery, at_ms)
+
+    def judge(self, number: int, delivery: Delivery, at_ms: float) -> bool:
+        """Put the arrival of that message down. Whether to take it, as above."""
+        letter = self.letter(number, self.account.owed(number))
         gained = letter.gained(delivery.routing_key, delivery.properties, delivery.body, sorts=self._sorts)
         if gained is None:
             self.account.take_changed(number, at_ms, f"message {number}: sent {letter}, received {delivery}")
         else:
             arrival = Arrival(at_ms, gained.id, gained.due_ms, delivery.redelivered, gained.resorted)
             self.account.take(number, arrival)
+        return True
 
     # ---- waiting
 

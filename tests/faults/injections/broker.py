@@ -11,7 +11,8 @@ import aio_pika
 from delayer.core.errors import BrokerLost
 from delayer.wire.connection import Connection
 from tests.faults.fault import Fault, Missed
-from tests.faults.fleet import USER, Fleet
+from tests.faults.fleet import Fleet
+from tests.faults.kept import USER
 from tests.faults.place import eventually
 from tests.rig.proxy import Proxy
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from delayer.store.errors import DRIVER_ERRORS
 from tests.faults.fault import Fault, Missed
-from tests.faults.fleet import Fleet, Kept
+from tests.faults.fleet import Fleet
+from tests.faults.kept import Kept
 from tests.faults.place import eventually, stopped
 from tests.rig.memory import out_of_memory
 

@@ -14,7 +14,8 @@ import asyncpg
 import psutil
 
 from tests.faults.fault import Fault, Missed
-from tests.faults.fleet import BEGINNING, Fleet
+from tests.faults.fleet import Fleet
+from tests.faults.kept import BEGINNING
 from tests.rig.servers import Postgres
 
 OURS = "datname = current_database() AND application_name LIKE 'delayer%'"
