@@ -17,12 +17,13 @@ from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Kind, Planned, schedule
 from tests.faults.place import eventually
-from tests.rig.account import Account, Verdict, Window, covered
+from tests.rig.account import Account
 from tests.rig.ledger import Ledger
 from tests.rig.letters import doomed
 from tests.rig.odd import BUGS
 from tests.rig.raw import Props, text
 from tests.rig.servers import Postgres, RabbitMQ
+from tests.rig.verdict import Verdict, Window, covered
 from tests.soak.run import Options, Soak
 
 SEED = 6_000

@@ -22,9 +22,9 @@ from tests.faults.doomed import Doomed, emptied, refused
 from tests.faults.fault import Fault, Missed
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
-from tests.rig.account import Verdict, Window, covered
 from tests.rig.letters import NUMBER
 from tests.rig.servers import Postgres, RabbitMQ, StartFailed
+from tests.rig.verdict import Verdict, Window, covered
 
 MODES: Final[Mapping[str, float]] = {"store": 48.0, "native": 12.0}
 """How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
