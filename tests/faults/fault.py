@@ -9,6 +9,10 @@ class Missed(Exception):
     """There was nothing that the fault could break, so it was none: says what it looked for."""
 
 
+class Untouched(Missed):
+    """And nothing else was done in looking for it, so nothing is excused by it either."""
+
+
 class Fault(NamedTuple):
     """``kind`` is one of kinds.KINDS; ``target`` which daemon, where it is one of several; ``seconds`` how long it
     lasts; ``detail`` what else its kind wants to know."""

@@ -19,7 +19,7 @@ from aiormq.exceptions import AMQPError
 
 from delayer.core.errors import BrokerLost
 from tests.faults.doomed import Doomed, emptied, refused
-from tests.faults.fault import Fault, Missed
+from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
 from tests.rig.letters import NUMBER
@@ -225,7 +225,7 @@ class Soak:
         async with fleet.holding(things(fault)):
             if self._no_more_faults:
                 return
-            begin_ms = time.time() * 1000
+            begin_ms, excuses = time.time() * 1000, KINDS[fault.kind].excuses(fault)
             self.now.append(fault)
             self._note(f"begin {fault}")
             try:
@@ -235,14 +235,15 @@ class Soak:
             except Missed as missed:
                 self.missed[fault.kind] += 1
                 self._note(f"missed {fault}: {missed}")
+                # Others that missed do: whoever waits for a daemon at its point kills it in the end.
+                excuses = excuses and not isinstance(missed, Untouched)
             except FAILURES as error:
                 fleet.surprises.append(f"{fault}: {type(error).__name__}: {str(error)[:CLIPPED]}")
             finally:
                 self.now.remove(fault)
                 self._note(f"over  {fault}")
-                # Also of one that missed: whoever waits for a daemon at its point kills it in the end.
                 assert fleet.ledger.account.windows is not None
-                if KINDS[fault.kind].excuses(fault):
+                if excuses:
                     fleet.ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
 
     def _note(self, text: str) -> None:

@@ -10,7 +10,7 @@ import aio_pika
 
 from delayer.core.errors import BrokerLost
 from delayer.wire.connection import Connection
-from tests.faults.fault import Fault, Missed
+from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kept import USER
 from tests.faults.place import eventually
@@ -21,6 +21,8 @@ A_PORTION = 0.4
 """Seconds within which a consumer beside the daemons is given a message where some are published ten times a second."""
 MOST_LOSSES = 25
 """So many of them have to have had messages in hand: more than the 20 after which a delivery limit by default acts."""
+
+NOBODY = "the broker knew of no connection of the daemons"
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
@@ -84,19 +86,16 @@ async def _ctl(fleet: Fleet, *words: str) -> None:
 
 async def connections_closed(fleet: Fleet, fault: Fault) -> None:
     """By an operator, all of the daemons'."""
-    await _close_connections(fleet)
-
-
-async def _close_connections(fleet: Fleet) -> None:
     if not await fleet.close_connections():
-        raise Missed("the broker knew of no connection of the daemons")
+        raise Untouched(NOBODY)
 
 
 async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
     """The daemons' user may do nothing for ``seconds``; its connections are closed so that it is asked again."""
     await fleet.permit("^$")
     try:
-        await _close_connections(fleet)
+        if not await fleet.close_connections():
+            raise Missed(NOBODY)
         await asyncio.sleep(fault.seconds)
     finally:
         await fleet.permit()

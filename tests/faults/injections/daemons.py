@@ -7,7 +7,7 @@ import signal
 from contextlib import suppress
 
 from delayer.store.errors import DRIVER_ERRORS
-from tests.faults.fault import Fault, Missed
+from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kept import Kept
 from tests.faults.place import eventually, stopped
@@ -29,7 +29,7 @@ def of(fleet: Fleet, fault: Fault) -> Kept:
     """The target, if it is alive."""
     daemon = fleet.daemons[fault.target]
     if not daemon.process.running:
-        raise Missed(f"daemon {daemon.number} does not run")
+        raise Untouched(f"daemon {daemon.number} does not run")
     return daemon
 
 

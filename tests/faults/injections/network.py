@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.faults.fault import Fault, Missed
+from tests.faults.fault import Fault, Untouched
 from tests.faults.fleet import Fleet
 from tests.rig.proxy import Proxy
 
@@ -73,9 +73,9 @@ async def _healed_after(proxy: Proxy, fault: Fault) -> None:
 
 @asynccontextmanager
 async def _met(fleet: Fleet, fault: Fault) -> AsyncIterator[Proxy]:
-    """The line. Raises Missed at the end if nobody was on it at the beginning, and nobody came."""
+    """The line. Raises Untouched at the end if nobody was on it at the beginning, and nobody came."""
     proxy = link(fleet, fault)
     there, accepted = proxy.connections, proxy.accepted
     yield proxy
     if not there and proxy.accepted == accepted:
-        raise Missed(f"daemon {fault.target + 1} had no connection to the {fault.detail}")
+        raise Untouched(f"daemon {fault.target + 1} had no connection to the {fault.detail}")

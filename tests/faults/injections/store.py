@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import asyncpg
 import psutil
 
-from tests.faults.fault import Fault, Missed
+from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kept import BEGINNING
 from tests.rig.servers import Postgres
@@ -59,7 +59,7 @@ async def _end(fleet: Fleet, which: str, seconds: float) -> None:
     finally:
         await connection.close()
     if not ended:
-        raise Missed("the daemons had no such connection")
+        raise Untouched("the daemons had no such connection")
 
 
 async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
@@ -78,7 +78,7 @@ async def statements_cancelled(fleet: Fleet, fault: Fault) -> None:
     finally:
         await connection.close()
     if not cancelled:
-        raise Missed("no statement of the daemons ran at any of these moments")
+        raise Untouched("no statement of the daemons ran at any of these moments")
 
 
 async def disk_full(fleet: Fleet, fault: Fault) -> None:
