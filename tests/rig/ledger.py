@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Any, Self
 
 import aio_pika
 
@@ -105,8 +105,12 @@ class Ledger:
             self._sorts = sorts_headers(connection)
             channel = await connection.channel()
             exchange = await channel.declare_exchange(self._exchange, aio_pika.ExchangeType.TOPIC, durable=True)
-            queue = await channel.declare_queue(self.queue, durable=True)
+            queue = await channel.declare_queue(self.queue, durable=True, arguments=self.arguments())
             await queue.bind(exchange, "#")
+
+    def arguments(self) -> dict[str, Any] | None:
+        """Of the queue that takes them all."""
+        return None
 
     # ---- publishing
 
