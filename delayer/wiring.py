@@ -20,26 +20,30 @@ def uses_cascade(settings: Settings) -> bool:
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
     """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
     their way through a cascade that new delays do not take any more."""
-    native = native_of(settings)
-    queues = {settings.intake.queue, *(queue.name for queue in native.queues)}
-    # A shared cascade is somebody else's, and delivering into it may be what somebody wants.
-    exchanges = {exchange.name for exchange in native.exchanges if not exchange.shared}
-    return frozenset(map(str.encode, queues)), frozenset(map(str.encode, exchanges))
+    # A shared cascade's exchanges are somebody else's, and delivering into them may be what somebody wants.
+    ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
+    exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}
+    return frozenset(map(str.encode, queues_at_work(settings))), frozenset(map(str.encode, exchanges))
 
 
-def queues_at_work(settings: Settings) -> dict[str, str]:
-    """The queues that a daemon fills and empties, whichever mode is in force, and what each is in the configuration."""
+def _cascades(settings: Settings) -> dict[Cascade, str]:
+    """Those that a daemon may fill or empty, and the key of the configuration that names each."""
     # Our own cascade as well where another one is shared now: what was sent through it before is still in there.
     cascades = {Cascade(prefix=settings.native.prefix): "native.prefix"}
     cascades.setdefault(cascade_of(settings), "native.cascade")
     for table in settings.takeovers:
         cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
+    return cascades
+
+
+def queues_at_work(settings: Settings) -> dict[str, str]:
+    """The queues that a daemon fills and empties, whichever mode is in force, and what each is in the configuration."""
     found = {
         settings.intake.queue: "intake.queue",
         settings.refused.queue: "refused.queue",
         settings.native.due_queue: "native.due_queue",
     }
-    for cascade, key in cascades.items():
+    for cascade, key in _cascades(settings).items():
         names = [level.name for level in cascade.levels()] + ([cascade.strays] if cascade.strays else [])
         found = dict.fromkeys(names, key) | found
     return found

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
+from delayer.core.cascade import NAME_BYTES
 from delayer.settings.errors import Expected
 from delayer.settings.secret import Secret, SecretUrl
 
@@ -117,7 +118,7 @@ def _between(lowest: float, highest: float, what: str) -> Callable[[object], flo
 
 
 def _prefix(value: object) -> str:
-    prefix = _short_string(value, "a prefix of names", SHORT_STRING_BYTES - len("delay-delivery"))
+    prefix = _short_string(value, "a prefix of names", NAME_BYTES - len("delay-delivery"))
     if prefix.startswith("amq."):
         raise Expected('a prefix that does not begin with "amq.", which the broker keeps for itself')
     return prefix

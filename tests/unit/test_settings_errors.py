@@ -305,8 +305,8 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         [("native.cascade", '"delayer", "nservicebus-v2", "nservicebus-v1" or "celery"', '"nservicebus"', "")],
     ),
     (
-        f'[native]\nprefix = "{"p" * 242}"',
-        [("native.prefix", "a prefix of names of at most 241 bytes", '"' + "p" * 78 + "…", "")],
+        f'[native]\nprefix = "{"p" * 114}"',
+        [("native.prefix", "a prefix of names of at most 113 bytes", '"' + "p" * 78 + "…", "")],
     ),
     (
         '[native]\nprefix = "amq."',

@@ -37,6 +37,16 @@ def test_a_shared_cascade_s_exchanges_are_open_and_its_queues_are_not() -> None:
     assert b"nsb.v2.delay-level-00" in policy.own_queues - policy.own_exchanges
 
 
+def test_nobody_is_sent_into_what_is_taken_over_or_was_used_before() -> None:
+    tables = {"native": {"cascade": "celery"}, "takeover": [{"cascade": "nservicebus-v2"}]}
+    policy = policy_of(settings(**tables), has_store=True)
+    assert policy.own_queues == {name.encode() for name in queues_at_work(settings(**tables))}
+    ours = {b"delayer.delay-level-00", b"delayer.delay-strays"}
+    assert {*ours, b"celery_delayed_0", b"nsb.v2.delay-level-01"} < policy.own_queues
+    assert {*ours, b"delayer.delay-delivery"} < policy.own_exchanges
+    assert not {b"celery_delayed_0", b"nsb.v2.delay-level-01"} & policy.own_exchanges
+
+
 def test_every_key_of_a_route_arrives() -> None:
     route = {
         "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
