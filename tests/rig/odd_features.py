@@ -1,0 +1,82 @@
+"""Bugs in features of routes: each breaks what one of them promises. Started as all others are, see odd.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Final
+
+
+def keyless() -> None:
+    """A message with a key replaces nothing."""
+    from delayer.core.message import Parcel
+    from delayer.services import sorting
+
+    parcel = sorting.parcel
+
+    def broken(delivery: Any, due_ms: int, target: Any, key: bytes | None = None) -> Parcel:
+        return parcel(delivery, due_ms, target)
+
+    sorting.parcel = broken
+
+
+def deaf_to_cancels() -> None:
+    """Who cancels hears that it is done, and it is not."""
+    from delayer.store.postgres import PostgresStore
+
+    park = PostgresStore.park
+
+    async def broken(self: PostgresStore, lane: Any, parcels: Any, cancels: Collection[bytes]) -> frozenset[bytes]:
+        return await park(self, lane, parcels, []) | frozenset(cancels)
+
+    PostgresStore.park = broken  # type: ignore[method-assign]
+
+
+def impatient() -> None:
+    """What failed comes back after half of its pause."""
+    from delayer.core import plan
+
+    wait_ms = plan.wait_ms
+    plan.wait_ms = lambda *said: wait_ms(*said) // 2
+
+
+def once_more() -> None:
+    """What failed comes back once more than is configured."""
+    from delayer.core import plan
+
+    failure = plan.failure
+
+    def broken(headers: Any, retry: Any) -> Any:
+        failed = failure(headers, retry)
+        return failed._replace(exhausted=failed.retries > retry.attempts + 1)
+
+    plan.failure = broken
+
+
+def hurried() -> None:
+    """What is taken over goes out before the cascade would have let it out."""
+    from delayer.services import takeover
+
+    due_at_level = takeover.due_at_level
+    takeover.due_at_level = lambda *said: due_at_level(*said) - 1_500
+
+
+def at_the_border() -> None:
+    """What is too short for the store does not wait at all."""
+    from delayer.core import plan
+
+    plan._cascade = lambda due_ms, _now_ms, target, _route, _ask: plan.AtOnce(due_ms, target)  # type: ignore[assignment]
+
+
+def unlimited() -> None:
+    """A limited route goes twice as fast as it may."""
+    from delayer.core.pace import Bucket
+
+    init = Bucket.__init__
+
+    def broken(self: Bucket, rate: float, now: float) -> None:
+        init(self, 2 * rate, now)
+
+    Bucket.__init__ = broken  # type: ignore[method-assign]
+
+
+PLANTED: Final = (keyless, deaf_to_cancels, impatient, once_more, hurried, at_the_border, unlimited)
