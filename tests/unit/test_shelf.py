@@ -9,7 +9,7 @@ import pytest
 from delayer.core.errors import StoreLost
 from delayer.services.shelf import Shelf
 from tests.rig.fakes import ScriptedStore, until
-from tests.unit.test_lanes import quick, scene
+from tests.unit.lanes_scene import quick, scene
 
 __all__ = ["quick"]
 FOR_EVER = 3600.0

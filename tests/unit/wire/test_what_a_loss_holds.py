@@ -12,7 +12,8 @@ import pytest
 from delayer.core.message import Outgoing
 from delayer.wire.errors import ChannelClosed
 from delayer.wire.methods import commands
-from tests.unit.wire.test_conversation import message, publishes, scripted
+from tests.unit.wire.conversing import message, publishes
+from tests.unit.wire.scripted import scripted
 
 
 class Letters(list[Outgoing]):
