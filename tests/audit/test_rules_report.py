@@ -1,0 +1,179 @@
+"""What an audit tells beside findings: the calendar, what cannot be read, how the store grows; its report as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from delayer.audit.findings import Report
+from delayer.audit.rules import calendar, overdue
+from delayer.audit.rules.damage import Damage
+from delayer.audit.rules.growth import growth
+from delayer.audit.rules.message import DAY_MS, GRACE_MS, Context, Lane
+from tests.audit.rows import DAY, NOW, brief, fitting, judged, message, said
+from tests.audit.sound import CLAIMS, CONTEXT, SEGMENTS, SOUND
+
+
+def test_the_calendar() -> None:
+    second = (NOW // DAY_MS + 2) * DAY_MS + 5000
+    messages = [message(number, due_ms=second + number % 1000, body_bytes=number) for number in range(3000)]
+    messages += [message(9000, due_ms=NOW + 60_000, parked_ms=5), message(9001, due_ms=NOW + 9 * 365 * DAY_MS)]
+    coming = judged(messages, release_rate=100.0).calendar
+    assert coming.peaks[0].start_ms == second
+    assert coming.peaks[0].messages == 3000
+    assert coming.peaks[0].drain_seconds == 30.0
+    assert [(bar.start_ms, bar.messages) for bar in coming.minutes] == [((NOW + 60_000) // 60_000 * 60_000, 1)]
+    assert [bar.messages for bar in coming.hours] == [1, 3000]
+    assert [bar.messages for bar in coming.days] == [1, 3000, 1]
+    assert coming.oldest[0].id == 9000
+    assert coming.farthest[0].id == 9001
+    assert [each.id for each in coming.largest[:2]] == [2999, 2998]
+    assert len(coming.largest) == 10
+
+
+def test_what_lies_beyond_the_days_shown_is_in_the_bars_at_the_edges() -> None:
+    messages = [message(1, due_ms=NOW + 9_000 * DAY_MS), message(2, due_ms=NOW - 9_000 * DAY_MS)]
+    days = judged(messages).calendar.days
+    assert [round((bar.start_ms - NOW) / DAY_MS) for bar in days] == [-400, 4000]
+
+
+def test_peaks_that_take_long_are_worth_a_warning() -> None:
+    messages = [message(number, due_ms=NOW + 7_000_000) for number in range(1000)]
+    assert judged(messages, release_rate=20.0).findings == ()
+    (found,) = judged(messages, release_rate=10.0).findings
+    assert (found.rule, found.severity, found.count) == ("peaks", "warning", 1000)
+    assert found.details == {"drain_seconds": 100.0, "release_rate": 10.0}
+
+
+def test_a_minute_is_a_peak_of_its_own_if_no_second_of_it_is() -> None:
+    start = NOW // 60_000 * 60_000 + 600_000
+    messages = [message(number, due_ms=start + 1000 * (number % 60)) for number in range(600)]
+    first = judged(messages).calendar.peaks
+    assert (first[0].width_ms, first[0].messages) == (1000, 10)
+    assert (60_000, 600) in [(peak.width_ms, peak.messages) for peak in first]
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+def test_a_release_rate_that_is_none(rate: float) -> None:
+    with pytest.raises(ValueError, match="release rate: expected"):
+        judged([message(1)], release_rate=rate)
+
+
+def test_routes_and_destinations_are_the_largest_and_the_number_of_the_others() -> None:
+    messages = [message(number, to_key=b"%d" % (number % 1000), route=b"%d" % (number % 2)) for number in range(2001)]
+    coming = judged(messages).calendar
+    assert coming.destinations[0].messages == 3
+    assert coming.destinations[0].routing_key == b"0"
+    assert (len(coming.destinations), coming.destinations_more) == (200, 800)
+    assert [(share.route, share.messages) for share in coming.routes] == [(b"0", 1001), (b"1", 1000)]
+    assert coming.routes_more == 0
+
+
+def test_findings_of_one_rule_are_bounded_violations_first() -> None:
+    messages = [message(lane, lane=lane, due_ms=NOW - GRACE_MS) for lane in range(1, 151)]
+    lanes = [Lane(lane, "", lane > 120) for lane in range(1, 151)]
+    report = judged(messages, lanes=lanes)
+    run = next(run for run in report.rules if run.rule == overdue.RULE)
+    assert (run.violations, run.warnings, run.unlisted) == (120, 30, 50)
+    assert len([found for found in report.findings if found.rule == overdue.RULE]) == 100
+    assert all(found.severity == "violation" for found in report.findings if found.rule == overdue.RULE)
+
+
+PAGE = Damage(f"message_{DAY}", "page 7", "invalid page in block 7")
+TOAST = Damage(f"message_{DAY}", "(9,3)", "missing chunk number 0", lane=1, id=77, due_ms=NOW + DAY_MS)
+
+
+def test_what_the_database_cannot_read_is_found_by_table_and_place() -> None:
+    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, damage=[TOAST, PAGE])
+    damage, conservation = sorted(report.findings, key=lambda found: found.rule, reverse=True)
+    assert brief(damage) == ("integrity", "violation", f"table message_{DAY}: the database cannot read it", 2)
+    assert damage.first_due_ms == TOAST.due_ms
+    assert damage.details == {
+        "places": ["(9,3)", "page 7"],
+        "reasons": ["missing chunk number 0", "invalid page in block 7"],
+        "due_from_ms": DAY * DAY_MS,
+        "due_before_ms": (DAY + 1) * DAY_MS,
+        "examples": [77],
+    }
+    # The counters fit the rows without it.
+    assert brief(conservation) == ("conservation", "violation", "lane 1: waiting", 1)
+
+
+def test_a_message_of_which_the_place_is_readable_is_one_of_its_lane() -> None:
+    held = Damage("held", "(1,1)", "missing chunk number 0", lane=1, id=78, due_ms=NOW)
+    counters = fitting(SOUND, SEGMENTS)
+    counters[1, "parked"] += 2
+    counters[1, "held"] += 1
+    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, counters=counters, damage=[TOAST, held])
+    assert [found.subject for found in report.findings] == [
+        "table held: the database cannot read it",
+        f"table message_{DAY}: the database cannot read it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("table", "skipped"),
+    [
+        (f"message_{DAY}", {"conservation", "repeats", "keys"}),
+        ("message_default", {"conservation", "repeats", "keys"}),
+        ("held", {"conservation", "repeats", "keys"}),
+        ("message_key", {"keys"}),
+        ("segment_cancelled", set()),
+        ("segment", set()),
+    ],
+)
+def test_what_a_damaged_index_hides_is_not_called_missing(table: str, skipped: set[str]) -> None:
+    """All of its table is there, and nobody could read it."""
+    index = Damage(table, f"index {table}_pkey", "invalid page in block 0")
+    hidden = [] if table in ("message_key", "segment", "segment_cancelled") else [message(77)]
+    report = judged(
+        SOUND, [] if table == "segment" else SEGMENTS, CLAIMS, context=CONTEXT, damage=[index],
+        counters=fitting([*SOUND, *hidden], SEGMENTS),
+    )  # fmt: skip
+    assert said(report) == [("integrity", "violation", f"table {table}: the database cannot read it", 1)]
+    assert {run.rule for run in report.rules if run.skipped} == skipped
+
+
+def test_damage_is_listed_up_to_a_bound_and_counted_beyond() -> None:
+    places = [Damage("segment", f"page {n}", "invalid page") for n in range(3000)]
+    (found,) = judged(damage=places, context=Context(NOW, whole=False)).findings
+    assert found.count == 3000
+    assert len(found.details["places"]) == 20
+    assert found.details["reasons"] == ["invalid page"]
+
+
+def test_growth() -> None:
+    before = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT)
+    grown = [*SOUND, message(99, body_bytes=1000)]
+    counters = fitting(SOUND, SEGMENTS)
+    counters[1, "parked"] += 21
+    counters[1, "released"] = 20
+    later = judged(grown, SEGMENTS, CLAIMS, context=replace(CONTEXT, now_ms=NOW + 10_000), counters=counters)
+    change = growth(later, before)
+    assert change is not None
+    assert (change.since_ms, change.seconds, change.waiting, change.held) == (NOW, 10.0, 1, 0)
+    assert (change.parked, change.released, change.released_rate) == (21, 20, 2.0)
+    assert change.size == 1000 + len(message().properties)
+    assert growth(before, later) is None
+    assert growth(replace(later, sample=0.5), before) is None
+
+
+def test_a_report_comes_back_from_json() -> None:
+    messages = [*SOUND, message(77, crc=1), message(78, route=b"\xff\xc3\xa4", to_key=b"\xfe\x00")]
+    before = judged(SOUND)
+    report = judged(messages, SEGMENTS, CLAIMS, lanes=[Lane(1, "one", None)], context=CONTEXT)
+    report = replace(report, growth=growth(replace(report, store_now_ms=NOW + 1), before))
+    assert Report.from_json(report.to_json()) == report
+    report.to_json().encode("ascii")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 0}', '{"version": 1}', '{"version": 1, "totals": 3}'])
+def test_what_is_no_report(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|Expecting"):
+        Report.from_json(text)
+
+
+def test_instants() -> None:
+    assert calendar.instant(0) == "1970-01-01T00:00:00Z"
+    assert calendar.instant(253_402_300_799_999) == "253402300799999 ms"
