@@ -22,7 +22,8 @@ from rich.console import Console
 from tests.rig.odd import BUGS
 from tests.rig.servers import StartFailed
 from tests.soak.report import show, summary, tell
-from tests.soak.run import Options, Result, Soak
+from tests.soak.result import Options, Result
+from tests.soak.run import Soak
 
 
 def parsed() -> argparse.Namespace:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.faults.kinds import KINDS
-from tests.soak.run import Result, Soak
+from tests.soak.result import Result
+from tests.soak.run import Soak
 
 EVERY = 5.0
 
@@ -67,6 +68,8 @@ def _complain(result: Result, console: Console) -> None:
         console.print(f"lost: {result.verdict.missing[:50]}", style="red")
     if result.verdict.unexcused:
         console.print(f"twice without a fault: {result.verdict.unexcused[:50]}", style="red")
+    for text in result.verdict.unaccounted.first[:5]:
+        console.print(f"more than was read: {text[:1000]}", markup=False, style="red")
     if result.verdict.shared:
         console.print(f"under the id of another: {result.verdict.shared[:50]}", style="red")
     if result.doomed.missing:

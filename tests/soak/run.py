@@ -6,38 +6,26 @@ import asyncio
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
 import asyncpg
-import psutil
 from aiormq.exceptions import AMQPError
 
 from delayer.core.errors import BrokerLost
-from tests.faults.doomed import Doomed, emptied, refused
+from tests.faults.doomed import emptied, refused
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
 from tests.rig.letters import NUMBER
 from tests.rig.servers import Postgres, RabbitMQ, StartFailed
-from tests.rig.verdict import Verdict, Window, covered
+from tests.rig.verdict import Window, covered
+from tests.soak.result import Options, Result
+from tests.soak.traffic import Traffic
 
-MODES: Final[Mapping[str, float]] = {"store": 48.0, "native": 12.0}
-"""How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
-the messages go through the store either way."""
-WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}
-"""How many may be under way before no more are published. The second is more, so that there is room for some of them
-when the first have not come back."""
-PORTION: Final[Mapping[str, int]] = {"store": 1_000, "native": 200}
-DOOMED: Final = 5
-"""Beside each portion, of those that have to be refused."""
-PACE: Final[Mapping[str, float]] = {"store": 0.0, "native": 0.2}
-"""Seconds between two portions."""
-LONGEST_MS: Final = 5_000
 CALM: Final = 15.0
 """Seconds without a fault, at the beginning and at the end: nothing may come twice then."""
 PATIENCE: Final = 300.0
@@ -53,56 +41,6 @@ FAILURES: Final = (
 """How causing a fault may fail. TimeoutError is an OSError."""
 
 
-@dataclass(frozen=True)
-class Options:
-    seconds: float
-    seed: int
-    directory: Path
-    bug: str = ""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
-    ``aside``: in the strays queue, visible and not delivered. ``doomed``: what had to be refused. ``peaceful``: seconds
-    without a fault that may be why something comes twice. ``rows``: what the store counts as released, and of how many
-    of its rows a copy arrived; these differ if something came twice under two names."""
-
-    options: Options
-    begun: datetime
-    broker: str
-    seconds: float
-    verdict: Verdict
-    faults: Mapping[str, int]
-    missed: Mapping[str, int]
-    aside: int
-    doomed: Doomed
-    peaceful: float
-    rows: tuple[int, int]
-    largest_mb: float
-    modes: Mapping[str, int]
-    surprises: list[str] = field(default_factory=list)
-
-    @property
-    def lost(self) -> int:
-        return len(self.verdict.missing)
-
-    @property
-    def unmarked(self) -> int:
-        """Copies that met no fault, copies of one row under different ids, and such of one id that differ all the same;
-        and messages under the id of another. Copies of those that nobody named are counted apart: what they may look
-        like is in docs/guarantees.md."""
-        verdict = self.verdict
-        return len(verdict.unexcused) + abs(self.rows[0] - self.rows[1]) + len(verdict.two_faced) + len(verdict.shared)
-
-    @property
-    def kept(self) -> bool:
-        """Every promise, and nothing else that should not have happened."""
-        verdict = self.verdict
-        broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked or not self.doomed.kept
-        return not (broken or any(verdict.standing.values()) or self.surprises)
-
-
 class Soak:
     """``faults`` are those that are over, ``missed`` those of them that met nothing, ``now`` those at work."""
 
@@ -114,8 +52,6 @@ class Soak:
         self.missed: Counter[str] = Counter()
         self.now: list[Fault] = []
         self.phase = "starting"
-        self.largest = 0
-        self.modes: Counter[str] = Counter()
         self.fleet: Fleet | None = None
         self._over = asyncio.Event()
         self._no_more_faults = False
@@ -157,8 +93,9 @@ class Soak:
         account.windows = []
         self._began = time.monotonic()
         self.phase = "running"
-        side = [asyncio.create_task(work) for work in (self._alternate(fleet), self._measure(fleet))]
-        publishing = asyncio.create_task(self._publish(fleet))
+        traffic = Traffic(fleet)
+        side = [asyncio.create_task(work) for work in (traffic.alternate(), traffic.measure())]
+        publishing = asyncio.create_task(traffic.publish(self._over))
         try:
             await self._break_things(fleet)
             self._over.set()
@@ -170,37 +107,7 @@ class Soak:
             for task in (*side, publishing):
                 task.cancel()
             await asyncio.wait([*side, publishing])
-        return await self._settle(fleet)
-
-    # ---- the traffic
-
-    async def _publish(self, fleet: Fleet) -> None:
-        ledger, account = fleet.ledger, fleet.ledger.account
-        while not self._over.is_set():
-            mode = fleet.mode
-            if account.sent - account.back >= WAITING[mode]:
-                with suppress(AssertionError):
-                    await ledger.until(lambda mode=mode: account.sent - account.back < WAITING[mode], timeout=1.0)
-                continue
-            await ledger.publish(PORTION[mode], longest_ms=LONGEST_MS, doomed_ones=DOOMED)
-            self.modes[mode] += PORTION[mode]
-            await asyncio.sleep(PACE[mode])
-
-    async def _alternate(self, fleet: Fleet) -> None:
-        while True:
-            for mode, seconds in MODES.items():
-                fleet.switch(mode)
-                await asyncio.sleep(seconds)
-
-    async def _measure(self, fleet: Fleet) -> None:
-        """The largest that a daemon ever is, in bytes of memory."""
-        while True:
-            for daemon in fleet.daemons:
-                with suppress(psutil.Error, AssertionError):
-                    self.largest = max(self.largest, psutil.Process(daemon.process.pid).memory_info().rss)
-            await asyncio.sleep(1.0)
-
-    # ---- the faults
+        return await self._settle(fleet, traffic)
 
     async def _break_things(self, fleet: Fleet) -> None:
         """The whole schedule. What is not begun when the time is over is left out."""
@@ -249,9 +156,7 @@ class Soak:
     def _note(self, text: str) -> None:
         self._log.write(f"{self.elapsed:8.2f} {text}\n")
 
-    # ---- the account
-
-    async def _settle(self, fleet: Fleet) -> Result:
+    async def _settle(self, fleet: Fleet, traffic: Traffic) -> Result:
         self.phase = "settling the account"
         surprises = fleet.surprises
         await self._or_say(surprises, fleet.finish())
@@ -281,8 +186,8 @@ class Soak:
             doomed,
             self.elapsed - covered(account.windows or []),
             (released, account.rows_back),
-            self.largest / 1e6,
-            self.modes,
+            traffic.largest / 1e6,
+            traffic.modes,
             surprises,
         )
 

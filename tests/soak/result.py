@@ -1,0 +1,62 @@
+"""What a soak is asked for, and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from tests.faults.doomed import Doomed
+from tests.rig.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Options:
+    seconds: float
+    seed: int
+    directory: Path
+    bug: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
+    ``aside``: in the strays queue, visible and not delivered. ``doomed``: what had to be refused. ``peaceful``: seconds
+    without a fault that may be why something comes twice. ``rows``: what the store counts as released, and of how many
+    of its rows a copy arrived; these differ if something came twice under two names."""
+
+    options: Options
+    begun: datetime
+    broker: str
+    seconds: float
+    verdict: Verdict
+    faults: Mapping[str, int]
+    missed: Mapping[str, int]
+    aside: int
+    doomed: Doomed
+    peaceful: float
+    rows: tuple[int, int]
+    largest_mb: float
+    modes: Mapping[str, int]
+    surprises: list[str] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        return len(self.verdict.missing)
+
+    @property
+    def unmarked(self) -> int:
+        """Copies that met no fault or were not read as often, copies of one row under different ids, and such of one id
+        that differ all the same; and messages under the id of another. Copies of those that nobody named are counted
+        apart: what they may look like is in docs/guarantees.md."""
+        verdict = self.verdict
+        names = len(verdict.unaccounted) + len(verdict.two_faced) + len(verdict.shared)
+        return len(verdict.unexcused) + abs(self.rows[0] - self.rows[1]) + names
+
+    @property
+    def kept(self) -> bool:
+        """Every promise, and nothing else that should not have happened."""
+        verdict = self.verdict
+        broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked or not self.doomed.kept
+        return not (broken or any(verdict.standing.values()) or self.surprises)
