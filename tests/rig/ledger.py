@@ -100,7 +100,8 @@ class Ledger:
             await self._consumer.close()  # whoever keeps it consuming goes on at the new one
 
     async def declare(self) -> None:
-        """The exchange that due messages go to, and a durable queue that takes them all."""
+        """The exchange that due messages go to, and a durable queue that takes them all: a classic one, which leaves
+        what it delivers again as it was."""
         async with await aio_pika.connect(self._url) as connection:
             self._sorts = sorts_headers(connection)
             channel = await connection.channel()
