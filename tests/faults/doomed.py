@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from delayer.core.message import Delivery
@@ -15,7 +15,8 @@ REASON = b"x-delayer-refused"
 
 
 class Doomed(NamedTuple):
-    """``again``: how many stand there more than once. ``wrong``: what is not as it was sent, in words."""
+    """``again``: how many stand there more than once. ``wrong``: what is not as it was sent, or is there more often
+    than it was read, in words."""
 
     sent: int
     missing: list[int]
@@ -29,7 +30,9 @@ class Doomed(NamedTuple):
 
 async def refused(fleet: Fleet) -> Doomed:
     """Read the refused queue to its end, with the daemons stopped."""
-    return judged(fleet.ledger.doomed, [one.delivery for one in (await emptied(fleet, "delays.refused")).arrivals])
+    found = [one.delivery for one in (await emptied(fleet, "delays.refused")).arrivals]
+    readings = fleet.ledger.account.readings
+    return judged(fleet.ledger.doomed, found, None if readings is None else readings.doomed)
 
 
 async def emptied(fleet: Fleet, queue: str) -> Inbox:
@@ -41,8 +44,8 @@ async def emptied(fleet: Fleet, queue: str) -> Inbox:
         return inbox
 
 
-def judged(sent: int, found: Iterable[Delivery]) -> Doomed:
-    """Pure."""
+def judged(sent: int, found: Iterable[Delivery], read: Callable[[int], int] | None = None) -> Doomed:
+    """``read``: how often the doomed message of a number was read, where that is known. Pure."""
     counts: Counter[int] = Counter()
     wrong = []
     for one in found:
@@ -51,6 +54,12 @@ def judged(sent: int, found: Iterable[Delivery]) -> Doomed:
             wrong.append(f"refused and none of the doomed: {one}" if number >= sent else f"doomed {number}: {why}")
             continue
         counts[number] += 1
+    if read is not None:
+        wrong += [
+            f"doomed {number}: stands there {count} times, and was read {read(number)} times"
+            for number, count in sorted(counts.items())
+            if count > read(number)
+        ]
     missing = [number for number in range(sent) if number not in counts]
     return Doomed(sent, missing, sum(count > 1 for count in counts.values()), wrong)
 

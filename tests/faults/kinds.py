@@ -13,7 +13,7 @@ from tests.faults.fault import Fault
 from tests.faults.fleet import DAEMONS, Fleet
 from tests.faults.injections import broker, daemons, network, store
 
-Injection = Callable[[Fleet, Fault], Awaitable[None]]
+Injection = Callable[[Fleet, Fault], Awaitable[float | None]]
 TEN_MINUTES: Final = 600.0
 HOUR_MS: Final = 3_600_000
 MINUTE: Final = (60.0, 60.0)

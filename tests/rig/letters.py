@@ -19,6 +19,8 @@ NUMBER: Final = struct.Struct(">Q")
 """How a body begins."""
 KEYS: Final = b"ledger."
 """How a routing key begins."""
+DOOMED_KEYS: Final = b"doomed."
+"""How that of a doomed message begins."""
 LARGEST: Final = 200_000
 SIZES: Final = ((300, 0), (900, 100), (999, 2_000), (1_000, LARGEST))
 """Of a thousand bodies, those up to the first figure have at most the second in bytes, behind their number."""
@@ -143,7 +145,7 @@ def doomed(number: int) -> Letter:
     """A message whose delay nobody can read: it has to be refused, and to stand in the refused queue as it came."""
     said = [(b"trace", long(number)), (b"x-delay", text(b"in %d moments" % number))]
     head, tail = _around(number, b"doomed-%d" % number)
-    return Letter(b"doomed.%d" % (number % 5), head, said, said, tail, NUMBER.pack(number) + b"doomed")
+    return Letter(DOOMED_KEYS + b"%d" % (number % 5), head, said, said, tail, NUMBER.pack(number) + b"doomed")
 
 
 class Letters:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tests.rig import odd_features
+
 _OFFSET = struct.Struct("<q")
 
 
@@ -131,16 +133,20 @@ def lenient() -> None:
 
 
 def new_id() -> None:
-    """What is released again after a crash has another x-delayer-id (G3)."""
+    """What is released again after a crash, or comes out of the due queue again, has another x-delayer-id (G3)."""
     from delayer.core.message import Due
-    from delayer.services import release
+    from delayer.services import due, release
 
-    prepared = release.prepared
+    prepared, opened = release.prepared, due.envelopes.opened
 
     def broken(row: Due, max_properties: int) -> Any:
         return prepared(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
 
+    def renamed(*arguments: Any) -> Any:
+        return opened(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
+
     release.prepared = broken
+    due.envelopes.opened = renamed
 
 
 def same_id() -> None:
@@ -168,8 +174,28 @@ def narrow() -> None:
     edits.released = broken
 
 
-_PLANTED: Final = (acknowledge_first, early, twice, forgetful, lenient, new_id, same_id, narrow)
+def sorts_headers() -> None:
+    """Headers leave in the order of their names (G4), which brokers from 4.0 on would have done before."""
+    from delayer.services import edits
+    from delayer.wire.properties import Properties, splice
+
+    released = edits.released
+
+    def broken(properties: Properties, *more: Any) -> bytes:
+        entries = sorted((name, properties.raw[at:stop]) for name, at, stop in properties.entries())
+        bare = splice(properties, remove={name for name, _ in entries})
+        names = b"".join(bytes((len(name),)) + name + value for name, value in entries)
+        return released(Properties.parse(splice(bare, append=names)), *more)
+
+    edits.released = broken
+
+
+_PLANTED: Final = (
+    acknowledge_first, early, twice, forgetful, lenient, new_id, same_id, narrow, sorts_headers,
+)  # fmt: skip
 BUGS: Final[Mapping[str, Callable[[], None]]] = {bug.__name__.replace("_", " "): bug for bug in _PLANTED}
+OF_FEATURES: Final = {bug.__name__.replace("_", " "): bug for bug in odd_features.PLANTED}
+"""Those are found where the feature is used only (tests/faults/features)."""
 
 
 def program(*, clock: Path | None = None, bug: str = "") -> tuple[str, ...]:
@@ -181,13 +207,13 @@ def program(*, clock: Path | None = None, bug: str = "") -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clock", type=Path)
-    parser.add_argument("--bug", choices=BUGS)
+    parser.add_argument("--bug", choices=BUGS | OF_FEATURES)
     at = sys.argv.index("--")
     odd = parser.parse_args(sys.argv[1:at])
     if odd.clock:
         Clock(odd.clock).rule()
     if odd.bug:
-        BUGS[odd.bug]()
+        (BUGS | OF_FEATURES)[odd.bug]()
     from delayer import cli
 
     sys.argv[1:] = sys.argv[at + 1 :]

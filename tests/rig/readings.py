@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tests.rig.letters import KEYS, NUMBER
+from tests.rig.letters import DOOMED_KEYS, KEYS, NUMBER
 from tests.rig.verdict import Arrival, Owed
 
 _FRAME: Final = struct.Struct(">BHI")
@@ -34,12 +34,13 @@ _RANDOM_ID: Final = 32
 
 
 class Readings:
-    """Three bytes a message."""
+    """Three bytes a message, and one for each of the doomed."""
 
     def __init__(self, into: bytes) -> None:
         """``into``: the exchange that the ledger publishes to; what comes through another one is on its way already."""
         self._into = into
         self._read, self._again, self._due = bytearray(), bytearray(), bytearray()
+        self._doomed = bytearray()
 
     def listener(self) -> Callable[[bytes], None]:
         """For one connection: takes what the broker says there, in pieces as they come."""
@@ -57,15 +58,21 @@ class Readings:
         """How often it was read at the end of the cascade."""
         return _of(self._due, number)
 
+    def doomed(self, number: int) -> int:
+        """How often the doomed message of that number was read: they have numbers of their own."""
+        return _of(self._doomed, number)
+
     def _handed(self, redelivered: bool, exchange: bytes, routing_key: bytes, body: bytes) -> None:
         if len(body) < NUMBER.size or (number := NUMBER.unpack_from(body)[0]) >= _NUMBERS:
             return
-        ours = routing_key.startswith(KEYS)  # the doomed have numbers of their own, and the cascade keys
+        ours = routing_key.startswith(KEYS)  # and not the cascade's, or somebody else's
         if exchange != self._into:
             _count(self._due, number)
             redelivered = True  # what was dead-lettered is sorted as well
         elif ours:
             _count(self._read, number)
+        elif routing_key.startswith(DOOMED_KEYS):
+            _count(self._doomed, number)
         if ours and redelivered:
             _count(self._again, number)
 

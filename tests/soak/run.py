@@ -137,7 +137,7 @@ class Soak:
             self._note(f"begin {fault}")
             try:
                 async with asyncio.timeout(fault.seconds + HEALING):
-                    await KINDS[fault.kind].inject(fleet, fault)
+                    begin_ms = await KINDS[fault.kind].inject(fleet, fault) or begin_ms
                 self.faults[fault.kind] += 1
             except Missed as missed:
                 self.missed[fault.kind] += 1

@@ -63,9 +63,10 @@ def test_a_connection_is_heard_in_whatever_pieces_it_comes() -> None:
 
 
 def test_what_is_not_the_ledgers_does_not_count() -> None:
-    deliveries = [delivery(3, key=DOOMED), delivery(1 << 60), delivery(3, key=DOOMED, again=True)]
+    deliveries = [delivery(3, key=DOOMED), delivery(1 << 60), delivery(3, key=DOOMED, again=True), delivery(3, key="x")]
     readings = heard(*deliveries)
     assert (readings.read(3), readings.again(3), readings.due(3)) == (0, False, 0)
+    assert (readings.doomed(3), readings.doomed(2)) == (2, 0)
 
 
 def test_a_dead_letter_was_sorted_too() -> None:

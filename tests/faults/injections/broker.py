@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from contextlib import suppress
 
 import aio_pika
@@ -101,27 +102,30 @@ async def permissions_taken(fleet: Fleet, fault: Fault) -> None:
         await fleet.permit()
 
 
-async def destination_deleted(fleet: Fleet, fault: Fault) -> None:
+async def destination_deleted(fleet: Fleet, fault: Fault) -> float:
     """Publishing to it makes the broker close the channel; ``seconds`` later it is there again."""
     await fleet.settled()
-    before = fleet.told("message held")
+    before, begin_ms = fleet.told("message held"), time.time() * 1000
     async with await aio_pika.connect(fleet.place.broker) as connection:
         await (await connection.channel()).exchange_delete("delayer.out")
     await asyncio.sleep(fault.seconds)
     await fleet.ledger.declare()
     if fleet.told("message held") == before:
         raise Missed("nobody published there meanwhile")
+    return begin_ms
 
 
-async def queue_deleted(fleet: Fleet, fault: Fault) -> None:
+async def queue_deleted(fleet: Fleet, fault: Fault) -> float:
     """The queue under the consumers, when nothing is in it: what is deleted with it is nobody's to keep."""
     async with fleet.ledger.silent():
         await eventually(fleet.place.standing, lambda standing: not set(standing) - fleet.aside, timeout=90)
         await fleet.settled()
+        begin_ms = time.time() * 1000
         async with await aio_pika.connect(fleet.place.broker) as connection:
             await (await connection.channel()).queue_delete("delays")
         await eventually(lambda: _exists(fleet, "delays"), bool, timeout=60)
     await fleet.settled()
+    return begin_ms
 
 
 async def _exists(fleet: Fleet, queue: str) -> bool:
