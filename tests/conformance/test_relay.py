@@ -23,16 +23,8 @@ from delayer.services.counting import Counters
 from delayer.services.release import Portion, Release
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
-from tests.conformance.broker_contract import (
-    BOUND,
-    GATHER,
-    BrokerContract,
-    World,
-    bodies,
-    message,
-    publish_all,
-    take,
-)
+from tests.conformance.broker_contract import BrokerContract
+from tests.conformance.broker_world import BOUND, GATHER, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
 from tests.rig.fakes import Pulse, ScriptedLane, due
 from tests.rig.proxy import Proxy

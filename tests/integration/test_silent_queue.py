@@ -16,7 +16,7 @@ from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned, Unanswered
 from delayer.wire.address import Address
-from tests.conformance.broker_contract import message
+from tests.conformance.broker_world import message
 from tests.conformance.test_relay import AdminHand, relay_to
 from tests.faults.place import eventually
 from tests.rig.servers import RabbitMQ
