@@ -15,11 +15,12 @@ import psutil
 
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
-from tests.faults.kept import BEGINNING
 from tests.rig.servers import Postgres
 
 OURS = "datname = current_database() AND application_name LIKE 'delayer%'"
 LOCKS = "datname = current_database() AND application_name LIKE 'delayer lane%'"
+PATIENCE = 30.0
+"""Seconds for a daemon to come to what a fault waits for."""
 
 
 async def killed(fleet: Fleet, fault: Fault) -> None:
@@ -140,11 +141,11 @@ async def partition_locked(fleet: Fleet, fault: Fault) -> None:
             await daemon.kill()
             await daemon.start()
         await asyncio.sleep(fault.seconds)
-        events = daemon.process.events[:BEGINNING]
-        met = any(one.get("event") == "partition not dropped" for one in events)
+        try:
+            await daemon.process.event("partition not dropped", timeout=PATIENCE)
+        except AssertionError as error:
+            raise Missed(f"daemon {daemon.number} did not want to drop it meanwhile") from error
     await daemon.ready()
-    if not met:
-        raise Missed(f"daemon {daemon.number} did not want to drop it meanwhile")
 
 
 @asynccontextmanager
