@@ -28,7 +28,9 @@ class Flow:
 
 
 @asynccontextmanager
-async def flowing(ledger: Ledger, rate: int, *, longest_ms: int = 5_000) -> AsyncIterator[Flow]:
+async def flowing(
+    ledger: Ledger, rate: int, *, longest_ms: int = 5_000, delay_ms: int | None = None
+) -> AsyncIterator[Flow]:
     """Publish ``rate`` messages a second for as long as the body takes. Where the broker makes it wait it goes on at
     that rate afterwards, and does not catch up."""
     over = asyncio.Event()
@@ -39,7 +41,7 @@ async def flowing(ledger: Ledger, rate: int, *, longest_ms: int = 5_000) -> Asyn
         portion = max(1, round(rate * TURN))
         due = began
         while not over.is_set():
-            await ledger.publish(portion, longest_ms=longest_ms)
+            await ledger.publish(portion, longest_ms=longest_ms, delay_ms=delay_ms)
             flow.count += portion
             flow.seconds = time.monotonic() - began
             due = max(due + TURN, began + flow.seconds - TURN)
