@@ -1,0 +1,161 @@
+"""Cancels: what was told to be cancelled is not delivered, and what was told to be too late, or not found, is.
+
+One exception (docs/guarantees.md): a fault may leave a message in the store though it is delivered, or in the intake
+queue though it is parked. Such as came all the same are counted, and each has to have met a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from delayer.core.message import Delivery, Outgoing
+from tests.faults.features.striking import REACH, commanded, excused
+from tests.faults.fleet import Fleet
+from tests.rig.account import Account, Owed
+from tests.rig.ledger import Ledger
+from tests.rig.letters import NUMBER, Letter
+from tests.rig.letters import text as said_text
+from tests.rig.raw import Props, content, text
+
+OUTCOME, KEY = b"x-delayer-outcome", b"x-delayer-key"
+SOME = 15
+"""Messages that one command cancels."""
+_ROWS = """
+SELECT id, (extract(epoch FROM due_at) * 1000)::bigint AS due_ms, substring(body FOR 8) AS number
+FROM message WHERE due_at > now() + interval '500 milliseconds' ORDER BY random() LIMIT $1
+"""
+
+
+class Told(NamedTuple):
+    """An answer about a message: ``cancelled``, ``gone`` (too late, not found), or ``unknown``."""
+
+    what: str
+    at_ms: float
+
+
+class Cancelling(Ledger):
+    """Every letter has a key of its own. Answers come to the queue that everything comes to. ``asked``: of which a
+    message said that they are to be cancelled; ``told``: what was answered, to messages and commands."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.asked: set[int] = set()
+        self.told: dict[int, list[Told]] = {}
+
+    def letter(self, number: int, owed: Owed) -> Letter:
+        letter = super().letter(number, owed)
+        return letter._replace(said=[*letter.said, (b"x-delay-key", said_text(key_of(number)))])
+
+    async def cancel(self, numbers: Collection[int]) -> None:
+        """By messages that want to hear what became of it."""
+        asked = [Outgoing(self._into, b"cancel", self._asking(n), b"", b"%d" % _token(n)) for n in numbers]
+        async with self._turn:
+            await self._confirmed(asked)
+        self.asked.update(numbers)
+
+    def _asking(self, number: int) -> bytes:
+        headers = ((b"x-delay-cancel", text(key_of(number))),)
+        return Props(headers=headers, delivery_mode=2, reply_to=self.queue.encode()).encode()
+
+    def _arrived(self, delivery: Delivery, at_ms: float) -> bool:
+        if OUTCOME not in delivery.properties:
+            return super()._arrived(delivery, at_ms)
+        self._news.set()
+        props = Props.decode(delivery.properties)
+        number = int(content(props.one(KEY)).removeprefix(b"c-"))
+        what = {b"cancelled": "cancelled", b"too late": "gone"}.get(content(props.one(OUTCOME)), "unknown")
+        if what == "gone" and _token(number) in self.account.published_twice:
+            what = "unknown"  # of another cancel, which we published again
+        self.tell(number, Told(what, at_ms))
+        return True
+
+    def tell(self, number: int, told: Told) -> None:
+        self.told.setdefault(number, []).append(told)
+
+
+def key_of(number: int) -> bytes:
+    return b"c-%d" % number
+
+
+def _token(number: int) -> int:
+    """Of a cancel: no letter has it."""
+    return -1_000_000 - number
+
+
+async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
+    """`delayer cancel` of a few that wait. How many it knew of."""
+    connection = await fleet.connect()
+    try:
+        rows = await connection.fetch(_ROWS, SOME)
+    finally:
+        await connection.close()
+    if not rows:
+        return 0
+    tokens = {f"{id}@{due_ms}": NUMBER.unpack(number)[0] for id, due_ms, number in rows}
+    code, output = await commanded(fleet, "cancel", "--json", *tokens)
+    now_ms = time.time() * 1000
+    # Out of reach of the store: perhaps it was committed, and the answer lost.
+    found = dict.fromkeys(tokens, "") if code == REACH else json.loads(output)
+    for token, where in found.items():
+        what = {"": "unknown", "nowhere": "gone"}.get(where, "cancelled")
+        ledger.tell(tokens[token], Told(what, now_ms))
+    return len(found)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``lost``: owed, and did not come: nobody cancelled it. ``denied``: told to be gone, and did not come.
+    ``delivered``: told to be cancelled, and came, without a fault; ``before`` and ``behind`` the answer, with one.
+    ``silent``: asked, never answered, without a fault."""
+
+    cancelled: int
+    lost: Sequence[int]
+    denied: Sequence[int]
+    delivered: Sequence[int]
+    silent: Sequence[int]
+    before: Sequence[int]
+    behind: Sequence[int]
+
+    def assert_kept(self) -> None:
+        assert not self.lost, f"{len(self.lost)} lost, such as {self.lost[:5]}"
+        assert not self.denied, f"{len(self.denied)} told to be gone did not come, such as {self.denied[:5]}"
+        assert not self.delivered, f"{len(self.delivered)} came though cancelled, such as {self.delivered[:5]}"
+        assert not self.silent, f"{len(self.silent)} cancels were not answered, such as {self.silent[:5]}"
+
+    def __str__(self) -> str:
+        return (
+            f"cancelled {self.cancelled}; came all the same, a fault between: {len(self.before)} before that was said, "
+            f"{len(self.behind)} after it"
+        )
+
+
+def judged(
+    account: Account, asked: Collection[int], told: Mapping[int, Sequence[Told]], refused: Collection[int] = ()
+) -> Judgement:
+    """``refused`` are owed no more: native mode has no keys while the store is away."""
+    lost, denied, delivered, silent, before, behind = [], [], [], [], [], []
+    cancelled = 0
+    for number in range(account.sent):
+        answers = told.get(number, ())
+        words = {one.what for one in answers}
+        arrivals = account.arrivals_of(number)
+        last_ms = max([one.at_ms for one in (*arrivals, *answers)], default=0.0)
+        if "cancelled" in words:
+            cancelled += 1
+            if arrivals:
+                said_ms = min(one.at_ms for one in answers if one.what == "cancelled")
+                late = arrivals[-1].at_ms > said_ms
+                (delivered if not excused(account, number, last_ms) else behind if late else before).append(number)
+        elif arrivals or number in refused or "unknown" in words:
+            continue
+        elif words:
+            denied.append(number)
+        elif number not in asked:
+            lost.append(number)
+        elif not excused(account, number, float("inf")):
+            silent.append(number)
+    return Judgement(cancelled, lost, denied, delivered, silent, before, behind)

@@ -1,0 +1,138 @@
+"""What each feature does when nothing breaks, or only what is said: parts of its test, and all that a planted bug
+needs to be found."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+from delayer.store.errors import DRIVER_ERRORS
+from tests.faults.doomed import emptied
+from tests.faults.fault import Fault
+from tests.faults.features import cancels, keys, rates, retries
+from tests.faults.features.striking import due_from_now, nothing_left, numbers_in, strike, taken_in
+from tests.faults.fleet import Fleet
+from tests.faults.place import eventually
+from tests.rig.flow import flowing
+from tests.rig.ledger import Ledger
+from tests.rig.letters import NUMBER
+
+HOUR_MS: Final = 3_600_000
+SEED: Final = 7_500
+LEAD: Final = 10.0
+"""Seconds within which a command has begun: what is rescheduled to the past is due when that is done."""
+
+
+@asynccontextmanager
+async def meanwhile(*work: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Do these again and again; what a store that is away says against it is no matter."""
+    over = asyncio.Event()
+
+    async def again(one: Callable[[], Awaitable[object]]) -> None:
+        while not over.is_set():
+            with suppress(*DRIVER_ERRORS):
+                await one()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), 0.1)
+
+    tasks = [asyncio.create_task(again(one)) for one in work]
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
+async def keys_waiting(fleet: Fleet, faults: Iterable[Fault]) -> keys.Judgement:
+    """All that was published is taken in, and becomes due while these faults strike."""
+    ledger = fleet.ledger
+    assert isinstance(ledger, keys.Keyed)
+    await ledger.publish(keys.KEYS, delay_ms=HOUR_MS)
+    await taken_in(fleet)
+    assert not ledger.order
+    await due_from_now(fleet, LEAD)
+    await strike(fleet, faults)
+    await nothing_left(fleet)
+    refused = set(await numbers_in(fleet, "delays.refused"))
+    return keys.judged_waiting(range(ledger.account.sent), {number for number, _ in ledger.order}, refused)
+
+
+@asynccontextmanager
+async def cancelling(fleet: Fleet) -> AsyncIterator[None]:
+    """Of the latest, a few at a time; and some of those that wait in the store."""
+    ledger, chance = fleet.ledger, random.Random(SEED)
+    assert isinstance(ledger, cancels.Cancelling)
+
+    async def by_messages() -> None:
+        sent = ledger.account.sent
+        latest = [number for number in range(max(0, sent - 300), sent) if number not in ledger.asked]
+        await ledger.cancel(chance.sample(latest, min(5, len(latest))))
+
+    async with meanwhile(by_messages, lambda: cancels.cancel_some(fleet, ledger)):
+        yield
+
+
+async def cancelled_in_peace(fleet: Fleet, seconds: float) -> cancels.Judgement:
+    """Without a fault, for so long."""
+    ledger = fleet.ledger
+    assert isinstance(ledger, cancels.Cancelling)
+    async with cancelling(fleet), flowing(ledger, 150, longest_ms=3_000):
+        await asyncio.sleep(seconds)
+    await nothing_left(fleet)
+    return cancels.judged(ledger.account, ledger.asked, ledger.told)
+
+
+async def retried_in_peace(fleet: Fleet, count: int) -> retries.Judgement:
+    await fleet.ledger.publish(count)
+    return await retried(fleet)
+
+
+async def retried(fleet: Fleet) -> retries.Judgement:
+    """When all have come to their ends."""
+    ledger = fleet.ledger
+    assert isinstance(ledger, retries.Failing)
+    with suppress(AssertionError):  # the judgement says what is missing
+        await ledger.until(lambda: len(ledger.final) == ledger.account.sent, timeout=90)
+    # A rejected one is on its way to the route for a moment, where nobody counts it.
+    await eventually(lambda: at_rest(fleet), bool, timeout=60)
+    for one in (await emptied(fleet, retries.PARKED)).arrivals:
+        ledger.parked[NUMBER.unpack_from(one.delivery.body)[0]] = retries.counted(one.props)
+    return retries.judged(ledger.account, ledger.came, ledger.parked)
+
+
+async def at_rest(fleet: Fleet) -> bool:
+    """Nothing came, and nothing stood anywhere, for a second."""
+    ledger = fleet.ledger
+    assert isinstance(ledger, retries.Failing)
+    for _ in range(10):
+        if await fleet.place.standing() or (await ledger.depths(ledger.queue))[ledger.queue]:
+            return False
+        await asyncio.sleep(0.1)
+    return True
+
+
+async def taken_over_in_peace(fleet: Fleet, count: int) -> None:
+    """The daemons come when it stands there already."""
+    for daemon in fleet.daemons:
+        async with daemon.meant():
+            assert await daemon.process.stop() == 0
+    await fleet.ledger.publish(count, longest_ms=12_000)
+    for daemon in fleet.daemons:
+        async with daemon.meant():
+            await daemon.start()
+    await fleet.settled()
+    await fleet.ledger.all_back()
+
+
+async def flooded_in_peace(fleet: Fleet, flood: Ledger, count: int) -> None:
+    await flood.publish(count, delay_ms=0)
+    await fleet.ledger.publish(300, longest_ms=1_000)
+    await fleet.ledger.all_back()
+    passed = flood.account.back
+    assert passed < count * 2 / 3, f"{passed} of {count} came before everything else"
+    await flood.all_back(timeout=120)
+    at_ms = [one.at_ms for number in range(count) for one in flood.account.arrivals_of(number)]
+    assert rates.excess(at_ms, len(fleet.daemons)) is None

@@ -1,0 +1,59 @@
+"""Limited rates: in no stretch of time does more of a route come than it may send. Pure, and a second ledger for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+from delayer.core.pace import BURST
+from tests.faults.fleet import Fleet
+from tests.rig.ledger import Ledger
+
+RATE: Final = 100
+"""Messages a second, of each daemon."""
+PACED: Final = "paced"
+ENVIRON: Final = {
+    "ROUTE": json.dumps(
+        [{"from": "delayer.in", "to": "delayer.out"}, {"from": PACED, "to": f"{PACED}.out", "max_rate": RATE}]
+    )
+}
+JITTER: Final = 2.0
+"""Seconds by which one message may have been held up more than another between the daemon and us."""
+
+
+class Excess(NamedTuple):
+    """Some stretch in which more came than may."""
+
+    messages: int
+    seconds: float
+    most: float
+
+
+def excess(at_ms: Sequence[float], daemons: int, rate: float = RATE) -> Excess | None:
+    """The first such stretch, from one arrival to another. Pure."""
+    ordered = sorted(at_ms)
+    # With a(i) = i - rate * t(i), too many came from i to j where a(j) - a(i) + 1 is more than the burst allows.
+    allowed = daemons * (rate * (BURST + JITTER))
+    lowest, since = float("inf"), 0
+    for position, at in enumerate(ordered):
+        level = position - daemons * rate * at / 1000
+        if level < lowest:
+            lowest, since = level, position
+        if level - lowest + 1 > allowed:
+            seconds = (at - ordered[since]) / 1000
+            return Excess(position - since + 1, seconds, daemons * rate * seconds + allowed)
+    return None
+
+
+@asynccontextmanager
+async def paced(fleet: Fleet, seed: int) -> AsyncIterator[Ledger]:
+    """A ledger of the limited route; its account knows of the fleet's faults."""
+    ledgers = Ledger.open(
+        fleet.place.broker, random.Random(seed), into=PACED.encode(), exchange=f"{PACED}.out", queue=PACED
+    )
+    async with ledgers as ledger:
+        ledger.account.windows = fleet.ledger.account.windows
+        yield ledger

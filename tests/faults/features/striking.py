@@ -1,0 +1,185 @@
+"""What all features have in common: a handful of faults, the traffic meanwhile, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from tests.faults.doomed import emptied
+from tests.faults.fault import Fault, Missed, Untouched
+from tests.faults.fleet import Fleet
+from tests.faults.injections.daemons import LANE_SECONDS
+from tests.faults.kinds import inject
+from tests.faults.place import eventually
+from tests.rig.account import Account, Window
+from tests.rig.daemon import EXECUTABLE
+from tests.rig.flow import flowing
+from tests.rig.ledger import Ledger
+from tests.rig.letters import NUMBER
+from tests.rig.servers import Postgres, RabbitMQ
+
+HEALING: Final = 120.0
+"""Seconds that a fault may take longer than it lasts."""
+HANGS: Final = 6.0
+"""Seconds after which the lanes of a daemon that hangs are free."""
+REACH: Final = 3
+"""The exit code of a command that found broker or store out of reach."""
+
+
+def handful(seed: int, *, daemons: int = 2, adopted: bool = False, store: bool = True) -> list[Fault]:
+    """Faults in an order that repeats with its seed, each at a daemon by chance. ``adopted``: one hangs so long that
+    the other has to adopt its lanes. ``store``: whether the store is among what breaks."""
+    chance = random.Random(seed)
+    faults = [
+        Fault("daemon killed", chance.randrange(daemons), 0.3),
+        Fault("daemon hangs", chance.randrange(daemons), LANE_SECONDS if adopted else HANGS),
+        Fault("broker killed", 0, 0.3),
+        Fault("network cut", chance.randrange(daemons), 0.0, "broker"),
+    ]
+    if store:
+        faults += [Fault("store killed", 0, 0.3), Fault("network cut", chance.randrange(daemons), 0.0, "store")]
+    chance.shuffle(faults)
+    return faults
+
+
+@asynccontextmanager
+async def opened(
+    rabbitmq: RabbitMQ,
+    postgres: Postgres,
+    directory: Path,
+    ledger: type[Ledger],
+    *,
+    mode: str = "store",
+    seed: int,
+    daemons: int = 2,
+    environ: Mapping[str, str] | None = None,
+    bug: str = "",
+) -> AsyncIterator[Fleet]:
+    """A fleet whose account knows of the times of faults."""
+    fleets = Fleet.open(
+        rabbitmq, postgres, directory, mode=mode, seed=seed, bug=bug, daemons=daemons, environ=environ, ledger=ledger
+    )
+    async with fleets as fleet:
+        await fleet.settled()
+        fleet.ledger.account.windows = []
+        yield fleet
+
+
+async def strike(
+    fleet: Fleet, faults: Iterable[Fault], *, rate: int = 0, longest_ms: int = 2_000, delay_ms: int | None = None
+) -> int:
+    """Let the faults come one after another, each to a fleet that works, with the ledger publishing meanwhile. How many
+    broke something."""
+    if not rate:
+        return await _strike(fleet, faults)
+    async with flowing(fleet.ledger, rate, longest_ms=longest_ms, delay_ms=delay_ms):
+        return await _strike(fleet, faults)
+
+
+async def _strike(fleet: Fleet, faults: Iterable[Fault]) -> int:
+    struck, windows = 0, fleet.ledger.account.windows
+    assert windows is not None
+    for fault in faults:
+        begin_ms = time.time() * 1000
+        try:
+            async with asyncio.timeout(fault.seconds + HEALING):
+                await inject(fleet, fault)
+            struck += 1
+        except Missed as missed:
+            print(f"{fault} met nothing: {missed}")
+            if isinstance(missed, Untouched):
+                continue
+        windows.append(Window(begin_ms, time.time() * 1000))
+        await fleet.settled()
+    return struck
+
+
+def excused(account: Account, number: int, until_ms: float) -> bool:
+    """Whether a fault was between the sending of a message and then."""
+    assert account.windows is not None
+    if number in account.published_twice:
+        return True
+    sent_ms = account.owed(number).sent_ms
+    return any(window.begin_ms <= until_ms and window.end_ms >= sent_ms for window in account.windows)
+
+
+async def rested(fleet: Fleet, empty: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until it is ``empty``, also of what a daemon has in hand, which nobody can count: they are stopped as a
+    person would, and nothing comes back. They run again then."""
+    while True:
+        await eventually(empty, bool, timeout=120)
+        for daemon in fleet.daemons:
+            async with daemon.meant():
+                await daemon.ready()
+                assert await daemon.process.stop() == 0, daemon.process.tail(5)
+        left = not await empty()
+        for daemon in fleet.daemons:
+            async with daemon.meant():
+                await daemon.start()
+        await fleet.settled()
+        if not left:
+            return await fleet.ledger.drained()
+
+
+async def taken_in(fleet: Fleet) -> None:
+    """Wait until everything that was published is read and settled."""
+
+    async def read() -> bool:
+        return await fleet.ledger.depths("delays") == {"delays": 0}
+
+    await rested(fleet, read)
+
+
+async def nothing_left(fleet: Fleet) -> None:
+    """Wait until nothing waits to be read or to be due, and all that came out is here."""
+
+    async def gone() -> bool:
+        return not set(await fleet.place.standing()) - fleet.aside
+
+    await rested(fleet, gone)
+
+
+async def commanded(fleet: Fleet, *arguments: str) -> tuple[int, str]:
+    """A command of the command line, past the proxies: its exit code, and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        str(EXECUTABLE), "--config", str(fleet.config),
+        "--set", f"store.url={fleet.postgres.url(fleet.database)}",
+        "--set", f"broker.url={fleet.rabbitmq.url(fleet.vhost)}", *arguments,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, complaint = await process.communicate()
+    assert process.returncode is not None
+    assert process.returncode in (0, 1, REACH), f"{arguments}: exit {process.returncode}\n{complaint.decode()}"
+    return process.returncode, output.decode()
+
+
+async def due_from_now(fleet: Fleet, seconds: float) -> None:
+    """Everything in the store is due so many seconds from now, by `delayer reschedule`; and so it is owed."""
+    due_ms = int((time.time() + seconds) * 1000)
+    at = datetime.fromtimestamp(due_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{due_ms % 1000:03d}Z"
+    fleet.ledger.account.reschedule(due_ms)
+    while (await commanded(fleet, "reschedule", "--all", "--yes", "--at", at))[0]:
+        pass  # it can be said again
+
+
+async def numbers_in(fleet: Fleet, queue: str) -> list[int]:
+    """Which of the ledger's messages stand in a queue of ours."""
+    found = [one.delivery.body for one in (await emptied(fleet, queue)).arrivals]
+    return [NUMBER.unpack_from(body)[0] for body in found if len(body) >= NUMBER.size]
+
+
+async def finished(fleet: Fleet) -> dict[str, int]:
+    """The end of every run: nothing stands anywhere, nothing surprised, and the counters are what the rows say."""
+    await fleet.finish()
+    standing = await fleet.place.standing()
+    assert not set(standing) - {"delays.refused"}, f"left standing: {standing}"
+    assert not fleet.surprises, fleet.surprises
+    counters = await fleet.place.conserved()
+    assert counters["parked"] == counters["released"] + counters["cancelled"], counters
+    return counters
