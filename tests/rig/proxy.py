@@ -120,7 +120,7 @@ class Proxy:
         client = _End(reader, writer)
         cuts = self._cuts
         try:
-            server = _End(*await asyncio.open_connection(*self._target))
+            server = _End(*await asyncio.open_connection(*self._target), self.listener())
         except OSError:
             client.reset()
             return
@@ -128,7 +128,7 @@ class Proxy:
             client.reset()
             server.reset()
             return
-        link = _Link(client, server, self._to_server, self._to_client, self.listener())
+        link = _Link(client, server, self._to_server, self._to_client)
         self._links.add(link)
         await link.forward()
         self._links.discard(link)
@@ -148,11 +148,12 @@ class _Way:
 
 
 class _End:
-    """One side of a connection."""
+    """One side of a connection, and who listens to what it says."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: Listener = deaf) -> None:
         self.reader = reader
         self.writer = writer
+        self.listener = listener
 
     def reset(self) -> None:
         """Close with RST: the peer sees an error, not an orderly end."""
@@ -166,12 +167,12 @@ class _End:
 class _Link:
     """A client's connection and ours to the server on its behalf."""
 
-    def __init__(self, client: _End, server: _End, to_server: _Way, to_client: _Way, listener: Listener) -> None:
+    def __init__(self, client: _End, server: _End, to_server: _Way, to_client: _Way) -> None:
         self._client = client
         self._server = server
         self._directions = [
-            asyncio.ensure_future(_pump(client, server, to_server, deaf)),
-            asyncio.ensure_future(_pump(server, client, to_client, listener)),
+            asyncio.ensure_future(_pump(client, server, to_server)),
+            asyncio.ensure_future(_pump(server, client, to_client)),
         ]
 
     def cut(self) -> None:
@@ -190,7 +191,7 @@ class _Link:
         self._server.writer.close()
 
 
-async def _pump(source: _End, sink: _End, way: _Way, listener: Listener) -> None:
+async def _pump(source: _End, sink: _End, way: _Way) -> None:
     """Bytes in one direction, while they may flow, up to the end of the source or an error on either side."""
     with suppress(OSError):
         while True:
@@ -201,6 +202,6 @@ async def _pump(source: _End, sink: _End, way: _Way, listener: Listener) -> None
             if seconds := way.seconds_for(len(data)):
                 await asyncio.sleep(seconds)
             await way.flowing.wait()
-            listener(data)
+            source.listener(data)
             sink.writer.write(data)
             await sink.writer.drain()
