@@ -29,6 +29,7 @@ SLOW = (
     "tests/acceptance/test_http.py",
     "tests/acceptance/test_imported.py",
     "tests/acceptance/test_page.py",
+    "tests/acceptance/test_page_looks.py",
     "tests/acceptance/test_segments.py",
     "tests/acceptance/test_switch_under_load.py",
     "tests/acceptance/test_systemd.py",
@@ -51,6 +52,7 @@ SLOW = (
     "tests/integration/test_restoring.py",
     "tests/integration/test_rig_servers.py",
     "tests/integration/test_store_segments.py",
+    "tests/integration/test_store_segments_broken.py",
     "tests/integration/test_store_shrinking.py",
 )
 

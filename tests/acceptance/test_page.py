@@ -1,38 +1,36 @@
-"""The page in a real browser, on real servers: every action clicked, hostile messages looked at, on a desk and on a
-telephone, by day and by night, with the keyboard and without scripts. Needs Debian's chromium (`.ci/setup browser`);
-without it these tests are skipped. PAGE_PICTURES=DIRECTORY keeps the screenshots, to be looked at.
+"""The page in a real browser, on real servers: every action clicked, hostile messages looked at, and what
+programs may do there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.acceptance.page import (
+    HOUR,
+    PAGES,
+    PICTURES,
+    TOKEN,
+    Shown,
+    keep,
+    keyed,
+    pytestmark,
+    result,
+    shown,
+    store,
+    unreadable,
+)
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Inbox, Message, Props, Raw, number, text
-from tests.rig.servers import Postgres
-from tests.rig.web import Web
+from tests.rig.daemon import command
+from tests.rig.raw import Message, Props, number, text
 
-playwright = pytest.importorskip("playwright.async_api")
+__all__ = ["pytestmark", "store"]
 
-CHROMIUM = shutil.which("chromium")
-TOKEN = "open-sesame-open-sesame"
-HOUR = 3_600_000
-PICTURES = os.environ.get("PAGE_PICTURES", "")
-PAGES = ("/", "/waiting", "/held", "/refused", "/acts", "/login")
 HOSTILE = [
     '<script>window.hacked=1</script>',
     '"><img src=x onerror=window.hacked=1>',
@@ -47,91 +45,6 @@ HOSTILE = [
     "&lt;b&gt;&#x3c;script&#x3e;",
     "<meta http-equiv=refresh content=0;url=//evil.example>",
 ]  # fmt: skip
-
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: `.ci/setup browser`"),
-    pytest.mark.deadline(120),
-]
-
-
-@dataclass
-class Shown:
-    """A running daemon and a browser in front of it."""
-
-    web: Web
-    raw: Raw
-    inbox: Inbox
-    browser: Any
-    config: Path
-    asked: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
-
-    @property
-    def base(self) -> str:
-        return f"http://{self.web.address}"
-
-    async def tab(self, **more: Any) -> Any:
-        """A tab of its own, with everything that it asks for and complains about written down."""
-        context = await self.browser.new_context(base_url=self.base, **more)
-        page = await context.new_page()
-        page.on("request", lambda request: self.asked.append(request.url))
-        page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
-        return page
-
-    async def unlock(self, page: Any, who: str = "ada") -> None:
-        await page.goto("/login")
-        await page.get_by_label("Who you are").fill(who)
-        await page.get_by_label("The token").fill(TOKEN)
-        await page.get_by_role("button", name="Unlock").click()
-        await page.get_by_role("button", name="Lock").wait_for()
-
-    async def waiting(self, *filters: str) -> list[dict[str, Any]]:
-        return list(json.loads(await command(self.config, "list", "--json", *filters))["messages"])
-
-    async def acts(self) -> list[dict[str, Any]]:
-        return list(json.loads(await command(self.config, "acts", "--json")))
-
-
-@asynccontextmanager
-async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
-    config = tmp_path / "delayer.toml"
-    place.write(config, "store", {"store": {"url": store}})
-    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
-    async with DaemonProcess(environ) as daemon, await place.raw() as raw, playwright.async_playwright() as driver:
-        inbox = await raw.inbox("inbox")
-        web = await Web.of(await daemon.ready())
-        browser = await driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        this = Shown(web, raw, inbox, browser, config)
-        yield this
-        await browser.close()
-        assert not this.complaints, this.complaints
-        strangers = [url for url in this.asked if not url.startswith((this.base, "data:"))]
-        assert not strangers, strangers
-        assert await daemon.stop() == 0
-        assert not [one for one in daemon.events if one["level"] == "error"], daemon.tail()
-
-
-@pytest.fixture
-def store(postgres: Postgres, schema: str) -> str:
-    return secret_store_url(postgres, schema)
-
-
-def keyed(body: str, key: str) -> Message:
-    props = Props(headers=((b"x-delay", number("I", HOUR)), (b"x-delay-key", text(key))), delivery_mode=2)
-    return Message("in", b"inbox", props, body.encode())
-
-
-def unreadable(body: str) -> Message:
-    return Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),), delivery_mode=2), body.encode())
-
-
-async def result(page: Any) -> str:
-    await page.get_by_role("status").wait_for(state="attached")
-    return str(await page.locator("h1").inner_text())
 
 
 async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
@@ -306,7 +219,7 @@ async def test_enter_and_mistakes(place: Place, store: str, tmp_path: Path) -> N
         assert rows[1]["id"] in await page.locator(".facts").inner_text()
         assert await page.locator("#at").input_value() == "yesterday"
         if PICTURES:
-            await _keep(page, "mend-desk-light.png", 1280)
+            await keep(page, "mend-desk-light.png", 1280)
         await page.locator("#at").fill("30h")
         await page.keyboard.press("Enter")
         assert await result(page) == "Rescheduled: 1 of 1"
@@ -367,148 +280,6 @@ async def test_what_messages_say_is_text_and_nothing_else(place: Place, store: s
         policy = answers["/"].headers["content-security-policy"]
         assert "unsafe" not in policy
         assert policy.startswith("default-src 'none'")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_fits_a_desk_and_a_telephone(place: Place, store: str, tmp_path: Path, scheme: str) -> None:
-    async with shown(place, store, tmp_path) as this:
-        await this.raw.publish(*(delayed(f"order {n}", 20_000 + n * n * 900) for n in range(1500)))
-        await this.raw.publish(*(delayed(f"lost {n}", 100, through="in.missing") for n in range(4)))
-        await this.raw.publish(keyed(json.dumps({"order": 4711, "lines": 3}), "order-4711"), unreadable("{}"))
-        await eventually(lambda: this.waiting("--key", "order-4711"), lambda rows: len(rows) == 1)
-        await this.raw.publish(*(delayed(f"now {n}", n * 20) for n in range(300)))
-        (row,) = await this.waiting("--key", "order-4711")
-        paths = {"overview": "/", "waiting": "/waiting", "message": f"/message/{row['id']}", "held": "/held",
-                 "refused": "/refused", "login": "/login"}  # fmt: skip
-        if PICTURES:  # charts with something in them
-            await eventually(lambda: _rates(this), lambda rates: sum(rates) > 0)
-        for device, width in (("desk", 1280), ("telephone", 390)):
-            page = await this.tab(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            await this.unlock(page)
-            for name, path in paths.items():
-                await page.goto(path)
-                if name == "overview":
-                    await page.locator("#due-chart canvas").wait_for()
-                    await page.locator("#late-chart canvas").wait_for()
-                    await _pressed(page)
-                room = await page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
-                assert room[0] <= room[1], f"{name} on a {device}: {room}"
-                targets = await page.evaluate(
-                    "() => [...document.querySelectorAll('button, nav a, input:not([type=hidden], [type=checkbox])')]"
-                    ".map(one => one.getBoundingClientRect()).filter(box => box.width && box.height < 40).length"
-                )
-                assert targets == 0, f"{name} on a {device}: things too small to press"
-                if name == "overview":
-                    tiles = await page.evaluate(
-                        "() => [...document.querySelectorAll('.tiles > div')].map(e => e.offsetTop)"
-                    )
-                    assert {tiles.count(row) for row in tiles} == {5 if width > 1_000 else 2}, "rows of tiles are full"
-                if PICTURES:
-                    await _keep(page, f"{name}-{device}-{scheme}.png", width)
-            await page.context.close()
-
-
-async def _rates(this: Shown) -> list[float]:
-    return list((await this.web.get("/api/live")).json["series"]["released"])
-
-
-async def _keep(page: Any, name: str, width: int) -> None:
-    """Of a long list the beginning will do."""
-    height = int(await page.evaluate("() => document.documentElement.scrollHeight"))
-    part = {"x": 0, "y": 0, "width": width, "height": min(height, 1_000 if width > 1_000 else 3_200)}
-    whole = name.startswith("overview") and width > 1_000
-    await page.screenshot(path=Path(PICTURES) / name, full_page=True, **({} if whole else {"clip": part}))
-
-
-async def _pressed(page: Any) -> None:
-    """Each range of the chart can be chosen, and shows itself as chosen."""
-    for name in ("Two years", "Two months", "Two days", "The coming hour"):
-        button = page.get_by_role("button", name=name)
-        await button.click()
-        assert await button.get_attribute("aria-pressed") == "true"
-        assert await page.locator(".choice [aria-pressed=true]").count() == 1
-
-
-async def test_with_the_keyboard_and_without_scripts(place: Place, store: str, tmp_path: Path) -> None:
-    async with shown(place, store, tmp_path) as this:
-        await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(2)))
-        await eventually(this.waiting, lambda rows: len(rows) == 2)
-        page = await this.tab()
-        await page.goto("/")
-        await page.keyboard.press("Tab")
-        assert await page.evaluate("() => document.activeElement.className") == "skip"
-        await page.keyboard.press("Enter")
-        assert await page.evaluate("() => document.activeElement.id") == "main"
-        await page.goto("/login")
-        await page.get_by_label("Who you are").focus()
-        await page.keyboard.type("ada")
-        await page.keyboard.press("Tab")
-        await page.keyboard.type(TOKEN)
-        await page.keyboard.press("Enter")
-        await page.get_by_role("button", name="Lock").wait_for()
-        await page.goto("/waiting")
-        await page.locator("tbody input").first.focus()
-        await page.keyboard.press("Space")
-        await page.get_by_role("button", name="Cancel", exact=True).focus()
-        outline = await page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
-        await page.keyboard.press("Enter")
-        await page.get_by_role("button", name="Cancel it").focus()
-        await page.keyboard.press("Enter")
-        assert await result(page) == "Cancelled: 1 of 1"
-        assert outline != "none", "the focus is seen"
-
-        plain = await this.tab(java_script_enabled=False)
-        await this.unlock(plain)
-        await plain.goto("/")
-        assert "Waiting in the store" in await plain.locator("main").inner_text()
-        for what in (".chart", ".choice", "figure"):
-            assert not await plain.locator(what).first.is_visible(), "nothing that is empty or does nothing"
-        await plain.get_by_text("The same as a table").click()
-        assert await plain.get_by_role("cell", name="in 4 h to 5 h").is_visible()
-        await plain.goto("/waiting")
-        await plain.locator("tbody input").first.check()
-        assert not await plain.get_by_label("All of this page").is_visible(), "only with scripts"
-        await plain.get_by_role("button", name="Cancel", exact=True).click()
-        await plain.get_by_role("button", name="Cancel it").click()
-        assert await result(plain) == "Cancelled: 1 of 1"
-        assert await this.waiting() == []
-
-
-_DOTS = """() => {
-  const canvas = document.querySelector("#late-chart canvas");
-  if (!canvas) return 0;
-  const hex = getComputedStyle(document.documentElement).getPropertyValue("--second").trim();
-  const [r, g, b] = [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16));
-  const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  let found = 0;
-  for (let at = 0; at < data.length; at += 4) found += data[at] === r && data[at + 1] === g && data[at + 2] === b;
-  return found;
-}"""
-
-
-async def test_the_figures_move_by_themselves(place: Place, store: str, tmp_path: Path) -> None:
-    async with shown(place, store, tmp_path) as this:
-        page = await this.tab()
-        await page.goto("/")
-        tile = page.locator(".tiles dd").first
-        assert await tile.inner_text() == "0"
-        await page.locator(".tiles").get_by_role("link", name="Held").focus()
-        await this.raw.publish(*(delayed(f"later {n}", 5 * HOUR) for n in range(1234)))
-
-        async def said() -> str:
-            return str(await tile.inner_text())
-
-        await eventually(said, lambda count: count == "1\u202f234")
-        focused = await page.evaluate("() => document.activeElement.textContent")
-        assert focused == "Held", "and the keyboard stays where it was"
-        # One message alone is a dot: a line would need two.
-
-        async def dots() -> int:
-            return int(await page.evaluate(_DOTS))
-
-        assert await dots() == 0
-        await this.raw.publish(delayed("now", 100))
-        await eventually(dots, lambda count: count > 10)
 
 
 async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(

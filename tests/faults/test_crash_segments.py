@@ -12,8 +12,8 @@ import pytest
 
 from delayer.store import segments
 from delayer.store.partitions import DAY_MS
+from tests.integration.segments_store import INTO, START_MS, restore_all, store
 from tests.integration.test_store_lane import sql
-from tests.integration.test_store_segments import INTO, START_MS, restore_all, store
 from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
 
 COUNT = 300

@@ -17,8 +17,8 @@ from delayer.store.errors import WORTH_REPEATING
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
+from tests.integration.segments_store import INTO, START_MS, apart, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
-from tests.integration.test_store_segments import INTO, START_MS, apart, blocked, restore_all, store
 from tests.rig.rows import compact, conserved, everything, packed, put, row, rows, waiting
 
 NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted": 0, "held": 0}

@@ -19,9 +19,9 @@ from delayer.store.listing import BEGINNING
 from delayer.store.partitions import DAY_MS
 from delayer.store.rescheduling import When
 from tests.conformance.store_contract import owned, parcel
+from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_cancelling import NO_ONE
 from tests.integration.test_store_lane import opened, sql
-from tests.integration.test_store_segments import START_MS, store
 from tests.rig.raw import Props, text
 from tests.rig.rows import Row, compact, conserved, everything, put, row, rows, waiting
 

@@ -17,9 +17,9 @@ from delayer.store.rescheduling import When, reschedule
 from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
+from tests.integration.segments_store import INTO, START_MS, apart, blocked, store
 from tests.integration.test_store_cancelling import NO_ONE, patiently
 from tests.integration.test_store_lane import opened, sql
-from tests.integration.test_store_segments import INTO, START_MS, apart, blocked, store
 from tests.rig.rows import compact, conserved, everything, put, row, rows, waiting
 
 SOON = 0.9

@@ -1,52 +1,24 @@
-"""Rows become segments and rows again, in a real store: to the byte, counted, and whatever goes wrong on the way."""
+"""Rows become segments and rows again, in a real store: to the byte, counted, by plans that stay cheap."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
 import asyncpg
 import pytest
 
-from delayer.core.errors import LaneLost
-from delayer.core.segment import FORMAT, Broken, Restored
-from delayer.store import compacting, partitions, segments, statements, upgrades
+from delayer.core.segment import Restored
+from delayer.store import compacting, partitions, segments, statements, unpacking
 from delayer.store.compacting import Window
-from delayer.store.packing import Packed, SegmentBroken
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import FOREVER_MS, Fence
 from tests.conformance.store_contract import owned, parcel, release_all
+from tests.integration.segments_store import INTO, START_MS, restore_all, store
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
-
-START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
-"""The first instant of a day that is far away."""
-INTO = Fence(9, 0)
-
-
-@asynccontextmanager
-async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
-    """A connection to a store with the newest schema, partitions for some days from START_MS on, and a lane INTO."""
-    await upgrades.upgrade(url)
-    async with sql(url) as admin:
-        first = START_MS // DAY_MS
-        for day in range(first, first + days):
-            assert await partitions.make(admin, day, first - 10) is partitions.Making.DONE
-        await admin.execute("INSERT INTO lane VALUES ($1, $2, 'gone')", *INTO)
-        yield admin
-
-
-async def restore_all(admin: asyncpg.Connection, into: Fence = INTO, **more: Any) -> list[Restored | Broken]:
-    """Everything back, as a daemon does it."""
-    found = []
-    while (one := await segments.restore_one(admin, into, FOREVER_MS, **more)) is not None:
-        found.append(one)
-    return found
 
 
 def strange() -> list[Row]:
@@ -103,7 +75,7 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
         assert await segments.restore_one(admin, INTO, START_MS + 4) is None
         assert await segments.restore_one(admin, INTO, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
         assert await segments.count(admin) == (0, 0, 0, 0, None)
-        assert await segments.read(admin, listed.id) is None
+        assert await unpacking.read(admin, listed.id) is None
         assert await segments.restore(admin, INTO, listed.id) is None
 
 
@@ -125,9 +97,6 @@ async def test_what_was_restored_is_released(database: str) -> None:
             assert await conserved(admin) == {
                 "parked": 5, "restored": 5, "released": 5, "cancelled": 0, "compacted": 5, "held": 0,
             }  # fmt: skip
-
-
-# ---- windows
 
 
 @pytest.mark.parametrize("days", [0, 5])
@@ -188,9 +157,6 @@ async def test_many_due_at_one_instant(database: str) -> None:
         made = [await compacting.compact_one(admin, window, rows=100) for window in found]
         assert [one and one.messages for one in made] == [100] * 10
         assert sorted(await packed(admin)) == list(range(1_000))
-
-
-# ---- what stays
 
 
 async def test_rows_with_a_key_stay(database: str) -> None:
@@ -279,221 +245,6 @@ async def test_a_segment_is_bounded_by_bytes_but_takes_one(database: str) -> Non
         assert taken == [(2, True), (2, True), (1, True), (1, True), (1, False)]
         assert len(await packed(admin)) == 7
         await conserved(admin)
-
-
-# ---- what goes wrong
-
-
-async def test_what_does_not_read_back_is_not_committed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = compacting._insert
-
-    async def worse(connection: asyncpg.Connection, lane: int, packed: Packed) -> int:
-        return await good(connection, lane, packed._replace(packed=packed.packed[:-1] + b"?"))
-
-    async with store(database) as admin:
-        await put(admin, rows(20, START_MS))
-        before = await everything(admin)
-        with monkeypatch.context() as patch:
-            patch.setattr(compacting, "_insert", worse)
-            with pytest.raises(SegmentBroken, match="the bytes changed"):
-                await compact(admin)
-            patch.setattr(compacting, "_insert", lambda c, n, p: good(c, n, p._replace(messages=19)))
-            with pytest.raises(SegmentBroken, match="expected 20 messages, found 19"):
-                await compact(admin)
-        with monkeypatch.context() as patch:
-            patch.setattr(statements, "DELETE_RUN", f"{statements.DELETE_RUN} AND id > 1")
-            with pytest.raises(RuntimeError, match="20 messages packed, but DELETE 19"):
-                await compact(admin)
-        assert await waiting(admin) == before
-        assert await segments.listed(admin) == []
-        assert (await conserved(admin))["compacted"] == 0
-
-
-async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
-    """And it blocks nobody: what is whole comes back, the broken one stays as it is, marked once."""
-    chance = random.Random(2)
-    async with store(database) as admin:
-        await put(admin, rows(300, START_MS, span_ms=30 * DAY_MS))
-        made = await compact(admin, rows=10)
-        broken = {one.segment for one in made[::2]}
-        places = {}
-        for one in made[::2]:
-            places[one.segment] = place = chance.randrange(one.packed_bytes * 8)
-            await admin.execute(FLIP, one.segment, place)
-        inside = {one.segment: one.messages for one in made}
-        back = await restore_all(admin)
-        assert {one.segment for one in back if isinstance(one, Broken)} == broken
-        assert {one.segment for one in back if isinstance(one, Restored)} == inside.keys() - broken
-        assert all(one.messages == inside[one.segment] for one in back)
-        assert all("checksum" in one.reason for one in back if isinstance(one, Broken))
-        left = await segments.listed(admin)
-        assert {one.id for one in left} == broken
-        assert all(one.broken and "checksum" in one.broken for one in left)
-        count = sum(inside[number] for number in broken)
-        assert await segments.count(admin) == (len(broken), count, len(broken), count, None)
-        assert set(await segments.doubtful(admin, FOREVER_MS)) == broken
-        assert len(await waiting(admin)) == 300 - count
-        await conserved(admin)
-        # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
-        one, *_ = broken
-        marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
-        assert isinstance(await segments.restore(admin, INTO, one), Broken)
-        assert await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one) == marked
-        for number in broken:
-            await admin.execute(FLIP, number, places[number])
-            assert isinstance(await segments.restore(admin, INTO, number), Restored)
-        assert len(await waiting(admin)) == 300
-        await conserved(admin)
-
-
-FLIP = "UPDATE segment SET packed = set_bit(packed, $2::int, 1 - get_bit(packed, $2::int)) WHERE id = $1"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("packed = ''", "found 0 bytes"),
-        ("digest = sha256('')", "expected the digest"),
-        ("messages = 9", "expected 9 messages, found 10"),
-        ("cancelled = 1", "expected 9 messages without the cancelled ones, found 10"),
-    ],
-)
-async def test_a_row_that_does_not_fit_its_bytes_is_broken(database: str, change: str, reason: str) -> None:
-    async with store(database) as admin:
-        await put(admin, rows(10, START_MS))
-        await compact(admin)
-        await admin.execute(f"UPDATE segment SET {change}")
-        [found] = await restore_all(admin)
-        assert isinstance(found, Broken)
-        assert reason in found.reason
-        assert await waiting(admin) == {}
-
-
-async def test_all_broken_ones_are_told(database: str) -> None:
-    """However many they are: what is left out would never be tried again."""
-    async with store(database) as admin:
-        await put(admin, rows(120, START_MS))
-        made = [one.segment for one in await compact(admin, rows=1)]
-        await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why'")
-        assert sorted(await segments.doubtful(admin, FOREVER_MS)) == sorted(made)
-        assert len(made) == 120
-
-
-async def test_what_a_newer_version_packed_is_left_to_it(database: str) -> None:
-    """Not ours to read: it is not marked, blocks nobody, is counted as an alarm, and comes back by who can read it."""
-    async with store(database) as admin:
-        await put(admin, rows(10, START_MS) + rows(10, START_MS + DAY_MS, first_id=11))
-        newer, ours = [one.segment for one in await compact(admin, rows=10)]
-        await admin.execute("UPDATE segment SET format = $2 WHERE id = $1", newer, FORMAT + 1)
-        assert [type(one) for one in await restore_all(admin)] == [Restored]
-        assert await segments.doubtful(admin, START_MS + DAY_MS) == [newer]
-        assert await segments.count(admin) == (1, 10, 1, 10, None)
-        found = await segments.restore(admin, INTO, newer)
-        assert isinstance(found, Broken)
-        assert (found.newer, found.messages) == (True, 10)
-        assert f"found {FORMAT + 1}" in found.reason
-        [left] = await segments.listed(admin)
-        assert (left.id, left.broken) == (newer, None)
-        await admin.execute("UPDATE segment SET format = $1", FORMAT)  # as the newer version sees it
-        assert [one.segment for one in await restore_all(admin)] == [newer]
-        assert ours != newer
-        assert len(await waiting(admin)) == 20
-        await conserved(admin)
-
-
-async def test_messages_that_are_there_already_are_not_written_twice(database: str) -> None:
-    """By a dump that was put back in part, for one. The segment is broken, and in nobody's way."""
-    async with store(database) as admin:
-        await put(admin, rows(10, START_MS) + rows(10, START_MS + DAY_MS, first_id=11))
-        first, second = await compact(admin, rows=10)
-        await put(admin, [rows(10, START_MS, lane=INTO.number)[4]])
-        back = await restore_all(admin)
-        assert [(one.segment, type(one)) for one in back] == [(first.segment, Broken), (second.segment, Restored)]
-        [left] = await segments.listed(admin)
-        assert left.broken is not None
-        assert "cannot be written: UniqueViolationError" in left.broken
-        assert len(await waiting(admin)) == 11
-        assert (await segments.count(admin)).broken_messages == 10
-        # Into another lane nothing is in its way; that a message is twice then is for the audit to say.
-        assert isinstance(await segments.restore(admin, Fence(1, 0), first.segment), Restored)
-        await conserved(admin)
-
-
-async def test_a_lane_that_changed_its_owner_gets_nothing(database: str) -> None:
-    async with store(database) as admin:
-        await put(admin, rows(10, START_MS))
-        await compact(admin)
-        before = await everything(admin)
-        for into in (Fence(INTO.number, INTO.epoch + 1), Fence(INTO.number, INTO.epoch - 1), Fence(77, 0)):
-            with pytest.raises(LaneLost, match="owner"):
-                await segments.restore_one(admin, into, FOREVER_MS)
-        assert await everything(admin) == before
-        assert await waiting(admin) == {}
-        await conserved(admin)
-
-
-async def test_an_adopter_waits_for_a_restore_in_flight(database: str) -> None:
-    """And then sees what it brought: the fence of a park."""
-    async with store(database) as admin, sql(database) as other:
-        await put(admin, rows(1_000, START_MS))
-        await compact(admin)
-        await admin.execute("INSERT INTO counter VALUES ($1, 'restored', 0)", INTO.number)
-        async with sql(database) as holder, sql(database) as adopter:
-            await holder.execute("BEGIN")
-            await holder.execute("SELECT FROM counter WHERE kind = 'restored' FOR UPDATE")
-            restoring = asyncio.create_task(segments.restore_one(other, INTO, FOREVER_MS))
-            await blocked(admin, "%INSERT INTO counter%")
-            raising = asyncio.create_task(adopter.execute("UPDATE lane SET epoch = epoch + 1"))
-            await blocked(admin, "UPDATE lane%")
-            assert not raising.done()
-            await holder.execute("COMMIT")
-            assert isinstance(await restoring, Restored)
-            await raising
-            assert len(await waiting(adopter)) == 1_000
-
-
-async def blocked(admin: asyncpg.Connection, query: str) -> None:
-    """Wait until a session waits for a lock in such a statement. ``admin`` is in no transaction."""
-    waits = (
-        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
-        " AND datname = current_database()"
-    )
-    async with asyncio.timeout(20):
-        while not await admin.fetchval(waits, query):
-            pass
-
-
-async def test_two_who_restore_share_the_segments(database: str) -> None:
-    async with store(database) as admin:
-        await put(admin, rows(2_000, START_MS, span_ms=30 * DAY_MS))
-        made = await compact(admin, rows=50)
-        await admin.execute("INSERT INTO lane VALUES (10, 0, 'gone')")
-        async with sql(database) as one, sql(database) as two:
-            first, second = await asyncio.gather(restore_all(one), restore_all(two, Fence(10, 0)))
-        assert len(first) + len(second) == len(made)
-        assert min(len(first), len(second)) > 0
-        assert len(await waiting(admin)) == 2_000
-        await conserved(admin)
-
-
-async def test_two_who_compact_the_same(database: str) -> None:
-    async with store(database, 2) as admin:
-        before = rows(3_000, START_MS, span_ms=2 * DAY_MS) + rows(500, START_MS, lane=2, first_id=5_000, span_ms=5)
-        await put(admin, before)
-        done = await asyncio.gather(*(apart(database, lambda one: compact(one, rows=100)) for _ in range(3)))
-        assert sum(one.messages for made in done for one in made) == 3_500
-        assert sum(bool(made) for made in done) > 1
-        assert await packed(admin) == {one.id: one for one in before}
-        await conserved(admin)
-
-
-async def apart(url: str, work: Callable[[asyncpg.Connection], Awaitable[Any]]) -> Any:
-    """``work`` with a connection of its own."""
-    async with sql(url) as connection:
-        return await work(connection)
-
-
-# ---- plans
 
 
 @pytest.mark.parametrize("analyzed", [False, True])

@@ -1,0 +1,124 @@
+"""The page in a real browser, on real servers, for the tests of it. Needs Debian's chromium (`.ci/setup browser`);
+without it they are skipped. PAGE_PICTURES=DIRECTORY keeps the screenshots, to be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.acceptance.place import Place
+from tests.acceptance.world import secret_store_url
+from tests.rig.daemon import DaemonProcess, command
+from tests.rig.raw import Inbox, Message, Props, Raw, number, text
+from tests.rig.servers import Postgres
+from tests.rig.web import Web
+
+playwright = pytest.importorskip("playwright.async_api")
+
+CHROMIUM = shutil.which("chromium")
+TOKEN = "open-sesame-open-sesame"
+HOUR = 3_600_000
+PICTURES = os.environ.get("PAGE_PICTURES", "")
+PAGES = ("/", "/waiting", "/held", "/refused", "/acts", "/login")
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: `.ci/setup browser`"),
+    pytest.mark.deadline(120),
+]
+
+
+@dataclass
+class Shown:
+    """A running daemon and a browser in front of it."""
+
+    web: Web
+    raw: Raw
+    inbox: Inbox
+    browser: Any
+    config: Path
+    asked: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def base(self) -> str:
+        return f"http://{self.web.address}"
+
+    async def tab(self, **more: Any) -> Any:
+        """A tab of its own, with everything that it asks for and complains about written down."""
+        context = await self.browser.new_context(base_url=self.base, **more)
+        page = await context.new_page()
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("console", lambda said: said.type == "error" and self.complaints.append(said.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+        return page
+
+    async def unlock(self, page: Any, who: str = "ada") -> None:
+        await page.goto("/login")
+        await page.get_by_label("Who you are").fill(who)
+        await page.get_by_label("The token").fill(TOKEN)
+        await page.get_by_role("button", name="Unlock").click()
+        await page.get_by_role("button", name="Lock").wait_for()
+
+    async def waiting(self, *filters: str) -> list[dict[str, Any]]:
+        return list(json.loads(await command(self.config, "list", "--json", *filters))["messages"])
+
+    async def acts(self) -> list[dict[str, Any]]:
+        return list(json.loads(await command(self.config, "acts", "--json")))
+
+
+@asynccontextmanager
+async def shown(place: Place, store: str, tmp_path: Path) -> AsyncIterator[Shown]:
+    config = tmp_path / "delayer.toml"
+    place.write(config, "store", {"store": {"url": store}})
+    environ = place.environ("store", store) | {"HTTP__LISTEN": "127.0.0.1:0", "HTTP__TOKEN": TOKEN}
+    async with DaemonProcess(environ) as daemon, await place.raw() as raw, playwright.async_playwright() as driver:
+        inbox = await raw.inbox("inbox")
+        web = await Web.of(await daemon.ready())
+        browser = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        this = Shown(web, raw, inbox, browser, config)
+        yield this
+        await browser.close()
+        assert not this.complaints, this.complaints
+        strangers = [url for url in this.asked if not url.startswith((this.base, "data:"))]
+        assert not strangers, strangers
+        assert await daemon.stop() == 0
+        assert not [one for one in daemon.events if one["level"] == "error"], daemon.tail()
+
+
+@pytest.fixture
+def store(postgres: Postgres, schema: str) -> str:
+    return secret_store_url(postgres, schema)
+
+
+def keyed(body: str, key: str) -> Message:
+    props = Props(headers=((b"x-delay", number("I", HOUR)), (b"x-delay-key", text(key))), delivery_mode=2)
+    return Message("in", b"inbox", props, body.encode())
+
+
+def unreadable(body: str) -> Message:
+    return Message("in", b"inbox", Props(headers=((b"x-delay", text("soon")),), delivery_mode=2), body.encode())
+
+
+async def result(page: Any) -> str:
+    await page.get_by_role("status").wait_for(state="attached")
+    return str(await page.locator("h1").inner_text())
+
+
+async def keep(page: Any, name: str, width: int) -> None:
+    """Of a long list the beginning will do."""
+    height = int(await page.evaluate("() => document.documentElement.scrollHeight"))
+    part = {"x": 0, "y": 0, "width": width, "height": min(height, 1_000 if width > 1_000 else 3_200)}
+    whole = name.startswith("overview") and width > 1_000
+    await page.screenshot(path=Path(PICTURES) / name, full_page=True, **({} if whole else {"clip": part}))

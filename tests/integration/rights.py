@@ -1,0 +1,106 @@
+"""The rights that docs/security.md grants, read from the page, so that it cannot grow stale; and who has them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import asyncpg
+import pytest
+
+from delayer.store import upgrades
+from tests.rig.servers import Postgres, RabbitMQ
+
+PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+DATABASE, OWNER, DAEMON = "delayer", "delayer_owner", "delayer"
+MODES = ("store", "native")
+TABLES = "message, held, message_key, lane, counter, segment, segment_cancelled, act"
+
+
+def statements_of(block: int) -> list[str]:
+    """The statements of the page's SQL block number ``block``."""
+    found = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)[block]
+    return [one.strip() for one in found.split(";") if one.strip()]
+
+
+class Right(NamedTuple):
+    """One privilege on one thing, to be taken away and given back."""
+
+    take: str
+    give: str
+
+    def __str__(self) -> str:
+        return self.take
+
+
+def granted(statements: list[str]) -> list[Right]:
+    found = []
+    for statement in statements:
+        if match := re.fullmatch(r"GRANT (.+) ON (.+) TO delayer(?:, delayer_owner)?", statement):
+            for privilege in match[1].split(", "):
+                what = f"{privilege} ON {match[2]}"
+                found.append(Right(f"REVOKE {what} FROM {DAEMON}", f"GRANT {what} TO {DAEMON}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(postgres: Postgres) -> Iterator[str]:
+    """A store set up as the page says; the URL of the daemon's role."""
+    for statement in statements_of(0):
+        postgres.execute(statement)
+    for statement in statements_of(1):
+        postgres.execute(statement, database=DATABASE)
+    owner = postgres.url(DATABASE, user=OWNER)
+    asyncio.run(upgrades.upgrade(owner))
+    asyncio.run(as_owner(owner, statements_of(2)))
+    yield postgres.url(DATABASE, user=DAEMON)
+    postgres.drop_database(DATABASE)
+    for role in (OWNER, DAEMON):
+        postgres.execute(f"DROP ROLE {role}")
+
+
+async def as_owner(url: str, statements: list[str]) -> None:
+    connection = await asyncpg.connect(url)
+    for statement in statements:
+        await connection.execute(statement)
+    await connection.close()
+
+
+@pytest.fixture
+def page(store: str, postgres: Postgres) -> Iterator[str]:
+    """The same role with what the page's buttons need besides."""
+    owner = postgres.url(DATABASE, user=OWNER)
+    asyncio.run(as_owner(owner, statements_of(3)))
+    yield store
+    asyncio.run(as_owner(owner, [right.take for right in granted(statements_of(3))]))
+
+
+def clear(postgres: Postgres) -> None:
+    """An empty store without partitions but the default one, as whoever may do that."""
+    postgres.execute(f"TRUNCATE {TABLES}", database=DATABASE)
+    drop = (
+        "DO $$ DECLARE name text; BEGIN FOR name IN SELECT inhrelid::regclass FROM pg_inherits"
+        " WHERE inhparent = 'message'::regclass AND inhrelid <> 'message_default'::regclass"
+        " LOOP EXECUTE 'DROP TABLE ' || name; END LOOP; END $$"
+    )
+    postgres.execute(drop, database=DATABASE)
+
+
+class Patterns(NamedTuple):
+    configure: str
+    write: str
+    read: str
+
+
+def patterns_of(mode: str) -> Patterns:
+    found = re.findall(r"set_permissions -p / delayer \\\n\s+'(.*)' \\\n\s+'(.*)' \\\n\s+'(.*)'", PAGE)
+    assert len(found) == len(MODES)
+    return Patterns(*found[MODES.index(mode)])
+
+
+def user_url(rabbitmq: RabbitMQ, vhost: str, patterns: Patterns, user: str = "delayer-rights") -> str:
+    rabbitmq.add_user(user, user, vhost=vhost, **patterns._asdict())
+    return rabbitmq.url(vhost, user=f"{user}:{user}")

@@ -1,0 +1,57 @@
+"""A store far in the future, for the tests of segments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+
+from delayer.core.segment import Broken, Restored
+from delayer.store import partitions, segments, upgrades
+from delayer.store.partitions import DAY_MS
+from delayer.store.segments import FOREVER_MS, Fence
+from tests.integration.test_store_lane import sql
+
+START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
+"""The first instant of a day that is far away."""
+INTO = Fence(9, 0)
+
+
+@asynccontextmanager
+async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
+    """A connection to a store with the newest schema, partitions for some days from START_MS on, and a lane INTO."""
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        first = START_MS // DAY_MS
+        for day in range(first, first + days):
+            assert await partitions.make(admin, day, first - 10) is partitions.Making.DONE
+        await admin.execute("INSERT INTO lane VALUES ($1, $2, 'gone')", *INTO)
+        yield admin
+
+
+async def restore_all(admin: asyncpg.Connection, into: Fence = INTO, **more: Any) -> list[Restored | Broken]:
+    """Everything back, as a daemon does it."""
+    found = []
+    while (one := await segments.restore_one(admin, into, FOREVER_MS, **more)) is not None:
+        found.append(one)
+    return found
+
+
+async def blocked(admin: asyncpg.Connection, query: str) -> None:
+    """Wait until a session waits for a lock in such a statement. ``admin`` is in no transaction."""
+    waits = (
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
+        " AND datname = current_database()"
+    )
+    async with asyncio.timeout(20):
+        while not await admin.fetchval(waits, query):
+            pass
+
+
+async def apart(url: str, work: Callable[[asyncpg.Connection], Awaitable[Any]]) -> Any:
+    """``work`` with a connection of its own."""
+    async with sql(url) as connection:
+        return await work(connection)

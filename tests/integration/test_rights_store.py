@@ -1,0 +1,289 @@
+"""Least privilege: the store works with the rights that docs/security.md grants, and with none of them less."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import asyncpg
+import pytest
+from structlog.testing import capture_logs
+
+from delayer.audit import compact as compaction
+from delayer.core.errors import StoreLost
+from delayer.core.filters import Filter, Token
+from delayer.core.segment import Broken, Restored
+from delayer.store import acting, acts, cancelling, dropping, heldback, partitions, retry, roles, session, upgrades
+from delayer.store.cancelling import Found
+from delayer.store.errors import SchemaOutdated
+from delayer.store.partitions import DAY_MS
+from delayer.store.postgres import PostgresStore
+from delayer.store.rescheduling import When
+from delayer.store.status import overview
+from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
+from tests.integration.rights import (
+    DAEMON,
+    DATABASE,
+    OWNER,
+    PAGE,
+    Right,
+    as_owner,
+    clear,
+    granted,
+    page,
+    statements_of,
+    store,
+)
+from tests.integration.test_store_lane import sql
+from tests.rig.rows import compact, put, row
+from tests.rig.servers import Postgres
+
+__all__ = ["page", "store"]
+
+
+def rights() -> list[Right]:
+    """Every privilege of the daemon's role, one by one."""
+    owner = Right(f"ALTER TABLE message OWNER TO {OWNER}", f"ALTER TABLE message OWNER TO {DAEMON}")
+    return [owner, *granted([*statements_of(1), *statements_of(2)])]
+
+
+async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str, postgres: Postgres) -> None:
+    """It may create tables, so it succeeds; the rest of the page does too, and grants the owner of all nothing."""
+    del store  # its roles
+    name = "upgraded_by_mistake"
+    postgres.execute(f"CREATE DATABASE {name} OWNER {OWNER}")
+    try:
+        for statement in statements_of(1):
+            postgres.execute(statement.replace(f"DATABASE {DATABASE}", f"DATABASE {name}"), database=name)
+        daemon, owner = postgres.url(name, user=DAEMON), postgres.url(name, user=OWNER)
+        await upgrades.upgrade(daemon)
+        await as_owner(owner, statements_of(2))
+        assert await roles.mistaken(daemon) == await roles.mistaken(owner) == (DAEMON, OWNER)
+        reassign, list_them = re.findall(r"`(REASSIGN .*?;)` then `(.*?) \\gexec`", " ".join(PAGE.split()))[0]
+        await as_owner(owner, [reassign])
+        async with sql(owner) as connection:
+            await as_owner(owner, [alter for (alter,) in await connection.fetch(list_them)])
+            assert await connection.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = 'message'") == DAEMON
+        await as_owner(owner, statements_of(2))
+        assert await roles.mistaken(daemon) is None
+    finally:
+        postgres.drop_database(name)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_MS", 1)
+
+
+async def work(url: str) -> None:
+    """Everything that a daemon does with its store. Fails, one way or another, where it may not."""
+    store = await PostgresStore.connect(url)
+    try:
+        async with owned(store, 2) as lanes:
+            assert len(lanes) == 2, "one that is there may be taken, and no further one made"
+            lane = lanes[0]
+            now = store.now_ms()
+            await upkeep(url, store, now // DAY_MS)
+            await store.park(lane, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 401 * DAY_MS)], [])
+            await store.park(lane, [parcel(now + 500, key=b"k"), parcel(now - 1, key=b"released")], [])
+            await store.park(lane, [parcel(now + 600, key=b"k")], [])
+            await store.park(lane, [], [b"k"])
+            await store.hold(lane, [(parcel(now), "why")])
+            first, *rest = await claim_when_due(lane)
+            await lane.settle(rest, [(first, "why")])
+            again = await claim_when_due(lane)
+            await lane.settle([], [(due, "why") for due in again])
+            await claim_when_due(lane)
+            await lane.give_up()
+            await release_all(lane)
+            assert isinstance(await store.restore(lane, now + 2 * DAY_MS), Broken)
+            assert isinstance(await store.restore(lane, now + 2 * DAY_MS), Restored)
+            assert await store.restore(lane, now + 2 * DAY_MS) is None
+            await lane.look_back()
+            await store.adopt(1)
+    finally:
+        await store.close()
+    await overview(url)
+
+
+async def upkeep(url: str, store: PostgresStore, today: int) -> None:
+    """Partitions are made and dropped; what cannot be done there is a warning, so the catalog is asked."""
+    connection = await session.connect(url, "test")
+    try:
+        await partitions.make(connection, today - 5, today - 10)
+        assert today - 5 in await partitions.existing(connection)
+        await store.maintain()
+        assert await partitions.existing(connection) >= set(range(today, today + 8))
+        assert today - 5 not in await partitions.existing(connection)
+        await connection.execute(f"INSERT INTO message {_ROW}", today * DAY_MS + 401 * DAY_MS)
+        assert await partitions.make(connection, today + 401, today) is partitions.Making.DONE
+    finally:
+        await session.close(connection)
+
+
+_ROW = (
+    "(due_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key, properties, body)"
+    " VALUES ($1, 0, 99, 1, '', '', '', '', '', '', '')"
+)
+
+
+async def prepare(postgres: Postgres) -> None:
+    """A store without partitions, and with two segments as the jobs leave them: one broken, of the other a message was
+    cancelled."""
+    await asyncio.to_thread(clear, postgres)
+    owner = await session.connect(postgres.url(DATABASE, user=OWNER), "test")
+    try:
+        now_ms = await owner.fetchval("SELECT now()")
+        for number in range(2):
+            await put(owner, [row(2 * number + n, now_ms + DAY_MS + number) for n in (1, 2)])
+            assert await compact(owner)
+        await owner.execute("UPDATE segment SET packed = '' WHERE id = (SELECT min(id) FROM segment)")
+        await owner.execute("INSERT INTO segment_cancelled (segment, id) SELECT max(id), 4 FROM segment")
+        await owner.execute("UPDATE segment SET cancelled = 1 WHERE id = (SELECT max(id) FROM segment)")
+    finally:
+        await session.close(owner)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_the_store_works_with_these_rights(store: str, postgres: Postgres) -> None:
+    await prepare(postgres)
+    await work(store)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("right", rights(), ids=str)
+async def test_the_store_needs_each_of_them(store: str, postgres: Postgres, right: Right) -> None:
+    await prepare(postgres)
+    await asyncio.to_thread(postgres.execute, right.take, database=DATABASE)
+    try:
+        with pytest.raises((StoreLost, SchemaOutdated, asyncpg.PostgresError, AssertionError)):
+            await asyncio.wait_for(work(store), 20)
+    finally:
+        await asyncio.to_thread(postgres.execute, right.give, database=DATABASE)
+
+
+async def press(url: str) -> None:
+    """Everything that the page's buttons do. Fails, one way or another, where it may not."""
+    store = await PostgresStore.connect(url)
+    try:
+        async with owned(store) as [lane]:
+            due_ms = store.now_ms() + 3 * DAY_MS
+            await store.park(lane, [parcel(due_ms, key=b"k"), parcel(due_ms), parcel(due_ms)], [])
+            await store.hold(lane, [(parcel(store.now_ms()), "why") for _ in range(3)])
+    finally:
+        await store.close()
+    async with acting.acting(url, "test") as connection:
+        waiting = [Token(number) for (number,) in await connection.fetch("SELECT id FROM message ORDER BY id")]
+        segment = [Token(3)]  # see prepare()
+        first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
+        act = await acts.begin(connection, "ada", "cancel", {})
+        move = acting.rescheduler(When(None, DAY_MS))
+        assert await acting.named(connection, move, waiting, act) == {one.id: Found.WAITING for one in waiting}
+        assert await acting.named(connection, cancelling.cancel, segment, act) == {3: Found.SEGMENT}
+        done = await acting.every(connection, cancelling.cancel, Filter(), None, act=act, say=lambda _: None)
+        assert done[Found.WAITING] == 3
+        assert await acting.named(connection, move, [Token(first)], act) == {first: Found.HELD}
+        assert await heldback.retry(connection, [second], act) == 1
+        assert await heldback.drop(connection, await heldback.named(connection, [third]), act) == 1
+        (written,) = await acts.listed(connection, 10)
+        assert (written.who, written.messages) == ("ada", 3 + 1 + 3 + 1 + 1 + 1)
+
+
+async def test_the_page_s_buttons_work_with_its_rights(page: str, postgres: Postgres) -> None:
+    await prepare(postgres)
+    await press(page)
+
+
+@pytest.mark.parametrize("right", granted(statements_of(3)), ids=str)
+async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgres, right: Right) -> None:
+    await prepare(postgres)
+    await asyncio.to_thread(postgres.execute, right.take, database=DATABASE)
+    with pytest.raises((StoreLost, asyncpg.PostgresError, AssertionError)):
+        await asyncio.wait_for(press(page), 20)
+
+
+@pytest.mark.parametrize("statement", ["UPDATE act SET who = 'eve'", "DELETE FROM act", "TRUNCATE act"])
+async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: str, statement: str) -> None:
+    connection = await session.connect(page, "test")
+    try:
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await connection.execute(statement)
+    finally:
+        await session.close(connection)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE held",
+        "ALTER TABLE lane ADD COLUMN mine int",
+        "UPDATE delayer_schema_version SET version_num = '9'",
+        "CREATE SCHEMA mine",
+        "TRUNCATE counter",
+        "DELETE FROM lane",
+    ],
+)
+async def test_what_the_daemon_s_role_may_not_do(store: str, statement: str) -> None:
+    connection = await session.connect(store, "test")
+    try:
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await connection.execute(statement)
+    finally:
+        await session.close(connection)
+
+
+async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
+    """The right to alter what the daemon made, which a later upgrade may need."""
+    await asyncio.to_thread(clear, postgres)
+    daemon = await PostgresStore.connect(store)
+    try:
+        await daemon.maintain()
+    finally:
+        await daemon.close()
+    connection = await session.connect(postgres.url(DATABASE, user=OWNER), "test")
+    try:
+        await connection.execute("ALTER TABLE message ADD COLUMN later int")
+        await connection.execute("ALTER TABLE message DROP COLUMN later")
+    finally:
+        await session.close(connection)
+
+
+async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postgres: Postgres) -> None:
+    """An import or a bulk restore parks as the owner of the schema."""
+    await asyncio.to_thread(clear, postgres)
+    owner = await PostgresStore.connect(postgres.url(DATABASE, user=OWNER))
+    try:
+        today = owner.now_ms() // DAY_MS
+        async with owned(owner) as [lane]:
+            await owner.park(lane, [parcel((today + 20) * DAY_MS)], [])
+    finally:
+        await owner.close()
+    connection = await session.connect(store, "test")
+    try:
+        assert await dropping.drop_passed(connection, today + 30) == [], "it has a row"
+        await connection.execute("DELETE FROM message")
+        assert await dropping.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
+    finally:
+        await session.close(connection)
+
+
+async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(store: str, postgres: Postgres) -> None:
+    await asyncio.to_thread(clear, postgres)
+    connection = await session.connect(store, "test")
+    try:
+        for day in (100, 101, 102):
+            await partitions.make(connection, day, 0)
+        theirs = partitions.name_of(101)
+        await asyncio.to_thread(postgres.execute, f"ALTER TABLE {theirs} OWNER TO postgres", database=DATABASE)
+        with capture_logs() as logged:
+            dropped = await dropping.drop_passed(connection, 200)
+        assert dropped == [partitions.name_of(100), partitions.name_of(102)]
+        assert [entry["partition"] for entry in logged if entry["event"] == "partition not dropped"] == [theirs]
+    finally:
+        await session.close(connection)
+
+
+async def test_compaction_without_the_right_says_so_before_the_work(store: str) -> None:
+    with pytest.raises(StoreLost, match="the role delayer may not write segments") as refused:
+        await compaction.plan(store, 7 * DAY_MS, 10_000)
+    assert "owns the schema" in refused.value.advice
