@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
-from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 import structlog
 
-from delayer.broker.admin import Admin
-from delayer.broker.aside import Aside
 from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.fitting import Fitting
 from delayer.broker.inflow import BUFFER_BYTES
-from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
-from delayer.broker.relay import Relay
+from delayer.broker.publisher import RelayPublisher
 from delayer.core.errors import BrokerLost
-from delayer.core.late import Limits
-from delayer.core.pace import Pacer
-from delayer.core.plan import Policy
-from delayer.core.topology import Topology
+from delayer.declaring import connect_admin, declare_in_detail
+from delayer.in_force import InForce
 from delayer.ops.condition import Condition, Seen
 from delayer.ops.notify import Notifier
 from delayer.ops.pulse import WatchedPulse
-from delayer.policies import policy_of, rates_of
+from delayer.relays import Relays
 from delayer.services.carry import IntakeCarrier
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
@@ -43,14 +36,12 @@ from delayer.services.restoring import Restoring
 from delayer.services.room import Room
 from delayer.services.session import Carry, Intake, Session
 from delayer.services.shelf import Shelf
-from delayer.services.sorting import Names
 from delayer.services.strays import Reader, Strays
 from delayer.services.takeover import LevelTakeover
 from delayer.settings import Settings
-from delayer.store import owners, retry
+from delayer.store import retry
 from delayer.store.postgres import PostgresStore
 from delayer.takeovers import takeovers_of
-from delayer.wire.address import Address
 from delayer.wiring import cascade_of, topology_of, uses_cascade
 
 log = structlog.get_logger(__name__)
@@ -60,12 +51,8 @@ STORE_WAIT: Final = 2.0
 LANES_WAIT: Final = 5.0
 """Seconds that it waits in native mode, for a store that is in reach: without a lane it would refuse every key."""
 
-
 DUE_GATHER: Final = 0.005
 """Seconds that what came out of the cascade may wait for company (see Intake): all of it is due, and later by that."""
-
-MEETING: Final = 1.0
-"""Seconds that the store waits for the broker at the start."""
 
 FAREWELL: Final = 1.0
 """Seconds for closing the connections in order, after everything is settled."""
@@ -80,42 +67,35 @@ class Daemon:
     """One process of ``delayer run``."""
 
     def __init__(self, settings: Settings, notifier: Notifier) -> None:
-        self.settings = settings
         self.shelf = Shelf()
         self.counters = Counters()
         self._notifier = notifier
         self.life = Life()
         self._pulse = WatchedPulse(notifier)
         self._condition = Condition(notifier, self._seen)
-        address = Address.parse(settings.broker_url)
-        self._vhost, self._cluster = address.vhost, ""
-        heartbeat = settings.broker.heartbeat_ms / 1000
-        self._relays = {
-            use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
-            for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
-        }
+        self.relays = Relays(settings)
         self._cascade = cascade_of(settings)
-        # Not among the others: it is connected only once something does not answer.
-        self._aside = Aside(Relay(address, "delayer aside", heartbeat=heartbeat), timeout=CONFIRM_TIMEOUT)
-        self._publisher = RelayPublisher(self._relays["publish"], aside=self._aside)
+        self._publisher = RelayPublisher(self.relays["publish"], aside=self.relays.aside)
         self._room = Room()
-        self._bindings = DeliveryBindings(self._connect_admin, self._cascade)
+        self._in_force = InForce(settings, self._cascade, self._publisher, self.shelf)
+        self._bindings = DeliveryBindings(lambda: connect_admin(self.settings.broker_url), self._cascade)
         strays = (self._cascade.strays or settings.refused.queue).encode()
-        self._notes = Notes(self._sure_ms, retry.pause_ms)
+        self._notes = Notes(self._in_force.sure_ms, retry.pause_ms)
         astray = StraysHolder(self._publisher, strays, new_id, self.counters, self._notes)
         holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
-        self._dispatch = Dispatch(self._publisher, holding, self.counters, now_ms=self._sure_ms)
-        self._policy = policy_of(settings, has_store=settings.store_url is not None)
-        self._pacer = Pacer()
-        self._pacer.set(rates_of(settings), time.monotonic())
+        self._dispatch = Dispatch(self._publisher, holding, self.counters, now_ms=self._in_force.sure_ms)
         self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())
         self._due: Session | None = None
         self._begun = False
 
+    @property
+    def settings(self) -> Settings:
+        """Those in force."""
+        return self._in_force.settings
+
     async def run(self) -> None:
         """Until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
-        for relay in self._relays.values():
-            relay.start()
+        self.relays.start()
         if self.settings.store_url is not None:
             self.start_lanes(self.settings)
         self.life.add("intake", self._intake.run)
@@ -129,8 +109,7 @@ class Daemon:
             await self.life.run()
         finally:
             # Side by side and bounded: a broker that hangs answers no goodbye, and ten seconds are promised for all.
-            relays = [relay.close() for relay in self._relays.values()]
-            farewells = [self._bindings.close(), self._aside.close(), *relays]
+            farewells = [self._bindings.close(), *self.relays.closings()]
             await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=FAREWELL)
             log.info("stopped", **self.counters.as_dict())
 
@@ -146,8 +125,8 @@ class Daemon:
             url = settings.store_url or ""
 
             async def connect() -> Store:
-                await self._meet_broker()
-                return await PostgresStore.connect(url, broker=self._broker_mark)
+                await self.relays.meet_broker()
+                return await PostgresStore.connect(url, broker=self.relays.broker_mark)
 
             self.shelf.lanes = lanes = Lanes(
                 connect,
@@ -156,45 +135,21 @@ class Daemon:
                 pulse=self._pulse,
                 counters=self.counters,
                 publishing=lambda: self._publisher.ready,
-                reaching=lambda: any(relay.current is not None for relay in self._relays.values()),
+                reaching=self.relays.reaching,
             )
             self.life.add("lanes", lanes.run, last=True)
-            restoring = Restoring(lanes, ahead_ms=self._restore_ahead_ms, counters=self.counters)
+            restoring = Restoring(lanes, ahead_ms=self._in_force.restore_ahead_ms, counters=self.counters)
             self.life.add("restoring", restoring.run)
-
-    async def _meet_broker(self) -> None:
-        """Lanes say whose messages are in them, if that is known when they are taken; waiting for longer would keep
-        those that are due from being looked at, and a broker that is away from being told."""
-        with suppress(BrokerLost):
-            await self._relays["publish"].connection(MEETING)
-
-    def _broker_mark(self) -> str:
-        relays = [relay.current for relay in self._relays.values()]
-        cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
-        self._cluster = cluster
-        return owners.mark_of(cluster, self._vhost)
 
     def consuming(self) -> dict[str, bool]:
         """Which queues are consumed just now."""
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
-    def connections(self) -> dict[str, dict[str, int]]:
-        """How the connections of the hot path stand: connected, blocked, and how often they were made."""
-        return {
-            use: {
-                "connected": relay.current is not None,
-                "blocked": relay.current is not None and relay.current.blocked,
-                "connects": relay.connects,
-            }
-            for use, relay in self._relays.items()
-        }
-
     def _seen(self) -> Seen:
-        relays = [relay.current for relay in self._relays.values()]
         return Seen(
-            connected=all(relay is not None for relay in relays),
-            blocked=any(relay is not None and relay.blocked for relay in relays),
+            connected=self.relays.connected(),
+            blocked=self.relays.blocked(),
             store=self.shelf.lanes is not None,
             usable=self.shelf.usable,
             consuming=self._intake.consuming.is_set(),
@@ -206,9 +161,7 @@ class Daemon:
 
     def adopt(self, settings: Settings) -> None:
         """Let the live part of new settings rule from the next batch on."""
-        self.settings = settings
-        self._policy = policy_of(settings, has_store=self.shelf.lanes is not None)
-        self._pacer.set(rates_of(settings), time.monotonic())
+        self._in_force.adopt(settings)
 
     async def declare(self, settings: Settings | None = None) -> None:
         """Make the topology so. Raises BrokerLost, TopologyMismatch."""
@@ -216,39 +169,25 @@ class Daemon:
         try:
             async with briefly(self.settings.broker_url, "delayer admin") as broker:
                 if not await broker.declared(topology_of(wanted)):
-                    await self._declare_in_detail(topology_of(wanted))
+                    await declare_in_detail(self.settings.broker_url, topology_of(wanted))
                 # Messages may still be on their way through a cascade that new delays do not take any more.
                 if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
                     self._start_due(wanted)
         except BrokerRefused as refused:
             raise BrokerLost(str(refused)) from refused
 
-    async def _declare_in_detail(self, topology: Topology) -> None:
-        """Something is not as it should be: to hear what, and to declare the rest."""
-        admin = await self._connect_admin()
-        try:
-            await admin.declare(topology)
-        finally:
-            await admin.close()
-
     def _start_due(self, wanted: Settings) -> None:
         carrier = DueCarrier(
-            now_ms=self._sure_ms,
-            names=self._names,
+            now_ms=self._in_force.sure_ms,
+            names=self._in_force.names,
             dispatch=self._dispatch,
             new_id=new_id,
-            late_limits=self._late_limits,
+            late_limits=self._in_force.late_limits,
         )
         self._due = self._session("due", wanted.native.due_queue, carrier)
         self.life.add("due", self._due.run)
         if self._cascade.strays is not None:
             self.life.add("strays", self._strays(self._cascade.strays).run)
-
-    async def _connect_admin(self) -> Admin:
-        try:
-            return await Admin.connect(self.settings.broker_url)
-        except BrokerRefused as refused:
-            raise BrokerLost(str(refused)) from refused
 
     async def _declare_again(self) -> None:
         """As at the start, but that what is there and different ends nobody who has begun: what is parked is released,
@@ -287,18 +226,18 @@ class Daemon:
         if use == "due":
             intake = replace(intake, gather=DUE_GATHER)
         prepare = self._prepare if use == "intake" else self._declare_again
-        consumer = RelayConsumer(self._relays[use], fitting=Fitting(BUFFER_BYTES))
+        consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
         return Session(intake, consumer, carry, prepare=prepare, pulse=self._pulse)
 
     def _takeovers(self) -> list[LevelTakeover]:
-        if "takeover" not in self._relays:
+        if "takeover" not in self.relays:
             return []
         return takeovers_of(
             self.settings,
-            self._relays["takeover"],
+            self.relays["takeover"],
             parking=self.shelf,
             prepare=lambda: self.shelf.wait_usable(STORE_WAIT),
-            now_ms=self._now_ms,
+            now_ms=self._in_force.now_ms,
             pulse=self._pulse,
             counters=self.counters,
         )
@@ -307,35 +246,27 @@ class Daemon:
         reader = Reader(
             self._cascade.delivery.encode(),
             self.settings.native.due_queue.encode(),
-            self._addressed,
+            self._in_force.addressed,
             lambda: self._publisher.max_properties,
         )
         return Strays(
             queue,
-            RelayConsumer(self._relays["strays"]),
-            RelayPublisher(self._relays["publish"], aside=self._aside),
+            RelayConsumer(self.relays["strays"]),
+            RelayPublisher(self.relays["publish"], aside=self.relays.aside),
             reader,
-            names=self._names,
+            names=self._in_force.names,
             new_id=new_id,
             notes=self._notes,
             counters=self.counters,
             pulse=self._pulse,
         )
 
-    def _addressed(self, queue: bytes) -> bool:
-        """Whether a message may ask to be brought to ``queue`` by the broker: nothing else at the end of the cascade is
-        there because of us."""
-        policy = self._policy
-        # Of what a route brought in that finished by the broker before the last reload, too.
-        by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
-        return by_queue and queue not in policy.own_queues
-
     def _intake_carrier(self) -> IntakeCarrier:
         return IntakeCarrier(
-            policy=self._current_policy,
-            now_ms=self._now_ms,
-            sure_ms=self._sure_ms,
-            names=self._names,
+            policy=self._in_force.policy,
+            now_ms=self._in_force.now_ms,
+            sure_ms=self._in_force.sure_ms,
+            names=self._in_force.names,
             dispatch=self._dispatch,
             parking=self.shelf,
             bindings=self._bindings,
@@ -344,49 +275,15 @@ class Daemon:
         )
 
     def _release(self, lane: Lane) -> Release:
-        publisher = RelayPublisher(self._relays["publish"], aside=self._aside)
+        publisher = RelayPublisher(self.relays["publish"], aside=self.relays.aside)
         return Release(
             lane,
             publisher,
             portion=Portion(),
             pulse=self._pulse,
             counters=self.counters,
-            now_ms=self._sure_ms,
-            late_limits=self._late_limits,
-            pacer=self._pacer,
+            now_ms=self._in_force.sure_ms,
+            late_limits=self._in_force.late_limits,
+            pacer=self._in_force.pacer,
             room=self._room,
         )
-
-    def _late_limits(self) -> Limits:
-        limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
-        return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
-
-    def _restore_ahead_ms(self) -> int:
-        return self.settings.store.restore_ahead_ms
-
-    def _current_policy(self) -> Policy:
-        """In native mode a store that is out of reach is no store: a message with a key is refused, with that reason,
-        where waiting for the store would stop everybody. In store mode a broker that takes no publishes is no reason to
-        take nothing in."""
-        policy = self._policy
-        if self.settings.mode == "native":
-            return replace(policy, has_store=False) if policy.has_store and not self.shelf.usable else policy
-        return policy if self._publisher.ready else replace(policy, publishing=False)
-
-    def _names(self) -> Names:
-        return Names(
-            levels=self._cascade,
-            due_queue=self.settings.native.due_queue.encode(),
-            refused_exchange=self.settings.refused.queue.encode(),
-            max_properties=self._publisher.max_properties,
-        )
-
-    def _now_ms(self) -> int:
-        """The clock that rules: the store's where there is one, else this host's; rounded up, so never early."""
-        stored = self.shelf.now_ms()
-        return -(-time.time_ns() // 1_000_000) if stored is None else stored
-
-    def _sure_ms(self) -> int:
-        """The same clock, rounded down: what is due by this one is due."""
-        stored = self.shelf.sure_ms()
-        return time.time_ns() // 1_000_000 if stored is None else stored

@@ -61,7 +61,7 @@ class DaemonInside:
             "routes": [route.from_ for route in daemon.settings.routes],
             "started_ms": self._started_ms,
             "consuming": daemon.consuming(),
-            "connections": daemon.connections(),
+            "connections": daemon.relays.as_dict(),
             "store": lanes is not None,
             "lanes": [] if lanes is None else lanes.numbers,
             "adopted": [] if lanes is None else lanes.adopted,

@@ -57,8 +57,8 @@ HOUSE: Mapping[str, Layer] = {
 # The edge may import everything below it; what it may not is to be imported from below.
 EDGE = frozenset(
     {
-        "cli", "commands", "app", "daemon", "early_signals", "late_logs", "policies", "reload", "serving", "streams",
-        "takeovers", "wiring",
+        "cli", "commands", "app", "daemon", "declaring", "early_signals", "in_force", "late_logs", "policies", "relays",
+        "reload", "serving", "streams", "takeovers", "wiring",
     }
 )  # fmt: skip
 # What only the HTTP layer knows of.

@@ -1,0 +1,80 @@
+"""What is in force in a running daemon just now: its settings, what follows from them, and the clock that rules."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from delayer.broker.publisher import RelayPublisher
+from delayer.core.cascade import Cascade
+from delayer.core.late import Limits
+from delayer.core.pace import Pacer
+from delayer.core.plan import Policy
+from delayer.policies import policy_of, rates_of
+from delayer.services.shelf import Shelf
+from delayer.services.sorting import Names
+from delayer.settings import Settings
+
+
+class InForce:
+    """Asked for every batch, so that a reload rules from the next one on."""
+
+    def __init__(self, settings: Settings, cascade: Cascade, publisher: RelayPublisher, shelf: Shelf) -> None:
+        self.settings = settings
+        self._cascade = cascade
+        self._publisher = publisher
+        self._shelf = shelf
+        self._policy = policy_of(settings, has_store=settings.store_url is not None)
+        self.pacer = Pacer()
+        self.pacer.set(rates_of(settings), time.monotonic())
+
+    def adopt(self, settings: Settings) -> None:
+        """Let the live part of new settings rule from the next batch on."""
+        self.settings = settings
+        self._policy = policy_of(settings, has_store=self._shelf.lanes is not None)
+        self.pacer.set(rates_of(settings), time.monotonic())
+
+    def policy(self) -> Policy:
+        """In native mode a store that is out of reach is no store: a message with a key is refused, with that reason,
+        where waiting for the store would stop everybody. In store mode a broker that takes no publishes is no reason to
+        take nothing in."""
+        policy = self._policy
+        if self.settings.mode == "native":
+            return replace(policy, has_store=False) if policy.has_store and not self._shelf.usable else policy
+        return policy if self._publisher.ready else replace(policy, publishing=False)
+
+    def addressed(self, queue: bytes) -> bool:
+        """Whether a message may ask to be brought to ``queue`` by the broker: nothing else at the end of the cascade is
+        there because of us."""
+        policy = self._policy
+        # Of what a route brought in that finished by the broker before the last reload, too.
+        by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
+        return by_queue and queue not in policy.own_queues
+
+    def late_limits(self) -> Limits:
+        """Of the routes that have one."""
+        limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
+        return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
+
+    def restore_ahead_ms(self) -> int:
+        """How long before it is due a segment is restored."""
+        return self.settings.store.restore_ahead_ms
+
+    def names(self) -> Names:
+        """What the messages of this daemon are published to, and by."""
+        return Names(
+            levels=self._cascade,
+            due_queue=self.settings.native.due_queue.encode(),
+            refused_exchange=self.settings.refused.queue.encode(),
+            max_properties=self._publisher.max_properties,
+        )
+
+    def now_ms(self) -> int:
+        """The clock that rules: the store's where there is one, else this host's; rounded up, so never early."""
+        stored = self._shelf.now_ms()
+        return -(-time.time_ns() // 1_000_000) if stored is None else stored
+
+    def sure_ms(self) -> int:
+        """The same clock, rounded down: what is due by this one is due."""
+        stored = self._shelf.sure_ms()
+        return time.time_ns() // 1_000_000 if stored is None else stored

@@ -1,0 +1,84 @@
+"""The daemon's connections to its broker: one for each use, and one more for what does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Final
+
+from delayer.broker.aside import Aside
+from delayer.broker.publisher import CONFIRM_TIMEOUT
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.settings import Settings
+from delayer.store import owners
+from delayer.wire.address import Address
+
+MEETING: Final = 1.0
+"""Seconds that the store waits for the broker at the start."""
+
+
+class Relays:
+    """By their uses: ``intake``, ``due``, ``strays``, ``publish``, and ``takeover`` where something is taken over."""
+
+    def __init__(self, settings: Settings) -> None:
+        address = Address.parse(settings.broker_url)
+        self._vhost, self._cluster = address.vhost, ""
+        heartbeat = settings.broker.heartbeat_ms / 1000
+        self._relays = {
+            use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
+            for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
+        }
+        # Not among the others: it is connected only once something does not answer.
+        self.aside = Aside(Relay(address, "delayer aside", heartbeat=heartbeat), timeout=CONFIRM_TIMEOUT)
+
+    def __getitem__(self, use: str) -> Relay:
+        return self._relays[use]
+
+    def __contains__(self, use: str) -> bool:
+        return use in self._relays
+
+    def start(self) -> None:
+        """Connect, and stay so."""
+        for relay in self._relays.values():
+            relay.start()
+
+    def closings(self) -> list[Coroutine[None, None, None]]:
+        """To be waited for together: a broker that hangs answers no goodbye."""
+        return [self.aside.close(), *(relay.close() for relay in self._relays.values())]
+
+    async def meet_broker(self) -> None:
+        """Lanes say whose messages are in them, if that is known when they are taken; waiting for longer would keep
+        those that are due from being looked at, and a broker that is away from being told."""
+        with suppress(BrokerLost):
+            await self._relays["publish"].connection(MEETING)
+
+    def broker_mark(self) -> str:
+        """Which broker this is, as far as it was ever reached (owners.py)."""
+        relays = [relay.current for relay in self._relays.values()]
+        cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
+        self._cluster = cluster
+        return owners.mark_of(cluster, self._vhost)
+
+    def reaching(self) -> bool:
+        """Whether any of them is connected."""
+        return any(relay.current is not None for relay in self._relays.values())
+
+    def connected(self) -> bool:
+        """Whether all of them are."""
+        return all(relay.current is not None for relay in self._relays.values())
+
+    def blocked(self) -> bool:
+        """Whether the broker takes no publishes on one of them."""
+        return any(relay.current is not None and relay.current.blocked for relay in self._relays.values())
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """How they stand: connected, blocked, and how often they were made."""
+        return {
+            use: {
+                "connected": relay.current is not None,
+                "blocked": relay.current is not None and relay.current.blocked,
+                "connects": relay.connects,
+            }
+            for use, relay in self._relays.items()
+        }
