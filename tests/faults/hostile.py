@@ -32,7 +32,8 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Hostile:
-    """``reason`` is a pattern. ``props`` None: only ``headers`` and persistence. ``body`` goes behind the name."""
+    """``reason`` is a pattern. ``props`` None: only ``headers`` and persistence. ``size``: bytes of the body, at least
+    those of the name. ``again``: how often it is sent in again as it came out, with a new delay."""
 
     end: End
     reason: str = ""
@@ -40,9 +41,11 @@ class Hostile:
     props: Props | bytes | None = None
     through: str = "h.in"
     key: bytes = b"inbox"
-    body: bytes = b""
+    size: int = 0
     modes: tuple[str, ...] = MODES
     impersonated: bool = False
+    content_class: int = 60
+    again: int = 0
     arrives_as: bytes | None = None
     """The routing key at the destination, if it is another one."""
 
@@ -50,7 +53,7 @@ class Hostile:
         props = self.props
         if props is None:
             props = Props(headers=self.headers, delivery_mode=2)
-        return Message(self.through, self.key, props, body + self.body)
+        return Message(self.through, self.key, props, body.ljust(self.size, b"\xce"))
 
 
 def delivered(*headers: Header, **more: object) -> Hostile:
@@ -107,6 +110,8 @@ EVERY_TYPE: tuple[Header, ...] = (
     (b"S", text("text")), (b"x", octets(b"\0\xff")), (b"V", VOID), (b"A", array(number("I", 1), text("a"), VOID)),
     (b"F", table((b"inner", number("I", 7)), (b"empty", table()))),
 )  # fmt: skip
+NO_REPLY = "amq.rabbitmq.reply-to.g2EF.k"
+"""Named at the default exchange, it ends the connection: the broker reads it as a number, and wants a process."""
 ENVELOPE: tuple[Header, ...] = (
     (b"x-delayer-envelope", number("l", 1)),
     (b"x-delayer-route", text("h.in")),
@@ -139,6 +144,7 @@ PUBLISHER: Mapping[str, Hostile] = {
     ),
     "a delivery mode that is none": Hostile(End.SOMEWHERE, props=Props(headers=(SECOND,), delivery_mode=255)),
     "transient": delivered(props=Props(headers=(SECOND,), delivery_mode=1)),
+    "a content class that nobody knows": turned_away(SECOND, content_class=61),
 }
 TABLES: Mapping[str, Hostile] = {
     "every type of field": delivered(SECOND, *EVERY_TYPE),
@@ -207,6 +213,11 @@ ADDRESSES: Mapping[str, Hostile] = {
     ),
     "a copy into the intake queue": refused("leads back", SECOND, cc("delays"), through="h.queue"),
     "the intake queue": refused("leads back", SECOND, (b"x-delay-routing-key", text("delays")), through="h.queue"),
+    "a direct reply of nobody's": refused("to a direct reply", SECOND, through="h.queue", key=NO_REPLY.encode()),
+    "a direct reply, in the header": refused(
+        "to a direct reply", (b"x-delay-routing-key", text(NO_REPLY)), through="h.queue"
+    ),
+    "a copy to a direct reply": refused("to a direct reply", SECOND, cc("inbox", NO_REPLY), through="h.queue"),
     "a forged envelope": refused("leads into delayer's own queues", *ENVELOPE, through="h.queue", key=b"delays.due"),
     "a copy of a forged envelope": refused(
         "leads into delayer's own queues", *ENVELOPE, cc("delays.due"), through="h.queue"
@@ -215,7 +226,10 @@ ADDRESSES: Mapping[str, Hostile] = {
         "not a message of the cascade", *ENVELOPE[:3], through="", key=b"delays.due", modes=(NATIVE,)
     ),
     "no body": delivered(SECOND, key=b"no body"),
-    "a body of 1 MB": delivered(SECOND, body=b"\xce" * 1_000_000),
+    "a body of 1 MB": delivered(SECOND, size=1_000_000),
+    "delayed five times over": delivered(
+        props=Props(headers=(SECOND, (b"trace", number("I", 5))), message_id=b"m", delivery_mode=2), again=5
+    ),
 }
 
 
@@ -239,6 +253,7 @@ DEATHS: Mapping[str, Hostile] = {
     "in the refused queue": forged("leads into delayer's own queues", *death("delays.refused")),
     "in the due queue, with an envelope": forged("leads into delayer's own queues", *death("delays.due"), *ENVELOPE),
     "in a level of the cascade": forged("leads into delayer's own queues", *death("delayer.delay-level-00")),
+    "in a direct reply": forged("to a direct reply", *death(NO_REPLY)),
     "retried so often that no number says it": forged(
         "expected a whole number",
         *death("orders", (b"x-delayer-failed-in", text("orders")), (b"x-delayer-retries", number("l", 2**62))),
@@ -262,6 +277,15 @@ SILENT: Mapping[str, Hostile] = {
     for when, delay in (("", 1000), (", at once", 0))
 }
 """For a queue that neither confirms nor refuses: whoever plays these makes it so (tests/rig/silent.py)."""
+FRAME, LARGEST = 4 << 20, 2 << 20
+ROOMY: Mapping[str, Hostile] = {
+    "table: as long as a frame": refused("too long to carry", SECOND, (b"large", text("v" * (FRAME - 1072)))),
+    "table: nearly as long as a frame": delivered(SECOND, (b"large", text("v" * (FRAME - 3072)))),
+    "table: 1 MB": delivered(SECOND, (b"large", text("v" * 1_000_000))),
+    "address: a body of the broker's maximum": delivered(SECOND, size=LARGEST),
+    "address: a body of more than that": turned_away(SECOND, size=LARGEST + 1),
+}
+"""For a broker that takes frames and bodies of so many bytes. Some of these end elsewhere at one that does not."""
 GROUPS = {
     "publisher": PUBLISHER,
     "table": TABLES,
@@ -274,7 +298,3 @@ CASES: Mapping[str, Hostile] = {
     f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()
 }
 EMPTY = "address: no body"
-
-
-def cases_of(mode: str) -> dict[str, Hostile]:
-    return {name: case for name, case in CASES.items() if mode in case.modes}

@@ -17,7 +17,7 @@ from delayer.store import session
 from delayer.wire.errors import HeaderTooLarge
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.faults.place import Place, eventually
-from tests.rig.raw import Arrival, Header, Inbox, Message, Props, Raw, content, number
+from tests.rig.raw import Arrival, Header, Inbox, Message, Props, Raw, Value, content, number
 from tests.rig.servers import RabbitMQ
 
 USER = "delayer-hostile"
@@ -33,6 +33,7 @@ ROUTES = [
     {"from": "h.retry", "retry": {"first": "1s", "attempts": 3, "exhausted": "h.parked"}},
     {"from": "", "to": "h.out"},
 ]
+CONTENT_CLASS = 60
 _OURS = (b"x-delay", b"x-deliver-at", b"x-delay-routing-key", b"x-delay-exchange", b"x-delayer-id", b"x-delayer-due")
 _OF_THE_BROKER = (b"x-delivery-count", b"x-delayer-user-id")
 
@@ -78,7 +79,7 @@ def furnish(rabbitmq: RabbitMQ, vhost: str) -> str:
 
 @dataclass
 class Villain:
-    """``sent`` is what was published, by body. Made by :meth:`at`."""
+    """``sent`` is what was published, and under which name, by body. Made by :meth:`at`."""
 
     rabbitmq: RabbitMQ
     vhost: str
@@ -88,9 +89,12 @@ class Villain:
     inbox: Inbox
     refused: Inbox
     strays: Inbox | None
-    sent: dict[bytes, str] = field(default_factory=dict)
+    sent: dict[bytes, tuple[str, Hostile]] = field(default_factory=dict)
     away: set[bytes] = field(default_factory=set)
     empty: int = 0
+    witnesses: int = 0
+    chains: list[asyncio.Task[None]] = field(default_factory=list)
+    """Who sends messages in again as they came out."""
 
     @classmethod
     @asynccontextmanager
@@ -106,26 +110,28 @@ class Villain:
                 rabbitmq, vhost, place, raw, impersonator, await raw.inbox(INBOX), await raw.inbox(REFUSED), strays
             )
 
-    async def publish(self, name: str, case: Hostile, copy: int = 0) -> bytes:
-        """Publish one, and return its body. Fails unless the broker takes it where it has to."""
-        body = b"" if name == EMPTY else b"hostile %d: %b" % (copy, name.encode())
-        message = case.message(body)
+    async def publish(self, name: str, case: Hostile, copy: int = 0) -> None:
+        """Publish one. Fails unless the broker takes it where it has to."""
+        message = case.message(b"" if name == EMPTY else b"hostile %d: %b" % (copy, name.encode()))
         body = message.body
-        self.sent[body] = name
+        self.sent[body] = name, case
         self.empty += name == EMPTY
         if case.end in (End.TURNED_AWAY, End.SOMEWHERE):
-            taken = await self._try(message)
+            taken = await self._try(message, case.content_class)
             assert not (taken and case.end is End.TURNED_AWAY), f"{name}: the broker took it"
             if not taken:
                 self.away.add(body)
         else:
             await (self.impersonator if case.impersonated else self.raw).publish(message)
-        return body
+        if case.again:
+            self.chains.append(asyncio.create_task(self._again(name, case, body)))
 
-    async def _try(self, message: Message) -> bool:
+    async def _try(self, message: Message, content_class: int) -> bool:
         """On a connection of its own, which may end. Whether the broker took it."""
         raw = await Raw.connect(self.place.broker)
         try:
+            if content_class != CONTENT_CLASS:
+                return not await turned_away(raw, message, content_class)
             await raw.publish(message)
         except HeaderTooLarge:
             return not await turned_away(raw, message)
@@ -135,9 +141,25 @@ class Villain:
             await raw.connection.close()
         return True
 
-    async def witness(self, number_: int) -> None:
+    async def _again(self, name: str, case: Hostile, body: bytes) -> None:
+        """As it came out, with another delay and another body: it comes every time, and its headers do not grow."""
+        ids, sizes = set[Value](), set[int]()
+        for turn in range(case.again):
+            await self.inbox.got([body])
+            came = self.inbox.only(body).props
+            ids.add(came.one(b"x-delayer-id"))
+            sizes.add(len(came.headers or ()))
+            assert len(ids) == turn + 1, f"{name}: an id that it had before"
+            assert len(sizes) == 1, f"{name}: its headers grow: {sizes}"
+            case = replace(case, props=came.without(b"x-delay").adding(delay_header(1000)))
+            body = b"%b, again" % body
+            self.sent[body] = name, case
+            await self.raw.publish(case.message(body))
+
+    async def witness(self) -> None:
         """A good message at once, which must come through now."""
-        body = b"witness %d" % number_
+        body = b"witness %d" % self.witnesses
+        self.witnesses += 1
         await self.raw.publish(Message("h.in", b"witness", Props(headers=((b"x-delay", number("I", 0)),)), body))
         await self.inbox.got([body], timeout=20)
 
@@ -159,6 +181,7 @@ class Villain:
 
     async def all_found(self, *, timeout: float = 45.0) -> dict[bytes, list[Found]]:
         """Wait until each has ended."""
+        await asyncio.gather(*self.chains)
 
         def everywhere(ends: dict[bytes, list[Found]]) -> bool:
             return not self._missing(ends)
@@ -166,14 +189,27 @@ class Villain:
         try:
             return await eventually(self.found, everywhere, timeout=timeout)
         except AssertionError:
-            missing = [self.sent[body] for body in self._missing(await self.found())]
+            missing = [self.sent[body][0] for body in self._missing(await self.found())]
             raise AssertionError(f"{len(missing)} have not ended anywhere: {missing}") from None
 
     def _missing(self, ends: dict[bytes, list[Found]]) -> list[bytes]:
-        return [body for body in self.sent if len(ends.get(body, ())) < (self.empty if body == b"" else 1)]
+        return [body for body in self.sent if len(ends.get(body, ())) < self._copies(body)]
+
+    def _copies(self, body: bytes) -> int:
+        """How many were sent with this body: of those without any, several."""
+        return 1 if body else self.empty
+
+    def verify(self, ends: dict[bytes, list[Found]], *, redelivered: bool = False) -> None:
+        """That each ended once, where it should, with what it should have, and that nothing else came. ``redelivered``:
+        a queue may have delivered it again on its way, and RabbitMQ 3.10 sorts the headers when it does that."""
+        sorts = self.rabbitmq.sorts_headers
+        for body, (name, case) in self.sent.items():
+            verify(name, case, ends[body], self._copies(body), sorts=sorts, redelivered=redelivered)
+        came, sent = sum(map(len, ends.values())), sum(map(self._copies, self.sent))
+        assert came == sent + self.witnesses, "something came that nobody sent"
 
 
-def verify(name: str, case: Hostile, found: Sequence[Found], copies: int = 1, *, sorts: bool = False) -> None:
+def verify(name: str, case: Hostile, found: Sequence[Found], copies: int, *, sorts: bool, redelivered: bool) -> None:
     """That it ended once, where it should, with what it should have. ``sorts``: see RabbitMQ.sorts_headers."""
     assert len(found) == copies, f"{name}: {found}"
     for end, reason, arrival in found:
@@ -183,19 +219,19 @@ def verify(name: str, case: Hostile, found: Sequence[Found], copies: int = 1, *,
         assert re.search(case.reason, reason), f"{name}: {reason}"
         if end is End.DELIVERED:
             assert arrival is not None
-            check_delivered(name, case, arrival, sorts=sorts)
+            check_delivered(name, case, arrival, sorts=sorts, redelivered=redelivered)
 
 
-def check_delivered(name: str, case: Hostile, arrival: Arrival, *, sorts: bool) -> None:
+def check_delivered(name: str, case: Hostile, arrival: Arrival, *, sorts: bool, redelivered: bool) -> None:
     sent = case.message(b"").props
     assert isinstance(sent, Props)
     sent = sent.sorted_if(sorts)
     assert arrival.at_ms >= arrival.due_ms, f"{name}: early"
     assert arrival.delivery.routing_key == (case.key if case.arrives_as is None else case.arrives_as), name
     found = arrival.props
-    assert found.without(*_OURS, *_OF_THE_BROKER) == replace(sent, user_id=None, headers=sent.headers or ()).without(
-        *_OURS
-    ), name
+    kept = replace(sent, user_id=None, headers=sent.headers or ()).without(*_OURS)
+    in_order = replace(kept, headers=tuple(sorted(kept.headers or (), key=lambda header: header[0])))
+    assert found.without(*_OURS, *_OF_THE_BROKER) in ([kept, in_order] if redelivered else [kept]), name
     if sent.user_id is not None:
         assert content(found.one(b"x-delayer-user-id")) == sent.user_id
     for gained in (b"x-delayer-id", b"x-delayer-due"):
@@ -211,7 +247,7 @@ def assert_no_forged_line(events: Sequence[dict[str, object]], stray_lines: Sequ
     assert FORGED_LINE.encode("unicode_escape").decode().replace("\\", "\\\\").replace('"', '\\"')[:40] in told
 
 
-async def turned_away(raw: Raw, message: Message, content_class: int = 60) -> bool:
+async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_CLASS) -> bool:
     """Send frames that no library would make: a content header of any length and class. Whether the broker hung up."""
     properties = message.props if isinstance(message.props, bytes) else message.props.encode()
     address = b"".join(bytes((len(name),)) + name for name in (message.exchange.encode(), message.routing_key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
-import subprocess
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +15,10 @@ import asyncpg
 
 from tests.rig import ports
 from tests.rig.postgres import SUPERUSER, Postgres
-from tests.rig.processes import Family, StartFailed, tail
+from tests.rig.processes import Family, StartFailed, mount_disk, tail, unmount_disk
+
+FILLING_EVERY = 0.001
+"""Seconds."""
 
 
 class Standby(Postgres):
@@ -66,39 +69,82 @@ class SmallFiles(Postgres):
         _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
 
 
-class SmallDisk(Postgres):
-    """On a disk of its own, of so many megabytes. As root, in a mount namespace of one's own (unshare --mount): then
-    nothing stays mounted, whatever happens."""
+class Filler(threading.Thread):
+    """Makes a file grow as far as there is room, again and again. ``full``: there was none."""
 
-    def __init__(self, megabytes: int) -> None:
-        super().__init__(settings={"max_wal_size": "64MB", "min_wal_size": "32MB"})
+    def __init__(self, path: Path) -> None:
+        super().__init__(daemon=True)
+        self._path = path
+        self._over = threading.Event()
+        self.full = threading.Event()
+
+    def run(self) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            while not self._over.wait(FILLING_EVERY):
+                try:
+                    while not self._over.is_set():
+                        file.write(bytes(1 << 16))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    self.full.set()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+        self._path.unlink()
+
+
+class SmallDisk(Postgres):
+    """All of it, its WAL too, on a disk of its own, of so many megabytes. Raises StartFailed where that cannot be had.
+
+    ``scarce``: no file of the WAL lies ready but the one that is written to, and that has one megabyte: when the disk
+    is full it is the WAL that runs out first, and Postgres ends. Otherwise it is a table, and Postgres only says so.
+    """
+
+    def __init__(self, megabytes: int, *, scarce: bool = False) -> None:
+        more = {"wal_recycle": "off", "min_wal_size": "2MB"} if scarce else {"min_wal_size": "32MB"}
+        super().__init__(settings={"max_wal_size": "64MB", **more})
+        self.scarce = scarce
         self._disk = self._directory / "disk"
         self._disk.mkdir()
-        self._ballast = self._disk / "ballast"
-        options = f"size={megabytes}m,mode=0755"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", self._disk], check=True)
+        self._filler: Filler | None = None
         self._data = self._disk / "data"
+        try:
+            mount_disk(self._disk, megabytes)
+        except StartFailed:
+            super().close()
+            raise
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        if self.scarce:
+            _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
 
     def fill(self) -> None:
-        """Somebody else's file takes all the room that is left."""
-        with self._ballast.open("ab", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError as full:
-                if full.errno != errno.ENOSPC:
-                    raise
+        """Somebody else's file takes all the room that is left, and then whatever becomes free, until free()."""
+        self._filler = Filler(self._disk / "ballast")
+        self._filler.start()
+        assert self._filler.full.wait(60), "there was always room"
 
     def free(self) -> None:
         """That file is gone."""
-        self._ballast.unlink()
+        if self._filler is not None:
+            self._filler.end()
+            self._filler = None
 
     def answers(self) -> bool:
         return self._is_ready()
 
+    def ended(self) -> bool:
+        """By itself, after it was started."""
+        return self._server is not None and not self._server.running
+
     def close(self) -> None:
+        self.free()
         self.kill()
-        subprocess.run(["umount", "--lazy", self._disk], check=True)
+        self._free_shared_memory()
+        unmount_disk(self._disk)
         super().close()
 
 

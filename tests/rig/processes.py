@@ -76,6 +76,23 @@ def move_directory(directory: Path, parent: Path) -> Path:
     return moved
 
 
+def mount_disk(directory: Path, megabytes: int) -> None:
+    """A small file system of its own in that directory, which exists and is empty. Raises StartFailed with the reason
+    where that cannot be had: mostly whoever is not root."""
+    _reaper().tell("unmount", directory)
+    options = f"size={megabytes}m,mode=0755"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        _reaper().tell("forget", directory)
+        raise StartFailed(f"no disk of its own, for which one has to be root: {done.stderr.partition(chr(10))[0]}")
+
+
+def unmount_disk(directory: Path) -> None:
+    subprocess.run(["umount", "--lazy", directory], check=True)
+    _reaper().tell("forget", directory)
+
+
 class Family:
     """A server process and every process it starts.
 

@@ -5,7 +5,9 @@ standard input is one instruction; the end of the input is the death of whoever 
 
     watch PID SIGNAL    end this process and its descendants: SIGNAL first, SIGKILL for whoever is left
     forget PID          it was ended properly
-    remove DIRECTORY    delete this directory, after the processes
+    unmount DIRECTORY   what is mounted there, if anything, after the processes
+    forget DIRECTORY    it was unmounted properly
+    remove DIRECTORY    delete this directory, after all that
     forget DIRECTORY    it was deleted properly
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -78,19 +81,25 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes: dict[str, int] = {}
+    mounts: dict[str, None] = {}
     directories: dict[str, None] = {}
     for line in sys.stdin:
         verb, _, rest = line.rstrip("\n").partition(" ")
         if verb == "watch":
             pid, sig = rest.split()
             processes[pid] = int(sig)
+        elif verb == "unmount":
+            mounts[rest] = None
         elif verb == "remove":
             directories[rest] = None
         else:
             processes.pop(rest, None)
+            mounts.pop(rest, None)
             directories.pop(rest, None)
     for pid_text, sig_number in processes.items():
         end(int(pid_text), sig_number)
+    for mount in mounts:
+        subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 
