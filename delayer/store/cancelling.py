@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import asyncpg
 
-from delayer.store import acts, segments, session, statements
+from delayer.store import acts, segments, session, statements, unpacking
 from delayer.store.errors import DAMAGED
 from delayer.store.keys import forget, lock_keys
 
@@ -224,7 +224,7 @@ async def find(connection: asyncpg.Connection, ids: Collection[int], dues: Dues 
         for row in rows:
             try:
                 ids_there = packing.ids_of(row["head"], row["tail"], row["size"], row["format"])
-                if ids_there is None and (packed := await segments.bytes_of(connection, row["id"])) is not None:
+                if ids_there is None and (packed := await unpacking.bytes_of(connection, row["id"])) is not None:
                     ids_there = packing.ids_of(packed, b"", len(packed), row["format"])
             except packing.SegmentBroken:
                 found.unreadable[row["id"]] = (row["first_id"], row["last_id"])

@@ -147,9 +147,9 @@ class _Segments:
 
     async def _unpacked(self, segment: int) -> dict[int, Exported]:
         if segment not in self._kept:
-            from delayer.store import segments  # noqa: PLC0415 - pyarrow, once there is something to read
+            from delayer.store import unpacking  # noqa: PLC0415 - pyarrow, once there is something to read
 
-            table = await segments.read(self._connection, segment)
+            table = await unpacking.read(self._connection, segment)
             while len(self._kept) >= KEPT_SEGMENTS:
                 del self._kept[next(iter(self._kept))]
             self._kept[segment] = {} if table is None else {one[0]: one[1] for one in _messages(table)}

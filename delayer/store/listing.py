@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.core.filters import Filter, Token
-from delayer.store import cancelling, schema, segments, session
+from delayer.store import cancelling, schema, segments, session, unpacking
 from delayer.store.errors import translated
 from delayer.store.scanning import BEGINNING, LAST_ID, Place, Rows, Test, conditions
 
@@ -217,12 +217,12 @@ async def _in_segments(
 
 
 async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:
-    """The live messages of a segment; None where it does not read back. Read in a thread, as by segments.read. Raises
+    """The live messages of a segment; None where it does not read back. Read in a thread, as by unpacking.read. Raises
     the driver's errors."""
     from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow, once there is one to read
 
     try:
-        table = await segments.read(connection, segment)
+        table = await unpacking.read(connection, segment)
     except SegmentBroken:
         return None
     if table is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import asyncpg
 
 from delayer.core import late
-from delayer.store import acts, cancelling, segments, session, statements, telling
+from delayer.store import acts, cancelling, segments, session, statements, telling, unpacking
 from delayer.store.cancelling import LOOKS, NO_DUES, Changes, Dues, Found
 
 # What was imported may be held before it is due: then that is its due instant as well. What is held for good is tried
@@ -26,7 +26,7 @@ _HELD = (
     " THEN coalesce($2::timestamptz, due_at + $3::bigint * interval '1 millisecond') ELSE due_at END"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
 )
-# Without their bytes: see segments.live.
+# Without their bytes: see unpacking.live.
 _LOCK_SEGMENTS = (
     "SELECT id, lane, messages, cancelled, format, digest FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE"
 )
@@ -148,7 +148,7 @@ async def _move_out(connection: asyncpg.Connection, segment: asyncpg.Record, ids
 
     number, lane = segment["id"], segment["lane"]
     try:
-        table = await segments.live(connection, segment)
+        table = await unpacking.live(connection, segment)
     except SegmentBroken:
         work.found.update(dict.fromkeys(ids, Found.UNREADABLE))
         return

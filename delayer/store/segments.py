@@ -1,4 +1,5 @@
-"""Segments as they stand in the store: how many, which, and restoring them. Cancelling in them: cancelling.py.
+"""Segments as they stand in the store: how many, which, and restoring them. What is in them: unpacking.py. Cancelling
+in them: cancelling.py.
 
 Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so a cancel is exact against a restore.
 """
@@ -6,7 +7,7 @@ Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, Protocol
 
 import asyncpg
@@ -14,7 +15,7 @@ import asyncpg
 from delayer.core.errors import LaneLost
 from delayer.core.segment import FORMAT, Broken, Restored
 from delayer.faultpoint import reach
-from delayer.store import damaged, session, statements
+from delayer.store import session, statements, unpacking
 from delayer.store.envelope import reason_text
 from delayer.store.errors import DAMAGED, describe
 
@@ -28,7 +29,6 @@ _LOCK = (
     "SELECT id, first_due, messages, cancelled, format, digest FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
 )
-_READ = "SELECT id, messages, cancelled, format, digest FROM segment WHERE id = $1"
 # Few segments would be read from the first to the last, and a damaged page would keep those beside it.
 _BY_INDEX = "SET LOCAL enable_seqscan = off"
 _LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
@@ -179,7 +179,7 @@ async def _restore_at_once(
             reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
             return Broken(segment["id"], count, segment["first_due"], reason, newer=True)
         try:
-            table = await live(connection, segment)
+            table = await unpacking.live(connection, segment)
         except SegmentBroken as error:
             news = await mark_broken(connection, segment["id"], error.reason)
             return Broken(segment["id"], count, segment["first_due"], error.reason, known=not news)
@@ -207,55 +207,6 @@ async def exists(connection: asyncpg.Connection, segment: int) -> bool:
     return bool(await connection.fetchval("SELECT EXISTS (SELECT FROM segment WHERE id = $1)", segment))
 
 
-async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None:
-    """The packed bytes; None when the segment is gone. Raises SegmentBroken where the store itself cannot read
-    them, and the driver's errors."""
-    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
-
-    try:
-        async with session.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
-            packed: bytes | None = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
-    except DAMAGED as error:
-        raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
-    return packed
-
-
-def unpacked(segment: Mapping[str, Any], cancelled: Sequence[int]) -> Any:
-    """The live messages of a row of ``segment``, as a table of packing.SCHEMA sorted by (due_at, id).
-
-    Raises SegmentBroken, also when those that were cancelled are not the ones that its row counts.
-    """
-    from delayer.store import packing  # noqa: PLC0415 - pyarrow
-
-    table = packing.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
-    table = packing.without(table, cancelled)
-    expected = segment["messages"] - segment["cancelled"]
-    if len(table) != expected:
-        raise packing.SegmentBroken(f"expected {expected} messages without the cancelled ones, found {len(table)}")
-    return table
-
-
-async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
-    """The live messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
-    Decoding is done in a thread: the page asks too, and its daemon has messages to release meanwhile.
-
-    Raises SegmentBroken, and the driver's errors.
-    """
-    async with connection.transaction(isolation="repeatable_read", readonly=True):
-        row = await connection.fetchrow(_READ, segment)
-        if row is None:
-            return None
-        whole = dict(row) | {"packed": await bytes_of(connection, segment)}
-        return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, row))
-
-
-async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
-    """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked, whether it was
-    read with its bytes or not. Decoding is done in a thread. Raises SegmentBroken, and the driver's errors."""
-    whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
-    return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
-
-
 async def write_rows(
     connection: asyncpg.Connection, table: Any, lane: int, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
 ) -> str:
@@ -276,22 +227,6 @@ async def _portions(table: Any, lane: int, portion_bytes: int, pause: float) -> 
     while (portion := await asyncio.to_thread(next, stream, None)) is not None:
         yield portion
         await asyncio.sleep(pause)
-
-
-async def _cancelled(connection: asyncpg.Connection, segment: Mapping[str, Any]) -> list[int]:
-    """Which messages of a row of ``segment`` were cancelled. Raises SegmentBroken where the store itself cannot read
-    that, and the driver's errors."""
-    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
-
-    try:
-        async with session.transaction(connection):  # a savepoint, as for its bytes
-            rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment["id"])
-    except DAMAGED as error:
-        if not segment["cancelled"]:
-            return []  # whoever cancels counts it in the segment's row, in the same transaction
-        what = await damaged.said(connection, error)
-        raise SegmentBroken(f"the store cannot read which of its messages were cancelled: {what}") from error
-    return [number for (number,) in rows]
 
 
 async def delete(connection: asyncpg.Connection, segment: int, *, noted: bool = True) -> None:

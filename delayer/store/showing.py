@@ -9,7 +9,7 @@ import asyncpg
 
 from delayer.core import late
 from delayer.core.filters import Token
-from delayer.store import cancelling, envelope, segments
+from delayer.store import cancelling, envelope, unpacking
 from delayer.store.cancelling import Found
 from delayer.store.listing import Entry, Place
 
@@ -91,7 +91,7 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
     from delayer.store.packing import SegmentBroken  # noqa: PLC0415
 
     try:
-        table = await segments.read(connection, segment)
+        table = await unpacking.read(connection, segment)
     except SegmentBroken:
         return None
     if table is None:

@@ -16,7 +16,7 @@ from delayer.audit.findings import Finding, Report
 from delayer.audit.watching import Watching
 from delayer.core.errors import StoreLost
 from delayer.settings.secret import SecretUrl
-from delayer.store import cancelling, segments
+from delayer.store import cancelling, segments, unpacking
 from delayer.store.partitions import DAY_MS
 from tests.audit.rows import brief
 from tests.audit.test_job import audit
@@ -105,7 +105,7 @@ async def fill(url: str) -> None:
             # As of a table that is large: what was cancelled in one of them lies on another page than the others'.
             await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
             for segment in (await segments.listed(admin))[:2]:
-                table = await segments.read(admin, segment.id)
+                table = await unpacking.read(admin, segment.id)
                 gone = table["id"].to_pylist()[:CANCELLED]
                 assert set((await cancelling.cancel(admin, gone)).values()) == {cancelling.Found.SEGMENT}
 

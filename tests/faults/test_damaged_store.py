@@ -14,7 +14,7 @@ import pytest
 from delayer.audit import restore
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import cancelling, listing, partitions, rescheduling, segments, upgrades
+from delayer.store import cancelling, listing, partitions, rescheduling, segments, unpacking, upgrades
 from delayer.store.cancelling import Found
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
@@ -82,7 +82,7 @@ async def fill_cancelled(url: str) -> None:
 
 
 async def listed_ids(admin: asyncpg.Connection, segment: int) -> list[int]:
-    table = await segments.read(admin, segment)
+    table = await unpacking.read(admin, segment)
     assert table is not None
     return list(table["id"].to_pylist())
 

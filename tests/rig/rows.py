@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
-from delayer.store import compacting, envelope, segments
+from delayer.store import compacting, envelope, segments, unpacking
 from delayer.store.partitions import DAY_MS
 
 _US = "(extract(epoch FROM {0}) * 1000000)::bigint AS {0}"
@@ -88,7 +88,7 @@ async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
     """The live messages in segments, by id; each in one only."""
     found: dict[int, Row] = {}
     for segment in await segments.listed(admin):
-        table = await segments.read(admin, segment.id)
+        table = await unpacking.read(admin, segment.id)
         assert table is not None
         columns = [column.cast("int64") if column.type.num_fields == 0 and str(column.type).startswith("timestamp")
                    else column for column in table.columns]  # fmt: skip
