@@ -20,9 +20,9 @@ from delayer.commands.looking import as_json
 from delayer.commands.progress import progress
 from delayer.core.importing import Meant, NotARewrite, Rewrite, Run, read_rewrite
 from delayer.legacy import machine
+from delayer.legacy.brokers import HEARTBEAT
 from delayer.legacy.carrying import CascadeBook
 from delayer.legacy.destinations import Destinations
-from delayer.legacy.drain import HEARTBEAT
 from delayer.legacy.machine import Preview, Report
 from delayer.legacy.ports import BadSource, CountMismatch, ImportImpossible, Source, SourceLost
 from delayer.services import envelopes

@@ -12,8 +12,9 @@ from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.legacy.drain import Queues, Reader
+from delayer.legacy.drain import Queues
 from delayer.legacy.known import decoded
+from delayer.legacy.visiting import Reader
 from delayer.wire.properties import Properties
 
 NAME: Final = "cascade"
@@ -26,7 +27,7 @@ Open = Callable[[Delivery], Parcel | None]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Satisfies drain.Reader: one level's queue."""
+    """Satisfies visiting.Reader: one level's queue."""
 
     cascade: Cascade
     number: int

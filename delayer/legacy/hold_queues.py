@@ -18,10 +18,12 @@ from delayer.broker.management import Management
 from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
 from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.legacy.drain import Queues, Reader, address_of, asked
+from delayer.legacy.brokers import address_of, asked
+from delayer.legacy.drain import Queues
 from delayer.legacy.known import X_DEATH, decoded
 from delayer.legacy.leading import Leads
 from delayer.legacy.ports import ImportImpossible, SourceLost
+from delayer.legacy.visiting import Reader
 from delayer.wire.properties import Properties, splice
 
 NAME: Final = "hold-queues"
@@ -34,8 +36,8 @@ _LONGEST_MS: Final = 315_360_000_000
 
 @dataclass(slots=True)
 class Hold:
-    """Satisfies drain.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``: what
-    is known of the way that dead letters go; None where that is not asked. ``stamped``: whether the timestamps of
+    """Satisfies visiting.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``:
+    what is known of the way that dead letters go; None where that is not asked. ``stamped``: whether the timestamps of
     messages say when they came."""
 
     queue: str

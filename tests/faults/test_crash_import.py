@@ -35,8 +35,8 @@ BATCH = 20
 FAR_MS = 4_000_000_000_000
 PROGRAM = f"""
 import sys
-from delayer.legacy import drain, files, merging, sql
-drain.BATCH = files.BATCH = sql.BATCH = {BATCH}
+from delayer.legacy import files, merging, sql, visiting
+visiting.BATCH = files.BATCH = sql.BATCH = {BATCH}
 merging.LEAST = merging.READ = 7
 from delayer.cli import main
 main()

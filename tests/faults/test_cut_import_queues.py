@@ -15,7 +15,8 @@ from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import BEHIND, Batch
 from delayer.core.topology import Queue, Topology, arguments
-from delayer.legacy import drain
+from delayer.legacy import visiting
+from delayer.legacy.drain import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import delayer, gone
 from tests.faults.test_crash_import_queues import HOLD
@@ -29,7 +30,7 @@ CASCADE = Cascade("nservicebus-v2")
 OUT_OF_HOLD = ("hold-queues", "run", "--queue", "hold", "--ttl", "50000s", "--to-exchange", "", "--to-key", "work")
 OUT_OF_CASCADE = ("cascade", "run", "--kind", "nservicebus-v2")
 LAST = ("--unverified", "--yes", "--json")
-Remove = Callable[[drain.Queues, Batch], Awaitable[None]]
+Remove = Callable[[Queues, Batch], Awaitable[None]]
 
 
 async def fill(url: str, queue: str, seconds: int = 50_000, expiration: bytes | None = None) -> None:
@@ -57,25 +58,25 @@ async def copies(store: str) -> Counter[bytes]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "BATCH", BATCH)
-    monkeypatch.setattr(drain, "PREFETCH", 2 * BATCH)
-    monkeypatch.setattr(drain, "END_SECONDS", 1.0)
+    monkeypatch.setattr(visiting, "BATCH", BATCH)
+    monkeypatch.setattr(visiting, "PREFETCH", 2 * BATCH)
+    monkeypatch.setattr(visiting, "END_SECONDS", 1.0)
 
 
 def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Cut the connection between the commit of that batch and its acknowledgements."""
-    real: Remove = drain.Queues.remove
+    real: Remove = Queues.remove
     batches = []
 
-    async def remove(self: drain.Queues, batch: Batch) -> None:
+    async def remove(self: Queues, batch: Batch) -> None:
         batches.append(batch)
         if len(batches) == number:
-            assert self._subscription is not None
-            self._subscription._connection._transport.abort()  # type: ignore[union-attr]
-            await asyncio.wait([self._subscription._channel.closed])
+            assert self._visits.subscription is not None
+            self._visits.subscription._connection._transport.abort()  # type: ignore[union-attr]
+            await asyncio.wait([self._visits.subscription._channel.closed])
         await real(self, batch)
 
-    monkeypatch.setattr(drain.Queues, "remove", remove)
+    monkeypatch.setattr(Queues, "remove", remove)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
     loop = asyncio.get_running_loop()
     async with Proxy(rabbitmq.port) as proxy:
         url = {"DELAYER_BROKER__URL": rabbitmq.url(vhost.rpartition("/")[2], port=proxy.port)}
-        real: Remove = drain.Queues.remove
+        real: Remove = Queues.remove
         batches = []
 
         async def in_the_test(what: Callable[[], None]) -> None:
@@ -117,9 +118,9 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
 
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(do(), loop))
 
-        async def remove(self: drain.Queues, batch: Batch) -> None:
+        async def remove(self: Queues, batch: Batch) -> None:
             batches.append(batch)
-            subscription = self._subscription
+            subscription = self._visits.subscription
             assert subscription is not None
 
             async def received() -> int:
@@ -134,7 +135,7 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
                 await in_the_test(proxy.resume)
 
         with monkeypatch.context() as patch:
-            patch.setattr(drain.Queues, "remove", remove)
+            patch.setattr(Queues, "remove", remove)
             code, _, told = await delayer(store, "import", *OUT_OF_HOLD, *LAST, **url)
         assert code == 3, told
         assert (await copies(store)).total() == 2 * BATCH
@@ -167,8 +168,8 @@ async def test_what_fell_a_level_before_the_run_goes_on(store: str, vhost: str) 
 
 async def test_what_stands_behind_too_many_is_told(store: str, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the cutoff does not mean are in the way, and what is behind them was not looked at."""
-    monkeypatch.setattr(drain, "KEPT", 30)
-    monkeypatch.setattr(drain, "PREFETCH", 10)
+    monkeypatch.setattr(visiting, "KEPT", 30)
+    monkeypatch.setattr(visiting, "PREFETCH", 10)
     await fill(vhost, "hold", expiration=b"40000000")
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))
