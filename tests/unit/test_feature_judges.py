@@ -68,8 +68,7 @@ CANCELLED, GONE, UNKNOWN = (Told(what, SENT_MS + 1_800) for what in ("cancelled"
         (False, [GONE, CANCELLED], None, ""),
         (True, [CANCELLED], None, "delivered"),
         (True, [CANCELLED], BEFORE, "delivered"),
-        (True, [CANCELLED], FAULT, "behind"),
-        (True, [CANCELLED._replace(at_ms=SENT_MS + 2_500)], FAULT, "before"),
+        (True, [CANCELLED], FAULT, "out"),
         (True, [GONE], None, ""),
         (False, [GONE], FAULT, "denied"),
         (False, [UNKNOWN], None, ""),
@@ -77,7 +76,7 @@ CANCELLED, GONE, UNKNOWN = (Told(what, SENT_MS + 1_800) for what in ("cancelled"
 )
 def test_what_was_said_of_a_cancel_is_so(came: bool, told: list[Told], window: Window | None, broken: str) -> None:
     found = cancels.judged(account(1, *([0] if came else []), window=window), set(), {0: told})
-    named = ("lost", "denied", "delivered", "silent", "before", "behind")
+    named = ("lost", "denied", "delivered", "silent", "out", "read")
     assert [name for name in named if getattr(found, name)] == ([broken] if broken else [])
     if broken in named[:4]:
         with pytest.raises(AssertionError):

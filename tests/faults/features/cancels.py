@@ -109,16 +109,17 @@ async def cancel_some(fleet: Fleet, ledger: Cancelling) -> int:
 @dataclass(frozen=True)
 class Judgement:
     """``lost``: owed, and did not come: nobody cancelled it. ``denied``: told to be gone, and did not come.
-    ``delivered``: told to be cancelled, and came, without a fault; ``before`` and ``behind`` the answer, with one.
-    ``silent``: asked, never answered, without a fault."""
+    ``delivered``: told to be cancelled, and came, without a fault. With one: ``out`` already, and not committed;
+    or ``read`` again, as the broker had not heard that it was parked. ``silent``: asked, and never answered, without a
+    fault."""
 
     cancelled: int
     lost: Sequence[int]
     denied: Sequence[int]
     delivered: Sequence[int]
     silent: Sequence[int]
-    before: Sequence[int]
-    behind: Sequence[int]
+    out: Sequence[int]
+    read: Sequence[int]
 
     def assert_kept(self) -> None:
         assert not self.lost, f"{len(self.lost)} lost, such as {self.lost[:5]}"
@@ -128,8 +129,8 @@ class Judgement:
 
     def __str__(self) -> str:
         return (
-            f"cancelled {self.cancelled}; came all the same, a fault between: {len(self.before)} before that was said, "
-            f"{len(self.behind)} after it"
+            f"cancelled {self.cancelled}; came all the same, a fault between: {len(self.out)} that were out already, "
+            f"{len(self.read)} that were read again"
         )
 
 
@@ -137,7 +138,7 @@ def judged(
     account: Account, asked: Collection[int], told: Mapping[int, Sequence[Told]], refused: Collection[int] = ()
 ) -> Judgement:
     """``refused`` are owed no more: native mode has no keys while the store is away."""
-    lost, denied, delivered, silent, before, behind = [], [], [], [], [], []
+    lost, denied, delivered, silent, out, read = [], [], [], [], [], []
     cancelled = 0
     for number in range(account.sent):
         answers = told.get(number, ())
@@ -147,9 +148,8 @@ def judged(
         if "cancelled" in words:
             cancelled += 1
             if arrivals:
-                said_ms = min(one.at_ms for one in answers if one.what == "cancelled")
-                late = arrivals[-1].at_ms > said_ms
-                (delivered if not excused(account, number, last_ms) else behind if late else before).append(number)
+                again = account.readings is not None and account.readings.read(number) > 1
+                (delivered if not excused(account, number, last_ms) else read if again else out).append(number)
         elif arrivals or number in refused or "unknown" in words:
             continue
         elif words:
@@ -158,4 +158,4 @@ def judged(
             lost.append(number)
         elif not excused(account, number, float("inf")):
             silent.append(number)
-    return Judgement(cancelled, lost, denied, delivered, silent, before, behind)
+    return Judgement(cancelled, lost, denied, delivered, silent, out, read)
