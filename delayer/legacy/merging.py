@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from delayer.legacy.statements import Moving, Place
+from delayer.legacy.beside import Beside
+from delayer.legacy.layout import Place
 
 READ: Final = 2_000
 """Rows that are in memory, of all tables together; more where there are very many tables."""
@@ -23,7 +24,7 @@ class Merge:
     """The rows behind ``after``, where that is said for a table. Each is read once, by portions of one table, so many
     tables cost no more than one does."""
 
-    def __init__(self, tables: Sequence[Moving], after: Mapping[str, Place]) -> None:
+    def __init__(self, tables: Sequence[Beside], after: Mapping[str, Place]) -> None:
         self._tables = tables
         self._after = dict(after)
         self._portion = max(READ // max(len(tables), 1), LEAST)
@@ -59,7 +60,7 @@ class Merge:
             self._rows[index].extend(found)
             self._after[one.name] = Place(found[-1][3], found[-1][0])
 
-    async def _fitting(self, connection: AsyncConnection, one: Moving) -> int:
+    async def _fitting(self, connection: AsyncConnection, one: Beside) -> int:
         """How many of the next rows fit into memory. Asked for only where there are rows that might not."""
         dialect, room = connection.dialect.name, READ_BYTES // len(self._tables)
         if one.name not in self._largest:

@@ -7,8 +7,8 @@ from typing import Final
 
 from delayer.core.importing import Meant, Rewrite
 from delayer.legacy.databases import database_url
+from delayer.legacy.layout import Layout
 from delayer.legacy.sql import Tables
-from delayer.legacy.statements import Layout
 
 SQL: Final = "nservicebus-sql"
 NHIBERNATE: Final = "nservicebus-nhibernate"

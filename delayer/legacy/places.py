@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import datetime
 
-from delayer.legacy.statements import Place
+from delayer.legacy.layout import Place
 
 
 def write(places: Mapping[str, Place]) -> str:

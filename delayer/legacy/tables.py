@@ -8,8 +8,11 @@ from typing import Final
 
 from sqlalchemy import Connection, Executable, inspect
 
+from delayer.legacy.beside import Beside
+from delayer.legacy.layout import Layout, is_staged
 from delayer.legacy.ports import ImportImpossible
-from delayer.legacy.statements import MYSQL, Layout, Moving, is_staged
+from delayer.legacy.spelling import MYSQL
+from delayer.legacy.statements import Moving
 
 TOLD: Final = 20
 """Names of other tables that are told where none matches."""
@@ -45,20 +48,20 @@ def staged(connection: Connection, schema: str | None) -> set[str]:
     return {name for name in inspect(connection).get_table_names(schema=schema) if is_staged(name)}
 
 
-def spare_indexes(connection: Connection, one: Moving, schema: str | None) -> list[str]:
+def spare_indexes(connection: Connection, one: Beside, schema: str | None) -> list[str]:
     """Indexes of the new one beside it that nobody needs there."""
     if connection.dialect.name not in MYSQL:
         return []
-    return sorted(str(index["name"]) for index in inspect(connection).get_indexes(one.staged.name, schema=schema))
+    return sorted(str(index["name"]) for index in inspect(connection).get_indexes(one.table.name, schema=schema))
 
 
-def ordering(connection: Connection, one: Moving, schema: str | None) -> Executable | None:
+def ordering(connection: Connection, one: Beside, schema: str | None) -> Executable | None:
     """What gives the one beside it the order that its batches are read in; None where it has it."""
     inspector = inspect(connection)
-    if one.index_name in {index["name"] for index in inspector.get_indexes(one.staged.name, schema=schema)}:
+    if one.index_name in {index["name"] for index in inspector.get_indexes(one.table.name, schema=schema)}:
         return None
     if connection.dialect.name in MYSQL:
-        key = inspector.get_pk_constraint(one.staged.name, schema=schema)["constrained_columns"]
+        key = inspector.get_pk_constraint(one.table.name, schema=schema)["constrained_columns"]
         if key == [one.layout.time, one.layout.id]:
             return None
         if key == [one.layout.id]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from delayer.legacy import merging
+from delayer.legacy.layout import Place
 from delayer.legacy.merging import LEAST, READ, Merge
-from delayer.legacy.statements import Place
 
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
 Row = tuple[int, str, bytes, datetime, str]
@@ -20,7 +20,7 @@ Row = tuple[int, str, bytes, datetime, str]
 
 @dataclass
 class Table:
-    """Stands in for statements.Moving: a question is what it answers."""
+    """Stands in for beside.Beside: a question is what it answers."""
 
     name: str
     rows: list[Row]

@@ -9,7 +9,9 @@ import pytest
 from sqlalchemy import DATETIME, Dialect
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
-from delayer.legacy.statements import Layout, Moving, Pick, Place, clock, is_staged, staged_beside, staged_name
+from delayer.legacy.layout import Layout, Pick, Place, is_staged, staged_beside, staged_name
+from delayer.legacy.spelling import clock
+from delayer.legacy.statements import Moving
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
@@ -39,17 +41,17 @@ def test_sql_server_limits_by_top() -> None:
     text = said(moving().take(Pick(), 10), "mssql")
     assert "SELECT TOP " in text
     assert text.endswith("ORDER BY [Sales_TimeoutData].[Time], [Sales_TimeoutData].[Id]")
-    assert "SELECT TOP " in said(moving().batch(10), "mssql")
+    assert "SELECT TOP " in said(moving().beside.batch(10), "mssql")
 
 
 def test_sql_server_makes_the_table_beside_it() -> None:
-    assert said(moving("dbo").create(), "mssql") == (
+    assert said(moving("dbo").beside.create(), "mssql") == (
         "SELECT * INTO [dbo].[Sales_TimeoutData_delayer] FROM [dbo].[Sales_TimeoutData] WHERE 1 = 0"
     )
-    assert said(moving("dbo").index(), "mssql") == (
+    assert said(moving("dbo").beside.index(), "mssql") == (
         "CREATE INDEX [Sales_TimeoutData_delayer_ix] ON [dbo].[Sales_TimeoutData_delayer] ([Time], [Id])"
     )
-    assert said(moving("dbo").drop(), "mssql") == "DROP TABLE [dbo].[Sales_TimeoutData_delayer]"
+    assert said(moving("dbo").beside.drop(), "mssql") == "DROP TABLE [dbo].[Sales_TimeoutData_delayer]"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_sql_server_makes_the_table_beside_it() -> None:
     ],
 )
 def test_the_others_lock_by_the_statement(dialect: str, create: str) -> None:
-    assert said(moving().create(), dialect) == create
+    assert said(moving().beside.create(), dialect) == create
     assert said(moving().take(Pick(), 5), dialect).endswith("FOR UPDATE SKIP LOCKED")
     assert "WITH (" not in said(moving().take(Pick(), None), dialect)
 
@@ -74,8 +76,8 @@ def test_what_the_next_rows_weigh(dialect: str, length: str) -> None:
             said(statement, dialect).translate(str.maketrans("", "", '"`[]')).replace("Sales_TimeoutData_delayer", "x")
         )
 
-    assert f"max({size})" in bare(moving().largest(dialect))
-    text = bare(moving().sizes(dialect, 10, Place(NOON, "a")))
+    assert f"max({size})" in bare(moving().beside.largest(dialect))
+    text = bare(moving().beside.sizes(dialect, 10, Place(NOON, "a")))
     assert f"{size} AS " in text
     assert "FROM x WHERE x.Time >= " in text
     assert "ORDER BY x.Time, x.Id" in text
@@ -83,17 +85,19 @@ def test_what_the_next_rows_weigh(dialect: str, length: str) -> None:
 
 def test_mysql_keeps_the_rows_in_the_order_of_the_batches() -> None:
     one = Moving("Sales`TimeoutData", "t", COLUMNS, Layout())
-    assert said(one.bare(["Index_SagaId", "Index_Time"]), "mysql") == (
+    assert said(one.beside.bare(["Index_SagaId", "Index_Time"]), "mysql") == (
         "ALTER TABLE `t`.`Sales``TimeoutData_delayer` DROP INDEX `Index_SagaId`, DROP INDEX `Index_Time`"
     )
-    assert said(one.cluster(), "mysql") == (
+    assert said(one.beside.cluster(), "mysql") == (
         "ALTER TABLE `t`.`Sales``TimeoutData_delayer` DROP PRIMARY KEY, ADD PRIMARY KEY (`Time`, `Id`)"
     )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_batch_is_removed_by_the_place_of_its_last_row(dialect: str) -> None:
-    bare = said(moving().remove(Place(NOON, "x"), Place(NOON, "a")), dialect).translate(str.maketrans("", "", '"`[]'))
+    bare = said(moving().beside.remove(Place(NOON, "x"), Place(NOON, "a")), dialect).translate(
+        str.maketrans("", "", '"`[]')
+    )
     table = "Sales_TimeoutData_delayer"
     assert bare.startswith(f"DELETE FROM {table} WHERE {table}.Time <= ")
     assert f"({table}.Time < " in bare
@@ -106,7 +110,7 @@ def test_sql_server_finds_the_place_of_a_row_again() -> None:
     place = Place(NOON, "x")
     for type_ in (mssql.DATETIME2(7), DATETIME()):
         one = Moving("Sales_TimeoutData", None, COLUMNS, Layout(), type_)
-        for statement in (one.batch(10, place), one.remove(place, place)):
+        for statement in (one.beside.batch(10, place), one.beside.remove(place, place)):
             text = said(statement, "mssql")
             bare = re.sub(r"CAST\(:\w+ AS (DATETIME2\(7\)|DATETIME)\)", "cast", text)
             assert bare.count("[Time] >= cast") == 1
@@ -149,7 +153,7 @@ def test_what_was_copied_is_forgotten_and_comes_back(dialect: str, expected: str
 )
 def test_whose_clock_it_goes_by(dialect: str, expected: str) -> None:
     assert said(clock(dialect), dialect).startswith(expected)
-    text = said(moving("dbo").spare(NOON), dialect).translate(str.maketrans("", "", '"`[]'))
+    text = said(moving("dbo").beside.spare(NOON), dialect).translate(str.maketrans("", "", '"`[]'))
     assert text.startswith("DELETE FROM dbo.Sales_TimeoutData_delayer WHERE dbo.Sales_TimeoutData_delayer.Time <= ")
 
 
@@ -160,13 +164,14 @@ def test_no_run_has_anothers_table() -> None:
     )
     place = Place(NOON, "x")
     for of in (one, other):
-        token = of.staged.name.rpartition("_")[2]
+        beside = of.beside
+        token = beside.table.name.rpartition("_")[2]
         for dialect in DIALECTS:
-            mysql_only = [of.bare(["x"]), of.cluster()] if dialect == "mysql" else []
+            mysql_only = [beside.bare(["x"]), beside.cluster()] if dialect == "mysql" else []
             for statement in (
-                of.create(), of.index(), of.take(Pick(), None), of.forget(dialect), of.batch(1, place),
-                of.sizes(dialect, 1), of.largest(dialect), of.remove(place), of.count(), of.give_back(), of.empty(),
-                of.drop(), of.staged_goals(), of.staged_looks(), *mysql_only,
+                beside.create(), beside.index(), of.take(Pick(), None), of.forget(dialect), beside.batch(1, place),
+                beside.sizes(dialect, 1), beside.largest(dialect), beside.remove(place), beside.count(),
+                of.give_back(), beside.empty(), beside.drop(), beside.goals(), beside.looks(), *mysql_only,
             ):  # fmt: skip
                 text = said(statement, dialect)
                 assert set(re.findall(r"_delayer\w*?_([0-9a-f]{12})", text)) == {token}, text
