@@ -8,7 +8,7 @@ the property flags and the property list, as they stood on the wire.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Delivery(NamedTuple):
@@ -61,6 +61,16 @@ class Unanswered:
     seconds: float
     exchange: bytes
     routing_key: bytes
+
+
+DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
+"""What names begin with that lead, at the default exchange, past all queues to one consumer of the broker's."""
+
+
+def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
+    """Whether a publish leads to no queue, but to whoever waits for a direct reply. What follows the name is read as
+    the broker's own: of other bytes it makes an error that ends the whole connection (541)."""
+    return not exchange and routing_key.startswith(DIRECT_REPLY)
 
 
 Outcome = Confirmed | Returned | Nacked | Unanswered

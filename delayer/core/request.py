@@ -15,7 +15,7 @@ from delayer.core import forms, nservicebus
 from delayer.core.cascade import NAME_BYTES, strip_prefix
 from delayer.core.delay import UnreadableDelay, in_words, shown
 from delayer.core.forms import DEFAULT_FORMS, EXCHANGE, NSERVICEBUS_TIMEOUT, ROUTING_KEY, Ask, said_due_ms
-from delayer.core.message import Target
+from delayer.core.message import Target, is_direct_reply
 from delayer.core.retrying import Retry
 from delayer.core.values import KeyGroup
 
@@ -142,7 +142,8 @@ def _address(ask: Ask, route: Route) -> bytes | None:
 
 
 def check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
-    """Raise Refused where the message would come straight back, due at once, for ever; or enter what is our own."""
+    """Raise Refused where the message would come straight back, due at once, for ever; enter what is our own; or harm
+    whoever publishes it."""
     if exchange != b"":
         if exchange == ask.exchange:
             raise Refused(_leads(exchange, routing_key, "back into the intake queue"))
@@ -155,6 +156,10 @@ def check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy
             raise Refused(_leads(exchange, key, "back into the intake queue"))
         if key in policy.own_queues:
             raise Refused(_leads(exchange, key, "into delayer's own queues"))
+        if is_direct_reply(exchange, key):
+            # Up to RabbitMQ 4.x a key of this kind that is not the broker's own ends the connection, and everybody's
+            # publishes with it; one that is does deliver, and is told to lead nowhere.
+            raise Refused(_leads(exchange, key, "to a direct reply, which no queue waits for"))
 
 
 def _leads(exchange: bytes, routing_key: bytes, where: str) -> str:

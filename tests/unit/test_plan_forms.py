@@ -213,6 +213,7 @@ def test_a_dead_letter_goes_back(asked: Ask, policy: Policy, plan: object) -> No
         (dead(queue="ü" * 128), "found one of 256"),
         (dead(queue="delays"), "leads back into the intake queue"),
         (dead(queue="delays.due"), "leads into delayer's own queues"),
+        (dead(queue="amq.rabbitmq.reply-to.g2EF.k"), "leads to a direct reply"),
     ],
 )
 def test_what_is_no_dead_letter_is_refused(asked: Ask, reason: str) -> None:
