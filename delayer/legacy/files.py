@@ -8,7 +8,6 @@ file must be as it was, by its size and the time of its last change, when that d
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Final, NamedTuple
 from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
 from delayer.core.message import Target
 from delayer.core.plan import LATEST_MS
+from delayer.legacy import paths
 from delayer.legacy.ports import ImportImpossible, Notes, SourceLost
 
 PORTION: Final = 10_000
@@ -89,10 +89,10 @@ class FileSource(ABC):
     def parameters(self) -> dict[str, object]:
         """Raises SourceLost."""
         if self._parameters is None:
-            self._state = self._seen_now()
+            self._state = paths.seen_now(self.path)
             self._parameters = {
                 "file": str(self.path.resolve()),
-                "sha256": self._digest(),
+                "sha256": paths.digest(self.path),
                 **self._more,
                 **self._meant.as_dict(),
             }
@@ -143,7 +143,7 @@ class FileSource(ABC):
         """Every line's number, place, length, and what it is. ``survey`` hears of the unreadable ones."""
         position = 0
         unreadable = 0
-        for number, line in enumerate(self._lines(), 1):
+        for number, line in enumerate(paths.lines(self.path), 1):
             self.records += bool(line.strip())
             try:
                 yield number, position, len(line), self._checked(line)
@@ -206,13 +206,13 @@ class FileSource(ABC):
             size += length
             if size >= BATCH_BYTES:
                 break
-        if self._state not in (None, self._seen_now()):
+        if self._state not in (None, paths.seen_now(self.path)):
             raise ImportImpossible(f"{self.path}: it changed since it was staged")
         return Batch(items, json.dumps(self._after))
 
     def _read_at(self, position: int, length: int) -> Reading:
         if self._file is None:
-            self._file = self._open()
+            self._file = paths.opened(self.path)
         try:
             self._file.seek(position)
             return self._checked(self._file.read(length))
@@ -239,40 +239,10 @@ class FileSource(ABC):
             self._file.close()
             self._file = None
 
-    # ---- the file
-
     def _noted(self) -> Notes:
         if self._notes is None:
             raise RuntimeError("a source of a file was staged without a place for its notes")
         return self._notes
-
-    def _open(self) -> BufferedReader:
-        try:
-            return self.path.open("rb")
-        except OSError as error:
-            raise SourceLost(f"{self.path}: {error.strerror}") from error
-
-    def _lines(self) -> Iterator[bytes]:
-        with self._open() as file:
-            try:
-                yield from file
-            except OSError as error:
-                raise SourceLost(f"{self.path}: {error.strerror}") from error
-
-    def _seen_now(self) -> tuple[int, int, int]:
-        """What differs where the file is another one, or was written to."""
-        try:
-            found = self.path.stat()
-        except OSError as error:
-            raise SourceLost(f"{self.path}: {error.strerror}") from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
-    def _digest(self) -> str:
-        with self._open() as file:
-            try:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as error:
-                raise SourceLost(f"{self.path}: {error.strerror}") from error
 
 
 class _Seen(NamedTuple):
