@@ -1,15 +1,10 @@
-"""Legacy imports in the store: their state, and the parking of what they bring, in the same transactions.
-
-The rows go into lanes of daemons that are running, told as anything is told that others put there (telling.py): what is
-due soon is released on time while the import still runs. Without a daemon they wait in a lane without an owner.
-"""
+"""Legacy imports in the store: their state, what they know of a file, and batches committed with both."""
 
 from __future__ import annotations
 
 import json
-import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -19,34 +14,18 @@ import asyncpg
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.importing import Batch, Phase, Run
 from delayer.faultpoint import reach
-from delayer.store import parking, partitions, schema, session, telling
+from delayer.store import partitions, schema, session
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.import_parking import ImportParking
 from delayer.store.partitions import DAY_MS, Days
-from delayer.store.segments import Fence
 
 ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
-PARTITION_SECONDS: Final = 5.0
-"""How long one batch may take to make partitions; what has none then waits in the default one."""
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
 _INTO: Final = "into"
 """These stand among the parameters in the table, and nowhere else: no source has any of these names."""
 _COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, progress"
-_LANES: Final = """
-SELECT l.number, l.epoch, EXISTS (
-    SELECT FROM pg_locks AS k
-    WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
-      AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
-) AS owned
-FROM lane AS l ORDER BY owned DESC, l.number
-"""
-_NEW_LANE: Final = "INSERT INTO lane (number, epoch, owner) VALUES (1, 0, 'delayer import') ON CONFLICT DO NOTHING"
-_COMMIT: Final = (
-    "UPDATE import_run SET parked = parked + $2, held = held + $3, progress = $4"
-    " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $5 RETURNING parked, held"
-)
 
 
 class ImportBusy(Exception):
@@ -62,8 +41,7 @@ class ImportStore:
 
     def __init__(self, connection: asyncpg.Connection, days: Days) -> None:
         self._connection = connection
-        self._days = days
-        self._turn = 0
+        self._parking = ImportParking(connection, days)
 
     @classmethod
     @asynccontextmanager
@@ -79,8 +57,6 @@ class ImportStore:
             yield cls(connection, days)
         finally:
             await session.close(connection)
-
-    # ---- the run
 
     async def now_ms(self) -> int:
         """The store's clock."""
@@ -116,7 +92,7 @@ class ImportStore:
     async def commit(self, run: Run, batch: Batch, published: int = 0) -> Run:
         """Park and hold the batch, with its progress: all of it, or nothing. ``published``: how many of the source's
         messages went elsewhere, into a cascade, and count as parked."""
-        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
+        await self._parking.make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._commit(run, batch, published)
@@ -141,65 +117,15 @@ class ImportStore:
         with translated("import"):
             await self._connection.execute(f"UPDATE import_run SET {what} WHERE id = $1", run.id, *values)
 
-    # ---- parking
-
     async def _commit(self, run: Run, batch: Batch, published: int) -> Run:
         try:
-            parked, held = await self._transact(run, batch, published)
+            parked, held = await self._parking.transact(run, batch, published)
         except WORTH_REPEATING:
             raise
         except DRIVER_ERRORS as error:
             raise StoreLost(f"import: {describe(error)}") from error
         reach("import.committed")
         return replace(run, parked=parked, held=held, progress=batch.progress)
-
-    async def _transact(self, run: Run, batch: Batch, published: int) -> tuple[int, int]:
-        """One transaction. How many were parked and held by now."""
-        parcels = [item.parcel for item in batch.items if not item.problem]
-        held = [(item.parcel, item.problem) for item in batch.items if item.problem]
-        fence = await self._lane()
-        async with session.transaction(self._connection):
-            now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
-            # Before the counting, which takes a share of the lane's row: others wait for both in this order.
-            soonest = min((parcel.due_ms for parcel in parcels), default=0)
-            await telling.tell(
-                self._connection,
-                {fence.number: soonest} if parcels else {},
-                {fence.number: max(now_ms, min(parcel.due_ms for parcel, _ in held))} if held else {},
-            )
-            row = await self._connection.fetchrow(
-                _COMMIT, run.id, len(parcels) + published, len(held), batch.progress, run.progress
-            )
-            if row is None:
-                raise StoreLost(f"import {run.id}: somebody else went on with it")
-            if any(parcel.key is not None for parcel in parcels):
-                await parking.park_keyed(self._connection, fence, parcels, [])
-            elif parcels:
-                await parking.park_plain(self._connection, fence, parcels)
-            if held:
-                await parking.hold_new(self._connection, fence, held, now_ms)
-        return row["parked"], row["held"]
-
-    async def _lane(self) -> Fence:
-        """The next of the lanes that have an owner; else the first one; else a new one."""
-        rows = await self._connection.fetch(_LANES)
-        if not rows:
-            await self._connection.execute(_NEW_LANE)
-            rows = await self._connection.fetch(_LANES)
-        owned = [row for row in rows if row["owned"]] or rows[:1]
-        self._turn += 1
-        chosen = owned[self._turn % len(owned)]
-        return Fence(chosen["number"], chosen["epoch"])
-
-    async def _make_days(self, wanted: Collection[int]) -> None:
-        with translated("make partitions"):
-            now_ms = await self._connection.fetchval("SELECT clock_timestamp()")
-            until = time.monotonic() + PARTITION_SECONDS
-            today = now_ms // DAY_MS
-            while (at := time.monotonic()) < until and (missing := self._days.missing(wanted, today, at)):
-                await self._days.make(self._connection, missing, today, at, until - at)
-
-    # ---- records of a file
 
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
         """Imports of the same bytes that are over: the number of each, and how many messages it brought."""
