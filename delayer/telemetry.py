@@ -58,6 +58,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "broker blocked": "a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released",
     "broker unblocked": "the alarm is over: what is due goes out",
     "publish channel closed": "the broker closed a publishing channel; in_doubt publishes are repeated",
+    "no connection to publish alone": "no more connections for what may end one; it goes with the others, or is held",
     "consumer cancelled by the broker": "the queue went away or moved; consuming begins again",
     "consumer not ended in order": "a session's end got no answer; its last messages may be repeated",
     "consuming": "a queue is consumed",

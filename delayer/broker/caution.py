@@ -8,6 +8,8 @@ A message goes alone, waiting for its own confirm on a channel beside the shared
 - in careful mode: the shared channel was closed, and as many messages as were in doubt then go alone, until they are
   settled or the exchange behind it is known.
 
+Where the broker closed the whole connection for what was sent, they go alone on a connection of their own.
+
 Going alone costs a round trip, or three for a message that is refused; so the batches are small meanwhile: whatever is
 learnt of a batch that is not through at its deadline is lost, and repeated. For the same reason every batch is smaller
 after one that was overdue: a broker that takes a hundred messages a second would else be given the same thousand again
@@ -24,6 +26,8 @@ BATCH: Final = 10_000
 """Messages of a batch as a rule: no limit to speak of."""
 FEW: Final = 100
 """Messages of a batch while some of them go alone: through within the deadline at 25 ms a round trip."""
+WARY: Final = 1000
+"""Messages that go on connections of their own at least, after one that ended a connection."""
 DELICATE: Final = 600.0
 """Seconds that an exchange stays delicate. Permissions are repaired, and whoever sent the one message may be gone."""
 REMEMBERED: Final = 10_000
@@ -38,6 +42,7 @@ class Caution:
         self._tried: set[bytes] = set()
         self._delicate: dict[bytes, float] = {}  # until when; the next one to end stands first
         self._careful = 0
+        self._apart = 0
         self._few = FEW
         self._most = BATCH
 
@@ -74,6 +79,22 @@ class Caution:
         self._careful += messages
         self._tried.clear()
 
+    @property
+    def apart(self) -> bool:
+        """Whether messages go on a connection of their own now."""
+        return self._apart > 0
+
+    def lost(self, objects: bool, messages: int) -> None:
+        """The connection is gone. Where the broker ``objects`` to what was sent, that may be one of so many messages,
+        or of somebody else's."""
+        if objects:
+            self.in_doubt(messages)
+            self._apart = self._careful
+
+    def found_out(self) -> None:
+        """One that ends connections was found. Such ones come in company."""
+        self._apart = self._careful = max(self._careful, WARY)
+
     def late(self, learnt: int, messages: int) -> None:
         """A batch of ``messages`` was not through in time, ``learnt`` of those that went alone were.
 
@@ -90,6 +111,7 @@ class Caution:
     def settled(self, messages: int, *, quickly: bool) -> None:
         """The outcomes of a batch are all known."""
         self._careful = max(0, self._careful - messages)
+        self._apart = max(0, self._apart - messages)
         if quickly:
             self._few = min(FEW, 2 * self._few)
             self._most = min(BATCH, 2 * self._most)

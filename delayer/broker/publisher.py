@@ -9,6 +9,9 @@ on the key), then as many messages as were in doubt are next published one at a 
 that closes the channel is known; its exchange is left alone with its messages for a while (delayer.broker.caution).
 Slow, rare, and nobody is stopped for good.
 
+Should the broker close the whole connection for what was sent, then as many go alone too, on a connection of their own
+(delayer.broker.apart): the one that ends it again is known, and held with the broker's words.
+
 What is not answered in time is tried aside, so that a queue that does not answer stops nobody else
 (delayer.broker.aside).
 
@@ -26,6 +29,7 @@ from typing import Final
 import structlog
 
 from delayer.broker.alone import Probe, concerns_exchange, confirming, left
+from delayer.broker.apart import Lone, direct_replies, ends_connections
 from delayer.broker.aside import Aside, others
 from delayer.broker.caution import Caution
 from delayer.broker.relay import Relay
@@ -33,7 +37,7 @@ from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
-from delayer.wire.errors import ChannelClosed, ConfirmTimeout
+from delayer.wire.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 
 log = structlog.get_logger(__name__)
 
@@ -133,10 +137,12 @@ class RelayPublisher:
     async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
         """Enters outcomes as they become known. Those of what does not answer may be missing in the end."""
         connection = await self._usable()
+        await direct_replies(self._relay, batch, outcomes, deadline)
         aside = self._aside
         if aside is None or not aside.alert:
-            return await self._rest(connection, batch, range(len(batch)), outcomes, deadline)
-        outcomes |= aside.known(batch)
+            indexes = others(batch, {}, outcomes) if outcomes else range(len(batch))
+            return await self._rest(connection, batch, indexes, outcomes, deadline)
+        outcomes |= aside.known(batch) | outcomes
         doubtful = aside.doubtful(batch, outcomes)
         asking = asyncio.create_task(aside.ask(batch, doubtful, left(deadline), outcomes), name="ask aside")
         await asyncio.sleep(0)  # it begins first
@@ -159,15 +165,17 @@ class RelayPublisher:
         outcomes: dict[int, Outcome],
         deadline: float,
     ) -> None:
+        if self._caution.apart and (lone := await Lone.open(self._relay, deadline)) is not None:
+            return await self._one_by_one(lone, batch, indexes, outcomes, deadline)
         # Asked as late as possible: what one message teaches holds for the next.
         alone = (index for index in indexes if self._caution.alone(batch[index].exchange))
-        await self._one_by_one(connection, batch, alone, outcomes, deadline)
+        await self._one_by_one(Probe(connection, deadline), batch, alone, outcomes, deadline)
         together, apart = self._reserve(batch, (index for index in indexes if index not in outcomes))
         try:
             await self._together(connection, batch, together, outcomes, deadline)
         finally:
             self._tokens.difference_update(batch[index].token for index in together)
-        await self._one_by_one(connection, batch, apart, outcomes, deadline)
+        await self._one_by_one(Probe(connection, deadline), batch, apart, outcomes, deadline)
 
     async def _usable(self) -> Connection:
         connection = await self._relay.connection(self._timeout)
@@ -193,7 +201,7 @@ class RelayPublisher:
 
     async def _one_by_one(
         self,
-        connection: Connection,
+        probe: Probe,
         batch: Sequence[Outgoing],
         indexes: Iterable[int],
         outcomes: dict[int, Outcome],
@@ -202,7 +210,6 @@ class RelayPublisher:
         """What the broker says of an exchange holds for the rest of the batch."""
         learnt = 0
         closed: dict[bytes, Returned] = {}
-        probe = Probe(connection, deadline)
         try:
             for index in indexes:
                 exchange = batch[index].exchange
@@ -221,11 +228,16 @@ class RelayPublisher:
                     self._heard(began, [outcomes[index]])
                 elif concerns_exchange(objection):
                     closed[exchange] = objection
+                elif ends_connections(objection):
+                    self._caution.found_out()
                 else:
                     self._caution.objected(exchange)
         except (ConfirmTimeout, TimeoutError, asyncio.CancelledError):
             if not left(deadline):
                 self._caution.late(learnt, len(batch))
+            raise
+        except ConnectionLost as lost:
+            self._caution.lost(lost.objects, len(batch))
             raise
         finally:
             probe.close()
@@ -254,6 +266,9 @@ class RelayPublisher:
         except ChannelClosed as closed:
             log.warning("publish channel closed", reason=str(closed), in_doubt=len(messages))
             self._caution.in_doubt(len(messages))
+            raise
+        except ConnectionLost as lost:
+            self._caution.lost(lost.objects, len(messages))
             raise
         outcomes.update(zip(indexes, shared, strict=True))
         self._heard(began, shared)

@@ -58,6 +58,12 @@ class Relay:
             raise BrokerLost(f"the connection to {self._address} is lost")
         return self._connection
 
+    async def another(self, timeout: float) -> Connection:
+        """A connection beside that one, for whoever closes it. Raises BrokerLost."""
+        return await Connection.open(
+            self._address, name=f"{self._name}, alone", heartbeat=self._heartbeat, timeout=timeout
+        )
+
     async def close(self) -> None:
         """Close and stop connecting. Safe to call twice, and before start."""
         keeper, self._keeper = self._keeper, None

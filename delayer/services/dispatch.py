@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -17,6 +17,10 @@ from delayer.services.ports import Holder, Publisher
 from delayer.services.settle import Settler
 
 log = structlog.get_logger(__name__)
+
+
+CONNECTION_ERROR: Final = 500
+"""The first of the protocol's codes that close a connection, and not only a channel."""
 
 
 class NotTaken(BrokerLost):
@@ -152,6 +156,8 @@ def _route(publication: Publication) -> bytes:
 def why(outcome: Outcome) -> str:
     """An unhappy outcome in words, as a reason for holding."""
     match outcome:
+        case Returned(code, text) if code >= CONNECTION_ERROR:
+            return f"the broker ends the connection that it comes by: {code} {text}"
         case Returned(code, text):
             return f"returned: {code} {text}"
         case Nacked():

@@ -150,8 +150,7 @@ class Connection(asyncio.Protocol):
 
     async def close(self) -> None:
         """Say goodbye, wait for the broker's answer, at most 5 s, and for the socket to be gone. Idempotent."""
-        if self._loss is None:
-            self._end(ConnectionLost(REPLY_SUCCESS, "closed by us"))
+        self.abandon()
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.shield(self._gone)
@@ -160,6 +159,11 @@ class Connection(asyncio.Protocol):
         finally:
             self._abort()
         await asyncio.shield(self._gone)
+
+    def abandon(self) -> None:
+        """Say goodbye, and wait for nothing. Idempotent."""
+        if self._loss is None:
+            self._end(ConnectionLost(REPLY_SUCCESS, "closed by us"))
 
     def drop(self, why: str) -> None:
         """Cut it, without a goodbye: the broker would not hear it."""

@@ -27,6 +27,8 @@ REPLY_SUCCESS = 200
 FRAME_ERROR = 501
 SYNTAX_ERROR = 502
 UNEXPECTED_FRAME = 505
+FIRST_OBJECTION = 500
+"""From here on the protocol's codes are about what the peer sent, and end the connection."""
 
 
 class WireError(Exception):
@@ -76,6 +78,11 @@ class _Closed(WireError, BrokerLost):
 
 class ConnectionLost(_Closed):
     """The connection is gone: closed by the broker, by us, or cut. The cause is chained where there is one."""
+
+    @property
+    def objects(self) -> bool:
+        """Whether the broker ended it for what was sent over it, and not because it stops, or is told to."""
+        return self.code >= FIRST_OBJECTION and type(self) is ConnectionLost
 
 
 class AccessRefused(ConnectionLost):

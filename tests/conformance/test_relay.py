@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -18,11 +21,13 @@ from delayer.broker.inflow import Inflow
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, LaneLost
-from delayer.core.message import CONFIRMED, Delivery, Returned
+from delayer.core.message import CONFIRMED, Delivery, Outgoing, Returned
 from delayer.services.counting import Counters
+from delayer.services.edits import ID
 from delayer.services.release import Portion, Release
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
+from delayer.wire.properties import encode_headers, entry, long_string
 from tests.conformance.broker_contract import BrokerContract
 from tests.conformance.broker_world import BOUND, GATHER, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
@@ -33,6 +38,20 @@ from tests.rig.servers import RabbitMQ
 USER = "relay-test"
 A_READ = 256_000
 """Bytes that uvloop takes from a socket at once, at most."""
+
+
+NO_REPLIES = ("garbage", "g2EF.k", "g1h2AA==.x", "!!.x")
+
+
+async def _connects(relay: Relay) -> int:
+    return relay.connects
+
+
+def poisonous(token: object) -> Outgoing:
+    """With a number that Erlang does not have. No publisher gets it through a broker, but an import may bring it."""
+    one = message(token, "q")
+    headers = entry(ID, long_string(one.token)) + entry(b"rate", b"d" + struct.pack(">d", math.nan))
+    return one._replace(properties=encode_headers(headers))
 
 
 async def take_acked(subscription: RelaySubscription, count: int) -> list[Delivery]:
@@ -293,6 +312,62 @@ class TestRelay(BrokerContract):
             assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403] * 30
             assert set(await world.hand.drain("q")) == {b"%d" % n for n in range(0, 60, 2)}
         assert in_doubt < 15
+
+    @pytest.mark.parametrize("ahead", [0, 60])
+    async def test_what_ends_the_connection_is_known_by_it(self, place: str, ahead: int) -> None:
+        """One batch is in doubt, for every publisher of the connection. Then the others are there once, and nobody's
+        connection is ended again, though more such messages follow."""
+        good = [message(n, "q") for n in range(100)]
+        batch = [*good[:ahead], poisonous(100), *good[ahead:], poisonous(101)]
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            publisher, beside = RelayPublisher(relay), RelayPublisher(relay)
+            for one in (publisher, beside):
+                assert await one.publish([message("first", "q")]) == [CONFIRMED]
+            with pytest.raises(BrokerLost):
+                await publisher.publish(batch)
+            await eventually(lambda: _connects(relay), lambda connects: connects == 2)
+            await world.hand.drain("q")
+            outcomes = []
+            for begin in range(0, len(batch), publisher.batch_limit):
+                outcomes += await publisher.publish(batch[begin : begin + publisher.batch_limit])
+            ended = {index for index, one in enumerate(outcomes) if isinstance(one, Returned) and one.code == 541}
+            assert ended == {ahead, len(batch) - 1}
+            assert sum(one is CONFIRMED for one in outcomes) == len(good)
+            assert await beside.publish(good) == [CONFIRMED] * len(good)
+            assert Counter(await world.hand.drain("q")) == {one.body: 2 for one in good}
+            assert relay.connects == 2
+            assert publisher.batch_limit < 1000
+            while publisher.batch_limit < 1000:
+                await publisher.publish(good)
+            assert await publisher.publish(good) == [CONFIRMED] * len(good)
+
+    async def test_direct_replies_end_nobody_s_connection(self, place: str) -> None:
+        replies = [message(f"r{n}", f"amq.rabbitmq.reply-to.{key}") for n, key in enumerate(NO_REPLIES)]
+        good = [message(n, "q") for n in range(10)]
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            publisher = RelayPublisher(relay)
+            for _ in range(2):
+                outcomes = await publisher.publish([*replies, *good])
+                assert outcomes[len(replies) :] == [CONFIRMED] * len(good)
+                assert CONFIRMED not in outcomes[: len(replies)]
+            assert relay.connects == 1
+            assert len(await world.hand.drain("q")) == 2 * len(good)
+
+    async def test_a_direct_reply_arrives(self, place: str) -> None:
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            async with await aio_pika.connect(place) as asker, await asker.channel() as channel:
+                answers: asyncio.Queue[bytes] = asyncio.Queue()
+                wire = await channel.get_underlay_channel()
+                await wire.basic_consume("amq.rabbitmq.reply-to", lambda one: answers.put(one.body), no_ack=True)
+                asking = aio_pika.Message(b"?", reply_to="amq.rabbitmq.reply-to")
+                await channel.default_exchange.publish(asking, "q")
+                asked = await (await channel.get_queue("q", ensure=False)).get(no_ack=True)
+                assert asked.reply_to is not None
+                await RelayPublisher(relay).publish([message("answer", asked.reply_to)])
+                assert await asyncio.wait_for(answers.get(), 10) == b"answer"
 
     async def test_an_exchange_is_forgiven(self, place: str) -> None:
         now = 0.0
