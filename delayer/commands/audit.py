@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from delayer.commands import urls
 from delayer.commands.common import DONE, FOUND, WIDTH_WITHOUT_TERMINAL, Failure, Misused, note, request_of
 from delayer.commands.db import store_url
 from delayer.commands.jobs import conf_option, json_option, master_option, progress
@@ -154,10 +155,11 @@ def _store(settings: Settings, url: str | None, url_file: Path | None) -> Secret
         raise Misused("--url and --url-file: expected one of them")
     if url_file is not None:
         try:
-            return SecretUrl(url_file.read_text(encoding="utf-8").strip())
+            text = url_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise Misused(f"--url-file {url_file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
-    return SecretUrl(url or store_url(settings))
+        return urls.url_of("--url-file", text, urls.store_url)
+    return SecretUrl(store_url(settings)) if url is None else urls.url_of("--url", url, urls.store_url)
 
 
 def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:

@@ -9,6 +9,7 @@ import click
 from delayer.broker.publisher import MAX_PROPERTIES
 from delayer.commands.common import Misused
 from delayer.commands.importing import Wanted, source
+from delayer.commands.urls import broker_url, management_url, url_of
 from delayer.core.cascade import KINDS, LEVELS, Cascade
 from delayer.core.message import Delivery, Parcel
 from delayer.legacy.cascade import CascadeLevels
@@ -38,6 +39,10 @@ def _duration(_context: click.Context, _option: click.Parameter, text: str | Non
         raise click.BadParameter(f"expected {error}, found {text!r}") from None
 
 
+def _from_url(given: dict[str, Any]) -> str | None:
+    return url_of("--from-url", given["from_url"], broker_url).reveal() if given["from_url"] else None
+
+
 def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     kind, prefix = given["kind"], given["prefix"]
     try:
@@ -54,7 +59,7 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         return carried(delivery, due_queue, MAX_PROPERTIES)
 
     return CascadeLevels(
-        given["from_url"] or wanted.settings.broker_url,
+        _from_url(given) or wanted.settings.broker_url,
         cascade,
         wanted.meant,
         book.now_ms,
@@ -73,8 +78,10 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
     for name in given["queues"]:
         if name in own:
             raise Misused(f"--queue {name}: expected a queue of another system, found delayer's own ({own[name]})")
-    url = given["from_url"] or settings.broker_url
+    url = _from_url(given) or settings.broker_url
     management = given["management_url"]
+    if management:
+        management = url_of("--management-url", management, management_url).reveal()
     if management is None and given["from_url"] is None:
         management = settings.management_url
     try:

@@ -37,12 +37,16 @@ kept: drivers take passwords there under many names."""
 ODBC: Final = "odbc_connect"
 _LIBPQ_TLS: Final = "sslmode"
 _EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
+_ESCAPES: Final = "characters like / @ : # in a password, and an @ elsewhere, are written %2F %40 %3A %23"
 _PASSWORD: Final = re.compile("pass|pwd|secret|token")
 _ODBC_PART: Final = re.compile(r"\s*([^=;]+?)\s*=\s*(\{(?:[^}]|\}\})*\}|[^;]*)")
 
 
 def database_url(text: str) -> URL:
     """The URL with an asynchronous driver. Raises BadSource, never showing the text."""
+    if text.count("@") > 1 or not text.isprintable():
+        # What is behind the first @ of a password would be taken for the host.
+        raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}; {_ESCAPES}")
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from delayer.settings.secret import mask
+from delayer.settings.secret import concealed
 
 _LONGEST_FOUND = 80
 
@@ -52,7 +52,7 @@ def show(value: object, *, is_url: bool = False) -> str:
     if isinstance(value, str):
         if is_url and "://" not in value:
             return "a text that is no URL (not shown)" if value else '""'
-        value = mask(value)
+        value = concealed(value)
     try:
         text = json.dumps(value)  # escapes every character that could forge a line of its own
     except TypeError:

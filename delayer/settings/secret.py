@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from delayer.core.secret import Secret, SecretUrl, mask
+from delayer.core.secret import Secret, SecretUrl, concealed, mask
 
-__all__ = ["Secret", "SecretUrl", "mask"]
+__all__ = ["Secret", "SecretUrl", "concealed", "mask"]

@@ -185,17 +185,22 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
     except ValueError:
         # urllib's own words repeat pieces of the URL, and a password may be among them.
         raise Expected(f"{wanted}; {_ESCAPES}") from None
-    if "@" not in parts.netloc and "@" in parts.path + parts.fragment:
-        raise Expected(f"{wanted}; {_ESCAPES}")  # user and password ended at a / or a # that was meant to be in them
-    if parts.scheme not in schemes or "://" not in value or not value.isprintable() or " " in value or port == 0:
+    if "@" in parts.path + parts.fragment or ("@" in parts.query and ("@" in parts.netloc or "amqp" in schemes)):
+        # User and password ended at a /, # or ? that was meant to be in them, and what is behind an @ of theirs would
+        # be taken for the host.
+        raise Expected(f"{wanted}; {_ESCAPES}; so is an @ behind the host, %40")
+    if not value.isprintable() or " " in value:
+        raise Expected(f"{wanted}, without blanks and control characters; in a password they are written %20 and so on")
+    if parts.scheme not in schemes or "://" not in value or port == 0:
         raise Expected(wanted)
     return SecretUrl(value)
 
 
-def _broker_url(value: object) -> SecretUrl:
+def broker_url(value: object) -> SecretUrl:
+    """Raises Expected, as the two below."""
     url = _url(value, ("amqp", "amqps"), "amqp://user:password@host:5672/vhost, or amqps:// for TLS")
     if "/" in urlsplit(url.reveal()).path[1:]:
-        raise Expected('a URL with one virtual host at its end; a "/" in its name is written %2F')
+        raise Expected('a URL with one virtual host at its end; a "/" in its name, or in the password, is written %2F')
     return url
 
 
@@ -209,11 +214,11 @@ def _give_back_ms(value: object) -> int:
     return milliseconds
 
 
-def _store_url(value: object) -> SecretUrl:
+def store_url(value: object) -> SecretUrl:
     return _url(value, ("postgresql", "postgres"), "postgresql://user:password@host:5432/database")
 
 
-def _management_url(value: object) -> SecretUrl | None:
+def management_url(value: object) -> SecretUrl | None:
     if value in ("", None):
         return None
     return _url(value, ("http", "https"), 'http://user:password@host:15672, or ""')
@@ -235,7 +240,7 @@ Prefix = Annotated[str, BeforeValidator(_prefix)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
 Path = Annotated[str, BeforeValidator(_text)]
 Listen = Annotated[str, BeforeValidator(listen_address)]
-BrokerUrl = Annotated[SecretUrl, BeforeValidator(_broker_url)]
+BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
 Token = Annotated[Secret | None, BeforeValidator(_token)]
-StoreUrl = Annotated[SecretUrl, BeforeValidator(_store_url)]
-ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(_management_url)]
+StoreUrl = Annotated[SecretUrl, BeforeValidator(store_url)]
+ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(management_url)]

@@ -11,6 +11,7 @@ KNOWN = "a known key"
 OF_CELERY = 'none, or beside cascade = "celery" a short one of letters, digits and -_.:'
 UNKNOWN = "an unknown one"
 LISTEN = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
+BLANKS = ", without blanks and control characters; in a password they are written %20 and so on"
 BROKER_URL = "a URL like amqp://user:password@host:5672/vhost, or amqps:// for TLS"
 STORE_URL = "a URL like postgresql://user:password@host:5432/database"
 FORMS = f"a list of {', '.join(DELAY_FORMS)} and json:/pointer, each at most once"
@@ -33,13 +34,13 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     ('[broker]\nurl = "secret"', [("broker.url", BROKER_URL, "a text that is no URL (not shown)", "")]),
     ('[broker]\nurl = ""', [("broker.url", BROKER_URL, '""', "")]),
     ("[broker]\nurl = 5672", [("broker.url", BROKER_URL, "5672", "")]),
-    ('[broker]\nurl = "amqp://h/a b"', [("broker.url", BROKER_URL, '"amqp://h/a b"', "")]),
+    ('[broker]\nurl = "amqp://h/a b"', [("broker.url", BROKER_URL + BLANKS, '"amqp://h/a b"', "")]),
     (
         '[broker]\nurl = "amqp://h/a/b"',
         [
             (
                 "broker.url",
-                'a URL with one virtual host at its end; a "/" in its name is written %2F',
+                'a URL with one virtual host at its end; a "/" in its name, or in the password, is written %2F',
                 '"amqp://h/a/b"',
                 "",
             )

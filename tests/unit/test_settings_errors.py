@@ -174,7 +174,7 @@ def test_the_source_of_a_bad_url_in_a_file_is_that_file(tmp_path: Path) -> None:
         ("amqp://u@h/v", "amqp://u@h/v"),
         ("amqp://h:5672/v", "amqp://h:5672/v"),
         ("see amqp://u:p@h and http://a:b@c.", "see amqp://u:***@h and http://a:***@c."),
-        ("postgresql://h/d?password=x&a=1", "postgresql://h/d?password=***&a=1"),
+        ("postgresql://h/d?password=x&a=1", "postgresql://h/d?password=***"),
         ("host=h password='a b' user=u", "host=h password=*** user=u"),
         ("amqps://u:a/b@c@h", "amqps://u:***@h"),
         ("nothing to hide: a@b", "nothing to hide: a@b"),
@@ -200,7 +200,9 @@ def test_an_unescaped_password_is_told_how_to_escape_it(key: str, scheme: str, p
     assert password not in str(problem)
 
 
-def test_an_at_sign_in_a_vhost_needs_no_escape() -> None:
-    assert load(None, {}, {"broker.url": "amqp://me:secret@host/a@b"}).broker_url.startswith(
-        "amqp://me:secret@host/a@b"
-    )
+def test_an_at_sign_in_a_vhost_is_escaped_as_well() -> None:
+    """Unescaped it may be in the password, as what is before it: host and name would be pieces of that."""
+    (problem,) = problems(None, {}, {"broker.url": "amqp://me:se@cr/et@host"})
+    assert problem.expected.endswith("%2F %40 %3A %23; so is an @ behind the host, %40")
+    assert load(None, {}, {"broker.url": "amqp://me:secret@host/a%40b"}).broker_url.startswith("amqp://me:secret@host/a%40b")
+    assert load(None, {}, {"store.url": "postgresql://host/d?user=me@azure"}).store_url is not None
