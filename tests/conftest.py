@@ -51,6 +51,7 @@ SLOW = (
     "tests/integration/test_handover_faults.py",
     "tests/integration/test_import_",
     "tests/integration/test_restoring.py",
+    "tests/integration/test_rights_besides.py",
     "tests/integration/test_rig_servers.py",
     "tests/integration/test_store_segments.py",
     "tests/integration/test_store_segments_broken.py",

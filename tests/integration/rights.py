@@ -101,6 +101,22 @@ def patterns_of(mode: str) -> Patterns:
     return Patterns(*found[MODES.index(mode)])
 
 
+def besides(what: str) -> Patterns:
+    """The patterns of the page's table in the row that begins so, without anchors, several of them behind commas."""
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {what}")]
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    return Patterns(*(",".join(re.findall("`([^`]+)`", cell)) for cell in cells))
+
+
+def with_besides(whole: Patterns, *more: Patterns) -> Patterns:
+    """The page's patterns with those of rows of its table in them."""
+    joined = []
+    for kind in Patterns._fields:
+        added = [one for row in more for one in getattr(row, kind).split(",") if one]
+        joined.append(getattr(whole, kind).removesuffix(")$") + "".join(f"|{one}" for one in added) + ")$")
+    return Patterns(*joined)
+
+
 def user_url(rabbitmq: RabbitMQ, vhost: str, patterns: Patterns, user: str = "delayer-rights") -> str:
     rabbitmq.add_user(user, user, vhost=vhost, **patterns._asdict())
     return rabbitmq.url(vhost, user=f"{user}:{user}")

@@ -1,0 +1,234 @@
+"""Least privilege: what a configuration or a command needs besides, by the table in docs/security.md, and none of it less."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.core.cascade import Cascade, delivery_binding, routing_key
+from delayer.core.errors import BrokerLost
+from delayer.core.message import Confirmed, Outgoing, Returned
+from delayer.settings import Settings
+from delayer.wire.address import Address
+from delayer.wire.connection import Connection
+from delayer.wiring import cascade_of, topology_of
+from tests.faults.place import eventually
+from tests.integration.rights import Patterns, besides, clear, patterns_of, store, user_url, with_besides
+from tests.rig.daemon import DaemonProcess, command
+from tests.rig.raw import Message, Props, Raw, number, text
+from tests.rig.servers import Postgres, RabbitMQ
+
+__all__ = ["store"]
+
+NSB = Cascade("nservicebus-v2")
+TO_QUEUES: dict[str, Any] = {"from": "delayer.in", "to": ""}
+RETRY: dict[str, Any] = {
+    "from": "retries",
+    "retry": {"first": "100ms", "attempts": 1, "exhausted": "parking-lot"},
+}
+DESTINATION = {"exchange": "delayer.out", "type": "topic", "queue": "orders"}
+TAKEOVER = {"cascade": "nservicebus-v2", "levels_from": 6}
+
+
+class Need(NamedTuple):
+    """A row of the table: what is configured for it, and what it consumes and publishes to."""
+
+    row: str
+    settings: Mapping[str, Any]
+    consumed: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()
+    bound: str = ""
+    probing: bool = False
+
+
+NEEDS = {
+    "to queues": Need("a route with `to", {"route": [TO_QUEUES]}, published=("",)),
+    "finish": Need(
+        "a route with `finish",
+        {"mode": "native", "route": [TO_QUEUES | {"finish": "broker"}]},
+        published=("",),
+        bound="mail.inbox",
+    ),
+    "retry": Need("a route from `retries`", {"route": [RETRY]}, published=("",)),
+    "destination": Need("`[[destination]]`", {"destination": [DESTINATION]}),
+    "takeover": Need(
+        "`[[takeover]]`", {"takeover": [TAKEOVER]}, (NSB.level(6), NSB.level(10), NSB.level(27)), (NSB.delivery,)
+    ),
+    "send": Need("`delayer send`", {}, published=("delayer.in",)),
+    "probe": Need("`delayer check`", {"mode": "native"}, probing=True),
+}
+
+
+def cases() -> list[Any]:
+    """Every pattern of the table, to be taken away."""
+    return [
+        pytest.param(name, kind, one, id=f"{name}-{kind}-{one}")
+        for name, need in NEEDS.items()
+        for kind, patterns in besides(need.row)._asdict().items()
+        for one in patterns.split(",")
+        if one
+    ]
+
+
+@pytest.fixture(scope="module")
+def vhosts(rabbitmq: RabbitMQ) -> Any:
+    """One for each need, with what others declare."""
+    names = {need: rabbitmq.add_vhost() for need in NEEDS}
+    for need, name in names.items():
+        rabbitmq.api("PUT", f"/api/queues/{name}/mail.inbox", {"durable": True})
+        # In the way of nobody, and of whoever is to declare it.
+        if need != "destination":
+            rabbitmq.api("PUT", f"/api/exchanges/{name}/delayer.out", {"type": "topic", "durable": True})
+        whole = topology_of(Settings.model_validate(NEEDS[need].settings))
+        whole = whole + NSB.topology() if need == "takeover" else whole
+        asyncio.run(declared(rabbitmq.url(name), whole))
+    yield names
+    for name in names.values():
+        rabbitmq.drop_vhost(name)
+
+
+async def declared(url: str, whole: Any) -> None:
+    async with await Admin.connect(url) as admin:
+        await admin.declare(whole)
+
+
+def marked(index: int) -> Props:
+    """A returned message is known by this."""
+    return Props(headers=((b"x-delayer-id", text(str(index))),), delivery_mode=2)
+
+
+async def use(url: str, need: Need) -> None:
+    """Declare, bind, consume, publish and look at whatever this needs. Raises what the broker says."""
+    settings = Settings.model_validate(need.settings)
+    async with await Admin.connect(url) as admin:
+        await admin.declare(topology_of(settings))
+        if need.bound:
+            await admin.bind_queue(need.bound, cascade_of(settings).delivery, delivery_binding(need.bound))
+        if need.probing:
+            untried = [one.found for one in await admin.verify(topology_of(settings), cascade=cascade_of(settings))]
+            if found := [one for one in untried if "zero path" in one]:
+                raise BrokerRefused("; ".join(found))
+    connection = await Connection.open(Address.parse(url), name="test")
+    try:
+        channel = await connection.channel()
+        for queue in need.consumed:
+            await channel.consume(queue, lambda _: None, lambda: None)
+        await channel.confirm_select()
+        batch = [
+            Outgoing(name.encode(), b"nobody", marked(index).encode(), b"", b"%d" % index)
+            for index, name in enumerate(need.published)
+        ]
+        for outcome in await channel.publish(batch, timeout=10):
+            assert isinstance(outcome, Confirmed | Returned)
+    finally:
+        await connection.close()
+
+
+def patterns_for(need: Need, *, without: tuple[str, str] = ("", "")) -> Patterns:
+    row, (kind, one) = besides(need.row), without
+    if kind:
+        left = [other for other in getattr(row, kind).split(",") if other != one]
+        row = row._replace(**{kind: ",".join(left)})
+    return with_besides(patterns_of(str(need.settings.get("mode", "store"))), row)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+async def test_these_rights_are_enough(rabbitmq: RabbitMQ, vhosts: Mapping[str, str], name: str) -> None:
+    url = user_url(rabbitmq, vhosts[name], patterns_for(NEEDS[name]), f"delayer-{name}")
+    await use(url, NEEDS[name])
+
+
+@pytest.mark.parametrize(("name", "kind", "one"), cases())
+async def test_each_of_them_is_needed(
+    rabbitmq: RabbitMQ, vhosts: Mapping[str, str], name: str, kind: str, one: str
+) -> None:
+    patterns = patterns_for(NEEDS[name], without=(kind, one))
+    url = user_url(rabbitmq, vhosts[name], patterns, f"delayer-{name}")
+    with pytest.raises((BrokerRefused, TopologyMismatch, BrokerLost), match=r"ACCESS_REFUSED|refused"):
+        await use(url, NEEDS[name])
+
+
+@asynccontextmanager
+async def place(rabbitmq: RabbitMQ) -> AsyncIterator[str]:
+    vhost = rabbitmq.add_vhost()
+    try:
+        yield vhost
+    finally:
+        rabbitmq.drop_vhost(vhost)
+
+
+def delayed(key: bytes, body: bytes, ms: int = 100) -> Message:
+    return Message("delayer.in", key, Props(headers=((b"x-delay", number("I", ms)),), delivery_mode=2), body)
+
+
+async def test_a_daemon_of_everything_with_these_rights(
+    rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
+) -> None:
+    """To queues, dead letters back and in the end aside, destinations of its own, another system's levels; and `send`."""
+    await asyncio.to_thread(clear, postgres)
+    async with place(rabbitmq) as vhost:
+        await declared(rabbitmq.url(vhost), NSB.topology())
+        rabbitmq.api("PUT", f"/api/queues/{vhost}/billing", {"durable": True})
+        binding = {"routing_key": "#.billing"}
+        rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{NSB.delivery}/q/billing", binding)
+        work = {"durable": True, "arguments": {"x-dead-letter-exchange": "retries", "x-message-ttl": 100}}
+        rabbitmq.api("PUT", f"/api/queues/{vhost}/work", work)
+        rows = [besides(NEEDS[name].row) for name in ("to queues", "retry", "destination", "takeover", "send")]
+        url = user_url(rabbitmq, vhost, with_besides(patterns_of("store"), *rows), "delayer-all")
+        sections: dict[str, Any] = {
+            "MODE": "store", "BROKER__URL": url, "STORE__URL": store, "ROUTE": json.dumps([TO_QUEUES, RETRY]),
+            "DESTINATION": json.dumps([DESTINATION]), "TAKEOVER": json.dumps([TAKEOVER]),
+        }  # fmt: skip
+        config = tmp_path / "send.toml"
+        config.write_text(f'[broker]\nurl = "{url}"\n')
+        owned = tmp_path / "owner.toml"
+        owned.write_text(f'[broker]\nurl = "{url}"\n[store]\nurl = "{postgres.url("delayer")}"\n')
+        async with DaemonProcess(sections) as daemon, await Raw.connect(rabbitmq.url(vhost)) as raw:
+            await daemon.ready()
+            orders, billing = await raw.inbox("orders"), await raw.inbox("billing")
+            parked = await raw.inbox("parking-lot")
+            await raw.publish(delayed(b"orders", b"1"), Message("", b"work", Props(delivery_mode=2), b"2"))
+            await orders.got([b"1"])
+            await parked.got([b"2"])
+            said = await command(
+                config, "send", "--to", "delayer.in", "--key", "orders", "--delay", "100ms", "--body", "3"
+            )
+            assert "Sent" in said
+            await orders.got([b"1", b"3"])
+            nsb = Message(NSB.level(6), routing_key(100, b"billing"), Props(delivery_mode=2), b"4")
+            await raw.publish(nsb)
+
+            async def moved() -> str:
+                with suppress(RuntimeError):  # nothing was there yet
+                    return await command(owned, "reschedule", "--all", "--at", "0s", "--yes")
+                return ""
+
+            await eventually(moved, lambda text: "1" in text)
+            await billing.got([b"4"])
+            assert await daemon.stop() == 0
+            assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
+
+
+async def test_a_daemon_whose_broker_finishes_with_these_rights(rabbitmq: RabbitMQ) -> None:
+    """The digits before the key say that the broker did it, and not the daemon in its place."""
+    async with place(rabbitmq) as vhost:
+        rabbitmq.api("PUT", f"/api/queues/{vhost}/mail.inbox", {"durable": True})
+        need = NEEDS["finish"]
+        url = user_url(rabbitmq, vhost, patterns_for(need), "delayer-finish")
+        environ = {"MODE": "native", "BROKER__URL": url, "ROUTE": json.dumps(need.settings["route"])}
+        async with DaemonProcess(environ) as daemon, await Raw.connect(rabbitmq.url(vhost)) as raw:
+            await daemon.ready()
+            inbox = await raw.inbox("mail.inbox")
+            await raw.publish(delayed(b"mail.inbox", b"1"))
+            await inbox.got([b"1"])
+            assert inbox.only(b"1").delivery.routing_key.endswith(b"0.1.mail.inbox")
+            assert await daemon.stop() == 0
+            assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
