@@ -1,4 +1,4 @@
-"""Least privilege: what a configuration or a command needs besides, by the table in docs/security.md, and none of it less."""
+"""Least privilege: what a configuration or a command needs besides, by the table in docs/security.md, and no less."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def delayed(key: bytes, body: bytes, ms: int = 100) -> Message:
 async def test_a_daemon_of_everything_with_these_rights(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
-    """To queues, dead letters back and in the end aside, destinations of its own, another system's levels; and `send`."""
+    """To queues, dead letters back and in the end aside, destinations, another system's levels; and `send`."""
     await asyncio.to_thread(clear, postgres)
     async with place(rabbitmq) as vhost:
         await declared(rabbitmq.url(vhost), NSB.topology())
