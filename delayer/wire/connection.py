@@ -5,30 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Self, TypeVar, cast
-
-from pamqp.base import Frame
+from typing import Self, cast
 
 from delayer.core.message import Delivery
 from delayer.wire import handshake, methods
 from delayer.wire.address import Address
 from delayer.wire.alarm import Alarm
 from delayer.wire.channel import Channel
-from delayer.wire.errors import (
-    REPLY_SUCCESS,
-    UNEXPECTED_FRAME,
-    AccessRefused,
-    ConnectionLost,
-    ProtocolError,
-    again,
-)
-from delayer.wire.framing import DEFAULT_FRAME_MAX, PROTOCOL_HEADER, Parser, ReturnedMessage
+from delayer.wire.dialogue import Dialogue
+from delayer.wire.errors import REPLY_SUCCESS, UNEXPECTED_FRAME, AccessRefused, ConnectionLost, ProtocolError, again
+from delayer.wire.framing import DEFAULT_FRAME_MAX, Parser, ReturnedMessage
 from delayer.wire.methods import commands
 from delayer.wire.numbers import Numbers
 from delayer.wire.outlet import Outlet
 from delayer.wire.pulse import Pulse
 
-_Reply = TypeVar("_Reply", bound=Frame)
 # How long a peer may take to agree that the connection ends before we end it without.
 _CLOSE_SECONDS = 5.0
 
@@ -60,7 +51,7 @@ class Connection(asyncio.Protocol):
         self.numbers = Numbers(loop, self, self._outlet.write)
         self._parser = Parser(self.numbers.receivers)
         self._discarding = False
-        self._reply: tuple[type[Frame], asyncio.Future[Frame]] | None = None
+        self._dialogue = Dialogue(loop, self.write)
         self._abort_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -227,12 +218,7 @@ class Connection(asyncio.Protocol):
             self._alarm.sound(str(method.reason))
         elif isinstance(method, commands.Connection.Unblocked):
             self._alarm.clear()
-        elif self._reply is not None and isinstance(method, self._reply[0]):
-            _, future = self._reply
-            self._reply = None
-            if not future.done():
-                future.set_result(method)
-        else:
+        elif not self._dialogue.heard(method):
             raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
@@ -258,25 +244,11 @@ class Connection(asyncio.Protocol):
             self._hang_up()
 
     async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
-        start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
-        self.cluster = handshake.cluster_of(start)
-        hello = handshake.start_ok(start, address, name)
-        tune = await self._ask(methods.marshal(hello, 0), commands.Connection.Tune)
-        self._limits = handshake.agree(tune, heartbeat)
+        self.cluster, self._limits = await self._dialogue.greet(address, name, heartbeat)
         self._parser.frame_max = self._limits.frame_max
-        self.write(methods.marshal(handshake.tune_ok(self._limits), 0))
-        wish = commands.Connection.Open(virtual_host=address.vhost)
-        await self._ask(methods.marshal(wish, 0), commands.Connection.OpenOk)
+        await self._dialogue.enter(self._limits, address.vhost)
         self._opened = True
         self._pulse.start(self._limits.heartbeat)
-
-    async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
-        self.write(frame)
-        future: asyncio.Future[Frame] = self._loop.create_future()
-        self._reply = (reply, future)
-        answer = await future
-        assert isinstance(answer, reply)  # on_method compared it
-        return answer
 
     def _check_open(self) -> None:
         if self._loss is not None:
@@ -316,8 +288,7 @@ class Connection(asyncio.Protocol):
         self._loss = loss
         self._pulse.stop()
         self.numbers.fail(loss)
-        if self._reply is not None and not self._reply[1].done():
-            self._reply[1].set_exception(again(loss))
+        self._dialogue.fail(loss)
         self._alarm.fail(loss)
         self._outlet.resume()
         if not self.closed.done():
