@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
 
-from delayer.broker.publisher import RelayPublisher
-from delayer.broker.relay import Relay
 from delayer.commands.acting import agreed, whoami, yes_option
-from delayer.commands.common import DONE, FOUND, Failure, Misused, Off, Unreached, instant_ms, note, request_of
+from delayer.commands.common import DONE, FOUND, Misused, Off, instant_ms, note, request_of
+from delayer.commands.import_run import cascade_book, failure_of, few_collections, into_of
 from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
 from delayer.commands.looking import as_json
 from delayer.commands.progress import progress
-from delayer.core.importing import Meant, NotARewrite, Rewrite, Run, read_rewrite
+from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
 from delayer.legacy import machine
-from delayer.legacy.brokers import HEARTBEAT
-from delayer.legacy.carrying import CascadeBook
 from delayer.legacy.destinations import Destinations
 from delayer.legacy.machine import Preview, Report
-from delayer.legacy.ports import BadSource, CountMismatch, ImportImpossible, Source, SourceLost
-from delayer.services import envelopes
+from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
 from delayer.settings import Settings
 from delayer.store.importing import ImportBusy, ImportStore
-from delayer.wire.address import Address
-from delayer.wiring import cascade_of
 
 T = TypeVar("T")
-GARBAGE_THRESHOLD = 200_000
 NO_STORE = (
     "no store is configured: an import keeps its state in one, in native mode too. Next: set store.url, and run "
     "`delayer db upgrade`; docs/importing.md says what stays there"
@@ -143,9 +134,6 @@ def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> 
     )(_abort)
 
 
-# ---- the verbs
-
-
 def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json = given.pop("as_json")
     _tell(context, _with(context, make, given, machine.preview), json)
@@ -168,11 +156,11 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             return
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
-        into = _into(await book.unfinished(), told_into, settings)
-        with _few_collections(), progress() as say:
+        into = into_of(await book.unfinished(), told_into, settings)
+        with few_collections(), progress() as say:
             if into == "store":
                 return await machine.run(source, book, judge, whoami(), say, again=again)
-            async with _cascade(settings, source, book) as carrying:
+            async with cascade_book(settings, source, book) as carrying:
                 return await machine.run(source, carrying, judge, whoami(), say, again=again)
 
     try:
@@ -229,61 +217,4 @@ def _with(
     try:
         return asyncio.run(work())
     except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
-        raise _failure(error) from error
-
-
-def _into(unfinished: Run | None, told: str | None, settings: Settings) -> str:
-    """Where the messages go: of a run that goes on where they went. Raises ImportImpossible where that differs."""
-    begun = "" if unfinished is None else unfinished.into
-    if begun and told not in (None, begun):
-        raise ImportImpossible(
-            f"the unfinished import was begun into the {begun}, and --into {told} is said now. Next: go on with --into "
-            f"{begun}, or `abort`"
-        )
-    return begun or told or ("cascade" if settings.mode == "native" else "store")
-
-
-@asynccontextmanager
-async def _cascade(settings: Settings, source: Source, book: ImportStore) -> AsyncIterator[CascadeBook]:
-    """Into the cascade of ``[native]``. Raises ImportImpossible for what would come out of it just to go in again."""
-    here, cascade = Address.parse(settings.broker_url), cascade_of(settings)
-    said = source.parameters
-    prefix = cascade.owner if cascade.shared else cascade.prefix
-    own = {"broker": str(here), "cascade": cascade.kind, "prefix": prefix}
-    if source.name == "cascade" and {name: said.get(name, "") for name in own} == own:
-        raise ImportImpossible("these messages wait in this cascade already. Next: say --into store")
-    relay = Relay(here, "delayer import", heartbeat=HEARTBEAT)
-    relay.start()
-    publisher = RelayPublisher(relay)
-    try:
-        yield CascadeBook(book, publisher, cascade, settings.native.due_queue, envelopes.enveloped)
-    finally:
-        await publisher.close()
-        await relay.close()
-
-
-def _failure(error: Exception) -> Failure:
-    match error:
-        case SourceLost():
-            return Unreached(
-                f"the source is out of reach: {error}. Next: mend that, and run the same again; "
-                "an import that had begun goes on where it stopped."
-            )
-        case BadSource():
-            return Misused(f"{error}.")
-        case ImportBusy() | ImportImpossible():
-            return Off(f"{error}.")
-        case _:
-            return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Messages make no cycles, and a batch of them is more than Python's collector waits for before it looks through
-    all that lives: as in the daemon (app.py)."""
-    before = gc.get_threshold()
-    gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+        raise failure_of(error) from error
