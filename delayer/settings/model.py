@@ -197,7 +197,7 @@ def _tables(value: object) -> object:
 class Native(Table):
     cascade: Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"] = "delayer"
     prefix: values.Prefix = "delayer."
-    due_queue: values.Queue = "delays.due"
+    due_queue: values.DueQueue = "delays.due"
 
 
 class Store(Table):

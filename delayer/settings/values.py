@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
-from delayer.core.cascade import NAME_BYTES
+from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, bindable
 from delayer.settings.errors import Expected
 from delayer.settings.secret import Secret, SecretUrl
 
@@ -95,6 +95,14 @@ def _queue(value: object) -> str:
         raise Expected(
             'the name of a queue: not empty, and not beginning with "amq.", which the broker keeps for itself'
         )
+    return name
+
+
+def _due_queue(value: object) -> str:
+    name = _queue(value)
+    if not bindable(name.encode("utf-8", "surrogatepass")):
+        # It stands behind the digits of the cascade's routing keys, and is bound by such a one.
+        raise Expected(f"the name of a queue of at most {ADDRESS_BYTES} bytes, none of its words * or #")
     return name
 
 
@@ -232,6 +240,7 @@ RestoreAheadMs = Annotated[int, BeforeValidator(_restore_ahead_ms)]
 Exchange = Annotated[str, BeforeValidator(_exchange)]
 RoutingKey = Annotated[str, BeforeValidator(_routing_key)]
 Queue = Annotated[str, BeforeValidator(_queue)]
+DueQueue = Annotated[str, BeforeValidator(_due_queue)]
 AnyQueue = Annotated[str, BeforeValidator(_any_queue)]
 RoutingKeys = Annotated[tuple[str, ...], BeforeValidator(_routing_keys)]
 Factor = Annotated[float, BeforeValidator(_between(1, 100, "a factor"))]

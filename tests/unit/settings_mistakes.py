@@ -17,6 +17,9 @@ STORE_URL = "a URL like postgresql://user:password@host:5432/database"
 FORMS = f"a list of {', '.join(DELAY_FORMS)} and json:/pointer, each at most once"
 RETRY = '[[route]]\nfrom = "a"\nretry = '
 ROUTES = "one or more routes: [[route]] tables in the file, a JSON list of objects elsewhere"
+DUE = "the name of a queue of at most 199 bytes, none of its words * or #"
+UMLAUT = r"\u00fc"
+UNBINDABLE = {"q" * 200: f'"{"q" * 78}…', "ü" * 100: f'"{UMLAUT * 13}…', "delays.*": '"delays.*"', "#": '"#"'}
 
 # text of the file, then (key, expected, found, hint) of each problem in it
 FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
@@ -303,6 +306,7 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
             )
         ],
     ),
+    *((f'native.due_queue = "{name}"', [("native.due_queue", DUE, found, "")]) for name, found in UNBINDABLE.items()),
     ('[native]\ndue_queue = "delays"', [("native.due_queue", "another queue than intake.queue", '"delays"', "")]),
     (
         '[[route]]\nfrom = "a"\nto = "b"\n[[route]]\nfrom = "b"\nto = "a"',
