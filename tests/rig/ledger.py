@@ -113,8 +113,6 @@ class Ledger:
         """Of the queue that takes them all."""
         return None
 
-    # ---- publishing
-
     async def publish(
         self,
         count: int,
@@ -192,8 +190,6 @@ class Ledger:
             self.account.readings = Readings(self._into)
         return self.account.readings.listener()
 
-    # ---- consuming
-
     async def consume(self) -> None:
         """Begin to consume the destination, and again whenever the broker comes back."""
         await self._consume()
@@ -257,8 +253,6 @@ class Ledger:
             self.account.take(number, arrival)
         return True
 
-    # ---- waiting
-
     async def until(self, done: Callable[[], bool], *, timeout: float | None = 45.0) -> None:
         """Wait until ``done`` says so; it is asked whenever something arrived."""
         try:
@@ -290,8 +284,6 @@ class Ledger:
                 queue = await channel.declare_queue(name, passive=True)
                 found[name] = queue.declaration_result.message_count or 0
             return found
-
-    # ---- the account
 
     @property
     def arrivals(self) -> Mapping[int, Sequence[Arrival]]:

@@ -46,9 +46,6 @@ class Clock:
         time.time = lambda: seconds() + self.ahead_ms / 1000
 
 
-# ---- bugs: each breaks one promise
-
-
 def acknowledge_first() -> None:
     """A crash loses what was read (G1)."""
     from delayer.services.carry import IntakeCarrier
