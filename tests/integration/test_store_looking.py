@@ -13,7 +13,7 @@ import pytest
 
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
-from delayer.store import acting, acts, heldback, listing, segments, showing
+from delayer.store import acting, acts, heldback, listing, segments, showing, unpacking
 from delayer.store.cancelling import Found
 from delayer.store.listing import BEGINNING
 from delayer.store.partitions import DAY_MS
@@ -273,7 +273,7 @@ async def test_the_loop_goes_on_while_segments_are_unpacked(database: str, monke
     async with store(database) as admin:
         await put(admin, rows(20, START_MS))
         await compact(admin)
-        for module, name in ((segments, "unpacked"), (listing, "_of_table")):
+        for module, name in ((unpacking, "unpacked"), (listing, "_of_table")):
             monkeypatch.setattr(module, name, noted(getattr(module, name)))
         assert len((await listing.find(admin, Filter(), None, 50)).packed) == 20
     assert threads
