@@ -194,6 +194,29 @@ def test_nothing_outlives_its_owner(end: Callable[[subprocess.Popen[str]], None]
     assert list((tmp_path / "t").iterdir()) == []
 
 
+def test_a_disk_does_not_outlive_its_owner(tmp_path: Path) -> None:
+    """What was mounted for a server is unmounted after SIGKILL to who started it."""
+    program = "from tests.rig.postgres_kinds import SmallDisk; SmallDisk(80).start(); print('up', flush=True); input()"
+    place = _passable(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TMPDIR": str(place)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as owner:  # fmt: skip
+        assert owner.stdout is not None
+        assert owner.stderr is not None
+        if owner.stdout.readline() != "up\n":
+            said = owner.stderr.read()
+            assert "no disk of its own" in said, said
+            pytest.skip(said.splitlines()[-1])
+        assert str(place) in Path("/proc/self/mounts").read_text()
+        family = psutil.Process(owner.pid).children(recursive=True)
+        owner.kill()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    assert str(place) not in Path("/proc/self/mounts").read_text()
+    assert list(place.iterdir()) == []
+
+
 def _passable(directory: Path) -> Path:
     """Pytest's directories are ours alone, and Postgres, as another user, has to get through to its own."""
     made = directory / "t"
