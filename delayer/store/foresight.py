@@ -8,7 +8,9 @@ they deleted: dead index entries at the head are what makes other Postgres queue
     note       back to the row that was parked, or moved there by hand (telling.py), before it; what is noted during a
                claim is kept until its end
     look back  once a minute the lane is read from its beginning, for rows that were put there without a note; on
-               another connection, since that one does read the dead entries, at some 4 us each
+               another connection, since that one does read the dead entries, at some 4 us each. Where routes are
+               claimed apart, such a row may be behind a backlog of others: it is searched for through that, so many
+               rows a minute (outlook.py), on and on
 
 Where it stands is written down every few seconds, so that the next owner need not begin with such a reading either.
 What is written may be wrong by rows that were parked late, seconds before a crash: the first look back comes soon.
@@ -18,16 +20,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from delayer.core.message import Parcel
 from delayer.core.pace import Scope
 from delayer.store import session, telling
-from delayer.store.claiming import Claim
+from delayer.store.claiming import BEGINNING, Claim
 from delayer.store.clock import StoreClock
-from delayer.store.marks import Marks
-from delayer.store.outlook import SOON_MS, Outlook, Start
+from delayer.store.marks import Marks, Place
+from delayer.store.outlook import SOON_MS, Outlook, Search, Start
 from delayer.store.retries import NEVER_MS, Retries
 from delayer.store.telling import Told
+
+
+class Seen(NamedTuple):
+    """What was known when a look back began: what it finds before that was put there without a note."""
+
+    watermark: int
+    fars: dict[Scope, Place]
 
 
 class Foresight:
@@ -44,6 +54,7 @@ class Foresight:
         self.marks = Marks()
         self.more = True
         self.next: int | None = None  # when the next row is due that the last claim saw, if it took none
+        self._searched: Place = BEGINNING  # where the last search for rows behind their marks came to
         self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
 
     @property
@@ -139,10 +150,20 @@ class Foresight:
         else:
             self.note_held(told.at_ms)
 
-    def saw(self, found: Outlook) -> None:
+    def looking(self) -> tuple[Seen, Search | None]:
+        """A look back begins. What it is to be judged by, and what it searches."""
+        fars = self.marks.fars
+        # As far as any scope has been; to begin with, and after each round, from the beginning.
+        search = Search(self._searched, max(fars.values())[0] // 1000) if fars else None
+        return Seen(self.watermark, fars), search
+
+    def saw(self, found: Outlook, seen: Seen) -> None:
         """What a look back found."""
-        if found.first_ms is not None and found.first_ms < self.watermark:
+        if found.first_ms is not None and found.first_ms < min(seen.watermark, self.watermark):
             self.note_parked(found.first_ms)
+        if (missed_ms := self.marks.missed(found.routes, seen.fars)) < NEVER_MS:
+            self._note(missed_ms)
+        self._searched = found.searched or BEGINNING
         if found.retry_ms is not None:
             self.note_held(found.retry_ms)
         self._quiet_until = found.horizon_ms if found.empty else session.BEGINNING_MS

@@ -261,7 +261,8 @@ class PostgresLane:
 
         Raises the driver's errors.
         """
-        self._known.saw(await self._look(self.number, self._clock.now_ms() + IDLE_MS))
+        seen, search = self._known.looking()
+        self._known.saw(await self._look(self.number, self._clock.now_ms() + IDLE_MS, search), seen)
 
     async def _released_within(self, seconds: float) -> bool:
         try:

@@ -15,7 +15,7 @@ from delayer.store import handover, outlook, owners, session, statements, tellin
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lane import PostgresLane
-from delayer.store.outlook import Outlook, Start
+from delayer.store.outlook import Outlook, Search, Start
 
 log = structlog.get_logger()
 
@@ -150,9 +150,9 @@ class LaneTaker:
         mailbox.open(lane.hear)
         return lane
 
-    async def _look(self, number: int, horizon_ms: int) -> Outlook:
+    async def _look(self, number: int, horizon_ms: int, search: Search | None) -> Outlook:
         async with session.borrowed(self._pool) as connection:
-            return await outlook.ahead(connection, number, horizon_ms)
+            return await outlook.ahead(connection, number, horizon_ms, search)
 
 
 def _made_do(taken: list[PostgresLane], lost: StoreLost) -> None:

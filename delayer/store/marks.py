@@ -8,7 +8,7 @@ behind its mark reads to that row, and goes on where it was. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -140,6 +140,24 @@ class Marks:
             spans[span] = min(first, due_ms), max(last, due_ms)
         for (scope, _), (first, last) in spans.items():
             self._marks[scope].note(first, last)
+
+    @property
+    def fars(self) -> dict[Scope, Place]:
+        """Where each scope has been, and has taken all that it was told of."""
+        return {scope: mark.far for scope, mark in self._marks.items()}
+
+    def missed(self, routes: Mapping[bytes, tuple[int, int]], fars: Mapping[Scope, Place]) -> int:
+        """Rows of these routes were seen between these instants, after each scope had come as far as it says in
+        ``fars``: whatever is before that was put there without a word. The soonest of those, if any."""
+        soonest_ms = _NEVER_MS
+        for route, (first_ms, last_ms) in routes.items():
+            scope = self._of_route.get(route, self._others)
+            far = None if scope is None else fars.get(scope)
+            if scope is None or far is None or before(first_ms) >= far:
+                continue
+            self._marks[scope].note(first_ms, min(last_ms, far[0] // 1000))
+            soonest_ms = min(first_ms, soonest_ms)
+        return soonest_ms
 
     @property
     def noted_ms(self) -> int:

@@ -7,12 +7,13 @@ has it. Between the two limits nothing happens, so no lane goes to and fro betwe
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, NamedTuple
 
 import asyncpg
 
 from delayer.store import session, statements
+from delayer.store.marks import Place
 
 SOON_MS: Final = 120_000
 """A lane without an owner is adopted when something in it is due within this time. Daemons look every second: the rest
@@ -29,6 +30,22 @@ class Start(NamedTuple):
     retry_ms: int | None
 
 
+class Search(NamedTuple):
+    """Where to look for rows of routes that are claimed apart: they may be behind where their scope is, and not be the
+    lane's first."""
+
+    place: Place
+    until_ms: int
+
+
+SEARCH_ROWS: Final = 20_000
+"""Rows that one statement of a search reads at most."""
+SEARCHES: Final = 10
+"""Such statements of one look. The next goes on where this one ended, so that a backlog of millions costs no more."""
+
+Span = tuple[int, int]
+
+
 class Outlook(NamedTuple):
     """What a lane has by a horizon, from its beginning (epoch ms)."""
 
@@ -37,6 +54,10 @@ class Outlook(NamedTuple):
     """When the first waiting row is due, if that is before the horizon."""
     retry_ms: int | None
     """When the first held row is tried again."""
+    routes: Mapping[bytes, Span] = {}
+    """Of which routes a search found rows, and between which instants."""
+    searched: Place | None = None
+    """Where the search came to, if not to its end."""
 
     @property
     def empty(self) -> bool:
@@ -44,14 +65,40 @@ class Outlook(NamedTuple):
         return self.first_ms is None and (self.retry_ms is None or self.retry_ms > self.horizon_ms)
 
 
-Look = Callable[[int, int], Awaitable[Outlook]]
+Look = Callable[[int, int, Search | None], Awaitable[Outlook]]
 """Reads the lane of a number up to a horizon, on another connection than the lane's."""
 
 
-async def ahead(connection: asyncpg.Connection, number: int, horizon_ms: int) -> Outlook:
+async def ahead(connection: asyncpg.Connection, number: int, horizon_ms: int, search: Search | None = None) -> Outlook:
     """Read a lane from its beginning. Raises the driver's errors."""
     first_ms = await connection.fetchval(statements.NEXT_DUE, number, session.BEGINNING_MS, horizon_ms)
-    return Outlook(horizon_ms, first_ms, await connection.fetchval(statements.NEXT_RETRY, number))
+    found = Outlook(horizon_ms, first_ms, await connection.fetchval(statements.NEXT_RETRY, number))
+    if search is None:
+        return found
+    routes, searched = await _search(connection, number, search)
+    return found._replace(routes=routes, searched=searched)
+
+
+async def _search(
+    connection: asyncpg.Connection, number: int, search: Search
+) -> tuple[dict[bytes, Span], Place | None]:
+    routes: dict[bytes, Span] = {}
+    place = search.place
+    for _ in range(SEARCHES):
+        async with session.transaction(connection):
+            # Of a partition that nobody has analyzed yet a planner would rather sort the whole.
+            await connection.execute("SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off")
+            due_us, id_ = place
+            rows = await connection.fetch(
+                statements.ROUTES_BEHIND, number, due_us // 1000, id_, search.until_ms, due_us, SEARCH_ROWS
+            )
+        for route, first_ms, last_ms, *_ in rows:
+            known = routes.get(route, (first_ms, last_ms))
+            routes[route] = min(first_ms, known[0]), max(last_ms, known[1])
+        if not rows or rows[0][3] < SEARCH_ROWS:
+            return routes, None
+        place = rows[0][4], rows[0][5]
+    return routes, place
 
 
 async def due_soon(connection: asyncpg.Connection, now_ms: int, *, from_the_beginning: bool) -> list[int]:
