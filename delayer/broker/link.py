@@ -37,8 +37,12 @@ class Link:
         address = Address.parse(url)
         where = f"{address.host}:{address.port} vhost {address.vhost!r}"
         connection = _prepared(address, name)
-        with translated(where):
-            await connection.connect(timeout=patience if address.timeout is None else address.timeout)
+        try:
+            with translated(where):
+                await connection.connect(timeout=patience if address.timeout is None else address.timeout)
+        except BaseException:
+            await connection.close()  # or the driver would, when it is collected, perhaps in no loop
+            raise
         return cls(connection, where, patience)
 
     @property
