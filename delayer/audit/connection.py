@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from delayer.audit import libpq
 from delayer.core.errors import StoreLost
+from delayer.core import certificates
 from delayer.core.secret import SecretUrl, mask
 from delayer.store import damaged
 from delayer.store.damaged import Named
@@ -200,4 +201,4 @@ def advice_for(text: str) -> str:
         return Named(index[1], index[2]).advice
     if "invalid snapshot identifier" in text:
         return "the connection that held the snapshot is gone: run the job again"
-    return ""
+    return certificates.advice(text, *certificates.STORE)

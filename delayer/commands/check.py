@@ -11,11 +11,11 @@ from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.commands.common import (
     BROKER_RIGHTS,
-    BROKER_RUNS,
     DONE,
     FOUND,
     OUT_OF_REACH,
     STORE_RUNS,
+    broker_advice,
     note,
     print_json,
     print_table,
@@ -144,7 +144,7 @@ async def _broker(settings: Settings) -> tuple[list[Row], str]:
             rows += await _taken_over(admin, settings)
             return rows + await _set_aside(admin, settings), mark
     except BrokerLost as lost:
-        return [Row("broker", "out of reach", str(lost), BROKER_RUNS)], mark
+        return [Row("broker", "out of reach", str(lost), broker_advice(lost))], mark
     except BrokerRefused as refused:
         return [Row("broker", "out of reach", str(refused), BROKER_RIGHTS)], mark
 

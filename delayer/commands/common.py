@@ -16,6 +16,7 @@ import click
 
 from delayer import settings as configuration
 from delayer.commands import tables
+from delayer.core import certificates
 from delayer.settings import Settings
 from delayer.settings.readable import readable
 
@@ -26,6 +27,12 @@ BROKER_RUNS = "check broker.url, and that the broker runs"
 BROKER_RIGHTS = "check user, password, vhost and permissions"
 STORE_RUNS = "check store.url, and that Postgres runs"
 """Advice for who is out of reach."""
+
+
+def broker_advice(lost: Exception) -> str:
+    """What to do about a broker that is out of reach for this reason."""
+    return certificates.advice(str(lost), *certificates.BROKER) or BROKER_RUNS
+
 
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 WIDTH_WITHOUT_TERMINAL = tables.WIDTH_WITHOUT_TERMINAL

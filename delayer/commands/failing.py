@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.commands.common import Failure, Misused, Off, Unreached
+from delayer.commands.common import Failure, Misused, Off, Unreached, broker_advice
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError
 from delayer.settings.readable import readable
@@ -43,7 +43,7 @@ def failure(error: Exception) -> Failure:
         case BrokerRefused():
             made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
         case BrokerLost():
-            made = Unreached(f"the broker is out of reach: {text}. Next: check broker.url, and that it runs.")
+            made = Unreached(f"the broker is out of reach: {text}. Next: {broker_advice(error)}.")
         case StoreLost(advice=advice) if advice:
             made = Unreached(f"the store refused: {text}. Next: {advice}.")
         case StoreLost():

@@ -13,11 +13,11 @@ from delayer.broker.errors import BrokerRefused
 from delayer.commands import live
 from delayer.commands.common import (
     BROKER_RIGHTS,
-    BROKER_RUNS,
     DONE,
     FOUND,
     OUT_OF_REACH,
     STORE_RUNS,
+    broker_advice,
     depth_text,
     note,
     print_json,
@@ -100,7 +100,7 @@ async def _broker(settings: Settings) -> dict[str, Any]:
         async with briefly(settings.broker_url, "delayer status") as broker:
             picture = await broker.picture(cascade_of(settings), queues)
     except BrokerLost as error:
-        return {"error": str(error), "advice": BROKER_RUNS}
+        return {"error": str(error), "advice": broker_advice(error)}
     except BrokerRefused as error:
         return {"error": str(error), "advice": BROKER_RIGHTS}
     levels = [

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import asyncpg
 
+from delayer.core import certificates
 from delayer.core.errors import StoreLost
 
 # Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
@@ -66,8 +67,9 @@ def lost(doing: str, error: BaseException) -> StoreLost:
     driver: BaseException | None = error
     while driver is not None and not isinstance(driver, DRIVER_ERRORS):
         driver = driver.__cause__  # SQLAlchemy wraps them
+    told = describe(driver or error)
     advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
-    return StoreLost(f"{doing}: {describe(driver or error)}", advice)
+    return StoreLost(f"{doing}: {told}", advice or certificates.advice(told, *certificates.STORE))
 
 
 def describe(error: BaseException) -> str:
