@@ -1,0 +1,215 @@
+"""Keys, cancels, retries, takeovers, the border between cascade and store, and limited rates, each while a handful of
+faults strikes: every number is judged by its feature's own rule (tests/faults/features)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from tests.faults.features import cancels, foreign, keys, peace, rates, retries
+from tests.faults.features.peace import HOUR_MS, meanwhile
+from tests.faults.features.striking import (
+    finished,
+    handful,
+    numbers_in,
+    opened,
+    strike,
+)
+from tests.faults.scenes import WORKER
+from tests.rig.account import Verdict
+from tests.rig.flow import flowing
+from tests.rig.ledger import Ledger
+from tests.rig.servers import Postgres, RabbitMQ
+
+SEED = 7_000
+STORE, NATIVE = MODES = ("store", "native")
+Servers = tuple[RabbitMQ, Postgres]
+LONG = pytest.mark.long
+SHORT = 2
+"""Faults of the short form, which one of these tests has."""
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """They are killed here."""
+    with RabbitMQ(hidden=WORKER) as rabbitmq, Postgres() as postgres:
+        yield rabbitmq, postgres
+
+
+def kept(verdict: Verdict) -> None:
+    """Nothing early or changed; twice only by a fault, and marked. What was lost is for the feature to say."""
+    print(verdict)
+    verdict = replace(verdict, missing=())
+    verdict.assert_kept(repeats=True)
+    verdict.assert_apart()
+
+
+# ---- keys
+
+
+@LONG
+@pytest.mark.deadline(500)
+@pytest.mark.parametrize("mode", MODES)
+async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
+    """One daemon that reads: first everything is taken in before anything is due, and becomes due then; then both at
+    once. In native mode without the store's faults: there a key is refused while the store is away."""
+    async with opened(*servers, tmp_path, keys.Keyed, mode=mode, seed=SEED, daemons=1) as fleet:
+        ledger = fleet.ledger
+        assert isinstance(ledger, keys.Keyed)
+        with_store = mode == STORE
+        await ledger.publish(10 * keys.KEYS, delay_ms=HOUR_MS)
+        struck = await strike(fleet, handful(SEED, daemons=1, store=with_store), rate=100, delay_ms=HOUR_MS)
+        waiting = await peace.keys_waiting(fleet, handful(SEED + 1, daemons=1, store=with_store)[:3])
+        live, ledger.order = ledger.account.sent, []
+        struck += 3 + await strike(fleet, handful(SEED + 2, daemons=1, store=with_store), rate=300, longest_ms=1_500)
+        await ledger.publish(keys.KEYS, longest_ms=1_500)
+        counters = await finished(fleet)
+        refused = set(await numbers_in(fleet, "delays.refused"))
+        judgement = keys.judged_live(ledger.account, live, ledger.order, refused)
+        sent = ledger.account.sent
+        print(
+            f"{mode}: {struck} faults, {sent} sent, {live} before any was due; {len(judgement.again)} read again",
+            f"{len(judgement.ended)} of them last",
+            counters,
+        )
+        waiting.assert_kept()
+        judgement.assert_kept()
+        kept(ledger.verdict())
+        assert counters["released"] == ledger.account.rows_back
+        assert counters["cancelled"] >= live - keys.KEYS - len(refused)
+
+
+# ---- cancels
+
+
+@LONG
+@pytest.mark.deadline(500)
+@pytest.mark.parametrize("mode", MODES)
+async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
+    """A third by messages, some by commands, while they become due; first in peace, when no exception counts."""
+    async with opened(*servers, tmp_path, cancels.Cancelling, mode=mode, seed=SEED + 10, daemons=1) as fleet:
+        peaceful = await peace.cancelled_in_peace(fleet, seconds=4.0)
+        peaceful.assert_kept()
+        assert peaceful.cancelled > 50
+        ledger = fleet.ledger
+        assert isinstance(ledger, cancels.Cancelling)
+        async with peace.cancelling(fleet):
+            struck = await strike(fleet, handful(SEED + 10, daemons=1, store=mode == STORE), rate=150, longest_ms=3_000)
+        counters = await finished(fleet)
+        refused = await numbers_in(fleet, "delays.refused")
+        assert mode == NATIVE or not refused
+        judgement = cancels.judged(ledger.account, ledger.asked, ledger.told, refused)
+        print(f"{mode}: {struck} faults, {ledger.account.sent} sent; {judgement}", counters)
+        judgement.assert_kept()
+        kept(ledger.verdict())
+        all_the_same = len(judgement.out) + len(judgement.read)
+        assert counters["released"] <= ledger.account.rows_back <= counters["released"] + all_the_same
+
+
+# ---- retries
+
+
+@pytest.mark.deadline(500)
+@pytest.mark.parametrize(
+    ("mode", "faults"),
+    [(STORE, SHORT), pytest.param(STORE, None, marks=LONG), pytest.param(NATIVE, None, marks=LONG)],
+    ids=["short", STORE, NATIVE],
+)
+async def test_retries(mode: str, faults: int | None, servers: Servers, tmp_path: Path) -> None:
+    """Failing up to six times, where three tries again are configured; first in peace, when nothing may come twice."""
+    async with opened(*servers, tmp_path, retries.Failing, mode=mode, seed=SEED + 20, environ=retries.ENVIRON) as fleet:
+        peaceful = await peace.retried_in_peace(fleet, 300)
+        peaceful.assert_kept()
+        assert not peaceful.copies
+        ledger = fleet.ledger
+        assert isinstance(ledger, retries.Failing)
+        struck = await strike(fleet, handful(SEED + 20, store=mode == STORE)[:faults], rate=60)
+        await ledger.publish(100)
+        judgement = await peace.retried(fleet)
+        counters = await finished(fleet)
+        print(f"{mode}: {struck} faults, {ledger.account.sent} sent, {judgement.copies} copies", counters)
+        judgement.assert_kept()
+        assert not ledger.wrong, ledger.wrong[0]
+
+
+# ---- takeovers
+
+
+@LONG
+@pytest.mark.deadline(500)
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
+    """What stood in the cascade before any daemon came, and what is published there while they are struck."""
+    async with opened(*servers, tmp_path, foreign.Foreign, mode=mode, seed=SEED + 30, environ=foreign.ENVIRON) as fleet:
+        ledger = fleet.ledger
+        assert isinstance(ledger, foreign.Foreign)
+        await peace.taken_over_in_peace(fleet, 500)
+        ledger.verdict().assert_kept()
+        struck = await strike(fleet, handful(SEED + 30, adopted=True), rate=100, longest_ms=8_000)
+        await ledger.all_back(timeout=90)
+        await ledger.drained()
+        standing = await foreign.levels_standing(fleet)
+        counters = await finished(fleet)
+        print(f"{mode}: {struck} faults, {ledger.by_itself} by the cascade itself", counters)
+        ledger.verdict(standing).assert_kept(repeats=True)
+        kept(ledger.verdict())
+        assert counters["released"] == ledger.account.rows_back > ledger.account.sent // 2
+
+
+# ---- the border between cascade and store
+
+
+@LONG
+@pytest.mark.deadline(500)
+async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: Path) -> None:
+    """``park_beyond`` moves up and down meanwhile: whatever it was, a message is on one side."""
+    async with opened(*servers, tmp_path, Ledger, seed=SEED + 40) as fleet:
+        ledger, borders = fleet.ledger, cycle(("3s", "0s", "1s", "2s"))
+
+        async def move() -> None:
+            fleet.more = f'[store]\npark_beyond = "{next(borders)}"\n'
+            fleet.switch(STORE)
+            await asyncio.sleep(1.0)
+
+        async with meanwhile(move):
+            await ledger.publish(500, longest_ms=4_000)
+            await ledger.all_back()
+            ledger.verdict().assert_kept()
+            struck = await strike(fleet, handful(SEED + 40, adopted=True), rate=150, longest_ms=4_000)
+        await ledger.publish(300, longest_ms=4_000)
+        await ledger.all_back()
+        counters = await finished(fleet)
+        print(f"{struck} faults; {ledger.verdict()}", counters)
+        ledger.verdict().assert_kept(repeats=True)
+        ledger.verdict().assert_apart()
+        assert ledger.account.sent * 0.2 < ledger.account.rows_back == counters["released"] < ledger.account.sent * 0.9
+
+
+# ---- limited rates
+
+
+@LONG
+@pytest.mark.deadline(500)
+async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
+    """A flood of 3,000 due at once, and a route beside it that does not wait for it; then the faults."""
+    async with (
+        opened(*servers, tmp_path, Ledger, seed=SEED + 50, environ=rates.ENVIRON) as fleet,
+        rates.paced(fleet, SEED + 51) as flood,
+    ):
+        await peace.flooded_in_peace(fleet, flood, 3_000)
+        flood.verdict().assert_kept()
+        fleet.ledger.verdict().assert_kept()
+        async with flowing(flood, 100, longest_ms=1_000):
+            struck = await strike(fleet, handful(SEED + 50), rate=100, longest_ms=1_000)
+        await flood.all_back(timeout=120)
+        await fleet.ledger.all_back()
+        counters = await finished(fleet)
+        await flood.drained()
+        print(f"{struck} faults; {flood.verdict()}; {fleet.ledger.verdict()}", counters)
+        flood.verdict().assert_kept(repeats=True)
+        fleet.ledger.verdict().assert_kept(repeats=True)
