@@ -16,8 +16,8 @@ import adbc_driver_postgresql
 import pyarrow as pa
 
 from delayer.audit import libpq
-from delayer.core.errors import StoreLost
 from delayer.core import certificates
+from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
 from delayer.store import damaged
 from delayer.store.damaged import Named
