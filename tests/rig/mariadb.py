@@ -105,8 +105,6 @@ class MariaDB:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, run()).result()
 
-    # ---- inside
-
     async def _connect(self, password: str) -> Any:
         return await asyncmy.connect(host=ports.HOST, port=self.port, user="root", password=password, autocommit=True)
 

@@ -62,8 +62,6 @@ class Postgres:
         self._environment = clean_environment("PG", "LC_", "LANG") | {"HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
         self._server: Family | None = None
 
-    # ---- life
-
     def start(self) -> Self:
         """Start it, or start it again on the same port and data; returns when it takes queries."""
         began = time.monotonic()
@@ -125,8 +123,6 @@ class Postgres:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # ---- where it is
-
     @property
     def data(self) -> Path:
         """The directory of its files, for who damages them while it is stopped."""
@@ -152,8 +148,6 @@ class Postgres:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
-    # ---- what is in it
-
     def add_database(self, name: str | None = None, *, template: str = "template1") -> str:
         """A fresh database, a copy of `template` (to which nobody may be connected); returns its name."""
         name = name or f"test_{secrets.token_hex(6)}"
@@ -175,8 +169,6 @@ class Postgres:
                 await connection.close()
 
         return _run_apart(run())
-
-    # ---- inside
 
     def _secured(self, certificate: Path, key: Path) -> dict[str, str | int]:
         """Settings for TLS. Postgres takes no key that others may read, so it gets copies of its own."""

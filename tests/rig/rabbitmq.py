@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,15 +24,10 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from tests.rig import ports
-from tests.rig.processes import (
-    Family,
-    StartFailed,
-    clean_environment,
-    make_directory,
-    move_directory,
-    remove_directory,
-    tail,
-)
+from tests.rig.processes import Family, StartFailed, make_directory, move_directory, remove_directory, tail
+from tests.rig.rabbitmq_environment import environment
+from tests.rig.rabbitmq_programs import answers, find, find_programs
+from tests.rig.rabbitmq_versions import OfAVersion
 
 ROOT_VARIABLE = "TEST_BROKER_ROOT"
 """The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
@@ -41,8 +35,6 @@ ROOT_VARIABLE = "TEST_BROKER_ROOT"
 # In a mount namespace of its own, so that nothing is left mounted when its processes have ended, however they did.
 _ENTER = 'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 
-# Debian's /usr/sbin/rabbitmq-server is a wrapper that insists on the user and the directories of the package.
-_HOMES = ("/usr/lib/rabbitmq/bin",)
 _numbers = itertools.count(1)
 
 
@@ -56,7 +48,7 @@ class Certificates:
     verify_client: bool = False
 
 
-class RabbitMQ:
+class RabbitMQ(OfAVersion):
     """`with RabbitMQ() as broker:` starts it and leaves nothing behind.
 
     kill() (see settle()) and stop() keep the data and the ports, and start() continues from there; pause() and
@@ -81,16 +73,15 @@ class RabbitMQ:
         self.node = f"delayer-{os.getpid()}-{next(_numbers)}@localhost"
         self.start_seconds = 0.0
         self._root = Path(root) if (root := os.environ.get(ROOT_VARIABLE)) else None
-        self._programs = _find_programs(self._root)
+        self._programs = find_programs(self._root)
         self._dist_port = ports.reserve()
         self._epmd_port = ports.reserve()
         self._directory = make_directory(self._root and self._root / "tmp")
         self._epmd: Family | None = None
         self._node: Family | None = None
         self._write_files(tls, config or {})
-        self._environment = self._make_environment(hidden or {})
-
-    # ---- life
+        numbers = {"ERL_EPMD": self._epmd_port, "RABBITMQ_NODE": self.port, "RABBITMQ_DIST": self._dist_port}
+        self._environment = environment(self._inside(self._directory), self.node, numbers, hidden or {})
 
     def start(self) -> Self:
         """Start it, or start it again on the same ports and data; returns when it answers an AMQP handshake."""
@@ -99,7 +90,7 @@ class RabbitMQ:
             self._epmd = self._run(
                 "epmd.log", self._find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST
             )
-            self._epmd.wait_ready(lambda: _answers(self._epmd_port, b""), "epmd", timeout=10)
+            self._epmd.wait_ready(lambda: answers(self._epmd_port, b""), "epmd", timeout=10)
         self._node = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
         try:
             self._node.wait_ready(self._is_ready, "RabbitMQ")
@@ -133,7 +124,7 @@ class RabbitMQ:
             self._epmd = None
         self._directory = move_directory(self._directory, root / "tmp")
         self._root = root
-        self._programs = _find_programs(root)
+        self._programs = find_programs(root)
         vars(self).pop("version", None)
 
     def pause(self) -> None:
@@ -163,8 +154,6 @@ class RabbitMQ:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # ---- where it is
-
     def url(self, vhost: str = "/", *, port: int | None = None, user: str = "guest:guest") -> str:
         """amqp:// URL; `port` for a proxy before it."""
         return f"amqp://{user}@{ports.HOST}:{port or self.port}/{quote(vhost, safe='')}"
@@ -188,46 +177,6 @@ class RabbitMQ:
     def version(self) -> tuple[int, ...]:
         """(3, 10, 8), say: by what it logs at its start, since its API may answer 500 for a moment after that."""
         return tuple(map(int, re.findall(r"Starting RabbitMQ (\d+)\.(\d+)\.(\d+)", self.log())[-1]))
-
-    @property
-    def sorts_headers(self) -> bool:
-        """Whether it hands header tables over sorted by name, each name once, as it does from 4.0 on."""
-        return self.version >= (4,)
-
-    @property
-    def largest_body(self) -> int:
-        """Bytes of the largest message that it takes unless told otherwise."""
-        return (16 if self.version >= (4,) else 128) << 20
-
-    @property
-    def lists_queue_types(self) -> bool:
-        """Whether it lists a queue that was declared without ``x-queue-type`` with one, as it does from 4.0 on."""
-        return self.version >= (4,)
-
-    @property
-    def falls_over_clipped_names(self) -> bool:
-        """Whether it ends the connection (541) when the reason to close a channel has to be clipped in the middle of a
-        character, as it does from 4.0 on."""
-        return self.version >= (4,)
-
-    @property
-    def hides_queues(self) -> bool:
-        """Whether who may not configure a queue is not even told that it is there, as from 4.3 on."""
-        return self.version >= (4, 3)
-
-    @property
-    def cancels_slow_consumers(self) -> bool:
-        """Whether it cancels the consumer of a quorum queue that leaves a delivery unacknowledged for the consumer
-        timeout, as from 4.3 on, and does not close its channel."""
-        return self.version >= (4, 3)
-
-    @property
-    def knows_old_messages(self) -> bool:
-        """Whether its code can still make messages of the form before 4.0, which the delayed-message plugin kept: that
-        plugin cannot run from 4.3 on."""
-        return self.version < (4, 3)
-
-    # ---- what is in it
 
     def add_vhost(self, name: str | None = None) -> str:
         """A fresh vhost, where guest may do everything; returns its name."""
@@ -278,8 +227,6 @@ class RabbitMQ:
         """
         self.ctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
 
-    # ---- inside
-
     def _run(self, log: str, *argv: str | Path) -> Family:
         return Family(self._entering(*argv), env=self._environment, cwd=self._directory, log=self._directory / log)
 
@@ -301,12 +248,12 @@ class RabbitMQ:
     def _find(self, program: str) -> str:
         if self._root is not None:
             return f"/usr/bin/{program}"
-        return _find(program)
+        return find(program)
 
     def _is_ready(self) -> bool:
-        plain = _answers(self.port, b"AMQP\x00\x00\x09\x01") and _answers(self.management_port, b"")
+        plain = answers(self.port, b"AMQP\x00\x00\x09\x01") and answers(self.management_port, b"")
         # RabbitMQ 4 may listen there last of all.
-        return plain and (self.tls_port is None or _answers(self.tls_port, b""))
+        return plain and (self.tls_port is None or answers(self.tls_port, b""))
 
     def _write_files(self, tls: Certificates | None, more: Mapping[str, str | int]) -> None:
         for name in ("home", "log", "data", "conf.d"):
@@ -337,60 +284,6 @@ class RabbitMQ:
         (self._directory / "rabbitmq-env.conf").write_text("")
         # A vhost through the management API costs milliseconds, through rabbitmqctl seconds.
         (self._directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
-
-    def _make_environment(self, hidden: Mapping[str, int]) -> dict[str, str]:
-        at = self._inside(self._directory)
-        # Two schedulers are plenty for tests, and on small machines idle ones must not spin.
-        erl = "+S 2:2 +SDcpu 1 +SDio 4 +A 4 -kernel inet_dist_use_interface {127,0,0,1}"
-        erl += "".join(f" -rabbit {name} {value}" for name, value in hidden.items())
-        return clean_environment("RABBITMQ_", "ERL_", "NOTIFY_SOCKET", "LC_", "LANG") | {
-            "HOME": str(at / "home"),
-            "LC_ALL": "C.UTF-8",
-            "ERL_EPMD_PORT": str(self._epmd_port),
-            "ERL_EPMD_ADDRESS": ports.HOST,
-            "RABBITMQ_NODENAME": self.node,
-            "RABBITMQ_NODE_PORT": str(self.port),
-            "RABBITMQ_DIST_PORT": str(self._dist_port),
-            "RABBITMQ_MNESIA_BASE": str(at / "data"),
-            "RABBITMQ_LOG_BASE": str(at / "log"),
-            "RABBITMQ_PID_FILE": str(at / "pid"),
-            "RABBITMQ_CONF_ENV_FILE": str(at / "rabbitmq-env.conf"),
-            "RABBITMQ_CONFIG_FILE": str(at / "rabbitmq.conf"),
-            "RABBITMQ_CONFIG_FILES": str(at / "conf.d"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(at / "enabled_plugins"),
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": erl,
-        }
-
-
-def _answers(port: int, greeting: bytes) -> bool:
-    """Whether something listens there and, if it was greeted, says something back."""
-    try:
-        with socket.create_connection((ports.HOST, port), timeout=2) as connection:
-            connection.sendall(greeting)
-            return not greeting or len(connection.recv(1)) == 1
-    except OSError:
-        return False
-
-
-def _find_programs(root: Path | None) -> Path:
-    """As the broker sees them: in ``root``, where there is one."""
-    if root is not None:
-        for home in _HOMES:
-            if (root / home.lstrip("/") / "rabbitmq-server").exists():
-                return Path(home)
-        raise StartFailed(f"there is no RabbitMQ in {root}; .ci/brokers unpacks one")
-    on_path = shutil.which("rabbitmq-server")
-    for home in [*_HOMES, *([str(Path(on_path).resolve().parent)] if on_path else [])]:
-        if (Path(home) / "rabbitmq-server").exists():
-            return Path(home)
-    raise StartFailed("RabbitMQ is not installed; .ci/setup servers installs it")
-
-
-def _find(program: str) -> str:
-    found = shutil.which(program)
-    if not found:
-        raise StartFailed(f"{program} is not on PATH; it comes with Erlang, which .ci/setup servers installs")
-    return found
 
 
 def main() -> int:
