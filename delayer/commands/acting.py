@@ -77,7 +77,8 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
 
     What is said to be cancelled is not delivered. A message that is being delivered at this moment is waited for; one
     that is delivered already is told; only after a crash between a delivery and its commit it stands there still, and
-    a cancel prevents its second copy. By a filter: waiting messages and those in segments; a held one by its id, or by
+    a cancel prevents its second copy. A message that a crash left in the intake queue though it was parked is parked
+    again, whoever cancelled it before. By a filter: waiting messages and those in segments; a held one by its id, or by
     `delayer held drop`. Every act is written down (`delayer acts`).
     Exit code 1 if an id was nowhere.
 
