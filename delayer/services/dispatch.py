@@ -10,7 +10,17 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import Confirmed, Delivery, Nacked, Outcome, Outgoing, Parcel, Returned, Unanswered
+from delayer.core.message import (
+    Confirmed,
+    Delivery,
+    Nacked,
+    Outcome,
+    Outgoing,
+    Parcel,
+    Returned,
+    Unanswered,
+    is_direct_reply,
+)
 from delayer.faultpoint import reach
 from delayer.services.counting import Counters, host_ms, shown
 from delayer.services.ports import Holder, Publisher
@@ -19,6 +29,7 @@ from delayer.services.settle import Settler
 log = structlog.get_logger(__name__)
 
 
+NO_ROUTE: Final = 312
 CONNECTION_ERROR: Final = 500
 """The first of the protocol's codes that close a connection, and not only a channel."""
 
@@ -84,7 +95,8 @@ class Dispatch:
             except BrokerLost as lost:
                 reason = str(lost)
             else:
-                unhappy = [why(outcome) for outcome in outcomes if not isinstance(outcome, Confirmed)]
+                pairs = zip(answers, outcomes, strict=True)
+                unhappy = [why(outcome) for answer, outcome in pairs if not _perhaps_heard(answer, outcome)]
                 failed, reason = len(unhappy), unhappy[0] if unhappy else ""
         if failed:
             log.warning("reply not delivered", replies=failed, reason=reason)
@@ -141,6 +153,12 @@ class Dispatch:
             )
         out = [(one.parcel.due_ms, one.parcel.route) for one in through if one.parcel is not None and not one.refusal]
         self._counters.delivered(out, self._now_ms())
+
+
+def _perhaps_heard(answer: Outgoing, outcome: Outcome) -> bool:
+    """Up to RabbitMQ 4.x a direct reply is returned whether somebody heard it or not."""
+    direct = is_direct_reply(answer.exchange, answer.routing_key)
+    return isinstance(outcome, Confirmed) or (direct and isinstance(outcome, Returned) and outcome.code == NO_ROUTE)
 
 
 def _kind(publication: Publication) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from structlog.testing import capture_logs
 
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery, Returned
@@ -110,6 +111,20 @@ async def test_nobody_puts_anything_into_our_own_queues_by_it(ours: bytes) -> No
     publisher = ScriptedPublisher()
     await carried(publisher, Parking(b"a"), cancel(1, b"a", reply_to=ours))
     assert publisher.published == []
+
+
+@pytest.mark.parametrize(
+    ("reply_to", "outcome", "told"),
+    [
+        (b"answers", Returned(312, "NO_ROUTE"), 1),
+        (b"amq.rabbitmq.reply-to.x", Returned(312, "NO_ROUTE"), 0),
+        (b"amq.rabbitmq.reply-to.x", Returned(541, "INTERNAL_ERROR"), 1),
+    ],
+)
+async def test_a_direct_reply_may_be_heard_though_it_is_returned(reply_to: bytes, outcome: Returned, told: int) -> None:
+    with capture_logs() as logs:
+        await carried(ScriptedPublisher({reply_to: outcome}), Parking(b"a"), cancel(1, b"a", reply_to=reply_to))
+    assert [line["event"] for line in logs].count("reply not delivered") == told
 
 
 @pytest.mark.parametrize("failure", [Returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
