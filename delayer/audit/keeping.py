@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,6 +13,7 @@ from urllib.parse import urlsplit
 from delayer.audit.errors import JobMisused
 from delayer.audit.findings import Report
 from delayer.audit.rules.growth import growth
+from delayer.writing import replaced, replacing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,13 +30,21 @@ def check(state: Path | None, out: str | None) -> None:
     Raises JobMisused.
     """
     if state is not None:
-        _try(state.parent, f"--state {state}")
+        _try(_beside(state), f"--state {state}")
     if out is not None and not urlsplit(out).scheme:
         try:
             Path(out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise JobMisused(f"--out {out}: {error.strerror}") from error
         _try(Path(out), f"--out {out}")
+
+
+def _beside(state: Path) -> Path:
+    """The directory that the file is made in: of what a symlink leads to."""
+    try:
+        return (replaced(state) or state).parent
+    except OSError as error:
+        raise JobMisused(f"--state {state}: {error.strerror}") from error
 
 
 def _try(directory: Path, option: str) -> None:
@@ -67,13 +74,10 @@ def last(state: Path | None) -> tuple[Report | None, tuple[str, ...]]:
 
 def keep(state: Path, report: Report) -> None:
     """Let ``state`` hold this report, all of it or what was there before. Raises JobMisused."""
-    written = state.with_name(f"{state.name}.{os.getpid()}")
     try:
-        written.write_text(report.to_json(), encoding="ascii")
-        written.replace(state)
+        with replacing(state) as out:
+            out.write(report.to_json().encode("ascii"))
     except OSError as error:
-        with suppress(OSError):
-            written.unlink()
         raise JobMisused(f"--state {state}: {error.strerror}") from error
 
 

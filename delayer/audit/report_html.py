@@ -6,8 +6,6 @@ which leaves nothing that does not print, and through the template's escaping; t
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from delayer.audit import charts, words
 from delayer.audit.advice import Advice, advice
 from delayer.audit.findings import Finding, Growth, LaneFigures, Report, Severity, Share, Standout
 from delayer.broker.routing import Verdict
+from delayer.writing import replacing
 
 KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _TONES: Final = {
@@ -107,23 +106,9 @@ def page(report: Report) -> str:
 
 def write(report: Report, path: Path) -> None:
     """Write the page to ``path``, whole or not at all: a web server may be showing the one before. Raises OSError."""
-    made = page(report)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(made)
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    """The process's; there is no way but to set it."""
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+    made = page(report).encode()
+    with replacing(path) as out:
+        out.write(made)
 
 
 @cache

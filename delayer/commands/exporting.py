@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import click
 
@@ -21,9 +20,9 @@ from delayer.core.lines import Line
 from delayer.services import reading
 from delayer.store import exporting, listing
 from delayer.store.exporting import BrokenSegments, Exported
+from delayer.writing import replacing
 
-PART = ".part"
-"""Behind the name of a file that is not whole yet."""
+PRIVATE: Final = 0o600
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, and run it again"
 
@@ -44,7 +43,7 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
 
     Exit code 1 if a segment does not read back: all others are written. Exit code 3 if FILE, or who reads the pipe,
     takes no more: FILE is then as it was before, and what went into a pipe has no last line that says how many there
-    are.
+    are. Symlinks are followed; what is no file (a named pipe, a device) is written into and not replaced.
 
     \b
     Examples:
@@ -63,23 +62,18 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
             raise Unreached(f"stdout: {_why(error)}: what is written so far is not all") from error
         _say(*found)
         return
-    if file.exists() and not force:
+    if file.is_file() and not force:
         raise Misused(f"{file} exists already: --force replaces it")
-    part = file.with_name(file.name + PART)
+    opened = False
     try:
-        out = open(part, "wb", opener=_private)  # noqa: SIM115 - what goes wrong here is the name's fault, mostly
-    except OSError as error:
-        raise _not_opened(file, error) from error
-    try:
-        with out:
+        with replacing(file, mode=PRIVATE) as out:
+            opened = True
             count, broken = _written(url, wanted, out, with_held=not no_held)
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(file)
     except (NotWritten, OSError) as error:
-        raise Unreached(f"{file}: {_why(error)}: {_NOTHING_KEPT}") from error
-    finally:
-        part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not opened:
+            raise _not_opened(file, error) from error
+        kept = _NOTHING_KEPT if file.is_file() or not file.exists() else "what is written so far is not all"
+        raise Unreached(f"{file}: {_why(error)}: {kept}") from error
     _say(count, broken)
 
 
@@ -95,10 +89,6 @@ def _not_opened(file: Path, error: OSError) -> Failure:
     if error.errno in _FULL:
         return Unreached(f"{file}: {_why(error)}: {_NOTHING_KEPT}")
     return Misused(f"{file}: {_why(error)}")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _say(count: int, broken: BrokenSegments | None) -> None:

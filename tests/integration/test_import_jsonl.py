@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import concurrent.futures
 import json
 import os
 import random
@@ -81,6 +82,17 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
         delayer("export", str(file), expect=2)
         delayer("export", str(file), "--force")
         assert file.stat().st_mode & 0o077 == 0
+        link = tmp_path / "link"
+        link.symlink_to(file)
+        delayer("export", str(link), expect=2)
+        delayer("export", str(link), "--force")
+        assert link.is_symlink()
+        os.mkfifo(tmp_path / "pipe")
+        with concurrent.futures.ThreadPoolExecutor() as reading:
+            piped = reading.submit((tmp_path / "pipe").read_bytes)
+            delayer("export", str(tmp_path / "pipe"))
+            assert piped.result(10) == file.read_bytes()
+        assert (tmp_path / "pipe").is_fifo()
         lines = file.read_bytes().splitlines()
         assert json.loads(lines[-1]) == {"v": 1, "messages": sum(there.values()) + 7}
         dues = [json.loads(line)["due_ms"] for line in lines[: sum(there.values())]]

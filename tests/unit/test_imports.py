@@ -50,7 +50,8 @@ HOUSE: Mapping[str, Layer] = {
     # Services and their relay are the daemon's; an import parks through the store, and asks the broker.
     "legacy": layer("core", "store", "broker", "wire", never="aio_pika aiormq pyspark"),
     # The Spark job: nothing but the edge imports it, so that the daemon never starts a JVM.
-    "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", never="sqlalchemy"),
+    "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", "writing", never="sqlalchemy"),
+    "writing": layer(never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "log_writer": layer(never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     "telemetry": layer("core", "log_writer", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
