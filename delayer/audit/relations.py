@@ -5,51 +5,15 @@ Everything is worked on a batch at a time, so memory is bounded by a batch whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayer.audit import frames
-from delayer.store.envelope import checksum
-
-DIGEST_BYTES: Final = 16
-
-_TYPES: Final[Mapping[str, pa.DataType]] = {
-    "bigint": pa.int64(),
-    "int": pa.int32(),
-    "string": pa.string(),
-    "binary": pa.binary(),
-    "boolean": pa.bool_(),
-}
-# An instant of infinity, or of a year that Arrow has no number for, is as good as one at the end of the calendar. These
-# two functions pass over NULL, so not for columns that can be NULL.
-CLAMPED: Final = "greatest(least({}, '9999-12-31 00:00+00'), '0001-01-01 00:00+00')"
-
-
-class Origin(NamedTuple):
-    """Where the rows of a batch were read."""
-
-    origin: str
-    partition: str | None = None
-    segment: int | None = None
-    lane: int | None = None
-
-
-Given = Mapping[str, pa.Array]
-"""A batch's columns, by the names they have in SQL."""
-
-
-class Column(NamedTuple):
-    """``needs``: the columns of SQL it is made of, as name -> expression; ``make`` gives the array, of any type that
-    can be cast to the column's."""
-
-    type: pa.DataType
-    needs: Mapping[str, str]
-    make: Callable[[Given, Origin, int], pa.Array]
+from delayer.audit.values import Column, Origin, crc, digest, epoch_ms, instant, key, lane, plain, same
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,77 +56,35 @@ def made(given: pa.RecordBatch, columns: Mapping[str, Column], schema: pa.Schema
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-# ---- columns
-
-
-def _plain(kind: str, name: str, sql: str | None = None) -> Column:
-    return Column(_TYPES[kind], {name: sql or name}, lambda given, _origin, _rows: given[name])
-
-
-def _instant(name: str) -> Column:
-    return Column(pa.int64(), {name: CLAMPED.format(name)}, lambda given, _origin, _rows: epoch_ms(given[name]))
-
-
-def epoch_ms(instants: pa.Array) -> pa.Array:
-    """Milliseconds, rounded down, of timestamps in microseconds."""
-    us = instants.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
-    ms = pc.divide(us, 1000)
-    return pc.subtract(ms, pc.less(us, pc.multiply(ms, 1000)).cast(pa.int64()))
-
-
-def _same(kind: str, value: Callable[[Origin], object]) -> Column:
-    """A column with one value for the whole batch."""
-    type_ = _TYPES[kind]
-    return Column(type_, {}, lambda _given, origin, rows: pa.repeat(pa.scalar(value(origin), type_), rows))
-
-
-def _lane(given: Given, origin: Origin, rows: int) -> pa.Array:
-    return given["lane"] if origin.lane is None else pa.repeat(pa.scalar(origin.lane, pa.int32()), rows)
-
-
-def _crc(given: Given, _origin: Origin, _rows: int) -> pa.Array:
-    parts = (given[name].to_pylist() for name in ("exchange", "routing_key", "properties", "body"))
-    return pa.array([checksum(*row) for row in zip(*parts, strict=True)], pa.int64())
-
-
-def _digest(given: Given, _origin: Origin, _rows: int) -> pa.Array:
-    bodies = given["body"].to_pylist()
-    return pa.array([blake2b(body, digest_size=DIGEST_BYTES).digest() for body in bodies], pa.binary())
-
-
-def _key(given: Given, _origin: Origin, rows: int) -> pa.Array:
-    return given["key"] if "key" in given else pa.nulls(rows, pa.binary())  # what is in a segment has none
-
-
 _SIGNED: Final = {name: name for name in ("exchange", "routing_key", "properties", "body")}
 _SPECIAL: Final[Mapping[str, Column]] = {
-    "origin": _same("string", lambda origin: origin.origin),
-    "partition": _same("string", lambda origin: origin.partition),
-    "segment": _same("bigint", lambda origin: origin.segment),
-    "lane": Column(pa.int32(), {"lane": "lane"}, _lane),
-    "due_ms": _instant("due_at"),
-    "parked_ms": _instant("parked_at"),
-    "held_ms": _instant("held_at"),
-    "retry_ms": _instant("retry_at"),
-    "first_due_ms": _instant("first_due"),
-    "last_due_ms": _instant("last_due"),
-    "made_ms": _instant("made_at"),
+    "origin": same("string", lambda origin: origin.origin),
+    "partition": same("string", lambda origin: origin.partition),
+    "segment": same("bigint", lambda origin: origin.segment),
+    "lane": Column(pa.int32(), {"lane": "lane"}, lane),
+    "due_ms": instant("due_at"),
+    "parked_ms": instant("parked_at"),
+    "held_ms": instant("held_at"),
+    "retry_ms": instant("retry_at"),
+    "first_due_ms": instant("first_due"),
+    "last_due_ms": instant("last_due"),
+    "made_ms": instant("made_at"),
     "broken_ms": Column(
         pa.int64(), {"broken_at": "broken_at"}, lambda given, _origin, _rows: epoch_ms(given["broken_at"])
     ),
-    "key": Column(pa.binary(), {"key": "key"}, _key),
-    "body": _plain("binary", "body"),
+    "key": Column(pa.binary(), {"key": "key"}, key),
+    "body": plain("binary", "body"),
     "body_bytes": Column(pa.int64(), {"body": "body"}, lambda given, _o, _r: pc.binary_length(given["body"])),
-    "crc": Column(pa.int64(), _SIGNED, _crc),
-    "body_digest": Column(pa.binary(), {"body": "body"}, _digest),
-    "packed_bytes": _plain("bigint", "packed_bytes", "octet_length(packed)"),
+    "crc": Column(pa.int64(), _SIGNED, crc),
+    "body_digest": Column(pa.binary(), {"body": "body"}, digest),
+    "packed_bytes": plain("bigint", "packed_bytes", "octet_length(packed)"),
 }
 _OTHER_LENGTH: Final[Mapping[str, Mapping[str, Column]]] = {
     # Nothing of the body is wanted but its length: Postgres knows it without fetching what lies out of line.
-    "body": {"body_bytes": _plain("bigint", "body_bytes", "octet_length(body)")},
+    "body": {"body_bytes": plain("bigint", "body_bytes", "octet_length(body)")},
     # In message_key the key is the point.
-    "message_key": {"key": _plain("binary", "key")},
-    "segment_cancelled": {"segment": _plain("bigint", "segment")},
+    "message_key": {"key": plain("binary", "key")},
+    "segment_cancelled": {"segment": plain("bigint", "segment")},
 }
 
 
@@ -171,7 +93,7 @@ def _kind(name: str, table: str, ddl: str) -> Kind:
     columns = {}
     for field in ddl.split(","):
         column, kind = field.split()
-        columns[column] = special[column] if column in special else _plain(kind, column)
+        columns[column] = special[column] if column in special else plain(kind, column)
     return Kind(name, table, columns, ddl)
 
 
@@ -183,7 +105,7 @@ def without_body(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 # What only rows of their own have: see unpacking.py and salvage.py.
 _NULLS: Final[Mapping[str, Column]] = {
-    field.split()[0]: _same(field.split()[1], lambda _origin: None)
+    field.split()[0]: same(field.split()[1], lambda _origin: None)
     for field in f"{frames.CAME_OUT}, {frames.DAMAGE}".split(",")
 }
 

@@ -16,9 +16,9 @@ from typing import Final, NamedTuple, TypeAlias
 import pyarrow as pa
 
 from delayer.audit.connection import Reading, Unreadable
-from delayer.audit.relations import CLAMPED
 from delayer.audit.rules.damage import Damage
 from delayer.audit.splits import Piece
+from delayer.audit.values import CLAMPED
 
 FAILURES: Final = 300
 """Of one piece. With pieces of splits.SPLIT_BYTES a lost gigabyte takes half a minute, and some twenty pages of a piece

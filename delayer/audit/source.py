@@ -35,9 +35,10 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from delayer.audit import connection, relations, salvage, splits, unpacking
 from delayer.audit.connection import Reading
-from delayer.audit.relations import KINDS, Kind, Origin
+from delayer.audit.relations import KINDS, Kind
 from delayer.audit.rules.damage import Damage
 from delayer.audit.splits import Piece, Relation, Split
+from delayer.audit.values import Origin
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
 

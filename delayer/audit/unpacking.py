@@ -10,9 +10,9 @@ import pyarrow.compute as pc
 
 from delayer.audit import relations, salvage
 from delayer.audit.connection import Reading, Unreadable
-from delayer.audit.relations import Column, Origin
 from delayer.audit.rules.damage import TOMBSTONES_LOST, Damage
 from delayer.audit.splits import Piece
+from delayer.audit.values import Column, Origin, epoch_ms
 
 ROWS: Final = 10_000
 """Rows of an unpacked segment that travel together."""
@@ -120,7 +120,7 @@ def _segment(
     origin = Origin("segment", segment=one.id, lane=one.lane)
     for part in live.to_batches(max_chunksize=ROWS):
         yield relations.made(part, columns, schema, origin)
-    due_ms = relations.epoch_ms(table["due_at"].combine_chunks())
+    due_ms = epoch_ms(table["due_at"].combine_chunks())
     yield _summary(
         schema,
         segment=one.id,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.audit import judging
+from delayer.audit import judging, tallying
 from delayer.audit.frames import ROW, SCHEMAS, SEGMENT, Facts, Frames
 from delayer.audit.rules import judge, repeats
 from delayer.audit.rules.damage import Damage
@@ -151,22 +151,22 @@ singles = st.tuples(
 def test_leaving_out_what_is_nobodys_repeat_changes_nothing(partials: list[Partial], rows: int) -> None:
     partials.sort()
     batches = [batch for start in range(0, len(partials), rows) for batch in _arrow(partials[start : start + rows])]
-    kept = [partial for batch in batches for partial in _partials(judging._without_singles(batch))]
+    kept = [partial for batch in batches for partial in _partials(tallying._without_singles(batch))]
     assert list(summarized(kept, NOW)) == list(summarized(partials, NOW))
 
 
 def _arrow(partials: Sequence[Partial]) -> Iterator[pa.RecordBatch]:
-    return judging._batches(iter(partials))
+    return tallying._batches(iter(partials))
 
 
 def _partials(batch: pa.RecordBatch) -> list[Partial]:
-    return list(judging._rows(iter([batch]), judging._partial))
+    return list(tallying._rows(iter([batch]), tallying._partial))
 
 
 def test_the_ids_of_most_messages_never_reach_python() -> None:
     partials: list[Partial] = [(Key(repeats.ID, number), Tally(1, 1, 0, 0)) for number in range(1000)]
     (batch,) = _arrow(partials)
-    assert [key.number for key, _ in _partials(judging._without_singles(batch))] == [0, 999]
+    assert [key.number for key, _ in _partials(tallying._without_singles(batch))] == [0, 999]
 
 
 def test_columns_of_the_frames_are_those_of_the_rows() -> None:

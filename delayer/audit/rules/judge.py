@@ -1,6 +1,6 @@
 """From rows to the report: the counting in one place, the judging in another. Pure.
 
-Spark runs :func:`counted`, :func:`summarized` and the others on executors (delayer/audit/judging.py), and comes here
+Spark runs :func:`counted`, :func:`summarized` and the others on executors (delayer/audit/tallying.py), and comes here
 with what is left; :func:`evidence_of` does the same over lists. A test compares the two.
 """
 
