@@ -8,7 +8,7 @@ from pamqp import commands, frame
 from pamqp.base import Frame
 from pamqp.exceptions import UnmarshalingException
 
-from delayer.wire.errors import SYNTAX_ERROR, ProtocolError
+from delayer.wire.errors import SYNTAX_ERROR, UNEXPECTED_FRAME, ProtocolError
 
 _CLOSES = {close.index: close for close in (commands.Connection.Close, commands.Channel.Close)}
 _UNREADABLE = (
@@ -38,7 +38,10 @@ def clipped(text: str) -> str:
 
 def unmarshal(whole: bytes) -> Frame:
     """The method in a method frame. Raises ProtocolError for what cannot be read."""
-    close = _CLOSES.get(int.from_bytes(whole[7:11], "big"))
+    index = int.from_bytes(whole[7:11], "big")
+    if index == commands.Basic.RecoverAsync.index:  # pamqp would read it, and warn that it is deprecated
+        raise ProtocolError(UNEXPECTED_FRAME, "Basic.RecoverAsync, which only clients send")
+    close = _CLOSES.get(index)
     if close is not None and len(whole) > 13:
         # Brokers clip the text at 255 bytes, perhaps in the middle of a letter, which pamqp would not read.
         text_end = 14 + whole[13]
