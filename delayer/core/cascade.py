@@ -103,6 +103,12 @@ class Cascade:
         return self.kind != "delayer"
 
     @property
+    def counts_deliveries(self) -> bool:
+        """Whether its level queues do, and give up what was delivered too often: quorum queues. Of what is delivered
+        again by these, what ``x-delivery-count`` says is the broker's word."""
+        return _FAMILIES[self.kind].arguments.get("x-queue-type") == "quorum"
+
+    @property
     def delivery(self) -> str:
         """Name of the delivery exchange, where every path through the cascade ends."""
         return self._owned(_FAMILIES[self.kind].delivery.format(prefix=self.prefix))

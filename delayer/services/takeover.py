@@ -109,7 +109,7 @@ class LevelTakeover:
         )
 
     def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
-        if not delivery.redelivered:
+        if not (delivery.redelivered and self._cascade.counts_deliveries):
             return False  # what it says is of another queue: whoever passed it on kept the headers
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from delayer.core.cascade import Cascade, routing_key
+from delayer.core.cascade import Cascade, Kind, routing_key
 from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT, wire_instant
@@ -48,14 +48,14 @@ class Parking:
 
 
 class Scene:
-    def __init__(self, *subscriptions: ScriptedSubscription) -> None:
+    def __init__(self, *subscriptions: ScriptedSubscription, cascade: Kind = "nservicebus-v2") -> None:
         self.parking = Parking()
         self.stopping = asyncio.Event()
         self.pulse = Pulse()
         self.counters = Counters()
         self.ready = 0
         self.takeover = LevelTakeover(
-            Cascade("nservicebus-v2"), LEVEL, consumer=ScriptedConsumer(*subscriptions), parking=self.parking,
+            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), parking=self.parking,
             prepare=self._prepare, now_ms=lambda: NOW, pulse=self.pulse, counters=self.counters,
         )  # fmt: skip
 
@@ -127,6 +127,17 @@ async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
     assert subscription.acked == [(8, True)]
     assert subscription.events[-1] == "closed"
     assert it.pulse.forgotten == ["nsb.v2.delay-level-11"]
+
+
+async def test_where_the_broker_does_not_count_what_a_message_says_of_it_ends_nothing() -> None:
+    """A classic queue counts no deliveries, and gives nothing up: the header is its publisher's own."""
+    subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
+    it = Scene(subscription, cascade="nservicebus-v1")
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
 
 
 async def test_what_came_again_and_again_elsewhere_ends_nothing() -> None:
