@@ -11,7 +11,8 @@ nobody can route tells whether the broker answers at all, but is believed only a
 
 A message without an answer stays with its channel, and no second one goes to the same destination meanwhile: when the
 answer comes, the destination is stuck no more, and the message, which is held by then, is known to be out and is not
-published again. Of such channels there are a bounded number; what is let go of is a copy, perhaps, one day.
+published again. Of such channels there are a bounded number; what is let go of is a copy, perhaps, one day. Where all
+of them are taken, what is known to be stuck is held without being tried, but for some of these now and then.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from delayer.broker.alone import Probe
 from delayer.broker.doubts import BRIEFLY, LONG, Destination, Doubt, Doubts, Known, destination
 from delayer.broker.relay import Relay
+from delayer.broker.trials import Silence, Trial, Trials
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Confirmed, Nacked, Outcome, Outgoing, Unanswered
 from delayer.wire.confirms import TOKEN_HEADER
@@ -43,42 +44,20 @@ SLACK: Final = 0.05
 """Seconds that a timer may be early, and more."""
 SPARE: Final = 0.2
 """Seconds before a batch's deadline in which nobody is waited for any more."""
-AT_ONCE: Final = 32
-"""Destinations that are tried side by side for one batch."""
-LINGERING: Final = 64
-"""Messages without an answer that are listened for; the oldest is let go of for another."""
-LINGERING_BYTES: Final = 32 << 20
-"""Of their bodies, but for one."""
-LINGER: Final = 600.0
-"""Seconds that one is listened for."""
+AT_ONCE: Final = 128
+"""Destinations that are tried side by side for one batch: a channel each."""
+TURN: Final = 10.0
+"""Seconds after which some that are stuck, and that nobody listens for, have their turn: a second of a batch's time."""
+TURNS: Final = 32
+"""How many of them at a time."""
 LONELY: Final = 6.0
 """Seconds after which a destination is stuck where the broker answers, and nothing else was published that could have
 been confirmed. If that is wrong, its messages are held for the first pause, and known to be out when they are tried
 again."""
 CONNECTING: Final = 2.0
 """Seconds for the connection to be there, or an answer to a message that nobody can route."""
-
-
-class Trial:
-    """One message on its way, alone."""
-
-    def __init__(self, message: Outgoing, connection: Connection) -> None:
-        self.message = message
-        self.connection = connection
-        self.began = time.monotonic()
-        self.missed = False
-        """Whether a batch has gone on without its answer."""
-        self.task = asyncio.create_task(self._publish(), name="a destination that may not answer")
-
-    async def _publish(self) -> Outcome | None:
-        """None: it is not known, and will not be."""
-        probe = Probe(self.connection, asyncio.get_running_loop().time() + LINGER)
-        try:
-            return (await probe.publish(self.message))[0]
-        except (BrokerLost, TimeoutError):
-            return None
-        finally:
-            probe.close()
+SHUT_OUT: Final = 30.0
+"""Seconds that nobody waits for the connection after it was not there in time."""
 
 
 class Aside:
@@ -91,7 +70,8 @@ class Aside:
         self._doubts = Doubts()
         self._brief, self._late = Known(BRIEFLY), Known(LONG)
         self._late_of: Connection | None = None
-        self._trials: dict[Destination, Trial] = {}  # the oldest first
+        self._trials = Trials(self._over)
+        self._turn = self._shut_out = -math.inf
         self._witness = -math.inf
         self._renewing: asyncio.Task[None] | None = None
 
@@ -103,7 +83,7 @@ class Aside:
 
     async def close(self) -> None:
         """End what is listened for, and the connection. Safe to call twice."""
-        tasks = [trial.task for trial in self._trials.values()]
+        tasks: list[asyncio.Task[Any]] = [*self._trials.tasks()]
         if self._renewing is not None:
             tasks.append(self._renewing)
         for task in tasks:
@@ -147,7 +127,7 @@ class Aside:
 
     def known(self, batch: Sequence[Outgoing]) -> dict[int, Outcome]:
         """Outcomes, by index, of messages that were published before and answered."""
-        if self._late_of is not self._relay.current:
+        if self._late_of is not None and self._late_of.closed.done():
             self._late.forget()  # a broker that was set back to what it was lost its connections
         found = {}
         for index, message in enumerate(batch):
@@ -174,24 +154,26 @@ class Aside:
         doubtful: Mapping[Destination, Sequence[int]],
         seconds: float,
         outcomes: dict[int, Outcome],
+        spare: Connection | None = None,
     ) -> dict[Destination, Sequence[int]]:
         """Publish one message to each of these destinations, within ``seconds``, and enter what became of it into
-        ``outcomes``. Returns the destinations that did not answer: the messages of the others may go with the rest."""
+        ``outcomes``. Returns the destinations that did not answer: the messages of the others may go with the rest.
+
+        ``spare``: the connection that is used where there is no other.
+        """
         until = time.monotonic() + seconds - SPARE
-        try:
-            connection = self._relay.current or await self._relay.connection(min(CONNECTING, seconds))
-        except BrokerLost:
-            return dict(doubtful)
         silent = dict(doubtful)
-        waiting = deque(doubtful)
-        for one in islice(waiting, AT_ONCE):
-            # At once: the others of the batch begin after these, and so can be what was confirmed meanwhile.
-            self._trial(one, batch[doubtful[one][0]], connection)
+        connection = await self._connection(min(CONNECTING, seconds), spare) if doubtful else None
+        if connection is None:
+            return silent
+        waiting = deque(self._in_turn(doubtful))
+
+        def begin(one: Destination) -> Trial:
+            return self._trials.begin(one, batch[doubtful[one][0]], connection)
 
         async def work() -> None:
             while waiting and time.monotonic() < until:
-                one = waiting.popleft()
-                trial = self._trial(one, batch[doubtful[one][0]], connection)
+                trial = begin(one := waiting.popleft())
                 outcome = await self._answer(one, trial, until)
                 if outcome is not None:
                     del silent[one]
@@ -199,42 +181,65 @@ class Aside:
                     if (index := next(same, None)) is not None:
                         outcomes[index] = outcome
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(AT_ONCE, len(doubtful))):
-                group.create_task(work())
+        # At once: the others of the batch begin after these, and so can be what was confirmed meanwhile.
+        begun = [(one, begin(one)) for one in islice(waiting, AT_ONCE)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in begun:
+                    group.create_task(work())
+        finally:
+            for one, trial in begun:
+                self._trials.miss(one, trial)
         return silent
+
+    async def _connection(self, seconds: float, spare: Connection | None) -> Connection | None:
+        """Where nobody is let in besides (so many connections, and no more), that of the others has to do."""
+        if self._relay.current is None and time.monotonic() - self._shut_out < SHUT_OUT:
+            return spare
+        try:
+            return self._relay.current or await self._relay.connection(seconds)
+        except BrokerLost:
+            self._shut_out = time.monotonic()
+            return spare
+
+    def _in_turn(self, doubtful: Mapping[Destination, Sequence[int]]) -> list[Destination]:
+        """Those that are tried now. Of what is known to be stuck, and not listened for, as many as there are places
+        for; or, now and then, those that were not tried for the longest time, in the place of others."""
+        idle = [one for one in doubtful if one not in self._trials and self._doubts.of(one) is Doubt.STUCK]
+        places, now = self._trials.places, time.monotonic()
+        if len(idle) > places and now - self._turn >= TURN:
+            self._turn = now
+            places = max(places, TURNS)
+        left_out = set(sorted(idle, key=self._trials.tried)[places:])
+        return [one for one in doubtful if one not in left_out]
 
     async def verdicts(
         self, batch: Sequence[Outgoing], silent: Mapping[Destination, Sequence[int]]
     ) -> dict[int, Outcome]:
         """Outcomes, by index, of what is to be held because its destination is stuck; what is missing is in doubt."""
         found: dict[int, Outcome] = {}
-        trials = {one: self._trials[one] for one in silent if one in self._trials}
-        now = time.monotonic()
-        lonely = any(self._is_lonely(one, trial, now) for one, trial in trials.items())
-        answers = lonely and await self._answers()
-        for one, trial in trials.items():
-            if self._is_stuck(one, trial, now, answers):
+        left = dict(silent)
+
+        def judge(answers: bool) -> None:
+            for one, indexes in list(left.items()):
+                silence = self._trials.silence(one)
+                if not self._is_stuck(one, silence, answers):
+                    continue
                 seconds = BRIEF if self._doubts.of(one) is Doubt.BESIDE else self._timeout
-                self._doubts.stuck(one, now)
-                found |= {index: Unanswered(seconds, one.exchange, one.routing_key) for index in silent[one]}
+                if one in self._trials or self._doubts.of(one) is not Doubt.STUCK:
+                    self._doubts.stuck(one, time.monotonic())
+                found.update((index, Unanswered(seconds, one.exchange, one.routing_key)) for index in indexes)
+                del left[one]
+
+        judge(False)
+        if any(self._is_lonely(one, self._trials.silence(one)) for one in left) and await self._answers():
+            judge(True)
         return found
 
-    def _trial(self, one: Destination, message: Outgoing, connection: Connection) -> Trial:
-        """The one that is under way, or another."""
-        if one in self._trials:
-            return self._trials[one]
-        size = len(message.body)
-        while self._trials and (len(self._trials) >= LINGERING or self._bytes + size > LINGERING_BYTES):
-            self._trials.pop(next(iter(self._trials))).task.cancel()
-        trial = self._trials[one] = Trial(message, connection)
-        trial.task.add_done_callback(partial(self._over, one, trial))
-        return trial
-
-    def _over(self, one: Destination, trial: Trial, task: asyncio.Task[Outcome | None]) -> None:
-        if self._trials.get(one) is trial:
-            del self._trials[one]
-        outcome = None if task.cancelled() or task.exception() is not None else task.result()
+    def _over(self, one: Destination, trial: Trial, outcome: Outcome | None) -> None:
+        if trial.ended:
+            # Who ended it is found out where each goes alone; who does not answer, here again.
+            self._doubts.answered(one, time.monotonic())
         if outcome is None:
             return
         if outcome is CONFIRMED:
@@ -247,31 +252,34 @@ class Aside:
             self._late_of = trial.connection
             self._late.note(trial.message, outcome, time.monotonic())
 
-    @property
-    def _bytes(self) -> int:
-        return sum(len(trial.message.body) for trial in self._trials.values())
-
     async def _answer(self, one: Destination, trial: Trial, until: float) -> Outcome | None:
         """Raises what is wrong with the message, as every publish does."""
         patient = min(until, trial.began + self._patience(one)) - time.monotonic()
         try:
             await asyncio.wait({trial.task}, timeout=max(0.0, patient))
         finally:
-            trial.missed = trial.missed or not trial.task.done()
+            self._trials.miss(one, trial)
         return trial.task.result() if trial.task.done() and not trial.task.cancelled() else None
 
     def _patience(self, one: Destination) -> float:
         return PATIENCE if self._doubts.of(one) is Doubt.SUSPECTED else BRIEF
 
-    def _is_stuck(self, one: Destination, trial: Trial, now: float, answers: bool) -> bool:
-        if trial.task.done() or now - trial.began < self._patience(one) - SLACK:
+    def _is_stuck(self, one: Destination, silence: Silence | None, answers: bool) -> bool:
+        """``answers``: whether the broker does. What was found stuck is so until it answers, tried again or not."""
+        if self._doubts.of(one) is Doubt.STUCK:
+            return answers or self._witness > time.monotonic() - self._timeout
+        if silence is None or silence.until - silence.began < self._patience(one) - SLACK:
             return False
-        return self._witness >= trial.began or (answers and self._is_lonely(one, trial, now))
+        return self._witness >= silence.began or (answers and self._is_lonely(one, silence))
 
-    def _is_lonely(self, one: Destination, trial: Trial, now: float) -> bool:
+    def _is_lonely(self, one: Destination, silence: Silence | None) -> bool:
         """Whether there was time enough, and nothing that could have been confirmed instead."""
+        if self._doubts.of(one) is Doubt.STUCK:
+            return True
+        if silence is None:
+            return False
         enough = LONELY if self._doubts.of(one) is Doubt.SUSPECTED else BRIEF - SLACK
-        return now - trial.began >= enough and trial.began > self._witness
+        return silence.until - silence.began >= enough and silence.began > self._witness
 
     async def _answers(self) -> bool:
         """Whether the broker answers anything: to a message that no queue can be meant by, on this connection."""
@@ -290,11 +298,3 @@ class Aside:
         except (BrokerLost, TimeoutError):
             return False
         return True
-
-
-def others(
-    batch: Sequence[Outgoing], apart: Mapping[Destination, Sequence[int]], known: Mapping[int, Outcome]
-) -> list[int]:
-    """The indexes of all but these."""
-    held_back = {index for indexes in apart.values() for index in indexes}
-    return [index for index in range(len(batch)) if index not in held_back and index not in known]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -46,7 +46,7 @@ class Doubt(Enum):
     SUSPECTED = auto()
     STUCK = auto()
     BESIDE = auto()
-    """Its exchange leads to several that are stuck."""
+    """Its exchange leads to several that are stuck, whether it is suspected itself or not."""
 
 
 def destination(message: Outgoing) -> Destination:
@@ -77,11 +77,9 @@ class Doubts:
         """None: it is published with the others. As of the last :meth:`any`."""
         if one in self._stuck:
             return Doubt.STUCK
-        if one in self._suspected:
-            return Doubt.SUSPECTED
         if self._of_exchange[one.exchange] >= MANY and one not in self._fine:
             return Doubt.BESIDE
-        return None
+        return Doubt.SUSPECTED if one in self._suspected else None
 
     def meant(self) -> Callable[[Outgoing], bool]:
         """Tells whether a message can be meant by any doubt, without a look into its properties."""
@@ -130,6 +128,14 @@ def _enter(kind: dict[Destination, float], one: Destination, until: float) -> No
     if len(kind) >= REMEMBERED:
         del kind[next(iter(kind))]
     kind[one] = until
+
+
+def others(
+    batch: Sequence[Outgoing], apart: Mapping[Destination, Sequence[int]], known: Mapping[int, Outcome]
+) -> list[int]:
+    """The indexes of all but these."""
+    held_back = {index for indexes in apart.values() for index in indexes}
+    return [index for index in range(len(batch)) if index not in held_back and index not in known]
 
 
 class Known:

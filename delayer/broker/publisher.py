@@ -30,8 +30,9 @@ import structlog
 
 from delayer.broker.alone import Probe, concerns_exchange, confirming, left
 from delayer.broker.apart import Lone, direct_replies, ends_connections
-from delayer.broker.aside import Aside, others
+from delayer.broker.aside import Aside
 from delayer.broker.caution import Caution
+from delayer.broker.doubts import others
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned
@@ -113,6 +114,7 @@ class RelayPublisher:
             text = f"the broker did not take {len(batch)} messages within {self._timeout:g} s"
             raise self._unconfirmed(batch, outcomes, text) from late
         if len(outcomes) < len(batch):
+            self._caution.overdue(len(batch))  # so that fewer destinations are tried for the next one
             text = f"{len(batch) - len(outcomes)} confirms are missing for what was not confirmed before"
             raise self._unconfirmed(batch, outcomes, text)
         self._caution.settled(len(batch), quickly=left(deadline) > self._timeout * 3 / 4)
@@ -144,7 +146,8 @@ class RelayPublisher:
             return await self._rest(connection, batch, indexes, outcomes, deadline)
         outcomes |= aside.known(batch) | outcomes
         doubtful = aside.doubtful(batch, outcomes)
-        asking = asyncio.create_task(aside.ask(batch, doubtful, left(deadline), outcomes), name="ask aside")
+        ask = aside.ask(batch, doubtful, left(deadline), outcomes, connection)
+        asking = asyncio.create_task(ask, name="ask aside")
         await asyncio.sleep(0)  # it begins first
         try:
             await self._rest(connection, batch, others(batch, doubtful, outcomes), outcomes, deadline)

@@ -13,6 +13,7 @@ from delayer.broker import aside as module
 from delayer.broker.aside import Aside
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
+from delayer.broker.trials import LINGERING
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned, Unanswered
 from delayer.wire.address import Address
@@ -145,7 +146,7 @@ async def test_an_answer_that_comes_late_is_believed(kind: str, rabbitmq: Rabbit
                 await publisher.publish(batch)
             await it.aside._relay.connection(10)
             assert stuck_of(await publisher.publish([*batch, message("good", "good", "x")])) == [0, 1]
-            trials = list(it.aside._trials.values())
+            trials = list(it.aside._trials._all.values())
             assert [trial.message for trial in trials] == [one]
         await asyncio.wait([trial.task for trial in trials], timeout=40)
         before: list[bytes] = []
@@ -176,7 +177,7 @@ async def test_keys_that_are_never_the_same(rabbitmq: RabbitMQ, vhost: str) -> N
                 batch = [one._replace(token=b"%d.%b" % (turn, one.token)) for one in batch]
                 assert stuck_of(await publisher.publish(batch)) == [3, 7]
                 assert loop.time() - began < WAIT
-            assert len(it.aside._trials) <= module.LINGERING
+            assert len(it.aside._trials.tasks()) <= LINGERING
 
 
 @pytest.mark.long

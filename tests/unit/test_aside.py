@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from delayer.broker import aside as module
-from delayer.broker.aside import LINGERING, LINGERING_BYTES, Aside
+from delayer.broker.aside import Aside
 from delayer.broker.doubts import Destination
 from delayer.broker.relay import Relay
+from delayer.broker.trials import LINGERING, LINGERING_BYTES, Trials
 from delayer.core.message import CONFIRMED, Outgoing
 from delayer.wire.address import Address
 from tests.rig import ports
@@ -37,16 +38,38 @@ def message(number: int, size: int = 1) -> Outgoing:
 
 @pytest.mark.parametrize("size", [1, 1 << 20, LINGERING_BYTES * 2])
 async def test_what_is_listened_for_is_bounded(size: int) -> None:
-    it = Aside(nowhere(), timeout=8.0)
+    it = Trials(lambda *_: None)
     connection: Any = Mute()
     for number in range(2 * LINGERING if size < LINGERING_BYTES else 3):
-        it._trial(Destination(b"x", b"%d" % number), message(number, size), connection)
-        assert len(it._trials) <= LINGERING
-        assert it._bytes <= max(LINGERING_BYTES, size)
-    assert len(it._trials) == min(LINGERING, max(1, LINGERING_BYTES // size))
-    await it.close()
-    await asyncio.sleep(0)
-    assert not it._trials
+        one = Destination(b"x", b"%d" % number)
+        trial = it.begin(one, message(number, size), connection)
+        assert it.begin(one, message(number, size), connection) is trial
+        it.miss(one, trial)
+        assert sum(len(trial.message.body) for _, trial in it._lingering()) <= max(LINGERING_BYTES, size)
+        assert it.silence(one) is not None
+    left = len(it.tasks())
+    assert left == min(LINGERING, max(1, LINGERING_BYTES // size))
+    assert it.silence(Destination(b"x", b"0")) is not None  # though it was let go of
+    assert it.places == 0
+    for task in it.tasks():
+        task.cancel()
+    await asyncio.sleep(0.01)
+    assert not it.tasks()
+
+
+async def test_nobody_is_let_go_of_who_is_waited_for() -> None:
+    """Not by another batch, which tries its own destinations side by side."""
+    it = Trials(lambda *_: None)
+    connection: Any = Mute()
+    waited_for = [Destination(b"w", b"%d" % number) for number in range(LINGERING + 20)]
+    for number, one in enumerate(waited_for):
+        it.begin(one, message(number), connection)
+    for number in range(2 * LINGERING):
+        one = Destination(b"x", b"%d" % number)
+        it.miss(one, it.begin(one, message(number), connection))
+    assert [one for one in waited_for if one not in it] == []
+    for task in it.tasks():
+        task.cancel()
 
 
 async def test_without_a_connection_everything_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +102,7 @@ async def test_nobody_is_stuck_unless_others_were_confirmed(monkeypatch: pytest.
     one = Destination(b"x", b"1")
     it.confirmed(time.monotonic())
     await asyncio.sleep(0.01)  # so that it begins later, by any clock
-    trial = it._trial(one, message(1), connection)
+    trial = it._trials.begin(one, message(1), connection)
     assert await it._answer(one, trial, trial.began + 1.0) is None
     assert await it.verdicts([message(1)], {one: [0]}) == {}
     it.confirmed(trial.began + 0.05)
