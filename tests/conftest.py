@@ -25,6 +25,7 @@ SLOW = (
     WITH_SPARK,
     "tests/acceptance/test_audit_page.py",
     "tests/acceptance/test_drain.py",
+    "tests/acceptance/test_ended_connections.py",
     "tests/acceptance/test_examples.py",
     "tests/acceptance/test_http.py",
     "tests/acceptance/test_imported.py",

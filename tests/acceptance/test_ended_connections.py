@@ -1,0 +1,91 @@
+"""Messages over which the broker ends the whole connection: they are held with its words, and stop nobody."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from delayer.broker.admin import Admin
+from delayer.core.lines import Line, write
+from delayer.core.message import Parcel, Target
+from delayer.core.topology import Queue, Topology, arguments
+from tests.faults.place import eventually
+from tests.integration.test_cli import Run, delayer
+from tests.integration.test_store_lane import sql
+from tests.rig.daemon import DaemonProcess
+from tests.rig.raw import Message, Props, Raw, array, number, text
+
+__all__ = ["delayer"]
+
+GOOD = 60
+TOKEN = b"amq.rabbitmq.reply-to.g2EF.k"
+"""Not the broker's own: it would read a number where it wants a process."""
+NUMBER, REPLY, COPY = b"a number that Erlang does not have", b"a direct reply of nobody's", b"a copy to one"
+BAD = {
+    NUMBER: (b"inbox", (b"rate", number("d", math.nan))),
+    REPLY: (TOKEN, (b"kept", text("1"))),
+    COPY: (b"inbox", (b"CC", array(text(TOKEN)))),
+}
+"""None comes in through a broker; all may have been parked before they were refused, or be imported."""
+NOW_MS = 1_700_000_000_000
+
+
+def lines() -> bytes:
+    """The bad ones are between the good ones, and all were due long ago."""
+    made = []
+    for n in range(GOOD):
+        made.append((b"good %d" % n, b"inbox", (b"n", number("I", n))))
+        if n % 20 == 10:
+            body = list(BAD)[n // 20]
+            made.append((body, *BAD[body]))
+    return b"".join(
+        write(Line(Parcel(NOW_MS + at, b"a", b"a", b"k", Target(b"", key), Props(headers=(one,)).encode(), body)))
+        for at, (body, key, one) in enumerate(made)
+    )
+
+
+@pytest.mark.deadline(120)
+async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(lines())
+    delayer("db", "upgrade")
+    routes = '[{"from": "in", "to": ""}]'
+    async with await Admin.connect(vhost) as broker:
+        await broker.declare(Topology(queues=(Queue("inbox", arguments({"x-queue-type": "quorum"})),)))
+    async with DaemonProcess({"BROKER__URL": vhost, "STORE__URL": database, "ROUTE": routes}) as daemon:
+        await daemon.ready()
+        async with await Raw.connect(vhost) as raw:
+            inbox = await raw.inbox("inbox")
+            delayer("import", "jsonl", "run", str(file), "--unverified", "--yes")
+            await inbox.got([b"good %d" % n for n in range(GOOD)], timeout=60)
+            async with sql(database) as admin:
+
+                async def ends() -> dict[bytes, str]:
+                    arrived = {body: "delivered" for body in BAD if inbox.counts[body]}
+                    held = await admin.fetch("SELECT body, reason FROM held")
+                    return arrived | {bytes(row["body"]): row["reason"] for row in held}
+
+                found = await eventually(ends, lambda ends: ends.keys() == BAD.keys())
+            assert found[NUMBER] == "the broker ends the connection that it comes by: 541 INTERNAL_ERROR"
+            # RabbitMQ 4.3 reads what is not its own, and knows it.
+            assert found[REPLY] in (found[NUMBER], "returned: 312 NO_ROUTE")
+            assert found[COPY] in (found[NUMBER], "delivered")
+            lost = connections_lost(daemon)
+            cancel = Props(headers=((b"x-delay-cancel", text("nobody")),), reply_to=TOKEN, delivery_mode=2)
+            delayed = Props(headers=((b"x-delay", number("I", 1000)),), delivery_mode=2)
+            for n in range(10):
+                await raw.publish(
+                    Message("in", b"inbox", cancel, b""), Message("in", b"inbox", delayed, b"later %d" % n)
+                )
+            await inbox.got([b"later %d" % n for n in range(10)], timeout=30)
+            assert all(inbox.counts[b"later %d" % n] == 1 for n in range(10))
+        assert await daemon.stop() == 0, daemon.tail()
+        assert 1 <= lost <= len(BAD)
+        assert connections_lost(daemon) == lost
+        assert not [event for event in daemon.events if event["level"] == "error"]
+
+
+def connections_lost(daemon: DaemonProcess) -> int:
+    return sum(event["event"] == "broker connection lost" for event in daemon.events)
