@@ -84,7 +84,7 @@ class Caution:
         """Whether messages go on a connection of their own now."""
         return self._apart > 0
 
-    def lost(self, objects: bool, messages: int) -> None:
+    def lost(self, *, objects: bool, messages: int) -> None:
         """The connection is gone. Where the broker ``objects`` to what was sent, that may be one of so many messages,
         or of somebody else's."""
         if objects:

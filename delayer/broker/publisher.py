@@ -240,7 +240,7 @@ class RelayPublisher:
                 self._caution.late(learnt, len(batch))
             raise
         except ConnectionLost as lost:
-            self._caution.lost(lost.objects, len(batch))
+            self._caution.lost(objects=lost.objects, messages=len(batch))
             raise
         finally:
             probe.close()
@@ -271,7 +271,7 @@ class RelayPublisher:
             self._caution.in_doubt(len(messages))
             raise
         except ConnectionLost as lost:
-            self._caution.lost(lost.objects, len(messages))
+            self._caution.lost(objects=lost.objects, messages=len(messages))
             raise
         outcomes.update(zip(indexes, shared, strict=True))
         self._heard(began, shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.broker import caution as module
-from delayer.broker.caution import BATCH, DELICATE, FEW, Caution
+from delayer.broker.caution import BATCH, DELICATE, FEW, WARY, Caution
 
 
 def known(*exchanges: bytes, now: list[float] | None = None) -> Caution:
@@ -116,3 +116,25 @@ def test_the_smaller_of_both_limits_counts() -> None:
     assert it.batch_limit == 10
     it.settled(10, quickly=True)
     assert it.batch_limit == 20
+
+
+def test_apart_until_as_many_are_settled_as_were_on_the_connection() -> None:
+    it = known(b"a")
+    it.lost(objects=False, messages=150)
+    assert (it.apart, it.batch_limit) == (False, BATCH)
+    it.lost(objects=True, messages=150)
+    for _ in range(2):
+        it.took(b"a")
+        assert (it.apart, it.alone(b"a"), it.batch_limit) == (True, True, FEW)
+        it.settled(FEW, quickly=True)
+    assert (it.apart, it.alone(b"a"), it.batch_limit) == (False, False, BATCH)
+
+
+def test_where_one_that_ends_connections_was_found_the_next_go_apart_too() -> None:
+    it = known(b"a")
+    it.lost(objects=True, messages=1)
+    it.found_out()
+    for _ in range(WARY // FEW):
+        assert it.apart
+        it.settled(FEW, quickly=True)
+    assert not it.apart
