@@ -229,7 +229,7 @@ async def test_no_reply_enters_what_is_delayers_own(rabbitmq: RabbitMQ, vhost_na
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_largest_body_that_brokers_take_by_default(mode: str, template: str, postgres: Postgres) -> None:
     """16 MiB, or 128, among 10,000 good ones: whole, and none is lost beside it. RabbitMQ 3.10 may stand still over its
-    128 for longer than a publish may take: then, and only then, some of the others come twice."""
+    128 for longer than a publish may take: then, and only then, some come twice, and perhaps the largest itself."""
     store = postgres.add_database(template=template)
     with RabbitMQ() as broker:
         case = hostile.delivered(delay_header(2000), size=broker.largest_body)
@@ -252,9 +252,15 @@ async def test_the_largest_body_that_brokers_take_by_default(mode: str, template
             await villain.witness()
             assert await daemon.stop() == 0, daemon.tail()
             await ledger.drained()
-            villain.verify(await villain.found(), redelivered=True)
-            (late,) = [one.at_ms - one.due_ms for one in villain.inbox.arrivals if len(one.delivery.body) == case.size]
-            print(f"{mode}: {case.size >> 20} MiB, {late:.0f} ms late, {ledger.verdict()}")
-            ledger.verdict().assert_kept(repeats=broker.largest_body > MANY, redelivered=True)
+            stood_still = broker.largest_body > MANY
+            ends = await villain.found()
+            came = [
+                one for found in ends.values() for _, _, one in found if one and len(one.delivery.body) == case.size
+            ]
+            print(f"{mode}: {case.size >> 20} MiB, {came[0].at_ms - came[0].due_ms:.0f} ms late, {len(came)} times")
+            print(ledger.verdict())
+            once = {body: found[:1] for body, found in ends.items()} if stood_still else ends
+            villain.verify(once, redelivered=True)
+            ledger.verdict().assert_kept(repeats=stood_still, redelivered=True)
             assert not [event for event in daemon.events if event["event"].endswith("lost")]
     postgres.drop_database(store)
