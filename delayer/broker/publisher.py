@@ -168,7 +168,7 @@ class RelayPublisher:
         outcomes: dict[int, Outcome],
         deadline: float,
     ) -> None:
-        if self._caution.apart and (lone := await Lone.open(self._relay, deadline)) is not None:
+        if indexes and self._caution.apart and (lone := await Lone.open(self._relay, deadline)) is not None:
             return await self._one_by_one(lone, batch, indexes, outcomes, deadline)
         # Asked as late as possible: what one message teaches holds for the next.
         alone = (index for index in indexes if self._caution.alone(batch[index].exchange))
