@@ -4,6 +4,7 @@ faults strikes: every number is judged by its feature's own rule (tests/faults/f
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
@@ -14,16 +15,21 @@ import pytest
 from tests.faults.features import cancels, foreign, keys, peace, rates, retries
 from tests.faults.features.peace import HOUR_MS, meanwhile
 from tests.faults.features.striking import (
+    commanded,
+    excused,
     finished,
     handful,
     numbers_in,
     opened,
+    rested,
     strike,
 )
+from tests.faults.fleet import Fleet
 from tests.faults.scenes import WORKER
 from tests.rig.account import Verdict
 from tests.rig.flow import flowing
 from tests.rig.ledger import Ledger
+from tests.rig.letters import NUMBER
 from tests.rig.servers import Postgres, RabbitMQ
 
 SEED = 7_000
@@ -213,3 +219,40 @@ async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
         print(f"{struck} faults; {flood.verdict()}; {fleet.ledger.verdict()}", counters)
         flood.verdict().assert_kept(repeats=True)
         fleet.ledger.verdict().assert_kept(repeats=True)
+
+
+# ---- what comes too late
+
+
+HOLDS = {"ROUTE": json.dumps([{"from": "delayer.in", "to": "delayer.out", "late_limit": "1s", "late_action": "hold"}])}
+HELD = "SELECT substring(body FOR 8) FROM held"
+
+
+@LONG
+@pytest.mark.deadline(500)
+async def test_what_is_too_late_is_held(servers: Servers, tmp_path: Path) -> None:
+    """Faults make messages late: each comes, or is held, and both by a fault only; and comes when a person says so."""
+    async with opened(*servers, tmp_path, Ledger, seed=SEED + 60, environ=HOLDS) as fleet:
+        ledger = fleet.ledger
+        account = ledger.account
+        struck = await strike(fleet, handful(SEED + 60), rate=150)
+        await rested(fleet, lambda: held_or_out(fleet))
+        connection = await fleet.connect()
+        held = {NUMBER.unpack(number)[0] for (number,) in await connection.fetch(HELD)}
+        await connection.close()
+        came = set(ledger.arrivals)
+        assert held, "nothing was late"
+        assert not (nowhere := set(range(account.sent)) - came - held), f"neither came nor held: {sorted(nowhere)[:10]}"
+        both = sorted(came & held)
+        assert all(excused(account, number, float("inf")) for number in both), "held without a fault, and came"
+        assert (await commanded(fleet, "held", "retry", "--all", "--yes"))[0] == 0
+        await ledger.all_back()
+        counters = await finished(fleet)
+        print(f"{struck} faults, {len(held)} late and held, {len(both)} of them came; {ledger.verdict()}", counters)
+        ledger.verdict().assert_kept(repeats=True)
+        ledger.verdict().assert_apart()
+
+
+async def held_or_out(fleet: Fleet) -> bool:
+    standing = await fleet.place.standing()
+    return not set(standing) - {"store", *fleet.aside} and await fleet.sql("SELECT count(*) FROM message") == 0
