@@ -6,6 +6,7 @@ Reads topologies as values. What another system owns (``shared``) is declared wh
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -86,7 +87,11 @@ class Admin:
 
     async def _declare_queue(self, wanted: Queue) -> Mismatch | None:
         answer = await answered(self._link, lambda channel: declare_queue(channel, wanted))
-        return _mismatch("queue", wanted.name, wanted, answer)
+        found = _mismatch("queue", wanted.name, wanted, answer)
+        if found is None:
+            return None
+        state = await queue_state(self._link, wanted.name)
+        return replace(found, messages=state and state.messages)
 
     async def _declare_binding(self, wanted: Binding) -> Mismatch | None:
         answer = await answered(self._link, lambda channel: bind(channel, wanted))

@@ -27,15 +27,18 @@ class BrokerRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's own text."""
+    """``kind`` is "exchange" or "queue"; ``broker_says`` is the broker's own text. ``messages``: in the queue, ready;
+    None for what is no queue, or does not show."""
 
     kind: str
     name: str
     expected: str
     broker_says: str
+    messages: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name!r}: expected {self.expected}; the broker says: {self.broker_says}"
+        found = f"{self.kind} {self.name!r}: expected {self.expected}; the broker says: {self.broker_says}"
+        return f"{found}; messages in it: {self.messages}" if self.messages else found
 
 
 class TopologyMismatch(Exception):

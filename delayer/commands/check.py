@@ -162,8 +162,7 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
     for one in off:
         if one.found != "nothing":
             found = f"{one.kind} {one.name}: expected {one.expected}, found {one.found}"
-            advice = "delete it or choose another name; the broker names the first difference only"
-            rows.append(Row("topology", "off", found, advice))
+            rows.append(Row("topology", "off", *(await _different(admin, one.kind, one.name, found))))
     rows = rows or [Row("topology", "ok", "everything that could be seen is as it should be")]
     rows += [
         Row("topology", "note", one.found if one.name == "*" else f"{one.name}: {one.found}")
@@ -171,6 +170,16 @@ async def _topology(admin: Admin, settings: Settings) -> list[Row]:
         if one.severity != "error"
     ]
     return rows
+
+
+async def _different(admin: Admin, kind: str, name: str, found: str) -> tuple[str, str]:
+    """What is found, and what to do about it: never to delete what holds messages."""
+    state = await admin.state(name) if kind == "queue" else None
+    if state is not None and state.messages:
+        advice = 'choose another name, and bring them over (docs/operations.md, "A queue that is there already")'
+        return f"{found}; messages in it, which deleting it loses: {state.messages}", advice
+    how = "delete it while it is empty and nobody consumes it," if kind == "queue" else "delete it"
+    return found, f"{how} or choose another name; the broker names the first difference only"
 
 
 async def _intake(admin: Admin, settings: Settings) -> list[Row]:

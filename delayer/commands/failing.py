@@ -5,8 +5,10 @@ Loaded when something went wrong: it knows the errors of every layer, and few co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
-from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
 from delayer.commands.common import Failure, Misused, Off, Unreached, broker_advice
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError
@@ -32,8 +34,7 @@ def failure(error: Exception) -> Failure:
             lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
             advice = (
                 "Nothing was bound. The broker names the first difference only; compare all that is expected.\n"
-                "Either empty and delete these (`rabbitmqctl delete_queue NAME`), or choose other names in the "
-                "configuration;\nthen run `delayer topology apply` again."
+                f"{_way_out(mismatches)}\nThen run `delayer topology apply` again."
             )
             made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
         case BadStoreUrl() | JobMisused():
@@ -51,3 +52,16 @@ def failure(error: Exception) -> Failure:
         case _:
             made = Off(text)  # what is outdated has its advice in its text
     return made
+
+
+def _way_out(mismatches: Sequence[Mismatch]) -> str:
+    """Never to delete what holds messages: each was confirmed to its publisher."""
+    if any(one.messages for one in mismatches):
+        return (
+            "Deleting a queue loses the messages in it: choose another name in the configuration, and bring them over "
+            '(docs/operations.md, "A queue that is there already").'
+        )
+    return (
+        "Either delete these (`rabbitmqctl delete_queue NAME`, while it is empty and nobody consumes it), or choose "
+        "other names in the configuration."
+    )

@@ -52,8 +52,9 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
     ),
     (
         asyncpg.InsufficientPrivilegeError,
-        "make this role the owner of the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …; and of tables "
-        "that another role made there: REASSIGN OWNED BY … TO …; or grant it what docs/security.md lists",
+        "where the daemon has a role of its own (docs/security.md): run this as the owner of the store (delayer_owner "
+        "there), or grant the role what that page lists for it; where one role does everything, make it the owner of "
+        "the database, as Postgres's superuser: ALTER DATABASE … OWNER TO …",
     ),
     (
         asyncpg.InvalidCatalogNameError,

@@ -133,7 +133,23 @@ async def test_what_is_different_is_named_and_nothing_is_bound(delayer: Run, vho
     assert "'delays'" in refused.stderr
     assert "Nothing was bound" in refused.stderr
     check = json.loads(delayer("check", "--json", expect=1).stdout)
-    assert any(row["what"] == "topology" and "queue delays" in row["found"] for row in check["checks"])
+    (row,) = [row for row in check["checks"] if "queue delays:" in row["found"]]
+    assert row["advice"].startswith("delete it while it is empty and nobody consumes it, or choose another name")
+    assert "`rabbitmqctl delete_queue NAME`, while it is empty" in refused.stderr
+
+
+async def test_what_holds_messages_is_never_told_to_be_deleted(delayer: Run, vhost: str) -> None:
+    async with channel_to(vhost) as channel:
+        await channel.declare_queue("delays", durable=True)
+        await channel.default_exchange.publish(aio_pika.Message(b"", delivery_mode=2), "delays")
+    check = json.loads(delayer("check", "--json", expect=1).stdout)
+    (row,) = [row for row in check["checks"] if "queue delays:" in row["found"]]
+    assert row["found"].endswith("messages in it, which deleting it loses: 1")
+    refused = delayer("topology", "apply", expect=1).stderr
+    assert "messages in it: 1" in refused
+    for advice in (row["advice"], refused.partition("Nothing was bound")[2]):
+        assert "bring them over (docs/operations.md" in advice
+        assert "elete it" not in advice and "delete_queue" not in advice
 
 
 async def test_a_queue_with_messages_is_not_removed(delayer: Run, vhost: str) -> None:

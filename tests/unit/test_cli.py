@@ -255,7 +255,11 @@ def test_run_hands_the_loader_to_the_app(tmp_path: Path, monkeypatch: pytest.Mon
             OUT_OF_REACH,
             "check user and password",
         ),
-        (lost("upgrade", asyncpg.InsufficientPrivilegeError("no")), OUT_OF_REACH, "ALTER DATABASE … OWNER TO"),
+        (
+            lost("upgrade", asyncpg.InsufficientPrivilegeError("no")),
+            OUT_OF_REACH,
+            "Next: where the daemon has a role of its own (docs/security.md): run this as the owner of the store",
+        ),
         (lost("connect", asyncpg.InvalidCatalogNameError("no")), OUT_OF_REACH, "createdb -O"),
         (SchemaOutdated(None, "0001"), FOUND, "delayer db upgrade"),
         (SchemaOutdated("0002", "0001", newer=True), FOUND, "use that version of delayer, or a newer one"),
@@ -279,6 +283,12 @@ def test_a_mismatch_says_that_there_may_be_more_of_it() -> None:
     told = failure(TopologyMismatch([Mismatch("queue", "q", "x", "y")])).message
     assert "The broker names the first difference only" in told
     assert "rabbitmqctl delete_queue NAME" in told
+
+
+def test_a_missing_right_is_not_mended_by_giving_the_daemon_every_table() -> None:
+    told = failure(lost("hold", asyncpg.InsufficientPrivilegeError("no"))).message
+    assert "REASSIGN" not in told
+    assert told.index("docs/security.md") < told.index("ALTER DATABASE … OWNER TO …")
 
 
 def test_a_newer_schema_is_not_to_be_upgraded() -> None:
