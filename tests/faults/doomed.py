@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from delayer.core.message import Delivery
 from tests.faults.fleet import Fleet
-from tests.rig.letters import NUMBER, doomed
-from tests.rig.raw import Inbox, Props, Raw, content
+from tests.rig.letters import NUMBER, Letter, doomed, said_by_doomed
+from tests.rig.raw import Header, Inbox, Props, Raw, content, text
+from tests.rig.readings import Readings
 
-REASON = b"x-delayer-refused"
+REASON: Final = b"x-delayer-refused"
+GAINED: Final = (b"x-delayer-id", REASON, b"x-delayer-exchange", b"x-delayer-routing-key", b"x-delayer-expiration")
+"""In this order; the last only where the message had an expiration, which would act in the refused queue."""
+COUNTED: Final = (b"x-delivery-count", b"x-acquired-count")
+"""What a broker adds to what it delivers again."""
+_ID: Final = re.compile(rb"[0-9a-f]{32}")
 
 
 class Doomed(NamedTuple):
@@ -31,8 +39,10 @@ class Doomed(NamedTuple):
 async def refused(fleet: Fleet) -> Doomed:
     """Read the refused queue to its end, with the daemons stopped."""
     found = [one.delivery for one in (await emptied(fleet, "delays.refused")).arrivals]
-    readings = fleet.ledger.account.readings
-    return judged(fleet.ledger.doomed, found, None if readings is None else readings.doomed)
+    account = fleet.ledger.account
+    assert account.readings is not None, "nobody listens to what is read"
+    judge = Judge(fleet.ledger.doomed, account.readings, sorts=fleet.rabbitmq.sorts_headers)
+    return judge(found, faults=account.windows is None or bool(account.windows))
 
 
 async def emptied(fleet: Fleet, queue: str) -> Inbox:
@@ -44,37 +54,72 @@ async def emptied(fleet: Fleet, queue: str) -> Inbox:
         return inbox
 
 
-def judged(sent: int, found: Iterable[Delivery], read: Callable[[int], int] | None = None) -> Doomed:
-    """``read``: how often the doomed message of a number was read, where that is known. Pure."""
-    counts: Counter[int] = Counter()
-    wrong = []
-    for one in found:
-        number = NUMBER.unpack_from(one.body)[0] if len(one.body) >= NUMBER.size else sent
-        if number >= sent or (why := _differs(number, one)):
-            wrong.append(f"refused and none of the doomed: {one}" if number >= sent else f"doomed {number}: {why}")
-            continue
-        counts[number] += 1
-    if read is not None:
-        wrong += [
-            f"doomed {number}: stands there {count} times, and was read {read(number)} times"
-            for number, count in sorted(counts.items())
-            if count > read(number)
-        ]
-    missing = [number for number in range(sent) if number not in counts]
-    return Doomed(sent, missing, sum(count > 1 for count in counts.values()), wrong)
+class Judge:
+    """Of so many that were ``sent`` through ``exchange``, and read as ``readings`` say. ``sorts``: see
+    RabbitMQ.sorts_headers. Pure."""
 
+    def __init__(self, sent: int, readings: Readings, *, sorts: bool = False, exchange: bytes = b"delayer.in") -> None:
+        self._sent = sent
+        self._readings = readings
+        self._sorts = sorts
+        self._exchange = exchange
 
-def _differs(number: int, found: Delivery) -> str:
-    """In what the message is another one than was sent, beside what it has to have gained."""
-    letter, props = doomed(number), Props.decode(found.properties)
-    headers = dict(props.headers or ())
-    if found.body != letter.body:
-        return f"its body is {found.body!r}"
-    said = {name: value.kind + value.raw for name, value in headers.items()}
-    if any(said.get(name) != value for name, value in letter.kept):
-        return f"its headers are {headers}"
-    if props.message_id != b"doomed-%d" % number:
-        return f"its message_id is {props.message_id!r}"
-    if REASON not in headers or not content(headers[REASON]).startswith(b"x-delay: "):
-        return f"its reason is {headers.get(REASON)}"
-    return ""
+    def __call__(self, found: Iterable[Delivery], *, faults: bool = False) -> Doomed:
+        """``faults``: whether there was any that may be why one stands there twice."""
+        counts: Counter[int] = Counter()
+        ids: dict[bytes, int] = {}
+        wrong = []
+        for one in found:
+            number = NUMBER.unpack_from(one.body)[0] if len(one.body) >= NUMBER.size else self._sent
+            if number >= self._sent:
+                wrong.append(f"refused and none of the doomed: {one}")
+                continue
+            try:
+                id = self._id_of(number, one)
+            except AssertionError as error:
+                wrong.append(f"doomed {number}: {error}")
+                continue
+            if ids.setdefault(id, number) != number:
+                wrong.append(f"doomed {number}: its x-delayer-id is that of {ids[id]}")
+            counts[number] += 1
+        wrong += self._too_many(counts, faults)
+        missing = [number for number in range(self._sent) if number not in counts]
+        return Doomed(self._sent, missing, sum(count > 1 for count in counts.values()), wrong)
+
+    def _too_many(self, counts: Counter[int], faults: bool) -> Iterator[str]:
+        for number, count in sorted(counts.items()):
+            if count > (read := self._readings.doomed(number)):
+                yield f"doomed {number}: stands there {count} times, and was read {read} times"
+            elif count > 1 and not faults:
+                yield f"doomed {number}: stands there {count} times, and nothing broke"
+
+    def _id_of(self, number: int, found: Delivery) -> bytes:
+        """Its ``x-delayer-id``. Raises AssertionError if it is another message than was sent, beside what it has to
+        have gained."""
+        letter = doomed(number)
+        sent, came = Props.decode(letter.properties), Props.decode(found.properties)
+        assert found.body == letter.body, f"its body is {found.body!r}"
+        assert found.routing_key == letter.routing_key, f"its routing key is {found.routing_key!r}"
+        gained = {name: came.all(name) for name in GAINED}
+        assert all(len(gained[name]) == 1 for name in GAINED[:4]), f"its headers are {came.headers}"
+        id, reason = (content(gained[name][0]) for name in GAINED[:2])
+        assert _ID.fullmatch(id), f"its x-delayer-id is {id!r}"
+        said = repr(said_by_doomed(number).decode()).encode()
+        assert reason.startswith(b"x-delay: expected ") and said in reason, f"its reason is {reason!r}"
+        expected = [replace(sent, headers=table, expiration=None) for table in self._tables(letter, sent, came, number)]
+        assert found.properties in [one.encode() for one in expected], f"its properties are {came}, not {expected[0]}"
+        return id
+
+    def _tables(self, letter: Letter, sent: Props, came: Props, number: int) -> Iterator[tuple[Header, ...]]:
+        """The header tables that it may have."""
+        values = [came.one(GAINED[0]), came.one(REASON), text(self._exchange), text(letter.routing_key)]
+        if sent.expiration is not None:
+            values.append(text(sent.expiration))
+        had, gained = sent.headers or (), tuple(zip(GAINED, values, strict=False))
+        tables = [(had, gained)]
+        if self._readings.doomed_again(number):
+            # How often, only the broker knows, and it sorts what it delivers again.
+            counts = [(name, came.one(name)) for name in COUNTED if came.all(name)]
+            tables.append((tuple(sorted((*had, *counts))), gained))
+        for before, behind in tables:
+            yield tuple(sorted((*before, *behind))) if self._sorts else (*before, *behind)

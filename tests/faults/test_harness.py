@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import aio_pika
 import pytest
 
-from delayer.core.message import Delivery
-from tests.faults.doomed import judged, refused
+from tests.faults.doomed import refused
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Kind, Planned, schedule
 from tests.faults.place import eventually
 from tests.rig.account import Account
 from tests.rig.ledger import Ledger
-from tests.rig.letters import doomed
 from tests.rig.odd import BUGS
-from tests.rig.raw import Props, text
 from tests.rig.servers import Postgres, RabbitMQ
 from tests.rig.verdict import Verdict, Window, covered
 from tests.soak.result import Options
@@ -119,29 +115,6 @@ async def test_throwing_away_what_has_to_be_refused_is_found(
     assert found.kept is (not bug)
     assert found.again == 0
     assert len(found.missing) == (20 if bug else 0)
-
-
-def test_what_stands_in_the_refused_queue_is_compared() -> None:
-    """What is missing, twice, changed, and nobody's."""
-    letters = [doomed(number) for number in range(5)]
-    gained = (b"x-delayer-refused", text("x-delay: expected a number"))
-    props = [Props.decode(letter.properties) for letter in letters]
-    found = [replace(one, headers=(*(one.headers or ()), gained)).encode() for one in props]
-    found[2] = props[2].encode()
-    bodies = [*(letter.body for letter in letters[:3]), b"something else", letters[4].body, letters[0].body]
-    deliveries = [
-        Delivery(tag, False, b"", b"delays.refused", properties, body)
-        for tag, (properties, body) in enumerate(zip([*found, found[0]], bodies, strict=True))
-    ]
-    judgement = judged(5, deliveries)
-    assert judgement.missing == [2, 3]
-    assert judgement.again == 1
-    assert [text.split(":")[0] for text in judgement.wrong] == ["doomed 2", "refused and none of the doomed"]
-    assert not judgement.kept
-    assert judged(1, deliveries[:1]).kept
-    assert judged(1, [deliveries[0], deliveries[-1]], lambda _: 2).kept
-    [twice] = judged(1, [deliveries[0], deliveries[-1]], lambda _: 1).wrong
-    assert twice == "doomed 0: stands there 2 times, and was read 1 times"
 
 
 def test_seconds_under_a_fault_are_counted_once() -> None:

@@ -143,9 +143,15 @@ class Letter(NamedTuple):
 
 def doomed(number: int) -> Letter:
     """A message whose delay nobody can read: it has to be refused, and to stand in the refused queue as it came."""
-    said = [(b"trace", long(number)), (b"x-delay", text(b"in %d moments" % number))]
+    # In no order of names, so that one who sorts them is seen.
+    said = [(b"x-delay", text(said_by_doomed(number))), *SHAPES[number % len(SHAPES)].items(), (b"after", long(number))]
     head, tail = _around(number, b"doomed-%d" % number)
     return Letter(DOOMED_KEYS + b"%d" % (number % 5), head, said, said, tail, NUMBER.pack(number) + b"doomed")
+
+
+def said_by_doomed(number: int) -> bytes:
+    """For a delay."""
+    return b"in %d moments" % number
 
 
 class Letters:

@@ -34,13 +34,13 @@ _RANDOM_ID: Final = 32
 
 
 class Readings:
-    """Three bytes a message, and one for each of the doomed."""
+    """Three bytes a message, and two for each of the doomed."""
 
     def __init__(self, into: bytes) -> None:
         """``into``: the exchange that the ledger publishes to; what comes through another one is on its way already."""
         self._into = into
         self._read, self._again, self._due = bytearray(), bytearray(), bytearray()
-        self._doomed = bytearray()
+        self._doomed, self._doomed_again = bytearray(), bytearray()
 
     def listener(self) -> Callable[[bytes], None]:
         """For one connection: takes what the broker says there, in pieces as they come."""
@@ -62,6 +62,10 @@ class Readings:
         """How often the doomed message of that number was read: they have numbers of their own."""
         return _of(self._doomed, number)
 
+    def doomed_again(self, number: int) -> bool:
+        """As :meth:`again`, of a doomed one."""
+        return bool(_of(self._doomed_again, number))
+
     def _handed(self, redelivered: bool, exchange: bytes, routing_key: bytes, body: bytes) -> None:
         if len(body) < NUMBER.size or (number := NUMBER.unpack_from(body)[0]) >= _NUMBERS:
             return
@@ -73,6 +77,8 @@ class Readings:
             _count(self._read, number)
         elif routing_key.startswith(DOOMED_KEYS):
             _count(self._doomed, number)
+            if redelivered:
+                _count(self._doomed_again, number)
         if ours and redelivered:
             _count(self._again, number)
 
