@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final, NamedTuple
 
+from delayer.broker.publisher import CONFIRM_TIMEOUT
 from delayer.faultpoint import POINTS
+from delayer.store.postgres import IDLE_SECONDS
 from tests.faults.fault import Fault
 from tests.faults.fleet import DAEMONS, Fleet
 from tests.faults.injections import broker, daemons, network, store
@@ -25,20 +27,26 @@ ONE_OF_TWO: Final = ("daemon", "peace")
 @dataclass(frozen=True)
 class Kind:
     """``breaks`` is what it needs for itself meanwhile: "daemon" stands for the one that is its target. ``seconds``:
-    how long it lasts, from and to. ``often``: in ten minutes. ``details``: one of these. ``excuses``: whether it may be
-    why something comes twice; docs/guarantees.md says of which it is not."""
+    how long it lasts, from and to. ``often``: in ten minutes. ``details``: one of these. ``may_repeat``: whether it may
+    be why something comes twice. ``brief``: seconds that it may last without being that, with no other fault near it:
+    what makes everybody wait repeats nothing before a deadline has passed. docs/guarantees.md says this of each."""
 
     inject: Injection
     breaks: Sequence[str]
     seconds: tuple[float, float]
     often: float
     details: Sequence[str] = ("",)
-    excuses: Callable[[Fault], bool] = lambda _: True
+    may_repeat: Callable[[Fault], bool] = lambda _: True
+    brief: Callable[[Fault], float] = lambda _: -1.0
 
     @property
     def heading(self) -> str:
         """Whose fault it is, for the table."""
         return self.inject.__module__.rpartition(".")[2]
+
+    def excuses(self, fault: Fault, *, alone: bool) -> bool:
+        """Whether it may be why something comes twice. ``alone``: with no other one near it, before or behind."""
+        return self.may_repeat(fault) and not (alone and fault.seconds <= self.brief(fault))
 
 
 def never(_: Fault) -> bool:
@@ -49,6 +57,27 @@ def never(_: Fault) -> bool:
 def to_the_broker(fault: Fault) -> bool:
     """A line to Postgres that is only slow repeats nothing; of a slow one to the broker a publish may be overdue."""
     return fault.detail == "broker"
+
+
+HALF: Final = 0.5
+"""Of a deadline: the other half is for a busy machine, which comes late to what has waited."""
+OF_A_PUBLISH: Final = HALF * CONFIRM_TIMEOUT
+OF_A_LANE: Final = HALF * IDLE_SECONDS
+
+
+def of_the_broker(_: Fault) -> float:
+    """A publish is not given up before that."""
+    return OF_A_PUBLISH
+
+
+def of_the_store(_: Fault) -> float:
+    """The store takes no release back before that."""
+    return OF_A_LANE
+
+
+def of_the_line(fault: Fault) -> float:
+    """Of whoever is at its other end."""
+    return OF_A_PUBLISH if to_the_broker(fault) else OF_A_LANE
 
 
 LINKS: Final = ("broker", "store")
@@ -62,7 +91,7 @@ _POINTS: Final = tuple(
 
 KINDS: Final[Mapping[str, Kind]] = {
     "daemon killed": Kind(daemons.killed, ONE_OF_TWO, (0.0, 2.0), 12),
-    "daemon told to stop": Kind(daemons.told_to_stop, ONE_OF_TWO, (0.0, 1.0), 6, excuses=never),
+    "daemon told to stop": Kind(daemons.told_to_stop, ONE_OF_TWO, (0.0, 1.0), 6, may_repeat=never),
     "daemon hangs": Kind(daemons.hanging, ONE_OF_TWO, (3.0, 10.0), 3),
     "daemon hangs for a minute": Kind(daemons.hanging, ["daemon"], MINUTE, 1),
     "daemon without memory": Kind(daemons.without_memory, ONE_OF_TWO, (0.0, 1.0), 2),
@@ -94,10 +123,10 @@ KINDS: Final[Mapping[str, Kind]] = {
         (2.0, 6.0),
         4,
         [str(HOUR_MS), str(-HOUR_MS)],
-        excuses=never,
+        may_repeat=never,
     ),
     "broker killed": Kind(broker.killed, ["broker"], (0.0, 1.0), 2),
-    "broker stopped": Kind(broker.stopped, ["broker"], (2.0, 8.0), 2),
+    "broker stopped": Kind(broker.stopped, ["broker"], (2.0, 8.0), 2, brief=of_the_broker),
     "broker stopped for a minute": Kind(broker.stopped, ["broker"], MINUTE, 1),
     "memory alarm": Kind(broker.memory_alarm, ["broker"], (2.0, 6.0), 2),
     "disk alarm": Kind(broker.disk_alarm, ["broker"], (2.0, 6.0), 2),
@@ -107,21 +136,21 @@ KINDS: Final[Mapping[str, Kind]] = {
     "intake queue deleted": Kind(broker.queue_deleted, EVERYTHING, (0.0, 0.0), 1),
     "50 connections lost": Kind(broker.lost_again_and_again, ["broker"], (5.0, 10.0), 2, ["delays", "delays.due"]),
     "store killed": Kind(store.killed, ["store"], (0.0, 1.0), 4),
-    "store stopped": Kind(store.stopped, ["store"], (2.0, 8.0), 3),
+    "store stopped": Kind(store.stopped, ["store"], (2.0, 8.0), 3, brief=of_the_store),
     "store stopped for a minute": Kind(store.stopped, ["store"], MINUTE, 1),
     "connections ended one by one": Kind(store.connections_ended, ["store"], (1.0, 4.0), 5),
     "lane locks ended": Kind(store.locks_ended, ["store"], (0.0, 2.0), 5),
     "statements cancelled": Kind(store.statements_cancelled, ["store"], (1.0, 4.0), 4),
     # A file of the WAL has 16 MB.
     "disk full": Kind(store.disk_full, ["store"], (3.0, 8.0), 3, [str(17 << 20)]),
-    "long transaction": Kind(store.long_transaction, ["store"], (10.0, 20.0), 2, excuses=never),
+    "long transaction": Kind(store.long_transaction, ["store"], (10.0, 20.0), 2, may_repeat=never),
     "passed partition locked": Kind(store.partition_locked, [*ONE_OF_TWO, "store"], (5.0, 10.0), 2),
     "network cut": Kind(network.cut, [], (0.0, 0.0), 20, LINKS),
     "network refuses": Kind(network.refused, [], (1.0, 4.0), 5, LINKS),
-    "network half-open": Kind(network.half_open, [], (2.0, 9.0), 5, LINKS),
+    "network half-open": Kind(network.half_open, [], (2.0, 9.0), 5, LINKS, brief=of_the_line),
     "network unheard": Kind(network.unheard, [], (1.0, 4.0), 5, LINKS),
-    "network delays": Kind(network.delayed, [], (3.0, 8.0), 3, LINKS, to_the_broker),
-    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 3, LINKS, to_the_broker),
+    "network delays": Kind(network.delayed, [], (3.0, 8.0), 3, LINKS, to_the_broker, of_the_line),
+    "network throttled": Kind(network.throttled, [], (3.0, 8.0), 3, LINKS, to_the_broker, of_the_line),
 }
 
 

@@ -50,7 +50,7 @@ SHORT = [
     (STORE, Fault("permissions taken away", 0, 1.0)),
     (STORE, Fault("50 connections lost", 0, 5.0, "delays")),
     (STORE, Fault("store killed", 0, 0.5)),
-    (STORE, Fault("store stopped", 0, 2.0)),
+    (STORE, Fault("store stopped", 0, 1.5)),
     (STORE, Fault("connections ended one by one", 0, 1.0)),
     (STORE, Fault("statements cancelled", 0, 1.0)),
     (STORE, Fault("long transaction", 0, 2.0)),
@@ -60,7 +60,7 @@ SHORT = [
     (STORE, Fault("network refuses", 0, 1.0, "store")),
     (STORE, Fault("network refuses", 1, 1.0, "broker")),
     (NATIVE, Fault("network half-open", 0, 2.0, "broker")),
-    (STORE, Fault("network half-open", 1, 2.0, "store")),
+    (STORE, Fault("network half-open", 1, 1.5, "store")),
     (STORE, Fault("network unheard", 0, 1.0, "store")),
     (NATIVE, Fault("network unheard", 1, 1.0, "broker")),
     (STORE, Fault("network delays", 0, 1.0, "store")),
@@ -112,7 +112,7 @@ class Play:
             try:
                 await inject(fleet, fault)
             finally:  # one that failed may have broken something all the same; the tests after this are not to fail too
-                if KINDS[fault.kind].excuses(fault):
+                if KINDS[fault.kind].excuses(fault, alone=True):
                     ledger.account.windows.append(Window(begin_ms, time.time() * 1000))
         await ledger.publish(MESSAGES, longest_ms=LONGEST_MS, doomed_ones=DOOMED)
         await ledger.all_back(timeout=60)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.faults.kinds import KINDS
+from tests.soak.result import LARGEST_MB
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 PAGE, KEPT = DOCS / "guarantees.md", DOCS / "soak.json"
@@ -21,6 +22,7 @@ FIGURES: Final = (
     ("faults_injected", "faults that broke something"),
     ("faults_that_met_nothing", "faults that met nothing to break"),
     ("lost", "lost"),
+    ("set_aside_for_good", "neither lost nor delivered: in the strays queue"),
     ("early", "early"),
     ("changed", "changed"),
     ("repeated", "came more than once"),
@@ -37,18 +39,23 @@ FIGURES: Final = (
 
 def rendered(soak: Mapping[str, Any]) -> str:
     """The section between the marks. Pure."""
-    store, native = (soak["published_in_mode"].get(mode, 0) for mode in ("store", "native"))
+    published = {mode: soak["published_in_mode"].get(mode, 0) for mode in ("store", "native")}
+    modes = " and ".join(
+        f"{count:,} ({count / max(1, sum(published.values())):.1%}) in {mode} mode" for mode, count in published.items()
+    )
     lines = [
         f"Begun {soak['begun']}, {soak['minutes']:g} minutes of faults (`SOAK_SEED={soak['seed']}`), RabbitMQ "
-        f"{soak['rabbitmq']}, two daemons, {store:,} messages published in store mode and {native:,} in native mode; "
-        f"the largest a daemon ever was: {soak['largest_daemon_mb']:.0f} MB; "
+        f"{soak['rabbitmq']}, two daemons; of the messages, {modes} were published; the largest a daemon ever was: "
+        f"{soak['largest_daemon_mb']:.0f} MB, where {LARGEST_MB:.0f} are allowed; "
         + ("every promise kept." if soak["kept"] else "**A PROMISE BROKE.**"),
         "",
         "| | |",
         "|---|---|",
-        *(f"| {said} | {soak[name]:,} |" for name, said in FIGURES),
+        *(f"| {said} | {soak[name]:,} |" for name, said in FIGURES if name in soak),
         "",
         "Faults: " + ", ".join(f"{kind} {soak['faults'][kind]}" for kind in KINDS if kind in soak["faults"]) + ".",
+        "",
+        "Not injected: " + (", ".join(kind for kind in KINDS if kind not in soak["faults"]) or "none") + ".",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.faults.kinds import KINDS
-from tests.soak.result import Result
+from tests.soak.result import LARGEST_MB, Result
 from tests.soak.run import Soak
 
 EVERY = 5.0
@@ -72,6 +72,10 @@ def _complain(result: Result, console: Console) -> None:
         console.print(f"more than was read: {text[:1000]}", markup=False, style="red")
     if result.verdict.shared:
         console.print(f"under the id of another: {result.verdict.shared[:50]}", style="red")
+    if result.stranded:
+        console.print(f"in the strays queue for good: {result.stranded}", style="red")
+    if result.largest_mb > LARGEST_MB:
+        console.print(f"a daemon of {result.largest_mb:.0f} MB, and {LARGEST_MB:.0f} are allowed", style="red")
     if result.doomed.missing:
         console.print(f"to be refused, and nowhere: {result.doomed.missing[:50]}", style="red")
     for text in result.doomed.wrong[:5]:
@@ -94,6 +98,7 @@ def summary(result: Result) -> dict[str, Any]:
         "messages": verdict.sent,
         "published_in_mode": dict(result.modes),
         "faults": dict(result.faults),
+        "met_nothing": dict(result.missed),
         "faults_injected": sum(result.faults.values()),
         "faults_that_met_nothing": sum(result.missed.values()),
         "lost": result.lost,
@@ -111,10 +116,12 @@ def summary(result: Result) -> dict[str, Any]:
         "refused_and_changed": len(result.doomed.wrong),
         "refused_twice": result.doomed.again,
         "set_aside": result.aside,
+        "set_aside_for_good": result.stranded,
         "standing": dict(verdict.standing),
         "rows_released": result.rows[0],
         "rows_seen": result.rows[1],
         "largest_daemon_mb": round(result.largest_mb, 1),
+        "largest_allowed_mb": LARGEST_MB,
         "surprises": result.surprises,
         "kept": result.kept,
     }

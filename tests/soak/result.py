@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from tests.faults.doomed import Doomed
 from tests.rig.verdict import Verdict
+
+LARGEST_MB: Final = 200.0
+"""A daemon is bounded (G6): its prefetch and its portions are, and nothing else grows. Twice what was ever seen."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,10 @@ class Options:
 @dataclass(frozen=True)
 class Result:
     """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
-    ``aside``: in the strays queue, visible and not delivered. ``doomed``: what had to be refused. ``peaceful``: seconds
-    without a fault that may be why something comes twice. ``rows``: what the store counts as released, and of how many
-    of its rows a copy arrived; these differ if something came twice under two names."""
+    ``aside``: how many stand in the strays queue for everybody to see; ``stranded`` are those of them that never came,
+    neither lost nor delivered. ``doomed``: what had to be refused. ``peaceful``: seconds without a fault that may be
+    why something comes twice. ``rows``: what the store counts as released, and of how many of its rows a copy arrived;
+    these differ if something came twice under two names."""
 
     options: Options
     begun: datetime
@@ -34,6 +39,7 @@ class Result:
     faults: Mapping[str, int]
     missed: Mapping[str, int]
     aside: int
+    stranded: int
     doomed: Doomed
     peaceful: float
     rows: tuple[int, int]
@@ -59,4 +65,5 @@ class Result:
         """Every promise, and nothing else that should not have happened."""
         verdict = self.verdict
         broken = self.lost or len(verdict.early) or len(verdict.changed) or self.unmarked or not self.doomed.kept
-        return not (broken or any(verdict.standing.values()) or self.surprises)
+        grown = self.largest_mb > LARGEST_MB
+        return not (broken or self.stranded or grown or any(verdict.standing.values()) or self.surprises)

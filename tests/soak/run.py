@@ -132,7 +132,7 @@ class Soak:
         async with fleet.holding(things(fault)):
             if self._no_more_faults:
                 return
-            begin_ms, excuses = time.time() * 1000, KINDS[fault.kind].excuses(fault)
+            begin_ms, excuses = time.time() * 1000, KINDS[fault.kind].excuses(fault, alone=False)
             self.now.append(fault)
             self._note(f"begin {fault}")
             try:
@@ -183,6 +183,7 @@ class Soak:
             self.faults,
             self.missed,
             len(aside),
+            len(aside.intersection(verdict.missing)),
             doomed,
             self.elapsed - covered(account.windows or []),
             (released, account.rows_back),

@@ -12,7 +12,7 @@ import psutil
 
 from tests.faults.fleet import Fleet
 
-MODES: Final[Mapping[str, float]] = {"store": 48.0, "native": 12.0}
+MODES: Final[Mapping[str, float]] = {"store": 40.0, "native": 20.0}
 """How long each lasts, in turn. The cascade costs the broker ten times the work of the store for a message, so most of
 the messages go through the store either way."""
 WAITING: Final[Mapping[str, int]] = {"store": 40_000, "native": 45_000}

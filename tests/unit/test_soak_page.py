@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.faults.kinds import KINDS
 from tests.soak.page import BEGIN, END, FIGURES, KEPT, PAGE, filled, rendered
 
 SOAK = {name: 1000 * at for at, (name, _) in enumerate(FIGURES)} | {
@@ -25,10 +26,10 @@ def test_the_page_has_the_soak_that_lies_beside_it() -> None:
 
 
 def test_what_stood_there_before_is_replaced() -> None:
-    page = filled(f"before\n{BEGIN}old\n{END}after\n", SOAK)
+    page = filled(f"before\n{BEGIN}what stood there\n{END}after\n", SOAK)
     assert page.startswith("before\n")
     assert page.endswith("after\n")
-    assert "old" not in page
+    assert "what stood there" not in page
     assert "| lost | 3,000 |" in page
     assert "daemon killed 12, store killed 4." in page
     assert filled(page, SOAK) == page
@@ -37,6 +38,14 @@ def test_what_stood_there_before_is_replaced() -> None:
 def test_a_broken_promise_is_said() -> None:
     assert "A PROMISE BROKE" in rendered(SOAK | {"kept": False})
     assert "A PROMISE BROKE" not in rendered(SOAK)
+
+
+def test_what_was_not_injected_and_the_share_of_each_mode_are_said() -> None:
+    page = rendered(SOAK | {"published_in_mode": {"store": 900_000, "native": 100_000}})
+    assert "900,000 (90.0%) in store mode and 100,000 (10.0%) in native mode were published" in page
+    left_out = page.partition("Not injected: ")[2].partition(".")[0].split(", ")
+    assert set(left_out) == KINDS.keys() - {"store killed", "daemon killed"}
+    assert "Not injected: none." in rendered(SOAK | {"faults": dict.fromkeys(KINDS, 1)})
 
 
 def test_a_page_without_the_place_is_no_page() -> None:

@@ -1,0 +1,49 @@
+"""Which fault may be why something comes twice, and from how long on."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.broker.publisher import CONFIRM_TIMEOUT
+from delayer.store.postgres import IDLE_SECONDS
+from tests.faults.fault import Fault
+from tests.faults.kinds import KINDS
+
+ALWAYS = float("-inf")
+NEVER = float("inf")
+EXCUSED_FROM = {
+    ("daemon told to stop", ""): NEVER,
+    ("clock stepped", "3600000"): NEVER,
+    ("long transaction", ""): NEVER,
+    ("network delays", "store"): NEVER,
+    ("network throttled", "store"): NEVER,
+    ("broker stopped", ""): 4.0,
+    ("network half-open", "broker"): 4.0,
+    ("network delays", "broker"): 4.0,
+    ("network throttled", "broker"): 4.0,
+    ("store stopped", ""): 2.0,
+    ("network half-open", "store"): 2.0,
+    # A frozen daemon's timers go on, and an alarm is longer than it is said to be.
+    ("daemon hangs", ""): ALWAYS,
+    ("memory alarm", ""): ALWAYS,
+    ("disk alarm", ""): ALWAYS,
+    ("network unheard", "broker"): ALWAYS,
+    ("network cut", "store"): ALWAYS,
+    ("daemon killed", ""): ALWAYS,
+}
+
+
+@pytest.mark.parametrize(("which", "since"), EXCUSED_FROM.items())
+@pytest.mark.parametrize("seconds", [0.0, 1.5, 2.0, 2.1, 4.0, 4.1, 60.0])
+def test_a_fault_alone_excuses_once_half_of_a_deadline_is_over(
+    which: tuple[str, str], since: float, seconds: float
+) -> None:
+    kind, detail = which
+    fault = Fault(kind, 0, seconds, detail)
+    assert KINDS[kind].excuses(fault, alone=True) is (seconds > since)
+    assert KINDS[kind].excuses(fault, alone=False) is (since != NEVER)
+
+
+def test_the_deadlines_are_those_of_the_page() -> None:
+    """docs/guarantees.md says them in figures."""
+    assert (CONFIRM_TIMEOUT, IDLE_SECONDS) == (8.0, 4.0)
