@@ -27,10 +27,10 @@ from delayer.services.carry import IntakeCarrier
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.due import DueCarrier
-from delayer.services.holding import Holding, Notes, StraysHolder
+from delayer.services.holding import Holding, Notes, RefusedHolder, StraysHolder
 from delayer.services.lanes import Lanes
 from delayer.services.lifecycle import Life
-from delayer.services.ports import Lane, Store
+from delayer.services.ports import Holder, Lane, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
 from delayer.services.room import Room
@@ -79,9 +79,13 @@ class Daemon:
         self._room = Room()
         self._in_force = InForce(settings, self._cascade, self._publisher, self.shelf)
         self._bindings = DeliveryBindings(lambda: connect_admin(self.settings.broker_url), self._cascade)
-        strays = (self._cascade.strays or settings.refused.queue).encode()
         self._notes = Notes(self._in_force.sure_ms, retry.pause_ms)
-        astray = StraysHolder(self._publisher, strays, new_id, self.counters, self._notes)
+        strays, refused, given = self._cascade.strays, settings.refused.queue.encode(), (new_id, self.counters)
+        astray: Holder = (
+            RefusedHolder(self._publisher, refused, *given)
+            if strays is None
+            else StraysHolder(self._publisher, strays.encode(), *given, self._notes)
+        )
         holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
         self._dispatch = Dispatch(self._publisher, holding, self.counters, now_ms=self._in_force.sure_ms)
         self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())

@@ -78,8 +78,9 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
     What is said to be cancelled is not delivered. A message that is being delivered at this moment is waited for; one
     that is delivered already is told; only after a crash between a delivery and its commit it stands there still, and
     a cancel prevents its second copy. A message that a crash left in the intake queue though it was parked is parked
-    again, whoever cancelled it before. By a filter: waiting messages and those in segments; a held one by its id, or by
-    `delayer held drop`. Every act is written down (`delayer acts`).
+    again, whoever cancelled it before. One that is held for want of an answer ("no confirm") is not tried again, but
+    its queue perhaps has it, and delivers it when it answers: that is said of each. By a filter: waiting messages and
+    those in segments; a held one by its id, or by `delayer held drop`. Every act is written down (`delayer acts`).
     Exit code 1 if an id was nowhere.
 
     \b
@@ -200,6 +201,8 @@ def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *
             note(f"{token} is not in the store: delivered or cancelled already{moved}; or it never was there.")
         elif found[token.id] is Found.UNREADABLE:
             note(f"{token} may stand in a segment that does not read back: see docs/backlog.md.")
+        elif found[token.id] is Found.UNSURE:
+            note(f"{token} was held for want of an answer: its queue perhaps has it, and delivers it all the same.")
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from delayer.commands.common import DONE, FOUND, note, print_json, print_table, 
 from delayer.commands.db import store_url
 from delayer.commands.filters import address, filter_of, filter_options, iso, json_of, limit_option, tokens
 from delayer.commands.looking import as_json
-from delayer.core import late
+from delayer.core import late, unanswered
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.store import acting, acts, heldback, listing
@@ -108,6 +108,8 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
 def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
     """Drop held messages for good: those of these ids, or all that a filter means. They count as cancelled.
 
+    Of what is held for want of an answer ("no confirm") its queue perhaps has a copy, and delivers it when it answers.
+
     \b
     Examples:
       delayer held drop 48213 48214
@@ -137,9 +139,11 @@ def _act(
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
     meant = Meant(wanted, ids)
-    messages, last, missing = asyncio.run(_count(url, meant))
+    messages, last, missing, unsure = asyncio.run(_count(url, meant))
     for number in sorted(missing):
         note(f"{number} is not held.")
+    if verb == "drop" and unsure:
+        note(f"{unsure:,} are held for want of an answer: their queue perhaps has them, and may deliver them.")
     if dry_run or not messages:
         click.echo(f"{messages:,} held messages would be meant." if dry_run else "Nothing that is held is meant.")
         context.exit(FOUND if missing else DONE)
@@ -172,16 +176,18 @@ async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[
         after = page.after
 
 
-async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int]]:
-    """How many are meant, the last of them, and which of the ids are not held."""
+async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int], int]:
+    """How many are meant, the last of them, which of the ids are not held, and of how many nobody knows whether they
+    are delivered."""
     async with listing.looking(url, "look at what is held") as connection:
-        messages, last, missing = 0, 0, set(meant.ids)
+        messages, last, missing, unsure = 0, 0, set(meant.ids), 0
         async for page in _pages(connection, meant):
             numbers = [one.entry.place.id for one in page]
             messages += len(numbers)
             last = max([last, *numbers])
             missing -= set(numbers)
-    return messages, last, missing
+            unsure += sum(unanswered.perhaps_out(one.hold.reason) for one in page)
+    return messages, last, missing, unsure
 
 
 async def _do(url: str, verb: str, meant: Meant) -> int:

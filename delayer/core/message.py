@@ -100,6 +100,9 @@ class Parcel(NamedTuple):
     properties: bytes
     body: bytes
     key: bytes | None = None
+    token: bytes = b""
+    """The ``x-delayer-id`` that it has already, where it was published, or went through the cascade, before it is held:
+    it keeps that. Else whoever releases it gives one."""
 
 
 class Due(NamedTuple):

@@ -1,6 +1,8 @@
-"""Values that Python's own types cannot tell apart."""
+"""Values that Python's own types cannot tell apart, or keep together."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 
 class Timestamp(int):
@@ -13,3 +15,11 @@ class KeyGroup(bytes):
     """Every key that begins with these bytes; they are not empty."""
 
     __slots__ = ()
+
+
+class TakenOut(NamedTuple):
+    """The keys whose waiting messages were cancelled. ``unsure``: those of messages that are not tried any more, but
+    that their destination perhaps has (core/unanswered.py)."""
+
+    keys: frozenset[bytes] = frozenset()
+    unsure: frozenset[bytes] = frozenset()

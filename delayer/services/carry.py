@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from delayer.core.message import Delivery
 from delayer.core.plan import Cascade, Finish, Policy, has_key
+from delayer.core.values import TakenOut
 from delayer.services import replies
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
@@ -107,7 +108,7 @@ class IntakeCarrier:
             if step.asked:
                 await self._reply(step.asked, taken_out)
 
-    async def _reply(self, asked: Sequence[replies.Asked], taken_out: Collection[bytes]) -> None:
+    async def _reply(self, asked: Sequence[replies.Asked], taken_out: TakenOut) -> None:
         """Say what became of cancels. Not to delayer's own queues: what stands there is no answer to anybody."""
         policy, names = self._policy(), self._names()
         ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from delayer.core import unanswered
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import (
     Confirmed,
@@ -126,7 +127,8 @@ class Dispatch:
                 continue
             self._counters.objected(outcome, _route(publication))
             if publication.parcel is not None:
-                astray.append((publication, publication.parcel, why(outcome)))
+                parcel = publication.parcel._replace(token=publication.outgoing.token)
+                astray.append((publication, parcel, why(outcome)))
             else:
                 stuck.append(f"exchange {publication.outgoing.exchange.decode('utf-8', 'replace')!r}: {why(outcome)}")
         settler.accept(publication.delivery.tag for publication in through)
@@ -181,7 +183,6 @@ def why(outcome: Outcome) -> str:
         case Nacked():
             return "nacked: the destination would not take it"
         case Unanswered(seconds, exchange, routing_key):
-            where = f"exchange {shown(exchange)!r}, key {shown(routing_key)!r}"
-            return f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
+            return unanswered.reason(seconds, f"exchange {shown(exchange)!r}, key {shown(routing_key)!r}")
         case Confirmed():
             raise AssertionError("a confirmed message needs no reason")

@@ -55,7 +55,7 @@ class DueCarrier:
             parcel = publication.parcel
             why = None if parcel is None else reason(due_ms, now_ms, limits.get(parcel.route))
             if parcel is not None and why is not None:
-                late.append((delivery, parcel, why))
+                late.append((delivery, parcel._replace(token=publication.outgoing.token), why))
                 continue
             publications.append(publication)
             if due_ms - now_ms <= MOMENT_MS:

@@ -5,6 +5,7 @@ failed           properties of a dead letter, with a note of its failure
 released         properties as they leave for the destination
 for_the_broker   the same, where the broker itself finishes the cascade
 refused          properties as they go to the refused queue
+undelivered      the same, of a message that was due
 
 What goes through the cascade, or to the strays, goes in an envelope: delayer/services/envelopes.py.
 """
@@ -16,9 +17,9 @@ from typing import Final
 from zlib import crc32
 
 from delayer.core.delay import UnreadableDelay, read_delay_ms
-from delayer.core.forms import CONSULTED, DELAY, Ask
+from delayer.core.forms import CONSULTED, DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, Ask
 from delayer.core.levels import X_DEATH
-from delayer.core.message import Delivery
+from delayer.core.message import Delivery, Parcel
 from delayer.core.retrying import FAILED_IN, RETRIES, Failure
 from delayer.wire.fields import array, elements, table, timestamp
 from delayer.wire.properties import (
@@ -66,6 +67,8 @@ ENVELOPE: Final = b"x-delayer-envelope"
 _OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY})
 """What a refused message gained. Published again and delivered, it is refused no more; without the first of them the
 other two are somebody's own."""
+_SAID_WHEN: Final = frozenset({DELIVER_AT, OPT_DELAY, OPT_TIME})
+_AT_ONCE: Final = entry(OPT_DELAY, int64(0))
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
 _ROUTES: Final = frozenset({b"CC", b"BCC"})
@@ -259,6 +262,21 @@ def _with_gains(properties: Properties, gained: bytes) -> bytes:
         append=gained,
         drop=("user_id", "expiration"),
     )
+
+
+def undelivered(parcel: Parcel, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
+    """As :func:`refused`, of a message that was due, and that its destination does not take.
+
+    Sent to where it came in once more, it is due at once: its delay is over. What says so is taken off on its way out,
+    as what said the delay would have been.
+    """
+    came = Delivery(0, False, parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)
+    try:
+        properties = Properties.parse(parcel.properties)
+        over = splice(properties, remove=_SAID_WHEN, replace=_turned(properties), append=_AT_ONCE)
+    except (MalformedProperties, MalformedTable):
+        return refused(came, reason, id, max_properties)
+    return refused(came._replace(properties=over), reason, id, max_properties)
 
 
 def shown(text: str, most: int = REASON) -> bytes:

@@ -1,4 +1,5 @@
-"""Setting aside what its destination would not take: in the store, or without one in the strays queue."""
+"""Setting aside what its destination would not take: in the store, without one in the strays queue, or in the refused
+queue where there are no strays."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import structlog
 
 from delayer.core import late
 from delayer.core.message import Confirmed, Outgoing, Parcel
-from delayer.services import envelopes
+from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import NotTaken, why
 from delayer.services.ports import Holder, Publisher
@@ -45,10 +46,10 @@ class Notes:
 
 
 class StraysHolder:
-    """Holds in a queue of the broker: the strays queue of our own cascade, the refused queue beside a shared one.
+    """Holds in a queue of the broker: the strays queue of our own cascade.
 
     The message goes there in its envelope, so nothing of it acts or expires while it waits to be tried again
-    (delayer/services/strays.py), or in the refused queue for somebody to look.
+    (delayer/services/strays.py).
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class StraysHolder:
     async def _hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
         batch = []
         for parcel, reason in items:
-            token = self._new_id()
+            token = parcel.token or self._new_id()
             properties = envelopes.enveloped(parcel, token, self._notes.note(token, reason, 1))
             batch.append(Outgoing(self._exchange, parcel.target.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
@@ -79,8 +80,40 @@ class StraysHolder:
         report(items, self._counters)
 
 
+class RefusedHolder:
+    """Where there is neither a store nor a strays queue, beside a shared cascade: refuses, with the reason, so that a
+    person can list it and send it again (``delayer refused``)."""
+
+    def __init__(self, publisher: Publisher, exchange: bytes, new_id: Callable[[], bytes], counters: Counters) -> None:
+        self._publisher = publisher
+        self._exchange = exchange
+        self._new_id = new_id
+        self._counters = counters
+
+    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        begin = 0
+        while begin < len(items):
+            end = begin + self._publisher.batch_limit
+            await self._refuse(items[begin:end])
+            begin = end
+
+    async def _refuse(self, items: Sequence[tuple[Parcel, str]]) -> None:
+        batch = []
+        for parcel, reason in items:
+            id = parcel.token or self._new_id()
+            properties, token = edits.undelivered(parcel, reason, id, self._publisher.max_properties)
+            batch.append(Outgoing(self._exchange, parcel.routing_key, properties, parcel.body, token))
+        for outcome in await self._publisher.publish(batch):
+            if not isinstance(outcome, Confirmed):
+                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to refuse: {why(outcome)}")
+        self._counters.add("refused", len(items))
+        self._counters.add_routes("refused", [parcel.route for parcel, _ in items])
+        for parcel, reason in items:
+            log.warning("message refused", reason=reason, exchange=parcel.exchange, routing_key=parcel.routing_key)
+
+
 class Holding:
-    """Holds in the store where there is one to reach, else among the strays; satisfies ports.Holder."""
+    """Holds in the store where there is one to reach, else in the broker's queues; satisfies ports.Holder."""
 
     def __init__(self, store: Holder, store_usable: Callable[[], bool], strays: Holder) -> None:
         self._store = store

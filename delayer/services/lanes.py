@@ -24,6 +24,7 @@ from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
+from delayer.core.values import TakenOut
 from delayer.services.asking import Asking
 from delayer.services.counting import Counters
 from delayer.services.failures import LOSSES, raise_first, take_failures
@@ -109,7 +110,7 @@ class Lanes:
         """A lower bound of the store's clock, or None while no store was reached yet."""
         return None if self._store is None else self._store.sure_ms()
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
         """See ports.Parking."""
         return await self._write(lambda store, lane: store.park(lane, parcels, cancels), small=is_small(parcels))
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 from delayer.core.pace import Scope
 from delayer.core.segment import Restoration
+from delayer.core.values import TakenOut
 
 
 class Publisher(Protocol):
@@ -147,10 +148,10 @@ class Store(Protocol):
     def sure_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: what is due by it is due."""
 
-    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY. A parcel with a key replaces the waiting
         message of that key; ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
-        lane afterwards. Returns the keys of which a waiting message was taken out.
+        lane afterwards. Returns of which keys a waiting message was taken out.
 
         Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
         """
@@ -218,8 +219,8 @@ class Pulse(Protocol):
 class Parking(Protocol):
     """Where parcels are committed: some lane of ours."""
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
-        """Committed when this returns: the keys of which a waiting message was taken out. Raises StoreLost."""
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+        """Committed when this returns: of which keys a waiting message was taken out. Raises StoreLost."""
 
 
 class Holder(Protocol):

@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from delayer.core import late
+from delayer.core import late, unanswered
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.core.pace import Pacer, Scope
@@ -240,7 +240,7 @@ class Release:
                 released.append(row)
             else:
                 self._counters.objected(outcome, row.parcel.route)
-                held.append((row, why(outcome)))
+                held.append((row, unanswered.again(why(outcome), row.held_for)))
         return released, held
 
     def _report(self, held: Sequence[tuple[Due, str]]) -> None:
@@ -276,7 +276,7 @@ def prepared(row: Due, max_properties: int) -> Outgoing | str:
     """The message as it leaves, or the reason why it cannot."""
     if not row.sound:
         return "checksum: the stored bytes are not the ones that were parked, or their format is not known here"
-    token = b"%d" % row.id
+    token = row.parcel.token or b"%d" % row.id
     try:
         properties = edits.released(Properties.parse(row.parcel.properties), token, row.due_ms)
     except (MalformedProperties, MalformedTable) as broken:

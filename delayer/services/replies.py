@@ -2,7 +2,8 @@
 
 ``cancelled``   a message waited under the key, and is not delivered
 ``too late``    nothing waits under it: delivered, cancelled before, or never there
-``unknown``     nothing waits under it, but this cancel was read before, and may have done it then
+``unknown``     nothing waits under it, but this cancel was read before, and may have done it then; or a message was
+                held under it whose publish was never answered: it is not tried again, but its queue perhaps has it
 
 A reply is sent once, after the cancel is committed and acknowledged: a fault in between costs the reply, and never
 makes it wrong.
@@ -11,10 +12,10 @@ makes it wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from delayer.core.message import Delivery, Outgoing
+from delayer.core.values import TakenOut
 from delayer.services.edits import ID
 from delayer.services.refusals import with_short
 from delayer.wire.properties import Properties, encode_headers, entry, long_string
@@ -42,9 +43,11 @@ def asked(delivery: Delivery, properties: Properties, key: bytes) -> Asked | Non
     return Asked(key, reply_to, correlation_id, delivery.redelivered)
 
 
-def outcome(ask: Asked, taken_out: Collection[bytes]) -> str:
+def outcome(ask: Asked, taken_out: TakenOut) -> str:
     """What became of it, if the messages of the keys ``taken_out`` were cancelled."""
-    if ask.key in taken_out:
+    if ask.key in taken_out.unsure:
+        return UNKNOWN
+    if ask.key in taken_out.keys:
         return CANCELLED
     return UNKNOWN if ask.redelivered else TOO_LATE
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from delayer.core.errors import StoreLost
 from delayer.core.message import Parcel
+from delayer.core.values import TakenOut
 from delayer.services.lanes import Lanes
 
 
@@ -49,7 +50,7 @@ class Shelf:
             for waiting in known:
                 waiting.cancel()
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
         """See ports.Parking."""
         return await self._lanes().park(parcels, cancels)
 

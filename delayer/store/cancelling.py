@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 import asyncpg
 
+from delayer.core import unanswered
 from delayer.store import acts, segments, session, statements, unpacking
 from delayer.store.errors import DAMAGED
 from delayer.store.keys import forget, lock_keys
@@ -32,6 +33,8 @@ class Found(Enum):
 
     WAITING = "waiting"
     HELD = "held"
+    UNSURE = "perhaps delivered"
+    """It was held for want of an answer. It is not tried again, but its destination perhaps has it."""
     SEGMENT = "segment"
     NOWHERE = "nowhere"
     UNREADABLE = "unreadable"
@@ -55,7 +58,7 @@ Changes = Counter[tuple[int, str]]
 _LANES = "SELECT array(SELECT number FROM lane)"
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
-    " RETURNING id, lane, key"
+    " RETURNING id, lane, key, reason"
 )
 # As in sql/candidates.sql, without a look at their bytes.
 _RANGES = (
@@ -105,7 +108,7 @@ async def _look(
     """Cancel what is found of ``missing``. Whether the rest is nowhere: nothing moved while we looked."""
     before = await segments_seen(connection)
     quiet = await _cancel_rows(connection, missing, dues, found, changes)
-    left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD)]
+    left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD, Found.UNSURE)]
     if left and before.segments:
         quiet &= await _cancel_in_segments(connection, left, dues, found, changes)
     return quiet and await segments_seen(connection) == before
@@ -168,15 +171,16 @@ async def _cancel_rows(
     if places is not None:
         await lock_keys_of(connection, places, keys)
         rows = await connection.fetch(statements.DELETE_ROWS, *places[:3], *places.bounds, timeout=None)
-        gone += [(row, Found.WAITING) for row in rows]
+        gone += [(*row, Found.WAITING) for row in rows]
     elif keys:
         await lock_keys(connection, keys)
-    gone += [(row, Found.HELD) for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held])]
-    for (number, lane, _), where in gone:
+    for number, lane, key, why in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
+        gone.append((number, lane, key, Found.UNSURE if unanswered.perhaps_out(why) else Found.HELD))
+    for number, lane, _, where in gone:
         found[number] = where
         changes[lane, "cancelled"] += 1
-        changes[lane, "held"] -= where is Found.HELD
-    if keyed := [(key, number) for (number, _, key), _ in gone if key is not None]:
+        changes[lane, "held"] -= where is not Found.WAITING
+    if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
     return len(gone) == (0 if places is None else len(places.ids)) + len(held)
 

@@ -79,7 +79,7 @@ async def take(
         claim.watermark_after = min(before, claim.next_ms)
     if retries and (taken < max_bytes or not rows):
         held = await connection.fetch(statements.CLAIM_HELD, number, retries, max(max_bytes - taken, 1))
-        rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
+        rows += [_held(record) for record in held]
         if not held:
             claim.passed_over_ms = before
     elif retries:
@@ -126,13 +126,17 @@ async def take_scoped(
         held = await connection.fetch(
             statements.CLAIM_HELD_SCOPED, number, retries, max(max_bytes - size, 1), routes, scope.only, READ_AT_ONCE
         )
-        rows += [envelope.read(record, record["attempts"], record["reason"]) for record in held]
+        rows += [_held(record) for record in held]
         if not held:
             claim.passed_over_ms = lower
     elif retries:
         claim.crowded = True
     claim.size = len(rows)
     return claim
+
+
+def _held(record: asyncpg.Record) -> Due:
+    return envelope.read(record, record["attempts"], record["reason"], record["token"])
 
 
 def _retries(limit: int, with_held: bool) -> int:

@@ -29,7 +29,7 @@ COLUMNS = ("due_at", "checksum", "lane", "format", *_CARRIED)
 COLUMNS_WITH_ID = (*COLUMNS, "id")
 # The order in which the claims give a row back; by position, because a name costs a look-up for each value.
 READ = ("id", "due_at", "checksum", "format", *_CARRIED)
-HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "reason")
+HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "reason", "token")
 
 Row = tuple[int, int, int, int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes | None]
 
@@ -47,7 +47,7 @@ def checksum(exchange: bytes, routing_key: bytes, properties: bytes, body: bytes
 
 def row(parcel: Parcel, lane: int) -> Row:
     """The values of :data:`COLUMNS` for ``parcel``."""
-    due_ms, route, exchange, routing_key, target, properties, body, key = parcel
+    due_ms, route, exchange, routing_key, target, properties, body, key, _ = parcel
     return (
         due_ms,
         checksum(exchange, routing_key, properties, body),
@@ -75,10 +75,12 @@ def row_again(due: Due, lane: int) -> Row:
     return (values[0], values[1] ^ 1, *values[2:])
 
 
-def read(record: Iterable[Any], attempts: int = 0, held_for: str = "") -> Due:
+def read(record: Iterable[Any], attempts: int = 0, held_for: str = "", token: bytes | None = None) -> Due:
     """A message from its row: columns in the order of :data:`READ`, then any. ``sound``: format and checksum fit."""
     (id_, due_ms, found, version, route, exchange, routing_key, to_exchange, to_key, properties, body, key, *_) = record
-    parcel = Parcel(due_ms, route, exchange, routing_key, Target(to_exchange, to_key), properties, body, key)
+    parcel = Parcel(
+        due_ms, route, exchange, routing_key, Target(to_exchange, to_key), properties, body, key, token or b""
+    )
     sound = version == FORMAT and found == checksum(exchange, routing_key, properties, body)
     return Due(id_, due_ms, attempts, parcel, sound, held_for)
 

@@ -18,19 +18,23 @@ from zlib import crc32
 
 import asyncpg
 
+from delayer.core import unanswered
 from delayer.core.message import Due
 from delayer.core.values import KeyGroup
 
 _SIGN = 1 << 31
+_DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING reason"
 _LAST_BYTE = 0xFF
 
 
 class Cancelled(NamedTuple):
-    """Messages that keyed transactions took out: how many of each lane, how many of these were held, and their keys."""
+    """Messages that keyed transactions took out: how many of each lane, how many of these were held, and their keys;
+    ``unsure`` are those of messages that their destination perhaps has."""
 
     messages: Counter[int]
     held: Counter[int]
     keys: set[bytes]
+    unsure: set[bytes]
 
 
 def lock_number(key: bytes) -> int:
@@ -59,23 +63,23 @@ async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) 
 
 async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
     """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
-    cancelled = Cancelled(Counter(), Counter(), set())
+    cancelled = Cancelled(Counter(), Counter(), set(), set())
     await lock_keys(connection, keys)
     waiting = await connection.fetch(
         "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
     )
     for lane, due_at, message_id, key in waiting:
-        before = cancelled.messages.total()
+        of = cancelled.keys
         if await _delete_message(connection, lane, due_at, message_id):
-            cancelled.messages[lane] += 1
-        elif await connection.fetchval("DELETE FROM held WHERE id = $1 RETURNING true", message_id):
-            cancelled.messages[lane] += 1
+            pass
+        elif (why := await connection.fetchval(_DELETE_HELD, message_id)) is not None:
             cancelled.held[lane] += 1
-        elif await _delete_message(connection, lane, due_at, message_id):
-            # It was on its way out of the default partition when we looked first.
-            cancelled.messages[lane] += 1
-        if cancelled.messages.total() > before:
-            cancelled.keys.add(key)
+            of = cancelled.unsure if unanswered.perhaps_out(why) else of
+        elif not await _delete_message(connection, lane, due_at, message_id):
+            # Else it was on its way out of the default partition when we looked first.
+            continue
+        cancelled.messages[lane] += 1
+        of.add(key)
     return cancelled
 
 

@@ -10,7 +10,7 @@ import asyncpg
 from delayer.core import late
 from delayer.core.errors import LaneLost
 from delayer.core.message import Parcel
-from delayer.core.values import KeyGroup
+from delayer.core.values import KeyGroup, TakenOut
 from delayer.faultpoint import reach
 from delayer.store import envelope, keys, statements
 from delayer.store.retry import pause_ms
@@ -32,7 +32,7 @@ async def park_plain(connection: asyncpg.Connection, lane: Into, parcels: Sequen
 
 async def park_keyed(
     connection: asyncpg.Connection, lane: Into, parcels: Sequence[Parcel], cancels: Sequence[bytes]
-) -> frozenset[bytes]:
+) -> TakenOut:
     """Messages of which some have keys, and keys or groups of keys to cancel. The cancels act before the messages.
     Returns the keys whose waiting messages were taken out.
 
@@ -61,7 +61,7 @@ async def park_keyed(
     for of_lane, n in cancelled.held.items():
         changes[of_lane, "held"] -= n
     await _count(connection, lane, changes)
-    return frozenset(cancelled.keys)
+    return TakenOut(frozenset(cancelled.keys), frozenset(cancelled.unsure))
 
 
 async def hold_new(
@@ -75,7 +75,9 @@ async def hold_new(
     for (parcel, reason), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
         retry_ms = late.retry_ms(reason, max(now_ms + pause_ms(1, new), parcel.due_ms))
         soonest = min(soonest or retry_ms, retry_ms)
-        records.append((*envelope.row(parcel, number), new, retry_ms, 1, envelope.reason_text(reason)))
+        records.append(
+            (*envelope.row(parcel, number), new, retry_ms, 1, envelope.reason_text(reason), parcel.token or None)
+        )
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
     reach("park.copied")
     await _count(connection, lane, Counter({(number, "parked"): len(records), (number, "held"): len(records)}))

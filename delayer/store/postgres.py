@@ -15,6 +15,7 @@ import structlog
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
+from delayer.core.values import TakenOut
 from delayer.faultpoint import reach
 from delayer.store import (
     handover,
@@ -113,9 +114,9 @@ class PostgresStore:
         """See the port."""
         return self._clock.lower_ms()
 
-    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
+    async def park(self, lane: object, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
         """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays."""
-        taken_out: frozenset[bytes] = frozenset()
+        taken_out = TakenOut()
         if not parcels and not cancels:
             return taken_out
         ours = _ours(lane)

@@ -11,7 +11,7 @@ from delayer.store import session
 from delayer.store.errors import SchemaOutdated, translated
 
 VERSION_TABLE: Final = "delayer_schema_version"
-REVISIONS: Final = ("0001", "0002", "0003", "0004")
+REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005")
 """Every schema upgrade, oldest first. A test compares this with migrations/."""
 HEAD: Final = REVISIONS[-1]
 """The revision that this program works with."""

@@ -44,7 +44,7 @@ async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[
         if due.attempts:
             again.append((due.id, text, retry_ms))
         else:
-            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, text))
+            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, text, None))
     if first:
         await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
     if again:

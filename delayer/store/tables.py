@@ -2,7 +2,8 @@
 compares both catalogs).
 
 message      a waiting message, partitioned by the day that it is due; ``id`` is the order of arrival
-held         a message whose destination would not take it, with the reason and the time of the next attempt
+held         a message whose destination would not take it, with the reason and the time of the next attempt;
+             ``token`` is the x-delayer-id that it had before it was held, and leaves with
 message_key  which message a key (header ``x-delay-key``) stands for at present
 lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
              ``watermark`` is where the next owner starts to look
@@ -99,6 +100,7 @@ held = Table(
     _column("attempts", Integer),
     *_content(),
     _column("reason", Text),
+    Column("token", LargeBinary),
     PrimaryKeyConstraint("id", name="held_pkey"),
     Index("held_lane_retry_at", "lane", "retry_at", "id"),
 )

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from delayer.core.pace import Scope
 from delayer.store import acts, heldback, retry, statements, upgrades
 from delayer.store.postgres import PostgresStore
 from delayer.store.rescheduling import When, reschedule
@@ -31,6 +32,25 @@ async def test_a_sleeping_lane_wakes_for_what_is_held(database: str) -> None:
         await sleeper
         assert bodies(await lane.claim(MANY, ROOM)) == [b"held"]
         await lane.give_up()
+    await store.close()
+
+
+@pytest.mark.usefixtures("soon")
+async def test_an_id_that_it_was_published_under_before_stays(database: str) -> None:
+    await upgrades.upgrade(database)
+    store = await PostgresStore.connect(database)
+    async with owned(store) as (lane,):
+        before = parcel(store.now_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
+        await store.hold(lane, [(before, "no confirm"), (parcel(store.now_ms(), b"never"), "why")])
+        for scope in (None, Scope(frozenset({before.route}), only=True)):
+            lane.pace([scope] if scope else [])
+            tokens: dict[bytes, bytes] = {}
+            while len(tokens) < 2:
+                await lane.wait(await lane.sleep_hint())
+                rows = await (lane.claim(MANY, ROOM, scope) if scope else lane.claim(MANY, ROOM))
+                tokens |= {row.parcel.body: row.parcel.token for row in rows if row.sound}
+                await lane.settle([], [(row, "still not") for row in rows])
+            assert tokens == {b"before": before.token, b"never": b""}
     await store.close()
 
 

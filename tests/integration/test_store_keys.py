@@ -6,7 +6,12 @@ import asyncio
 import random
 
 import asyncpg
+import pytest
 
+from delayer.core import unanswered
+from delayer.core.values import TakenOut
+from delayer.store import cancelling
+from delayer.store.cancelling import Found
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
@@ -27,6 +32,30 @@ async def test_a_cancel_removes_the_held_message(database: str) -> None:
             assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
         [of] = (await overview(database)).lanes
         assert (of.counters["parked"], of.counters["cancelled"], of.held, of.waiting) == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("why", "unsure"),
+    [
+        ("returned: 312 NO_ROUTE", False),
+        (unanswered.reason(8.0, "exchange 'x', key 'k'"), True),
+        (unanswered.again("nacked", unanswered.reason(8.0, "exchange 'x', key 'k'")), True),
+    ],
+)
+async def test_nobody_says_of_what_is_perhaps_out_that_it_is_cancelled(database: str, why: str, unsure: bool) -> None:
+    """Not by its key, nor by its id. It is not tried again."""
+    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
+        await store.park(lane, [parcel(store.now_ms(), key=key) for key in (b"k", b"l")], [])
+        rows = await lane.claim(MANY, ROOM)
+        await lane.settle([], [(row, why) for row in rows])
+        of_l = next(row.id for row in rows if row.parcel.key == b"l")
+        taken = await store.park(lane, [], [b"k"])
+        assert taken == (TakenOut(unsure=frozenset({b"k"})) if unsure else TakenOut(frozenset({b"k"})))
+        assert await cancelling.cancel(admin, [of_l]) == {of_l: Found.UNSURE if unsure else Found.HELD}
+        for table in ("message", "held", "message_key"):
+            assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
+        [of] = (await overview(database)).lanes
+        assert (of.counters["parked"], of.counters["cancelled"], of.held, of.waiting) == (2, 2, 0, 0)
 
 
 async def test_a_key_that_was_overtaken_while_it_was_released_stays_with_the_new_one(database: str) -> None:

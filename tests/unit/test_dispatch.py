@@ -5,14 +5,29 @@ from __future__ import annotations
 import pytest
 
 from delayer.core.errors import BrokerLost, StoreLost, Unconfirmed
-from delayer.core.message import CONFIRMED, NACKED, Confirmed, Outcome, Parcel, Returned, Target, Unanswered
-from delayer.services import envelopes
+from delayer.core.message import (
+    CONFIRMED,
+    NACKED,
+    Confirmed,
+    Delivery,
+    Outcome,
+    Outgoing,
+    Parcel,
+    Returned,
+    Target,
+    Unanswered,
+)
+from delayer.core.plan import DEFAULT_FORMS, AtOnce, Policy, Route
+from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch, NotTaken, Publication, why
-from delayer.services.holding import Holding, Notes, StraysHolder
+from delayer.services.holding import Holding, Notes, RefusedHolder, StraysHolder
+from delayer.services.refusals import Doors, again, told
 from delayer.services.settle import Settler
+from delayer.services.sorting import sort
 from delayer.wire.properties import Properties
 from tests.rig.fakes import NOW, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids, outgoing
+from tests.rig.raw import Header, Props, number, text
 
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
 NO_ROUTE = Returned(312, "NO_ROUTE")
@@ -65,8 +80,8 @@ async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None
     it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
     await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
     assert it.holder.held == [
-        (PARCEL, "returned: 312 NO_ROUTE"),
-        (PARCEL, "nacked: the destination would not take it"),
+        (PARCEL._replace(token=b"1"), "returned: 312 NO_ROUTE"),
+        (PARCEL._replace(token=b"3"), "nacked: the destination would not take it"),
     ]
     assert it.acks.acked == [(3, True)]
     assert it.settler.outstanding == 0
@@ -161,12 +176,72 @@ async def test_strays_are_held_in_their_envelope() -> None:
     assert counters.as_dict()["held"] == 2
 
 
+async def test_what_was_published_is_held_under_the_id_that_it_has() -> None:
+    """It may be in its queue already: tried again, it is a copy, and must be marked as one."""
+    it = Scene({b"gone": Unanswered(8.0, b"x", b"gone")})
+    await it.run(publication(7, b"gone"))
+    [(parcel, _)] = it.holder.held
+    assert parcel == PARCEL._replace(token=b"7")
+    publisher = ScriptedPublisher()
+    await StraysHolder(publisher, b"strays", ids(), Counters(), NOTES).hold([(parcel, "why"), (PARCEL, "so")])
+    assert [one.token for one in publisher.published] == [b"7", b"id-0"]
+    envelope = envelopes.opened(Properties.parse(publisher.published[0].properties), b"body", 10_000)
+    assert envelope.id == b"7"
+
+
 async def test_strays_are_held_as_many_at_a_time_as_the_publisher_wants() -> None:
     publisher, counters = ScriptedPublisher(), Counters()
     publisher.batch_limit = 2
     await StraysHolder(publisher, b"strays", ids(), counters, NOTES).hold([(PARCEL, "why")] * 5)
     assert publisher.batches == 3
     assert len(publisher.published) == counters.as_dict()["held"] == 5
+
+
+async def test_where_there_are_no_strays_it_is_refused_and_can_be_tried_again() -> None:
+    """Beside a shared cascade: as every refusal, with its reason and where it came in. It does not wait once more."""
+    publisher, counters = ScriptedPublisher(), Counters()
+    headers = (
+        (b"x-delay", number("l", 5000)), (b"x-deliver-at", number("l", NOW)), (b"x-opt-delivery-delay", number("I", 7)),
+        (b"x-delay-routing-key", text("k")), (b"who", text("me")),
+    )  # fmt: skip
+    props = Props(headers=headers, message_id=b"m", expiration=b"60000")
+    parcel = PARCEL._replace(properties=props.encode(), token=b"before")
+    await RefusedHolder(publisher, b"delays.refused", ids(), counters).hold([(parcel, "returned: 312 NO_ROUTE")] * 2)
+    refused = publisher.published[0]
+    assert (refused.exchange, refused.body, refused.token) == (b"delays.refused", b"body", b"before")
+    stands = Delivery(1, False, b"", b"delays.refused", refused.properties, refused.body)
+    doors = Doors(b"delays", frozenset({PARCEL.exchange}))
+    said = told(stands, doors)
+    assert said.reason == "returned: 312 NO_ROUTE"
+    assert (said.exchange, said.routing_key, said.message_id) == (b"e", b"k", "m")
+    back = again(stands, doors)
+    assert isinstance(back, Outgoing)
+    assert (back.exchange, back.routing_key) == (b"e", b"k")
+    came = Props.decode(back.properties)
+    assert came.expiration == b"60000"
+    assert [(name, value) for name, value in came.headers or () if name != b"x-delayer-id"] == [
+        (b"x-delay", number("l", -5000)), (b"x-delay-routing-key", text("k")), (b"who", text("me")),
+        (b"x-opt-delivery-delay", number("l", 0)),
+    ]  # fmt: skip
+    assert counters.as_dict()["refused"] == 2
+    assert counters.as_dict()["held"] == 0
+
+
+@pytest.mark.parametrize("form", [*DEFAULT_FORMS, None])
+def test_what_is_refused_so_is_due_at_once_when_it_comes_again(form: str | None) -> None:
+    """However its delay was said, and where nothing said it but the route."""
+    route = Route(b"e", b"orders.out", default_delay_ms=60_000)
+    said: dict[str, tuple[Header, ...]] = {
+        "x-delay": ((b"x-delay", number("I", 60_000)),),
+        "x-deliver-at": ((b"x-deliver-at", number("l", NOW)),),
+        "x-opt-delivery-time": ((b"x-opt-delivery-time", number("l", NOW)),),
+        "x-opt-delivery-delay": ((b"x-opt-delivery-delay", number("l", 60_000)),),
+    }
+    parcel = PARCEL._replace(properties=Props(headers=said.get(form or "", ())).encode())
+    properties, _ = edits.undelivered(parcel, "why", b"id", 10_000)
+    policy = Policy("native", {b"e": route}, b"delays", 86_400_000)
+    sorted_ = sort(Delivery(1, False, b"e", b"k", properties, b"body"), policy, NOW + 1000, 100_000)
+    assert isinstance(sorted_.plan, AtOnce)
 
 
 async def test_strays_that_are_not_taken() -> None:

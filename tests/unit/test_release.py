@@ -93,6 +93,10 @@ def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:
     assert not isinstance(outgoing, str)
     assert outgoing[:2] == row.parcel.target
     assert outgoing.token == b"77"
+    again = prepared(row._replace(parcel=row.parcel._replace(token=b"earlier")), 10_000)
+    assert isinstance(again, Outgoing)
+    assert again.token == b"earlier"  # as it was published before it was held
+    assert b"earlier" in again.properties
     found = {field.name: field.value for field in Properties.parse(outgoing.properties).headers_items()}
     assert found == {b"mine": "kept", b"x-delayer-id": "77", b"x-delayer-due": NOW - 5}
 

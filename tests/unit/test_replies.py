@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery, Returned
 from delayer.core.plan import Mode, Policy, Route
+from delayer.core.values import TakenOut
 from delayer.services import replies
 from delayer.services.carry import IntakeCarrier
 from delayer.services.counting import Counters
@@ -37,7 +38,9 @@ def cancel(
 )
 def test_outcomes(found: bool, redelivered: bool, said: str) -> None:
     ask = Asked(b"a", b"answers", None, redelivered)
-    assert replies.outcome(ask, {b"a", b"b"} if found else {b"b"}) == said
+    assert replies.outcome(ask, TakenOut(frozenset({b"a", b"b"} if found else {b"b"}))) == said
+    # Held for want of an answer: perhaps it is out.
+    assert replies.outcome(ask, TakenOut(frozenset({b"b"}), frozenset({b"a"}))) == "unknown"
 
 
 def test_a_reply_is_known_by_what_the_cancel_said() -> None:
@@ -67,10 +70,10 @@ class Parking:
     def __init__(self, *keys: bytes) -> None:
         self.keys = set(keys)
 
-    async def park(self, parcels: object, cancels: list[bytes]) -> frozenset[bytes]:
+    async def park(self, parcels: object, cancels: list[bytes]) -> TakenOut:
         taken = frozenset(self.keys & set(cancels))
         self.keys -= taken
-        return taken
+        return TakenOut(taken)
 
 
 class Bindings:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from delayer.core import unanswered
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.ops.http import asked, forms, render
@@ -30,6 +31,7 @@ from delayer.store.rescheduling import When
 PAST: Final = {
     "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
 }  # fmt: skip
+PERHAPS_OUT: Final = "were held for want of an answer: their queue perhaps has them, and delivers them all the same."
 SHOWN: Final = 20
 """Chosen messages that a question names; the others are counted."""
 _LOCKED: Final = "To change something, say the token first."
@@ -130,6 +132,8 @@ class Deeds:
             for token in tokens
             if found[token.id] in (Found.NOWHERE, Found.UNREADABLE)
         ]
+        if unsure := sum(where is Found.UNSURE for where in found.values()):
+            lines.append(f"{unsure} {PERHAPS_OUT}")
         return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
     async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
@@ -140,7 +144,7 @@ class Deeds:
         return await self._retry(who, verb, tokens, "/held")
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
-        ids = [token.id for token in tokens]
+        ids, unsure = [token.id for token in tokens], 0
         async with acting.acting(self.pages._url(), f"held {verb}") as connection:
             act = await acts.begin(connection, who, f"held {verb}", {"ids": ids})
             if verb == "retry":
@@ -148,10 +152,10 @@ class Deeds:
             else:
                 some = await heldback.named(connection, ids)
                 done = await acting.patiently(lambda: heldback.drop(connection, some, act))
-        gone = len(ids) - done
-        return Told(
-            f"{PAST[verb]}: {done} of {len(ids)}", [f"{gone} are not held any more."] if gone else [], done, back
-        )
+                unsure = sum(unanswered.perhaps_out(one.hold.reason) for one in some)
+        lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
+        lines += [f"{unsure} {PERHAPS_OUT}"] if unsure else []
+        return Told(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 
     async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "back", "confirmed"))

@@ -2,7 +2,7 @@
 --
 -- $1 lane, $2 rows, $3 bytes, $4 routes, $5 whether these are meant or all others.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
-       h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts, h.reason
+       h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts, h.reason, h.token
 FROM held AS h
 WHERE h.id IN (
     SELECT id
