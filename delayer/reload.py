@@ -16,6 +16,7 @@ from delayer.ops.notify import Notifier
 from delayer.settings import ConfigError, Settings
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
+from delayer.wiring import without_effect
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +76,8 @@ class Reload:
             log.warning("restart needed", keys=restart)
         if old.mode != wanted.mode:
             log.info("mode switched", before=old.mode, now=wanted.mode)
-        log.info("reloaded", keys=live)
+        unpaced = without_effect(wanted)
+        log.info("reloaded", keys=live, **({"max_rate_without_effect": unpaced} if unpaced else {}))
         return ""
 
     async def _make_ready(self, wanted: Settings) -> None:

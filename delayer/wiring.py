@@ -17,6 +17,11 @@ def uses_cascade(settings: Settings) -> bool:
     return settings.mode == "native" or settings.store.park_beyond_ms > 0
 
 
+def without_effect(settings: Settings) -> list[str]:
+    """The routes whose ``max_rate`` nothing keeps to: new messages of theirs do not come by the store."""
+    return [route.from_ for route in settings.routes if route.max_rate and settings.mode == "native"]
+
+
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
     """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
     their way through a cascade that new delays do not take any more."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import (
     ChannelClosed,
     ChannelLockedResource,
@@ -137,6 +138,18 @@ class Admin:
         answer = await answered(self._link, lambda channel: bind(channel, Binding(exchange, queue, "queue", key)))
         return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
+    async def may_consume(self, queue: str) -> bool:
+        """Whether this user may read the queue, without reading anything: the broker looks at that first, and then
+        turns down what is no priority. True where there is no such queue."""
+        try:
+            await answered(
+                self._link,
+                lambda channel: channel.basic_consume(queue, _ignored, arguments={"x-priority": "none"}),
+            )
+        except BrokerRefused:
+            return False
+        return True
+
     async def queue_exists(self, name: str) -> bool:
         answer = await answered(self._link, lambda channel: find_queue(channel, name))
         return isinstance(answer, ChannelLockedResource) or _exists(answer)
@@ -154,6 +167,10 @@ class Admin:
         worker, the broker does not count; stop the daemon first.
         """
         return await Remover(self._link, topology, force=force).run()
+
+
+async def _ignored(_message: DeliveredMessage) -> None:
+    """Nothing is delivered."""
 
 
 def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:

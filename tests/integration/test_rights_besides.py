@@ -232,3 +232,23 @@ async def test_a_daemon_whose_broker_finishes_with_these_rights(rabbitmq: Rabbit
             assert inbox.only(b"1").delivery.routing_key.endswith(b"0.1.mail.inbox")
             assert await daemon.stop() == 0
             assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
+
+
+async def test_what_native_mode_left_is_off_where_the_rights_are_those_of_store_mode(
+    rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
+) -> None:
+    """The daemon would not be ready. Whoever looks takes nothing out of the queue."""
+    async with place(rabbitmq) as vhost, await Raw.connect(rabbitmq.url(vhost)) as raw:
+        rabbitmq.api("PUT", f"/api/exchanges/{vhost}/delayer.out", {"type": "topic", "durable": True})
+        await declared(rabbitmq.url(vhost), topology_of(Settings.model_validate({"mode": "native"})))
+        await raw.publish(Message("", b"delays.due", Props(delivery_mode=2), b"1"))
+        url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-after")
+        config = tmp_path / "delayer.toml"
+        config.write_text(f'[broker]\nurl = "{url}"\n[store]\nurl = "{store}"\n')
+        with pytest.raises(RuntimeError, match=r"may not consume it: \S+delays\.due\S+ \S+delayer\.delay-strays"):
+            await command(config, "check", "--json")
+        user_url(rabbitmq, vhost, patterns_of("native"), "delayer-after")
+        assert "may not consume" not in await command(config, "check", "--json")
+        (message,) = (await raw.inbox("delays.due"),)
+        await message.got([b"1"])
+        assert not message.only(b"1").delivery.redelivered

@@ -10,7 +10,7 @@ from delayer.core.cascade import Cascade
 from delayer.core.plan import Finish, Mode, Route
 from delayer.policies import policy_of
 from delayer.settings import Settings
-from delayer.wiring import cascade_of, native_of, queues_at_work, topology_of, uses_cascade
+from delayer.wiring import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
 
 
 def settings(**tables: Any) -> Settings:
@@ -108,3 +108,9 @@ def test_names_come_from_the_settings() -> None:
 )
 def test_queues_that_a_daemon_works_with(tables: dict[str, Any], name: str, key: str | None) -> None:
     assert queues_at_work(settings(**tables)).get(name) == key
+
+
+def test_rates_are_without_effect_in_native_mode() -> None:
+    routes = [{"from": "a", "to": "b", "max_rate": 5}, {"from": "c", "to": "b"}]
+    assert without_effect(settings(route=routes)) == []
+    assert without_effect(settings(route=routes, mode="native")) == ["a"]
