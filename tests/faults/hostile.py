@@ -4,7 +4,8 @@ delivered   at its destination, once, not early, with every header that is not d
 refused     in the refused queue, with this reason
 held        in the store, or among the strays, with this reason
 turned away by the broker itself: the publisher's channel or connection is closed, and delayer never sees it
-somewhere   any one of these: the bytes are broken, and which program notices first depends on the broker
+
+What a broker has to be able to do to take it, where that is not every one, stands beside it (rabbitmq_versions.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from tests.rig.rabbitmq_versions import OfAVersion
 from tests.rig.raw import VOID, Header, Message, Props, Value, array, decimal, number, octets, table, text
 
 STORE, NATIVE = "store", "native"
@@ -27,7 +29,6 @@ class End(Enum):
     REFUSED = "refused"
     HELD = "held"
     TURNED_AWAY = "turned away"
-    SOMEWHERE = "somewhere"
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,18 @@ class Hostile:
     again: int = 0
     arrives_as: bytes | None = None
     """The routing key at the destination, if it is another one."""
+    needs: str = ""
+    """What a broker has to be able to do to take it (OfAVersion); one that is not turns it away."""
 
     def message(self, body: bytes) -> Message:
         props = self.props
         if props is None:
             props = Props(headers=self.headers, delivery_mode=2)
         return Message(self.through, self.key, props, body.ljust(self.size, b"\xce"))
+
+    def at(self, broker: OfAVersion) -> Hostile:
+        """Where it ends at this one."""
+        return replace(self, end=End.TURNED_AWAY, reason="") if self.needs and not getattr(broker, self.needs) else self
 
 
 def delivered(*headers: Header, **more: object) -> Hostile:
@@ -72,13 +79,9 @@ def turned_away(*headers: Header, **more: object) -> Hostile:
     return replace(Hostile(End.TURNED_AWAY, headers=headers), **more)
 
 
-def somewhere(*headers: Header) -> Hostile:
-    return Hostile(End.SOMEWHERE, headers=headers)
-
-
 def broken(table: bytes) -> Hostile:
-    """A header table of these bytes and no other property."""
-    return Hostile(End.SOMEWHERE, props=b"\x20\x00" + struct.pack(">I", len(table)) + table)
+    """A header table of these bytes and no other property. Every RabbitMQ so far ends the publisher's connection."""
+    return Hostile(End.TURNED_AWAY, props=b"\x20\x00" + struct.pack(">I", len(table)) + table)
 
 
 def x_delay(value: Value) -> Header:
@@ -142,7 +145,9 @@ PUBLISHER: Mapping[str, Hostile] = {
     "odd values in fixed places": delivered(
         props=Props(headers=(SECOND,), delivery_mode=2, priority=255, timestamp=2**64 - 1, type=b"\0" * 255)
     ),
-    "a delivery mode that is none": Hostile(End.SOMEWHERE, props=Props(headers=(SECOND,), delivery_mode=255)),
+    "a delivery mode that is none": delivered(
+        props=Props(headers=(SECOND,), delivery_mode=255), needs="takes_any_delivery_mode"
+    ),
     "transient": delivered(props=Props(headers=(SECOND,), delivery_mode=1)),
     "a content class that nobody knows": turned_away(SECOND, content_class=61),
 }
@@ -167,9 +172,9 @@ DELAYS: Mapping[str, Hostile] = {
     "infinity": refused("x-delay: ", x_delay(text("Infinity"))),
     "minus infinity": refused("x-delay: ", x_delay(text("-inf"))),
     # Erlang has no such numbers: every RabbitMQ so far ends the publisher's connection.
-    "NaN as a double": somewhere(x_delay(number("d", float("nan")))),
-    "infinity as a double": somewhere(x_delay(number("d", float("inf")))),
-    "minus infinity as a float": somewhere(x_delay(number("f", float("-inf")))),
+    "NaN as a double": turned_away(x_delay(number("d", float("nan")))),
+    "infinity as a double": turned_away(x_delay(number("d", float("inf")))),
+    "minus infinity as a float": turned_away(x_delay(number("f", float("-inf")))),
     "10^30 as text": refused("x-delay: ", x_delay(text("1" + "0" * 30))),
     "10^30 as a double": refused("too long", x_delay(number("d", 1e30))),
     "10,000 digits": refused("x-delay: |too long", x_delay(text("9" * 10_000))),

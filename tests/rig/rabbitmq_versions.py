@@ -24,6 +24,11 @@ class OfAVersion(ABC):
         return (16 if self.version >= (4,) else 128) << 20
 
     @property
+    def takes_any_delivery_mode(self) -> bool:
+        """Whether it takes a message whose delivery mode is neither 1 nor 2, as it does from 4.0 on."""
+        return self.version >= (4,)
+
+    @property
     def lists_queue_types(self) -> bool:
         """Whether it lists a queue that was declared without ``x-queue-type`` with one, as it does from 4.0 on."""
         return self.version >= (4,)
