@@ -52,6 +52,8 @@ class Foresight:
         self.noted = NEVER_MS  # soonest row parked since the last claim began
         self.retries = Retries(start.retry_ms)
         self.marks = Marks()
+        self.held = Marks()
+        """The same of held rows, by when they are tried again. The look back, once a minute, takes them back."""
         self.more = True
         self.next: int | None = None  # when the next row is due that the last claim saw, if it took none
         self._searched: Place = BEGINNING  # where the last search for rows behind their marks came to
@@ -80,6 +82,7 @@ class Foresight:
     def pace(self, scopes: Sequence[Scope]) -> None:
         """See ports.Lane. The watermark stays what it is: a place before which there is nothing of any scope."""
         self.marks.begin(scopes, self.watermark)
+        self.held.begin(scopes, session.BEGINNING_MS)
         self.retries.again()
 
     def claiming(self) -> None:
@@ -93,6 +96,8 @@ class Foresight:
             self.watermark = min(claim.watermark_after, self.noted)
         else:
             self.marks.passed(claim.scope, claim.place_after)
+            if claim.held_after is not None:
+                self.held.passed(claim.scope, claim.held_after)
             self.watermark = self.marks.lowest_ms
         self.more = claim.full
         self.next = claim.next_ms
@@ -112,6 +117,7 @@ class Foresight:
             self._clock_steps = self._clock.steps
             self.watermark = session.BEGINNING_MS
             self.marks.again(session.BEGINNING_MS)
+            self.held.again(session.BEGINNING_MS)
             self.retries.again()
             self.more = True
 
@@ -135,6 +141,7 @@ class Foresight:
     def note_held(self, retry_ms: int) -> None:
         """A message was put straight into held, to be tried again at ``retry_ms``."""
         self.retries.again()
+        self.held.note(retry_ms)
         self.expect_retry(retry_ms)
 
     def expect_retry(self, retry_ms: int) -> None:

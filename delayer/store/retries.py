@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final
 
 from delayer.core.pace import Scope
@@ -12,23 +13,33 @@ LOCKED_MS: Final = 1_000
 """How long to leave rows alone that somebody else has locked: nobody tells when they are free."""
 
 
+class Turn(Enum):
+    """What a claim takes of the held rows that are due."""
+
+    NONE = "none"
+    SHARE = "share"
+    """A tenth, beside those that wait."""
+    SPARE = "spare"
+    """What is left where none waits: there is but one row to take, and it is their turn."""
+
+
 class Retries:
     """The soonest retry of a lane, and for each scope of claims whether it was in vain just now."""
 
     def __init__(self, soonest_ms: int | None) -> None:
         self.soonest_ms = NEVER_MS if soonest_ms is None else soonest_ms
         self._passed_over: dict[Scope | None, int] = {}
-        self._single = False  # whether the last claim of a single row was for one that is held
+        self._single: set[Scope | None] = set()  # of these the last claim of a single row was for one that is held
         self._crowded: set[Scope | None] = set()
 
-    def wanted(self, scope: Scope | None, limit: int, now_ms: int) -> bool:
+    def turn(self, scope: Scope | None, limit: int, now_ms: int) -> Turn:
         """Whether a claim of ``limit`` rows is to take held ones too."""
         if max(self.soonest_ms, self._passed_over.get(scope, LONG_AGO_MS)) > now_ms:
-            return False
+            return Turn.NONE
         if limit == 1:  # of one row nothing is left for those that wait: they take turns
-            self._single = not self._single
-            return self._single
-        return True
+            self._single ^= {scope}
+            return Turn.SHARE if scope in self._single else Turn.SPARE
+        return Turn.SHARE
 
     def limit(self, scope: Scope | None, limit: int) -> int:
         """How many rows such a claim may be of: a single one, and so a held one, where the last had no bytes for any.

@@ -9,7 +9,7 @@ from delayer.store import claiming, statements
 from delayer.store.claiming import Claim
 from delayer.store.clock import StoreClock
 from delayer.store.foresight import Foresight
-from delayer.store.retries import NEVER_MS
+from delayer.store.retries import NEVER_MS, Turn
 
 
 async def take(
@@ -23,8 +23,8 @@ async def take(
     scope: Scope | None,
 ) -> Claim:
     """See ports.Lane. Raises the driver's errors."""
-    with_held = known.retries.wanted(scope, limit, clock.now_ms())
-    if with_held:
+    turn = known.retries.turn(scope, limit, clock.now_ms())
+    if turn is Turn.SHARE:
         limit = known.retries.limit(scope, limit)
     if scope is not None:
         claim = await claiming.take_scoped(
@@ -33,9 +33,10 @@ async def take(
             number,
             scope=scope,
             place=known.marks.claims(scope),
+            held_place=known.held.claims(scope),
             limit=limit,
             max_bytes=max_bytes,
-            with_held=with_held,
+            turn=turn,
         )
     else:
         claim = await claiming.take(
@@ -45,7 +46,7 @@ async def take(
             watermark=known.watermark,
             limit=limit,
             max_bytes=max_bytes,
-            with_held=with_held,
+            turn=turn,
         )
     known.retries.crowded(scope, claim.crowded)
     return claim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,9 @@ from delayer.core.pace import Pacer, Scope
 from delayer.services.counting import Counters
 from delayer.services.ports import Lane
 from delayer.services.release import Portion, Release
-from delayer.store import claiming, outlook
+from delayer.store import claiming, outlook, telling
 from delayer.store.lane import PostgresLane
+from delayer.store.telling import Told
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import Pulse, ScriptedPublisher
@@ -197,6 +199,67 @@ async def test_held_rows_of_limited_routes_are_tried_by_a_release(database: str,
         assert len(publisher.published) == len(routes)
 
 
+async def test_held_rows_of_others_pass_a_flood_that_is_held(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claiming, "READ_AT_ONCE", 100)
+    async with opened(database) as store, owned(store, 1) as [lane], sql(database) as admin:
+        assert isinstance(lane, PostgresLane)
+        now = store.now_ms()
+        await store.hold(lane, [(of(b"slow", now), "returned: 312 NO_ROUTE") for _ in range(350)])
+        await store.hold(lane, [(of(b"any", now), "returned: 312 NO_ROUTE") for _ in range(5)])
+        again = "UPDATE held SET retry_at = now() - CASE route WHEN 'slow' THEN 9 ELSE 5 END * interval '1 second'"
+        await admin.execute(again)
+        await lane.look_back()
+        lane.pace((OTHERS, LIMITED))
+        looks = 1
+        async with admin.transaction():
+            await admin.execute("SELECT FROM held WHERE route = 'any' ORDER BY id DESC LIMIT 1 FOR UPDATE")
+            while not (found := await take(lane, 1000, OTHERS)):
+                assert lane.more
+                assert await take(lane, 1, LIMITED) == [b"slow"]
+                looks += 1
+                assert looks < 8, "each look goes on behind the last"
+            assert found == [b"any"] * 4
+        assert lane._known.retries.soonest_ms < now, "the flood is due all the while"
+        assert await take(lane, 1000, OTHERS) == [b"any"], "somebody else had it for a moment"
+        assert await take(lane, 1000, OTHERS) == []
+        assert not lane.more, "the flood is not read again"
+        # Nor for what falls due later, nor for what is hurried.
+        await store.hold(lane, [(of(b"any", now), "returned: 312 NO_ROUTE") for _ in range(2)])
+        await admin.execute("UPDATE held SET retry_at = statement_timestamp() WHERE route = 'any'")
+        lane.hear(Told(telling.HELD, store.now_ms() - 1_000))
+        assert await take(lane, 1000, OTHERS) == [b"any"] * 2
+        # By hand, and nobody said so: found by the look of each minute.
+        await store.hold(lane, [(of(b"any", now), "returned: 312 NO_ROUTE")])
+        await admin.execute(again)
+        await lane.look_back()
+        looks = 0
+        while not await take(lane, 1000, OTHERS):
+            looks += 1
+            assert looks < 8
+        assert len(await take(lane, 5, LIMITED)) == 1
+
+
+@pytest.mark.parametrize("rate", [2.0, 5.0, 9.0])
+async def test_held_rows_of_a_slow_route_go_at_its_rate(
+    database: str, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """One token at a time: it is for a row that is held wherever none waits."""
+    now = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("delayer.services.release.time", clock)
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        assert isinstance(lane, PostgresLane)
+        await store.hold(lane, [(of(b"slow", store.now_ms()), "returned: 312 NO_ROUTE") for _ in range(40)])
+        await held_at_once(lane, database, *40 * (b"slow",))
+        pacer = Pacer()
+        pacer.set({b"slow": rate}, now)
+        publisher = ScriptedPublisher()
+        release = Release(lane, publisher, portion=Portion(), pulse=Pulse(), counters=Counters(), pacer=pacer)
+        while now < 1004.0:
+            now += await release.tick() + 0.001
+        assert 4 * rate * 0.9 <= len(publisher.published) <= 4 * rate + 2
+
+
 @pytest.mark.parametrize("scope", [None, LIMITED], ids=["all", "limited"])
 async def test_held_rows_have_their_share_beside_a_backlog(database: str, scope: Scope | None) -> None:
     async with opened(database) as store, owned(store, 1) as [lane]:
@@ -216,3 +279,23 @@ async def test_held_rows_have_their_share_beside_a_backlog(database: str, scope:
         assert tried[0] == (20, 2)
         assert sorted(tried[1:3]) == [(1, 0), (1, 1)]
         assert tried[3:] == [(1, 0), (1, 0)]
+
+
+async def test_slow_routes_take_turns_each_by_itself(database: str) -> None:
+    """Held and waiting ones of both: with one turn for all, one route would only try what is held, the other never."""
+    slower = Scope(frozenset({b"slower"}), only=True)
+    async with opened(database) as store, owned(store, 1) as [lane]:
+        assert isinstance(lane, PostgresLane)
+        now = store.now_ms()
+        for route in (b"slow", b"slower"):
+            await store.park(lane, [of(route, now - 60_000 + n) for n in range(9)], [])
+            await store.hold(lane, [(of(route, now), "returned: 312 NO_ROUTE") for _ in range(9)])
+        await held_at_once(lane, database, *9 * (b"slow",), *9 * (b"slower",))
+        lane.pace((Scope(SLOW | slower.routes, only=False), LIMITED, slower))
+        held = {LIMITED: 0, slower: 0}
+        for _ in range(6):
+            for scope in held:
+                [row] = await lane.claim(1, ROOM, scope)
+                held[scope] += row.attempts > 0
+                await lane.settle([row], [])
+        assert held == {LIMITED: 3, slower: 3}

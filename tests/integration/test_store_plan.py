@@ -266,8 +266,12 @@ async def test_a_release_of_some_routes_reads_no_more_than_its_bound(
         # A whole claim of them leaves no room for held ones; so once more, with room.
         await lane.claim(READ_AT_ONCE, ROOM, scope)
         await lane.give_up()
+        await lane.look_back()
         found = plans.take()
         passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
+        for plan in one_of(found, statements.ROUTES_BEHIND):
+            check_messages(plan, passed, "lane", "due_at")
+            check_bounded(plan, *PARTITIONS)
         for plan in one_of(found, statements.CLAIM_SCOPED):
             check_messages(plan, passed, "lane", "due_at")
             check_bounded(plan, *PARTITIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.core.pace import Scope
-from delayer.store.retries import LOCKED_MS, NEVER_MS, Retries
+from delayer.store.retries import LOCKED_MS, NEVER_MS, Retries, Turn
 
 NOW = 1_800_000_000_000
 LIMITED = Scope(frozenset({b"slow"}), only=True)
@@ -14,27 +14,31 @@ OTHERS = Scope(frozenset({b"slow"}), only=False)
 
 @pytest.mark.parametrize(("soonest_ms", "wanted"), [(None, False), (NOW + 1, False), (NOW, True), (NOW - 60_000, True)])
 def test_held_rows_are_asked_for_when_one_is_to_be_tried(soonest_ms: int | None, wanted: bool) -> None:
-    assert Retries(soonest_ms).wanted(None, 1000, NOW) is wanted
+    assert Retries(soonest_ms).turn(None, 1000, NOW) is (Turn.SHARE if wanted else Turn.NONE)
 
 
 def test_one_scope_that_asks_in_vain_keeps_no_other_from_asking() -> None:
     retries = Retries(NOW)
     retries.in_vain(OTHERS, NOW)
-    assert not retries.wanted(OTHERS, 1000, NOW + LOCKED_MS - 1)
-    assert retries.wanted(LIMITED, 1000, NOW)
-    assert retries.wanted(OTHERS, 1000, NOW + LOCKED_MS)
+    assert retries.turn(OTHERS, 1000, NOW + LOCKED_MS - 1) is Turn.NONE
+    assert retries.turn(LIMITED, 1000, NOW) is Turn.SHARE
+    assert retries.turn(OTHERS, 1000, NOW + LOCKED_MS) is Turn.SHARE
 
 
 def test_news_end_the_pause() -> None:
     retries = Retries(NOW)
     retries.in_vain(None, NOW)
     retries.again()
-    assert retries.wanted(None, 1000, NOW)
+    assert retries.turn(None, 1000, NOW) is Turn.SHARE
 
 
 def test_of_a_single_row_held_ones_and_waiting_ones_take_turns() -> None:
     retries = Retries(NOW)
-    assert [retries.wanted(None, 1, NOW) for _ in range(4)] == [True, False, True, False]
+    for scope in (None, LIMITED, OTHERS):
+        assert [retries.turn(scope, 1, NOW) for _ in range(4)] == [Turn.SHARE, Turn.SPARE] * 2
+    # And each by itself, however often the others ask.
+    asked = [retries.turn(scope, 1, NOW) for _ in range(2) for scope in (LIMITED, OTHERS)]
+    assert asked == [Turn.SHARE] * 2 + [Turn.SPARE] * 2
 
 
 def test_who_had_no_bytes_has_the_next_turn() -> None:
