@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from delayer.store.skipping import FAR
+import asyncio
+from collections import Counter
+
+from delayer.store.skipping import FAR, skip_ids
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import opened, sql
@@ -42,6 +45,27 @@ async def test_what_an_older_copy_gives_again(delayer: Run, database: str) -> No
     assert min(await park(database, 1)) < then + 2 * FAR
     delayer("db", "skip-ids", "--by", "1000000000000000")
     assert min(await park(database, 1)) > 1_000_000_000_000_000
+
+
+async def test_beside_daemons_it_never_goes_back(delayer: Run, database: str) -> None:
+    """However few are left out: no number comes twice, and none below what was said."""
+    delayer("db", "upgrade")
+    given: Counter[int] = Counter()
+    over = asyncio.Event()
+
+    async def park_on() -> None:
+        async with sql(database) as connection:
+            while not over.is_set():
+                some = await connection.fetch("SELECT nextval('message_id') AS id FROM generate_series(1, 500)")
+                given.update(row["id"] for row in some)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(park_on())
+        firsts = [await skip_ids(database, 1) for _ in range(60)]
+        over.set()
+    assert given and max(given.values()) == 1
+    assert firsts == sorted(set(firsts))
 
 
 async def test_what_it_needs_is_said(delayer: Run, database: str) -> None:
