@@ -17,6 +17,7 @@ import click
 from delayer import settings as configuration
 from delayer.commands import tables
 from delayer.core import certificates
+from delayer.core.plain_json import escaped
 from delayer.settings import Settings
 from delayer.settings.readable import readable
 
@@ -88,7 +89,7 @@ class Unreached(Failure):
 
 def print_json(value: object) -> None:
     """One JSON document on stdout, and nothing else there."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+    click.echo(escaped(json.dumps(value, indent=2, ensure_ascii=False, default=_plain)))
 
 
 def _plain(value: object) -> object:

@@ -24,6 +24,7 @@ import json
 from typing import Any, Final, NamedTuple
 
 from delayer.core.message import Parcel, Target
+from delayer.core.plain_json import escaped
 
 VERSION: Final = 1
 PERSISTENT: Final = b"\x10\x00\x02"
@@ -77,7 +78,7 @@ def write_end(messages: int) -> bytes:
 
 
 def _dumped(said: dict[str, Any]) -> bytes:
-    return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return escaped(json.dumps(said, ensure_ascii=False, separators=(",", ":"))).encode() + b"\n"
 
 
 def _put(said: dict[str, Any], name: str, value: bytes) -> None:

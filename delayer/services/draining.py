@@ -50,7 +50,8 @@ def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
         now.keyed,
         "store",
         "they have a key, and the cascade knows no keys",
-        "they are released from here when they are due; or --keys-too, and nobody can replace or cancel them any more",
+        "none: they are released from here when they are due; or --keys-too, and nobody can replace or cancel them",
+        by_itself=True,
     )
     others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
     found = [

@@ -55,10 +55,9 @@ async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Pat
         assert f"{COUNT} messages into the cascade" in told
         assert "1  store  they have a key" in told
         assert len(await listed(config)) == COUNT + 1
-        with pytest.raises(
-            RuntimeError, match=f"(?s)exit 1\\nMoved into the cascade: {COUNT}.*1  store  they have a key"
-        ):
-            await command(config, "drain", "--to", "native", "--yes")
+        told = await command(config, "drain", "--to", "native", "--yes")  # 0: what stays goes by itself
+        assert f"Moved into the cascade: {COUNT}" in told
+        assert "1  store  they have a key" in told
         assert set(await listed(config)) == {"keyed"}, "the cascade knows no keys"
 
         seen = len(daemon.events)

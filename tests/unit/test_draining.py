@@ -71,11 +71,11 @@ NOTHING = Standing(0, 0, 0, 0, 0, 0)
     ("now", "unsound", "keys_too", "left"),
     [
         (NOTHING, 0, False, []),
-        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "--keys-too")]),
+        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "none: they are released")]),
         (NOTHING._replace(rows=7, keyed=7), 0, True, [(7, "store", "meanwhile", AGAIN)]),
         (
             NOTHING._replace(rows=7, keyed=2, soon=5), 0, False,
-            [(2, "store", "a key", ""), (5, "store", "minute", "none")],
+            [(2, "store", "a key", "none"), (5, "store", "minute", "none")],
         ),
         (NOTHING._replace(rows=4), 3, False, [(3, "store", "checksum", "audit"), (1, "store", "meanwhile", AGAIN)]),
         (NOTHING._replace(rows=1, soon=2), 0, False, [(2, "store", "minute", "none")]),
