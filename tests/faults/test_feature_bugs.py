@@ -60,6 +60,17 @@ async def test_what_is_taken_over_too_short_is_found(rabbitmq: RabbitMQ, postgre
             fleet.ledger.verdict().assert_kept()
 
 
+async def test_what_does_not_wait_at_the_border_is_found(
+    rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    environ = {"STORE__PARK_BEYOND": "2s"}
+    async with opened(rabbitmq, postgres, tmp_path, Ledger, seed=SEED, environ=environ, bug="at the border") as fleet:
+        await fleet.ledger.publish(100, longest_ms=4_000)
+        await fleet.ledger.all_back()
+        with pytest.raises(AssertionError, match="early"):
+            fleet.ledger.verdict().assert_kept()
+
+
 async def test_twice_the_rate_is_found(rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path) -> None:
     environ = rates.ENVIRON
     async with (
