@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 from sqlalchemy import URL
@@ -35,6 +36,9 @@ SHOWN: Final = frozenset(
 """What of a URL's parameters, and of an ODBC connection string, says which database it is. Nothing else is shown or
 kept: drivers take passwords there under many names."""
 ODBC: Final = "odbc_connect"
+LAST_PORT: Final = 65_535
+_FILES: Final = ("ssl_ca", "ssl_cert", "ssl_key")
+"""Parameters of MySQL's drivers that name files; the error about one that is not there does not say which."""
 _LIBPQ_TLS: Final = "sslmode"
 _EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
 _ESCAPES: Final = "characters like / @ : # in a password, and an @ elsewhere, are written %2F %40 %3A %23"
@@ -51,6 +55,8 @@ def database_url(text: str) -> URL:
         url = make_url(text)
     except (ArgumentError, ValueError):
         raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
+    if url.port is not None and not 0 < url.port <= LAST_PORT:  # the network takes it modulo 65536
+        raise BadSource("the source's URL: expected a port from 1 to 65535")
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
     if url.drivername == DRIVERS["postgresql"] and _LIBPQ_TLS in url.query:
         # As every tool but this driver calls it.
@@ -99,6 +105,16 @@ def _refused(error: Exception) -> bool:
     return bool(arguments) and arguments[0] in FORBIDDEN
 
 
+def _look_at_files(url: URL) -> None:
+    """Raises BadSource where one cannot be read."""
+    for name in _FILES:
+        for file in url.normalized_query.get(name, ()):
+            try:
+                Path(file).open("rb").close()
+            except OSError as error:
+                raise BadSource(f"the source's URL: {name}: {file}: {error.strerror}") from error
+
+
 class Database:
     """Connections to one database."""
 
@@ -132,6 +148,7 @@ class Database:
         """Raises SourceLost, BadSource, and the driver's errors."""
         try:
             if self._engine is None:
+                _look_at_files(self._url)
                 self._engine = create_async_engine(self._url)
             return await self._engine.connect()
         except ModuleNotFoundError as error:

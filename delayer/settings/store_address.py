@@ -27,6 +27,8 @@ _OWN_ROOT: Final = ".postgresql/root.crt"
 def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """What was expected and what was found, for each mistake."""
     query = urlsplit(url).query
+    if urlsplit(url).netloc.count("@") > 1:  # the driver takes the host to begin behind the first
+        return [("a URL in which an @ of user or password is written %40", "another one (not shown)")]
     try:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError:

@@ -62,3 +62,17 @@ def test_odbc_values_in_braces() -> None:
     assert odbc_parts(ODBC)["pwd"] == "{s3cr;t{x}"
     assert odbc_parts("PWD={a}};b};SERVER=x") == {"pwd": "{a}};b}", "server": "x"}
     assert odbc_parts("") == {}
+
+
+@pytest.mark.parametrize("port", [0, 65_536, 99_999])
+def test_a_port_that_is_none_is_not_taken_modulo(port: int) -> None:
+    with pytest.raises(BadSource, match="expected a port from 1 to 65535"):
+        database_url(f"postgresql://me:s3cret@localhost:{port}/sales")
+
+
+@pytest.mark.parametrize("name", ["ssl_ca", "ssl_cert", "ssl_key"])
+async def test_a_file_that_is_not_there_is_named(name: str) -> None:
+    database = Database(database_url(f"mysql://me:s3cret@127.0.0.1:1/sales?{name}=/no/such"))
+    with pytest.raises(BadSource, match=f"{name}: /no/such: No such file or directory"):
+        async with database.connected():
+            pass

@@ -72,3 +72,14 @@ def test_all_mistakes_at_once() -> None:
         load(None, {}, flags)
     assert [problem.key for problem in told.value.problems].count("store.url") == 2
     assert len(told.value.problems) == 3
+
+
+@pytest.mark.parametrize("who", ["ann@srv:pw", "ann:p@w"])
+async def test_an_at_sign_that_the_driver_would_end_the_password_at(who: str) -> None:
+    url = f"postgresql://{who}@localhost:1/d"
+    ((expected, found),) = mistakes(url, {})
+    assert "%40" in expected
+    assert who not in found
+    with pytest.raises((ValueError, OSError), match="invalid|not known|name resolution"):  # and not "refused"
+        await asyncpg.connect(url, timeout=5)
+    assert mistakes(url.replace("@", "%40", 1), {}) == []
