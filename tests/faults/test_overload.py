@@ -17,6 +17,7 @@ from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Outgoing
+from delayer.store.status import overview
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
 from tests.faults.place import Place, eventually
@@ -25,13 +26,20 @@ from tests.rig.ledger import Ledger
 from tests.rig.proxy import Proxy
 from tests.rig.raw import Message, Props, Raw, number
 from tests.rig.servers import Postgres, RabbitMQ
+from tests.soak.result import LARGEST_MB
 
 SEED = 7_000
 GROWN_MB = 120
 """How much larger a daemon may be under any load: its prefetch, a few batches, and what the interpreter does not give
 back."""
+FACTOR = 10
+"""Of an overload: so much more is sent than the store takes, from its beginning to its end."""
+TAKEN_AT_MOST = 100_000
+"""Bytes a second, for a start; less and less while that is more than a tenth of what is sent."""
 DEEP = 10_000
-"""As many in the queue are an overload: twice what is read ahead."""
+"""As many in the queue at least: twice what is read ahead."""
+FULL = 0.9
+"""Of the rate before the overload: the slowest of three passes then, and one of those afterwards."""
 GIVEN_BACK_SECONDS = 45.0
 """Far less than the 30 minutes after which RabbitMQ takes a consumer for dead, and closes its channel."""
 CONSUMER_TIMEOUT = 60.0
@@ -42,6 +50,8 @@ TOO_OLD = "delivery acknowledgement on channel"
 """What the broker logs of a consumer whose channel it closes for that; of one that it cancels, nothing."""
 
 
+SLOW_PUBLISHES = 40_000
+"""Bytes a second of a slow broker: a minute and more for what is published here, and the largest within 8 s."""
 SLOW = 700_000
 """Bytes a second that a slow store takes, and gives."""
 SLOW_SECONDS = 75.0
@@ -126,6 +136,36 @@ async def test_a_slow_broker_gets_less_at_a_time(rabbitmq: RabbitMQ, vhost: str)
     print(f"{tries} tries; {count * len(body) / 100_000 / timeout:.0f} times what one deadline is enough for")
 
 
+@pytest.mark.deadline(150)
+async def test_a_slow_broker_stops_releasing_not_parking(
+    rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str
+) -> None:
+    """Of a daemon's publishes the line takes so little that what is due waits in the store, while everything that comes
+    in is parked; when the line is as fast as before, all of it goes out."""
+    async with Proxy(rabbitmq.port) as proxy, AsyncExitStack() as stack:
+        place = await Place("store", vhost, store, via_broker=via(rabbitmq, vhost, proxy)).declare()
+        ledger = await stack.enter_async_context(place.ledger(SEED + 3))
+        daemon = await stack.enter_async_context(place.daemon())
+        await daemon.ready()
+        await ledger.publish(100, longest_ms=500)
+        await ledger.all_back()
+        before, parked_before = megabytes(daemon), await parked(place)
+        proxy.slow(bytes_per_second=SLOW_PUBLISHES, to_client=False)
+        await ledger.publish(8_000, delay_ms=500)
+        await eventually(lambda: parked(place), lambda count: count == parked_before + 8_000, timeout=60)
+        released = ledger.account.back - 100
+        print(f"all parked, {released} released; {before:.0f} → {megabytes(daemon):.0f} MB")
+        assert released < 4_000, "the broker was not slow"
+        assert await place.depth("delays") == 0
+        assert megabytes(daemon) - before < GROWN_MB
+        proxy.resume()
+        await ledger.all_back()
+        assert await daemon.stop() == 0
+        verdict = await place.settle_accounts(ledger)
+    print(verdict)
+    verdict.assert_kept(repeats=True)
+
+
 async def passing(ledger: Ledger, count: int) -> float:
     """Messages a second, from the first publish to the last arrival."""
     began = time.monotonic()
@@ -134,23 +174,36 @@ async def passing(ledger: Ledger, count: int) -> float:
     return count / (time.monotonic() - began)
 
 
+async def parked(place: Place) -> int:
+    """Messages that the store ever took."""
+    assert place.store
+    return (await overview(place.store)).counters["parked"]
+
+
 async def overloaded(
     seconds: float, rabbitmq: RabbitMQ, postgres: Postgres, vhost: str, store: str, stack: AsyncExitStack
 ) -> tuple[Place, Ledger]:
-    """The store takes a tenth of what comes in, for so long, and until that shows; then it is as fast as ever."""
+    """The store takes a tenth of what is sent, for so long at least; then it is as fast as ever."""
     proxy = await stack.enter_async_context(Proxy(postgres.port))
     place = await Place("store", vhost, store, via_store=via(postgres, store, proxy)).declare()
     ledger = await stack.enter_async_context(place.ledger(SEED + 1))
     daemon = await stack.enter_async_context(place.daemon())
     await daemon.ready()
-    usual = await passing(ledger, 10_000)
+    usual = min([await passing(ledger, 10_000) for _ in range(3)])
     before = megabytes(daemon)
-    proxy.slow(bytes_per_second=100_000)
+    pace = TAKEN_AT_MOST
+    proxy.slow(bytes_per_second=pace)
     until = time.monotonic() + seconds
     largest, deepest = before, 0
-    while time.monotonic() < until or deepest < DEEP:
+    sent_before, taken_before = ledger.account.sent, await parked(place)
+    sent = taken = 0
+    while time.monotonic() < until or deepest < DEEP or sent < FACTOR * taken:
         await ledger.publish(5_000, delay_ms=500)
         largest, deepest = max(largest, megabytes(daemon)), max(deepest, await place.depth("delays"))
+        sent, taken = ledger.account.sent - sent_before, await parked(place) - taken_before
+        if sent < FACTOR * taken:
+            pace = max(1_000, pace // 2)
+            proxy.slow(bytes_per_second=pace)
     waiting = ledger.account.sent - ledger.account.back
     share = waiting / ledger.account.sent
     proxy.resume()
@@ -158,12 +211,16 @@ async def overloaded(
     await ledger.all_back(timeout=None)  # but for the deadline of the test
     recovered = waiting / (time.monotonic() - began)
     print(
-        f"{ledger.account.sent} sent, {waiting} waiting ({share:.0%}), {deepest} in the queue; daemon {before:.0f} "
-        f"→ {largest:.0f} MB, afterwards {megabytes(daemon):.0f} MB; {usual:.0f}/s before, {recovered:.0f}/s afterwards"
+        f"{sent} sent and {taken} taken ({sent / max(1, taken):.0f} times, at {pace} bytes/s); {waiting} waiting "
+        f"({share:.0%}), {deepest} in the queue; daemon {before:.0f} → {largest:.0f} MB, afterwards "
+        f"{megabytes(daemon):.0f} MB; {usual:.0f}/s before, {recovered:.0f}/s afterwards"
     )
-    assert largest - before < GROWN_MB
+    assert sent >= FACTOR * taken
+    assert largest - before < GROWN_MB, f"{before:.0f} → {largest:.0f} MB"
+    assert largest < LARGEST_MB
     # As soon as the machine is ours again as much as it was before.
-    await eventually(lambda: passing(ledger, 10_000), lambda rate: rate > usual / 2, timeout=120)
+    full = await eventually(lambda: passing(ledger, 10_000), lambda rate: rate >= FULL * usual, timeout=120)
+    print(f"at full rate again: {full:.0f}/s, and {usual:.0f}/s before")
     assert await daemon.stop() == 0
     return place, ledger
 

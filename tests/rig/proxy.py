@@ -38,8 +38,8 @@ class Proxy:
     stall()     read nothing and answer nothing, on old and new connections, until resume(): a dead peer behind a live
                 network. What was sent meanwhile goes through then
     stall(to_server=False)  the same for the server's answers alone: requests arrive and take effect, and nobody hears
-    slow(...)   let every piece wait, or only so many bytes a second pass, in each direction of each connection; until
-                resume()
+    slow(...)   let every piece wait, or only so many bytes a second pass, in each direction of each connection, or in
+                one; until resume()
     """
 
     def __init__(self, port: int, *, host: str = ports.HOST) -> None:
@@ -100,9 +100,16 @@ class Proxy:
         if to_client:
             self._to_client.flowing.clear()
 
-    def slow(self, *, delay: float = 0.0, bytes_per_second: float = float("inf")) -> None:
-        """Forward each piece after ``delay`` seconds, and no more than so much."""
-        for way in (self._to_server, self._to_client):
+    def slow(
+        self,
+        *,
+        delay: float = 0.0,
+        bytes_per_second: float = float("inf"),
+        to_server: bool = True,
+        to_client: bool = True,
+    ) -> None:
+        """Forward each piece after ``delay`` seconds, and no more than so much, in these directions."""
+        for way in [self._to_server] * to_server + [self._to_client] * to_client:
             way.delay, way.bytes_per_second = delay, bytes_per_second
 
     def resume(self) -> None:
