@@ -13,12 +13,12 @@ import click
 from delayer.broker.consumer import RelaySubscription
 from delayer.broker.publisher import RelayPublisher
 from delayer.commands.acting import all_option, dry_run_option, go_on, yes_option
-from delayer.commands.common import FOUND, Misused, print_json, print_table, request_of
+from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of
 from delayer.commands.filters import address, iso
 from delayer.commands.looking import as_json
 from delayer.commands.refusing import AT_ONCE, GATHER_SECONDS, KEPT, PATIENCE, consuming
 from delayer.core import late
-from delayer.core.message import Confirmed, Outgoing
+from delayer.core.message import Confirmed, Outgoing, Target
 from delayer.policies import policy_of
 from delayer.services import envelopes, reading
 from delayer.services.strays import Reader, Stray
@@ -30,10 +30,37 @@ UNKNOWN: Final = "the broker found no queue for it at the end of the cascade"
 
 
 class Seen(NamedTuple):
-    """A stray, and why it is one."""
+    """A stray as it is shown, and why it is one: without its body, however large, but for the beginning."""
 
-    stray: Stray
+    id: bytes
+    due_ms: int
+    target: Target
+    route: bytes
+    attempts: int
+    retry_ms: int
     reason: str
+    head: bytes
+    size: int
+
+    @classmethod
+    def of(cls, stray: Stray) -> Seen:
+        parcel = stray.parcel
+        # One that the broker itself put there has no note of ours, whatever its publisher's headers say.
+        reason = envelopes.reason_of(stray.delivery.properties) if stray.attempts else ""
+        # One byte more than anybody shows, so that a cut is seen. A copy: a piece of the body would keep all of it.
+        head = bytes(parcel.body[: reading.PREVIEW + 1])
+        return cls(
+            stray.id, parcel.due_ms, parcel.target, parcel.route, stray.attempts, stray.retry_ms, reason or UNKNOWN,
+            head, len(parcel.body),
+        )  # fmt: skip
+
+
+class Found(NamedTuple):
+    """Those that are meant of the ``looked`` that were looked at; so many stood there."""
+
+    strays: list[Seen]
+    looked: int
+    depth: int
 
 
 def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,11 +93,13 @@ def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json
     """
     found = asyncio.run(_work(request_of(context).settings(), _means(ids, reason)))
     if as_json:
-        print_json({"messages": [_json_of(one) for one in found]})
-    elif found:
-        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, found), right=(3,))
+        print_json({"depth": found.depth, "messages": [_json_of(one) for one in found.strays]})
+        return
+    if found.strays:
+        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, found.strays), right=(3,))
     else:
         click.echo("No strays are meant." if ids or reason else "There are no strays.")
+    _say_cut(found)
 
 
 @strays.command()
@@ -114,56 +143,59 @@ def _act(
         raise click.UsageError("say which messages: ids, --reason, or --all alone")
     settings = request_of(context).settings()
     found = asyncio.run(_work(settings, _means(ids, reason)))
-    meant = frozenset(one.stray.id for one in found)
-    missing = set(ids) - {reading.text(id) for id in meant}
-    question = f"{verb.capitalize()} {len(meant):,} strays"
+    meant = frozenset(one.id for one in found.strays)
+    cut = _say_cut(found)
+    missing = set() if cut else set(ids) - {reading.text(id) for id in meant}
+    question = f"{verb.capitalize()} {len(meant):,} of {found.depth:,} strays"
     go_on(context, question, missing, some=bool(meant), named=bool(ids), dry_run=dry_run, yes=yes)
-    done = asyncio.run(_work(settings, lambda one: one.stray.id in meant, verb))
+    done = asyncio.run(_work(settings, lambda one: one.id in meant, verb)).strays
     click.echo(f"{PAST[verb]}: {len(done):,}.")
-    if missing or len(done) < len(meant):
+    if cut or missing or len(done) < len(meant):
         context.exit(FOUND)
+
+
+def _say_cut(found: Found) -> bool:
+    """Whether there are more than were looked at; then it is said."""
+    if found.looked < KEPT or found.depth <= found.looked:
+        return False
+    note(f"{found.depth:,} stand there; the first {found.looked:,} were looked at, and the rest was not.")
+    return True
 
 
 def _means(ids: Sequence[str], reason: str) -> Callable[[Seen], bool]:
     named = frozenset(ids)
-    return lambda one: (not named or reading.text(one.stray.id) in named) and reason in one.reason
+    return lambda one: (not named or reading.text(one.id) in named) and reason in one.reason
 
 
-async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "") -> list[Seen]:
+async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "") -> Found:
     """Those that are meant among the first KEPT; with ``verb``, what it was done to. Raises BrokerLost, Off."""
     found: list[Seen] = []
     done: set[bytes] = set()
-    async with _opened(settings) as (subscription, publisher, reader, queue):
+    async with _opened(settings) as (subscription, publisher, reader, queue, depth):
         looked, empty = 0, 0
         while looked < KEPT and empty < PATIENCE:
             some = await subscription.next_batch(min(KEPT - looked, AT_ONCE), GATHER_SECONDS)
             empty, looked = 0 if some else empty + 1, looked + len(some)
             read = [reader.stray(delivery) for delivery in some]
             # What was moved to the end of the queue comes again, and stays.
-            seen = [_seen(one) for one in read if isinstance(one, Stray) and one.id not in done]
-            meant = [one for one in seen if means(one)]
+            seen = [(one, Seen.of(one)) for one in read if isinstance(one, Stray) and one.id not in done]
+            meant = [(one, shown) for one, shown in seen if means(shown)]
             if verb == "retry":
                 meant = await _moved(meant, publisher, queue)
             if verb:
-                for one in meant:
-                    subscription.ack(one.stray.delivery.tag, multiple=False)
-            done.update(one.stray.id for one in meant)
-            found += meant
-    return found
+                for one, _ in meant:
+                    subscription.ack(one.delivery.tag, multiple=False)
+            done.update(one.id for one, _ in meant)
+            found += [shown for _, shown in meant]
+    return Found(found, looked, depth)
 
 
-def _seen(stray: Stray) -> Seen:
-    # One that the broker itself put there has no note of ours, whatever its publisher's headers say.
-    reason = envelopes.reason_of(stray.delivery.properties) if stray.attempts else ""
-    return Seen(stray, reason or UNKNOWN)
-
-
-async def _moved(some: Sequence[Seen], publisher: RelayPublisher, queue: str) -> list[Seen]:
+async def _moved(some: Sequence[tuple[Stray, Seen]], publisher: RelayPublisher, queue: str) -> list[tuple[Stray, Seen]]:
     """Put these behind the others, to be tried at once: those that the queue took. What it did not stays as it was."""
     now_ms = time.time_ns() // 1_000_000
     batch = []
-    for stray, reason in some:
-        note_ = envelopes.Held(reason, max(stray.attempts, 1), now_ms)
+    for stray, shown in some:
+        note_ = envelopes.Held(shown.reason, max(stray.attempts, 1), now_ms)
         properties = envelopes.enveloped(stray.parcel, stray.id, note_)
         batch.append(Outgoing(queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id))
     outcomes = await publisher.publish(batch) if batch else []
@@ -171,40 +203,38 @@ async def _moved(some: Sequence[Seen], publisher: RelayPublisher, queue: str) ->
 
 
 @asynccontextmanager
-async def _opened(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, Reader, str]]:
+async def _opened(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, Reader, str, int]]:
     cascade = cascade_of(settings)
     if cascade.strays is None:
         raise Misused("a shared cascade has no strays queue: what its destination does not take is refused or held")
     policy = policy_of(settings, has_store=settings.store_url is not None)
     by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
-    async with consuming(settings, KEPT, cascade.strays) as (subscription, publisher, _):
+    async with consuming(settings, KEPT, cascade.strays) as (subscription, publisher, depth):
         reader = Reader(
             cascade.delivery.encode(),
             settings.native.due_queue.encode(),
             lambda queue: by_queue and queue not in policy.own_queues,
             lambda: publisher.max_properties,
         )
-        yield subscription, publisher, reader, cascade.strays
+        yield subscription, publisher, reader, cascade.strays, depth
 
 
 def _row(one: Seen) -> tuple[object, ...]:
-    stray = one.stray
-    to = address(stray.parcel.target.exchange, stray.parcel.target.routing_key)
-    again = "by hand" if late.by_hand(stray.retry_ms) else iso(stray.retry_ms)
-    return reading.text(stray.id), iso(stray.parcel.due_ms), to, stray.attempts, again, one.reason
+    to = address(one.target.exchange, one.target.routing_key)
+    again = "by hand" if late.by_hand(one.retry_ms) else iso(one.retry_ms)
+    return reading.text(one.id), iso(one.due_ms), to, one.attempts, again, one.reason
 
 
 def _json_of(one: Seen) -> dict[str, Any]:
-    stray = one.stray
     return {
-        "id": reading.text(stray.id),
-        "due_ms": stray.parcel.due_ms,
-        "to_exchange": reading.text(stray.parcel.target.exchange),
-        "to_key": reading.text(stray.parcel.target.routing_key),
-        "route": reading.text(stray.parcel.route),
-        "attempts": stray.attempts,
-        "retry_ms": stray.retry_ms,
+        "id": reading.text(one.id),
+        "due_ms": one.due_ms,
+        "to_exchange": reading.text(one.target.exchange),
+        "to_key": reading.text(one.target.routing_key),
+        "route": reading.text(one.route),
+        "attempts": one.attempts,
+        "retry_ms": one.retry_ms,
         "reason": one.reason,
-        "body_bytes": len(stray.parcel.body),
-        "body": reading.preview(stray.parcel.body),
+        "body_bytes": one.size,
+        "body": reading.preview(one.head),
     }

@@ -1,0 +1,57 @@
+"""`delayer strays` where there are more than it looks at, and what it keeps of each."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+
+import pytest
+
+from delayer.commands import strays
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.services import envelopes
+from delayer.services.strays import Stray
+from tests.integration.test_cli import Run, delayer
+from tests.rig.raw import Message, Raw
+
+__all__ = ["delayer"]
+
+QUEUE = b"delayer.delay-strays"
+
+
+def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, bytes]:
+    """A message that is held, and the properties that it stands among the strays with."""
+    now_ms = time.time_ns() // 1_000_000
+    parcel = Parcel(now_ms, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", body, None)
+    held = envelopes.Held(reason, 1, now_ms + 3_600_000)
+    return parcel, envelopes.enveloped(parcel, b"%032x" % number, held)
+
+
+async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strays, "KEPT", 6)
+    delayer("--mode", "native", "topology", "apply")
+    async with await Raw.connect(vhost) as raw:
+
+        async def stand(numbers: range) -> None:
+            reasons = {n: "312" if n % 2 else "late: by 9 s" for n in numbers}
+            await raw.publish(*(Message("", QUEUE, envelope(n, why)[1], b"body") for n, why in reasons.items()))
+
+        await stand(range(6))
+        assert "looked at" not in delayer("strays", "list").stderr
+        await stand(range(6, 10))
+        listed = delayer("strays", "list", "--json")
+        assert (json.loads(listed.stdout)["depth"], len(json.loads(listed.stdout)["messages"])) == (10, 6)
+        assert "10 stand there; the first 6 were looked at" in delayer("strays", "list").stderr
+        some = delayer("strays", "drop", "--reason", "late", "--yes", expect=1)
+        assert "Dropped: 3." in some.stdout and "10 stand there" in some.stderr
+        assert "Dropped: 6." in delayer("strays", "drop", "--all", "--yes", expect=1).stdout
+        assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
+
+
+def test_of_a_large_one_it_keeps_the_beginning() -> None:
+    parcel, properties = envelope(1, "312", b"x" * 1_000_000)
+    delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
+    shown = strays.Seen.of(Stray(delivery, b"1", parcel, 1, 2))
+    assert len(pickle.dumps(shown)) < 1_000
+    assert (shown.size, shown.reason) == (1_000_000, "312")
