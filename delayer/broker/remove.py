@@ -109,7 +109,7 @@ class Remover:
 
 def _reason(state: QueueState) -> str:
     if state.messages:
-        return f"holds {state.messages} messages"
+        return f"holds {state.messages} message{'s' * (state.messages != 1)}"
     return f"has {state.consumers} consumers" if state.consumers else ""
 
 

@@ -102,7 +102,7 @@ def _asked(
 ) -> bool:
     """Whether to move them. Exits where somebody was asked, and said no."""
     if dry_run or not any_there:
-        click.echo(f"{what} would be moved." if dry_run else "Nothing is there to be moved.")
+        click.echo(f"Would be moved: {what}." if dry_run else "Nothing is there to be moved.")
         return False
     kept = sum(one.messages for one in stays)
     if not agreed(f"Move {what}?" + (f" {kept:,} stay." if kept else ""), yes=yes):

@@ -23,7 +23,7 @@ EXPECTED_ERRORS = (
 
 def failure(error: Exception) -> Failure:
     """What went wrong, and what to do next, for one of :data:`EXPECTED_ERRORS`."""
-    text = readable(str(error))
+    text = readable(str(error)).removesuffix(".")  # the broker ends its sentences, and so do we
     match error:
         case ConfigError(problems=problems):
             lines = "\n".join(f"  {problem}" for problem in problems)

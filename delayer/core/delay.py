@@ -74,7 +74,8 @@ def read_instant_ms(value: object) -> int:
             if instant is not None:
                 return instant
     raise UnreadableDelay(
-        "expected an instant as integer epoch milliseconds, an RFC 3339 string or an AMQP timestamp, "
+        "expected an instant as integer epoch milliseconds, an RFC 3339 string with its offset (Z, +01:00) or an AMQP "
+        "timestamp, "
         f"found {shown(value)}"
     )
 

@@ -154,7 +154,7 @@ async def test_messages_keep_everything_standing_unless_forced(rabbitmq: RabbitM
         await publish(vhost, "delayer.delay-level-25")
         removal = await admin.remove(topology)
         assert removal.removed == []
-        assert removal.left == {"queue delayer.delay-level-25": "holds 1 messages"}
+        assert removal.left == {"queue delayer.delay-level-25": "holds 1 message"}
         assert inventory(rabbitmq, vhost) == before
         assert (await admin.remove(topology, force=True)).left == {}
     assert inventory(rabbitmq, vhost)["queues"] == {}
@@ -174,7 +174,7 @@ async def test_a_message_that_slips_in_stops_the_removal_there(
         await admin.declare(cascade.topology())
         await publish(vhost, cascade.level(10))
         removal = await admin.remove(cascade.topology())
-        assert removal.left == {f"queue {cascade.level(10)}": "holds 1 messages"}
+        assert removal.left == {f"queue {cascade.level(10)}": "holds 1 message"}
         assert await admin.depths([cascade.level(10)]) == {cascade.level(10): 1}
     left = inventory(rabbitmq, vhost)
     assert set(left["queues"]) == {cascade.level(n) for n in range(11)} | {cascade.strays}

@@ -291,6 +291,11 @@ def test_a_missing_right_is_not_mended_by_giving_the_daemon_every_table() -> Non
     assert told.index("docs/security.md") < told.index("ALTER DATABASE … OWNER TO …")
 
 
+def test_a_sentence_of_the_broker_s_ends_once() -> None:
+    told = failure(BrokerRefused("ACCESS_REFUSED. For details see the broker logfile.")).message
+    assert "logfile. Next:" in told
+
+
 def test_a_newer_schema_is_not_to_be_upgraded() -> None:
     assert "db upgrade" not in failure(SchemaOutdated("0002", "0001", newer=True)).message
 

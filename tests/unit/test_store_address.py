@@ -80,6 +80,6 @@ async def test_an_at_sign_that_the_driver_would_end_the_password_at(who: str) ->
     ((expected, found),) = mistakes(url, {})
     assert "%40" in expected
     assert who not in found
-    with pytest.raises((ValueError, OSError), match="invalid|not known|name resolution"):  # and not "refused"
+    with pytest.raises((ValueError, OSError), match=r"invalid|not known|name resolution"):  # and not "refused"
         await asyncpg.connect(url, timeout=5)
     assert mistakes(url.replace("@", "%40", 1), {}) == []
