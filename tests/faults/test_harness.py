@@ -84,8 +84,10 @@ async def test_forgetting_what_the_broker_returns_is_found(
         await eventually(lambda: forgotten(fleet), lambda count: count == MESSAGES)
         await bind(fleet)
         await passed(fleet.ledger, all_back=False)
+        account = fleet.ledger.account
+        await fleet.ledger.until(lambda: account.back >= MESSAGES, timeout=60)
         with pytest.raises(AssertionError, match="lost"):
-            await fleet.ledger.all_back(timeout=4)
+            await fleet.ledger.all_back(timeout=1)
         with pytest.raises(AssertionError, match=f"{MESSAGES} of {2 * MESSAGES} lost"):
             fleet.ledger.verdict().assert_kept(repeats=True)
 

@@ -21,7 +21,7 @@ async def test_a_claim_that_waits_for_somebodys_lock_holds_up_only_what_was_park
         await daemon.lanes.park([parcel(daemon.now_ms() + DUE_MS, b"locked")], [])
         async with somebody.transaction():
             assert len(await somebody.fetch("SELECT id FROM message FOR UPDATE")) == 1
-            await wait_for(lambda: any(release.behind for release in daemon.lanes._releases.values()))
+            await wait_for(lambda: any(release.behind for release in daemon.lanes._in_hand.releases.values()))
             for body in (b"one", b"two", b"three"):
                 await daemon.lanes.park([parcel(daemon.now_ms(), body)], [])
             await wait_for(lambda: len(daemon.publisher.published) == 3, timeout=10)

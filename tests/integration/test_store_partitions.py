@@ -13,6 +13,7 @@ from delayer.store.partitions import DAY_MS, Making, name_of
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 
+BY_DAY = "SELECT floor(extract(epoch FROM due_at) / 86400)::int AS day, count(*) AS n FROM {} GROUP BY 1"
 COUNT = "SELECT tableoid::regclass::text AS name, count(*) AS n FROM message GROUP BY 1 ORDER BY 1"
 
 
@@ -240,10 +241,15 @@ async def test_daemons_that_need_the_same_days_make_each_once(database: str) -> 
     async with opened(database) as one, opened(database) as two, owned(one) as [lane], owned(two) as [other]:
         now = one.now_ms()
         batch = [parcel(now + day * DAY_MS) for day in range(10)]
-        await asyncio.gather(one.park(lane, batch, []), two.park(other, batch, []), one.park(lane, batch, []))
+        with capture_logs() as said:
+            await asyncio.gather(one.park(lane, batch, []), two.park(other, batch, []), one.park(lane, batch, []))
+        made = [event["partition"] for event in said if event["event"] == "partition made"]
+        assert len(set(made)) == len(made)
         async with sql(database) as admin:
-            assert len(await partitions.existing(admin)) == 10
-            assert {row["n"] for row in await admin.fetch(COUNT)} == {3}
+            # On a busy machine a day's turn may take longer than a park waits: it is in the default partition then.
+            elsewhere = {row["day"] for row in await admin.fetch(BY_DAY.format("message_default"))}
+            assert len(set(await partitions.existing(admin)) | elsewhere) == 10
+            assert [row["n"] for row in await admin.fetch(BY_DAY.format("message"))] == [3] * 10
 
 
 def test_days_that_are_asked_for() -> None:

@@ -204,5 +204,7 @@ def test_an_at_sign_in_a_vhost_is_escaped_as_well() -> None:
     """Unescaped it may be in the password, as what is before it: host and name would be pieces of that."""
     (problem,) = problems(None, {}, {"broker.url": "amqp://me:se@cr/et@host"})
     assert problem.expected.endswith("%2F %40 %3A %23; so is an @ behind the host, %40")
-    assert load(None, {}, {"broker.url": "amqp://me:secret@host/a%40b"}).broker_url.startswith("amqp://me:secret@host/a%40b")
+    assert load(None, {}, {"broker.url": "amqp://me:secret@host/a%40b"}).broker_url.startswith(
+        "amqp://me:secret@host/a%40b"
+    )
     assert load(None, {}, {"store.url": "postgresql://host/d?user=me@azure"}).store_url is not None
