@@ -105,6 +105,10 @@ def _why(outcome: object) -> str:
             return "a queue refused it"
 
 
+class NoQueue(Off):
+    """There is no queue of that name."""
+
+
 @asynccontextmanager
 async def consuming(
     settings: Settings, prefetch: int = KEPT, queue: str = ""
@@ -114,7 +118,7 @@ async def consuming(
     async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
         depth = (await admin.depths([queue]))[queue]
     if depth is None:
-        raise Off(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
+        raise NoQueue(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
     # Two connections: a consumer that is paused must not keep the confirms waiting.
     relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=HEARTBEAT) for n in (1, 2)]
     for relay in relays:

@@ -16,7 +16,7 @@ from delayer.commands.acting import all_option, dry_run_option, go_on, yes_optio
 from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of
 from delayer.commands.filters import address, iso
 from delayer.commands.looking import as_json
-from delayer.commands.refusing import AT_ONCE, GATHER_SECONDS, KEPT, PATIENCE, consuming
+from delayer.commands.refusing import AT_ONCE, GATHER_SECONDS, KEPT, PATIENCE, NoQueue, consuming
 from delayer.core import late
 from delayer.core.message import Confirmed, Outgoing, Target
 from delayer.policies import policy_of
@@ -169,6 +169,16 @@ def _means(ids: Sequence[str], reason: str) -> Callable[[Seen], bool]:
 
 async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "") -> Found:
     """Those that are meant among the first KEPT; with ``verb``, what it was done to. Raises BrokerLost, Off."""
+    try:
+        return await _looked(settings, means, verb)
+    except NoQueue:
+        if settings.mode != "store":
+            raise
+        # Store mode makes no strays, and no queue for them: what is not taken is held.
+        return Found([], 0, 0)
+
+
+async def _looked(settings: Settings, means: Callable[[Seen], bool], verb: str) -> Found:
     found: list[Seen] = []
     done: set[bytes] = set()
     async with _opened(settings) as (subscription, publisher, reader, queue, depth):

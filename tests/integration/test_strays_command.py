@@ -49,6 +49,11 @@ async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkey
         assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
 
 
+def test_store_mode_has_none(delayer: Run) -> None:
+    assert "There are no strays." in delayer("--mode", "store", "strays", "list").stdout
+    assert "`delayer topology apply`" in delayer("--mode", "native", "strays", "list", expect=1).stderr
+
+
 def test_of_a_large_one_it_keeps_the_beginning() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
