@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.features import cancels, foreign, keys, peace, rates, retries
+from tests.faults.features import cancels, foreign, keys, overdue, peace, rates, retries
 from tests.faults.features.striking import opened
 from tests.rig.ledger import Ledger
 from tests.rig.servers import Postgres, RabbitMQ
@@ -79,3 +79,17 @@ async def test_twice_the_rate_is_found(rabbitmq: RabbitMQ, postgres: Postgres, t
     ):
         with pytest.raises(AssertionError, match="faster than it may"):
             await peace.flooded_in_peace(fleet, flood, 3_000)
+
+
+@pytest.mark.parametrize("mode", ["store", "native"])
+@pytest.mark.parametrize(
+    ("bug", "found"), [("never too late", "came after the limit"), ("lenient at intake", "came though they were")]
+)
+async def test_what_comes_too_late_is_found(
+    mode: str, bug: str, found: str, rabbitmq: RabbitMQ, postgres: Postgres, tmp_path: Path
+) -> None:
+    environ = overdue.ENVIRON
+    async with opened(rabbitmq, postgres, tmp_path, Ledger, mode=mode, seed=SEED, environ=environ, bug=bug) as fleet:
+        judgement = await overdue.late_in_peace(fleet, 50)
+        with pytest.raises(AssertionError, match=found):
+            judgement.assert_kept()

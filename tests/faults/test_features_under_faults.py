@@ -1,10 +1,9 @@
-"""Keys, cancels, retries, takeovers, the border between cascade and store, and limited rates, each while a handful of
-faults strikes: every number is judged by its feature's own rule (tests/faults/features)."""
+"""Keys, cancels, retries, takeovers, the border between cascade and store, limited rates, and what comes too late, each
+while a handful of faults strikes: every number is judged by its feature's own rule (tests/faults/features)."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
@@ -12,24 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.features import cancels, foreign, keys, peace, rates, retries
+from tests.faults.features import cancels, foreign, keys, overdue, peace, rates, retries
 from tests.faults.features.peace import HOUR_MS, meanwhile
 from tests.faults.features.striking import (
-    commanded,
-    excused,
     finished,
     handful,
     numbers_in,
     opened,
-    rested,
     strike,
 )
-from tests.faults.fleet import Fleet
 from tests.faults.scenes import WORKER
 from tests.rig.account import Verdict
 from tests.rig.flow import flowing
 from tests.rig.ledger import Ledger
-from tests.rig.letters import NUMBER
 from tests.rig.servers import Postgres, RabbitMQ
 
 SEED = 7_000
@@ -224,35 +218,29 @@ async def test_a_limited_rate(servers: Servers, tmp_path: Path) -> None:
 # ---- what comes too late
 
 
-HOLDS = {"ROUTE": json.dumps([{"from": "delayer.in", "to": "delayer.out", "late_limit": "1s", "late_action": "hold"}])}
-HELD = "SELECT substring(body FOR 8) FROM held"
-
-
 @LONG
 @pytest.mark.deadline(500)
-async def test_what_is_too_late_is_held(servers: Servers, tmp_path: Path) -> None:
-    """Faults make messages late: each comes, or is held, and both by a fault only; and comes when a person says so."""
-    async with opened(*servers, tmp_path, Ledger, seed=SEED + 60, environ=HOLDS) as fleet:
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_is_too_late_is_held(mode: str, servers: Servers, tmp_path: Path) -> None:
+    """Faults make messages late, and some are when they are published: each comes, or is held, and both by a fault
+    only; and comes when a person says so."""
+    async with opened(*servers, tmp_path, Ledger, mode=mode, seed=SEED + 60, environ=overdue.ENVIRON) as fleet:
         ledger = fleet.ledger
-        account = ledger.account
-        struck = await strike(fleet, handful(SEED + 60), rate=150)
-        await rested(fleet, lambda: held_or_out(fleet))
-        connection = await fleet.connect()
-        held = {NUMBER.unpack(number)[0] for (number,) in await connection.fetch(HELD)}
-        await connection.close()
-        came = set(ledger.arrivals)
-        assert held, "nothing was late"
-        assert not (nowhere := set(range(account.sent)) - came - held), f"neither came nor held: {sorted(nowhere)[:10]}"
-        both = sorted(came & held)
-        assert all(excused(account, number, float("inf")) for number in both), "held without a fault, and came"
-        assert (await commanded(fleet, "held", "retry", "--all", "--yes"))[0] == 0
-        await ledger.all_back()
+        peaceful = await overdue.late_in_peace(fleet, 200)
+        peaceful.assert_kept()
+        assert ledger.account.back == 0, "not even late"
+        async with meanwhile(lambda: overdue.publish_overdue(ledger, 1)):
+            struck = await strike(fleet, handful(SEED + 60), rate=150)
+        held = await overdue.everywhere(fleet)
+        judgement = overdue.judged(ledger.account, held.all)
+        print(
+            f"{mode}: {struck} faults, {ledger.account.sent} sent, {len(held.all)} late and held,",
+            f"{len(held.strays)} among the strays; {len(judgement.excused)} came and are held",
+        )
+        judgement.assert_kept()
+        await overdue.let_go(fleet)
         counters = await finished(fleet)
-        print(f"{struck} faults, {len(held)} late and held, {len(both)} of them came; {ledger.verdict()}", counters)
+        print(ledger.verdict(), counters)
         ledger.verdict().assert_kept(repeats=True)
         ledger.verdict().assert_apart()
-
-
-async def held_or_out(fleet: Fleet) -> bool:
-    standing = await fleet.place.standing()
-    return not set(standing) - {"store", *fleet.aside} and await fleet.sql("SELECT count(*) FROM message") == 0
+        assert not (unmarked := overdue.unmarked(ledger.account)), f"copies that nothing marks: {unmarked[:10]}"

@@ -80,4 +80,21 @@ def unlimited() -> None:
     Bucket.__init__ = broken  # type: ignore[method-assign]
 
 
-PLANTED: Final = (keyless, deaf_to_cancels, impatient, once_more, hurried, at_the_border, unlimited)
+def never_too_late() -> None:
+    """What falls due too late for its route is delivered all the same."""
+    from delayer.in_force import InForce
+
+    InForce.late_limits = lambda self: {}  # type: ignore[method-assign]
+
+
+def lenient_at_intake() -> None:
+    """What is too late when it is published is delivered all the same."""
+    from delayer.core import plan
+
+    plan._due_already = lambda due_ms, _now_ms, target, _route, _ask: plan.AtOnce(due_ms, target)
+
+
+PLANTED: Final = (
+    keyless, deaf_to_cancels, impatient, once_more, hurried, at_the_border, unlimited, never_too_late,
+    lenient_at_intake,
+)  # fmt: skip

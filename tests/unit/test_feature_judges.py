@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.features import cancels, keys, rates, retries
+from tests.faults.features import cancels, keys, overdue, rates, retries
 from tests.faults.features.cancels import Told
 from tests.faults.features.keys import KEYS
 from tests.rig.account import Account, Arrival, Window
-from tests.rig.letters import Form
+from tests.rig.letters import NUMBER, Form
+from tests.rig.readings import Readings
 
 SENT_MS = 1_000_000.0
 
@@ -142,3 +143,53 @@ def test_more_than_the_rate_is_found_in_any_stretch(start: float) -> None:
     assert found.messages > found.most
     assert rates.excess(even, 2) is None
     assert rates.excess([start + 3.0 * n for n in range(2_000)], 2) is not None
+
+
+LONG_AFTER_MS = SENT_MS + 1_000 + overdue.LIMIT_MS + 60_000
+
+
+@pytest.mark.parametrize(
+    ("came_ms", "held", "window", "broken"),
+    [
+        (SENT_MS + 2_000, set(), None, ""),
+        (None, {0}, None, ""),
+        (None, set(), FAULT, "neither came nor are held"),
+        (LONG_AFTER_MS, set(), None, "came after the limit"),
+        (LONG_AFTER_MS, set(), FAULT, ""),
+        (SENT_MS + 2_000, {0}, BEFORE, "came and are held"),
+        (SENT_MS + 2_000, {0}, FAULT, ""),
+    ],
+    ids=["in time", "held", "lost", "untold", "late by a fault", "both", "both by a fault"],
+)
+def test_what_is_too_late_is_held(came_ms: float | None, held: set[int], window: Window | None, broken: str) -> None:
+    one = account(1, window=window)
+    if came_ms is not None:
+        one.take(0, Arrival(came_ms, b"1", int(SENT_MS) + 1_000, False))
+    judgement = overdue.judged(one, held)
+    if not broken:
+        return judgement.assert_kept()
+    with pytest.raises(AssertionError, match=broken):
+        judgement.assert_kept()
+
+
+@pytest.mark.parametrize("window", [None, FAULT], ids=["no fault", "a fault"])
+def test_what_was_too_late_when_it_was_published_does_not_come_whatever_broke(window: Window | None) -> None:
+    one = Account()
+    one.windows = [window] if window else []
+    one.owe(Form.EPOCH, int(SENT_MS) - overdue.OVERDUE_MS, -overdue.OVERDUE_MS)
+    overdue.judged(one, {0}).assert_kept()
+    one.take(0, Arrival(SENT_MS, b"1", int(SENT_MS) - overdue.OVERDUE_MS, False))
+    with pytest.raises(AssertionError, match="came though they were too late"):
+        overdue.judged(one, {0}).assert_kept()
+
+
+def test_under_as_many_ids_as_it_was_read_at_intake() -> None:
+    one = account(1, window=FAULT)
+    one.readings = Readings(b"delayer.in")
+    for exchange in (b"delayer.in", b"delayer.delay-delivery"):
+        one.readings._handed(False, exchange, b"ledger.0", NUMBER.pack(0))
+    for id in (b"a" * 32, b"a" * 32):
+        one.take(0, Arrival(SENT_MS + 2_000, id, int(SENT_MS) + 1_000, False))
+    assert not overdue.unmarked(one)
+    one.take(0, Arrival(SENT_MS + 3_000, b"b" * 32, int(SENT_MS) + 1_000, False))
+    assert overdue.unmarked(one) == [0]

@@ -109,20 +109,27 @@ def excused(account: Account, number: int, until_ms: float) -> bool:
     return any(window.begin_ms <= until_ms and window.end_ms >= sent_ms for window in account.windows)
 
 
+@asynccontextmanager
+async def stopped(fleet: Fleet) -> AsyncIterator[None]:
+    """No daemon is there meanwhile: they are stopped as a person would, and run again then."""
+    for daemon in fleet.daemons:
+        async with daemon.meant():
+            await daemon.ready()
+            assert await daemon.process.stop() == 0, daemon.process.tail(5)
+    yield
+    for daemon in fleet.daemons:
+        async with daemon.meant():
+            await daemon.start()
+    await fleet.settled()
+
+
 async def rested(fleet: Fleet, empty: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until it is ``empty``, also of what a daemon has in hand, which nobody can count: they are stopped as a
-    person would, and nothing comes back. They run again then."""
+    """Wait until it is ``empty``, also of what a daemon has in hand, which nobody can count: they are stopped, and
+    nothing comes back."""
     while True:
         await eventually(empty, bool, timeout=120)
-        for daemon in fleet.daemons:
-            async with daemon.meant():
-                await daemon.ready()
-                assert await daemon.process.stop() == 0, daemon.process.tail(5)
-        left = not await empty()
-        for daemon in fleet.daemons:
-            async with daemon.meant():
-                await daemon.start()
-        await fleet.settled()
+        async with stopped(fleet):
+            left = not await empty()
         if not left:
             return await fleet.ledger.drained()
 

@@ -1,0 +1,180 @@
+"""What comes too late is held: of every message it is known whether it came or is held, and what was too late already
+when it was published does not come before a person says so.
+
+It is held in the store, or where that is away among the strays. Those a daemon has in hand again and again, to see
+which of them are to be tried, and then nobody can count them: the queue says that it is empty. So one looks while the
+daemons are stopped and the broker has taken back what they had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import aio_pika
+
+from delayer.core.message import Delivery
+from tests.faults.features.striking import commanded, excused, stopped
+from tests.faults.fleet import Fleet
+from tests.faults.place import eventually
+from tests.rig.account import AFTERMATH_MS, Account
+from tests.rig.ledger import Ledger
+from tests.rig.letters import NUMBER
+from tests.rig.raw import Raw
+
+LIMIT_MS: Final = 3_000
+"""Longer than native mode is late by its nature."""
+OVERDUE_MS: Final = 10_000
+"""What is published so long after it was due is held, however quick everybody is."""
+AWAY_MS: Final = 10_000
+"""Long enough for the daemons to be stopped meanwhile."""
+FOUND: Final = 120.0
+"""Seconds within which everything is somewhere: what the cascade hands on at the moment stands nowhere."""
+ENVIRON: Final = {
+    "ROUTE": json.dumps(
+        [{"from": "delayer.in", "to": "delayer.out", "late_limit": f"{LIMIT_MS // 1000}s", "late_action": "hold"}]
+    )
+}
+_HELD: Final = "SELECT substring(body FOR 8) FROM held"
+
+
+class Held(NamedTuple):
+    """By number: in the store, and among the strays, where a number may stand twice."""
+
+    store: Sequence[int]
+    strays: Sequence[int]
+
+    @property
+    def all(self) -> set[int]:
+        return {*self.store, *self.strays}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``lost``: neither came nor held. ``overdue``: came though they were too late when published. ``untold``: came
+    long after the limit, and nothing broke meanwhile. ``both``: came and are held, without a fault; ``excused``: with
+    one."""
+
+    lost: Sequence[int]
+    overdue: Sequence[int]
+    untold: Sequence[int]
+    both: Sequence[int]
+    excused: Sequence[int]
+
+    def assert_kept(self) -> None:
+        assert not self.lost, f"{len(self.lost)} neither came nor are held, such as {self.lost[:5]}"
+        assert not self.overdue, f"{len(self.overdue)} came though they were too late, such as {self.overdue[:5]}"
+        assert not self.untold, f"{len(self.untold)} came after the limit without a fault, such as {self.untold[:5]}"
+        assert not self.both, f"{len(self.both)} came and are held without a fault, such as {self.both[:5]}"
+
+
+def judged(account: Account, held: Collection[int]) -> Judgement:
+    """Before anybody said that what is held is to come."""
+    lost, overdue, untold, both, by_fault = [], [], [], [], []
+    for number in range(account.sent):
+        owed, arrivals = account.owed(number), account.arrivals_of(number)
+        if not arrivals:
+            if number not in held:
+                lost.append(number)
+            continue
+        came_ms, due_ms = arrivals[0].at_ms, arrivals[0].due_ms  # a delay counts from when it is read, however late
+        if owed.delay_ms < -LIMIT_MS:
+            overdue.append(number)
+        elif came_ms > due_ms + LIMIT_MS + AFTERMATH_MS and not excused(account, number, came_ms):
+            untold.append(number)
+        if number in held:
+            (by_fault if excused(account, number, float("inf")) else both).append(number)
+    return Judgement(lost, overdue, untold, both, by_fault)
+
+
+def unmarked(account: Account) -> list[int]:
+    """Which came under more ids than they were read from the intake queue: what is held keeps the id that it has, so
+    another reading of the end of the cascade, or of the strays, is no reason for another."""
+    readings = account.readings
+    assert readings is not None, "nobody listens to what is read"
+    return [
+        number
+        for number in range(account.sent)
+        if len({one.id for one in account.arrivals_of(number)}) > readings.read(number)
+    ]
+
+
+async def publish_overdue(ledger: Ledger, count: int) -> None:
+    await ledger.publish(count, delay_ms=-OVERDUE_MS, absolute=True)
+
+
+async def late_in_peace(fleet: Fleet, count: int) -> Judgement:
+    """All fall due while no daemon is there, and are too late when one comes."""
+    ledger = fleet.ledger
+    await ledger.publish(count, delay_ms=AWAY_MS)
+    await eventually(lambda: ledger.depths("delays"), lambda found: found == {"delays": 0})
+    async with stopped(fleet):
+        last_ms = max(ledger.account.owed(number).due_ms for number in range(ledger.account.sent))
+        await asyncio.sleep((last_ms + LIMIT_MS + AFTERMATH_MS) / 1000 - time.time())
+    await publish_overdue(ledger, count)
+    return judged(ledger.account, (await everywhere(fleet)).all)
+
+
+async def everywhere(fleet: Fleet) -> Held:
+    """What is held, as soon as everything has come or is held; or after a while, when it is lost."""
+    account, until = fleet.ledger.account, time.monotonic() + FOUND
+    while True:
+        found = await looked(fleet)
+        if time.monotonic() > until or all(account.arrivals_of(n) for n in set(range(account.sent)) - found.all):
+            return found
+
+
+async def looked(fleet: Fleet) -> Held:
+    """What is held, with the daemons stopped meanwhile."""
+    async with stopped(fleet):
+        await fleet.ledger.drained()
+        connection = await fleet.connect()
+        try:
+            rows = await connection.fetch(_HELD)
+        finally:
+            await connection.close()
+        return Held([NUMBER.unpack(number)[0] for (number,) in rows], await among(fleet, fleet.strays))
+
+
+async def among(fleet: Fleet, queue: str) -> list[int]:
+    """The numbers that stand there, and stay there, when nobody else has any of them."""
+    ready = await eventually(lambda: _given_back(fleet, queue), lambda found: found is not None)
+    numbers: list[int] = []
+    everything = asyncio.Event()
+
+    def on_delivery(delivery: Delivery) -> None:
+        numbers.append(NUMBER.unpack_from(delivery.body)[0])
+        if len(numbers) == ready:
+            everything.set()
+
+    async with await Raw.connect(fleet.place.broker) as raw:
+        await raw.channel.qos(0)
+        await raw.channel.consume(queue, on_delivery, lambda: None)
+        if ready:
+            await asyncio.wait_for(everything.wait(), 30)
+        await raw.round_trip()
+    return numbers
+
+
+async def _given_back(fleet: Fleet, queue: str) -> int | None:
+    """How many stand there, if nobody consumes."""
+    async with await aio_pika.connect(fleet.place.broker) as connection:
+        found = (await (await connection.channel()).declare_queue(queue, passive=True)).declaration_result
+    return None if found.consumer_count else found.message_count
+
+
+async def let_go(fleet: Fleet) -> None:
+    """Say that all that is held is to come, and wait until it has. The daemons are away meanwhile: of the strays that
+    one of them has in hand a command knows nothing."""
+    async with stopped(fleet):
+        await eventually(lambda: _given_back(fleet, fleet.strays), lambda found: found is not None)
+        assert (await commanded(fleet, "held", "retry", "--all", "--yes"))[0] == 0
+        assert (await commanded(fleet, "strays", "retry", "--all", "--yes"))[0] == 0
+    await fleet.ledger.all_back()
+    async with asyncio.timeout(FOUND):
+        while (await looked(fleet)).all:  # copies of what came already
+            await eventually(fleet.place.standing, lambda standing: not standing, timeout=60)
