@@ -217,6 +217,11 @@ SCENES = [
           "DelayerIntakeGrows", "40m", expected=False),
     fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}': "0x3 2x60"},
           "DelayerStrays", "40m", expected=True),
+    # Those that a daemon looks at are not ready for a second, and the queue says 0.
+    fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}':
+           "0x3 2x5 0 2x5 0 2x5 0 2x5 0 2x5 0 2x5 0 2x5"}, "DelayerStrays", "40m", expected=True),
+    fires({'delayer_queue_messages{job="delayer", queue="a.delay-strays", role="strays"}': "0x3 2x5 0x60"},
+          "DelayerStrays", "40m", expected=False),
     fires({'delayer_store_schema_current{job="delayer", instance="a"}': "1x60",
            'delayer_store_schema_current{job="delayer", instance="b"}': "0x60"},
           "DelayerSchemaOutdated", "40m", expected=True),
