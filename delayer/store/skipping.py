@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from delayer.store import schema, session
+import asyncpg
+
+from delayer.core.errors import StoreLost
+from delayer.store import brief_locks, schema, session
 from delayer.store.errors import translated
 
 FAR: Final = 1_000_000_000
 """More than any store gives while a backup or a standby is behind, and nothing beside the 2^63 that there are."""
 
+LOCK_SECONDS: Final = 0.5
+"""How long we wait for the numbers, and everybody who needs one behind us."""
 
 # Changes nothing, and keeps all others from taking numbers until it is committed: what they took between the asking and
 # the setting would be given once more. There is no LOCK for sequences.
 _ALONE: Final = "ALTER SEQUENCE message_id NO CYCLE"
+_WAY_OUT: Final = (
+    "nothing is changed; somebody takes ids in long transactions (an import?): run this again when that is over, or "
+    "stop the daemons and imports first"
+)
 
 
 async def skip_ids(url: str, by: int) -> int:
@@ -29,9 +38,19 @@ async def skip_ids(url: str, by: int) -> int:
     try:
         with translated("move the ids on"):
             await schema.check(connection)
-            async with session.transaction(connection):
-                await connection.execute(_ALONE)
-                last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
-            return last + 1
+            return await brief_locks.patiently(lambda: _skip(connection, by))
+    except StoreLost as error:
+        if isinstance(error.__cause__, brief_locks.IN_THE_WAY):
+            raise StoreLost(str(error), _WAY_OUT) from error
+        raise
     finally:
         await session.close(connection)
+
+
+async def _skip(connection: asyncpg.Connection, by: int) -> int:
+    async with session.transaction(connection):
+        # Whoever took numbers has their lock until the commit, and an import's commit may take long.
+        await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
+        await connection.execute(_ALONE)
+        last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
+    return last + 1

@@ -16,12 +16,15 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
+from delayer.commands.common import Unreached
+from delayer.commands.failing import failure
 from delayer.core.errors import StoreLost
-from delayer.store import schema, segments, session, tables, upgrades
+from delayer.store import brief_locks, schema, segments, session, tables, upgrades
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
-from tests.conformance.store_contract import owned
+from tests.conformance.store_contract import owned, parcel
+from tests.faults.place import eventually
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.rows import compact, conserved, everything, put, row, waiting
 
@@ -41,6 +44,11 @@ CATALOG = {
         FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind <> 't'""",
     "sequences": "SELECT sequencename, data_type::text, increment_by, cache_size FROM pg_sequences",
 }
+WAITS = """
+    SELECT EXISTS (
+        SELECT FROM pg_stat_activity
+        WHERE datname = current_database() AND application_name = 'delayer schema' AND wait_event_type = 'Lock'
+    )"""
 
 
 async def catalog(url: str) -> dict[str, list[tuple[object, ...]]]:
@@ -203,3 +211,51 @@ async def test_going_down_keeps_every_message_or_refuses(database: str) -> None:
     await upgrades.upgrade(database)
     async with sql(database) as admin:
         assert await waiting(admin) == before
+
+
+async def test_an_upgrade_that_has_to_wait_lets_others_pass(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside pg_dump, or anybody who read `held` and goes on: until that ends, others wait for a moment only."""
+    monkeypatch.setattr(upgrades, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(brief_locks, "PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr(brief_locks, "TRIES", 100)
+    await upgrades.upgrade(database, "0004")
+    async with sql(database) as dump, sql(database) as daemon, sql(database) as admin:
+        async with dump.transaction():
+            await dump.execute("SELECT FROM held")
+            upgrading = asyncio.create_task(upgrades.upgrade(database))
+            for _ in range(2):
+                await eventually(lambda: admin.fetchval(WAITS), bool)
+                await daemon.execute("UPDATE held SET attempts = attempts", timeout=5.0)
+            assert not upgrading.done()
+        await upgrading
+    assert await schema.current(database) == schema.HEAD
+
+
+async def test_an_upgrade_that_waited_in_vain_says_for_whom(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upgrades, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(brief_locks, "PAUSE_SECONDS", 0.0)
+    await upgrades.upgrade(database, "0004")
+    dump = await session.connect(database, "pg_dump")
+    async with dump.transaction():
+        await dump.execute("SELECT FROM held")
+        with pytest.raises(StoreLost, match="lock timeout") as caught:
+            await upgrades.upgrade(database)
+        assert f"pg_dump (process {dump.get_server_pid()})" in caught.value.advice
+        assert isinstance(failure(caught.value), Unreached)
+        assert await schema.current(database) == "0004"
+    await session.close(dump)
+    await upgrades.upgrade(database)
+
+
+async def test_going_down_refuses_where_a_held_message_keeps_an_id(database: str) -> None:
+    async with opened(database) as store, owned(store) as [lane]:
+        held = parcel(store.now_ms(), b"held")._replace(token=b"0123456789abcdef0123456789abcdef")
+        await store.hold(lane, [(held, "no confirm"), (parcel(store.now_ms(), b"never published"), "why")])
+    with pytest.raises(StoreLost, match=r"1 held messages keep an x-delayer-id.*retry or drop them"):
+        await upgrades.downgrade(database, "0004")
+    assert await schema.current(database) == schema.HEAD
+    async with sql(database) as admin:
+        await admin.execute("UPDATE held SET token = NULL")
+    await upgrades.downgrade(database, "0004")
+    async with sql(database) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM held") == 2

@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import pytest
+
+from delayer.store import brief_locks, skipping
 from delayer.store.skipping import FAR, skip_ids
 from tests.conformance.store_contract import owned, parcel
+from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import opened, sql
 
 __all__ = ["delayer"]
+
+WAITS = """
+    SELECT EXISTS (
+        SELECT FROM pg_stat_activity
+        WHERE datname = current_database() AND application_name = 'delayer skip-ids' AND wait_event_type = 'Lock'
+    )"""
 
 
 async def ids(database: str) -> set[int]:
@@ -66,6 +76,29 @@ async def test_beside_daemons_it_never_goes_back(delayer: Run, database: str) ->
         over.set()
     assert given and max(given.values()) == 1
     assert firsts == sorted(set(firsts))
+
+
+async def test_beside_a_long_transaction_others_get_their_numbers(
+    delayer: Run, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skipping, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(brief_locks, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(brief_locks, "TRIES", 100)
+    delayer("db", "upgrade")
+    async with sql(database) as long, sql(database) as other, sql(database) as admin:
+        async with long.transaction():
+            before = await long.fetchval("SELECT nextval('message_id')")
+            skips = asyncio.create_task(skip_ids(database, 1000))
+            for _ in range(2):
+                await eventually(lambda: admin.fetchval(WAITS), bool)
+                await other.fetchval("SELECT nextval('message_id')", timeout=5.0)
+            assert not skips.done()
+        assert await skips > before + 1000
+        async with long.transaction():
+            await long.execute("SELECT nextval('message_id')")
+            monkeypatch.setattr(brief_locks, "TRIES", 2)
+            in_vain = delayer("db", "skip-ids", expect=3)
+    assert "nothing is changed" in in_vain.stderr and "run this again" in in_vain.stderr
 
 
 async def test_what_it_needs_is_said(delayer: Run, database: str) -> None:
