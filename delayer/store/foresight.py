@@ -28,7 +28,7 @@ from delayer.store import session, telling
 from delayer.store.claiming import BEGINNING, Claim
 from delayer.store.clock import StoreClock
 from delayer.store.marks import Marks, Place
-from delayer.store.outlook import SOON_MS, Outlook, Search, Start
+from delayer.store.outlook import MOST_HALVINGS, SOON_MS, Behind, Outlook, Search, Start
 from delayer.store.retries import NEVER_MS, Retries
 from delayer.store.telling import Told
 
@@ -57,6 +57,7 @@ class Foresight:
         self.more = True
         self.next: int | None = None  # when the next row is due that the last claim saw, if it took none
         self._searched: Place = BEGINNING  # where the last search for rows behind their marks came to
+        self._halvings = 0  # of what the next search reads at once
         self._quiet_until = session.BEGINNING_MS  # nothing is due by then, as far as was asked
 
     @property
@@ -157,20 +158,28 @@ class Foresight:
         else:
             self.note_held(told.at_ms)
 
-    def looking(self) -> tuple[Seen, Search | None]:
-        """A look back begins. What it is to be judged by, and what it searches."""
+    def looking(self) -> Seen:
+        """A look back begins, or its search. What it is to be judged by."""
+        return Seen(self.watermark, self.marks.fars)
+
+    @property
+    def search(self) -> Search | None:
+        """What is to be searched, where routes are claimed apart."""
         fars = self.marks.fars
         # As far as any scope has been; to begin with, and after each round, from the beginning.
-        search = Search(self._searched, max(fars.values())[0] // 1000) if fars else None
-        return Seen(self.watermark, fars), search
+        return Search(self._searched, max(fars.values())[0] // 1000, self._halvings) if fars else None
 
     def saw(self, found: Outlook, seen: Seen) -> None:
         """What a look back found."""
         if found.first_ms is not None and found.first_ms < min(seen.watermark, self.watermark):
             self.note_parked(found.first_ms)
-        if (missed_ms := self.marks.missed(found.routes, seen.fars)) < NEVER_MS:
-            self._note(missed_ms)
-        self._searched = found.searched or BEGINNING
         if found.retry_ms is not None:
             self.note_held(found.retry_ms)
         self._quiet_until = found.horizon_ms if found.empty else session.BEGINNING_MS
+
+    def searched(self, found: Behind, seen: Seen) -> None:
+        """What its search found. One that was too slow goes on with half as much at once, any other with more again."""
+        if (missed_ms := self.marks.missed(found.routes, seen.fars)) < NEVER_MS:
+            self._note(missed_ms)
+        self._searched = found.searched or BEGINNING
+        self._halvings = min(self._halvings + 1, MOST_HALVINGS) if found.slow else max(self._halvings - 1, 0)

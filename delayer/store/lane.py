@@ -28,7 +28,7 @@ from delayer.store.clock import StoreClock
 from delayer.store.errors import DRIVER_ERRORS, describe
 from delayer.store.foresight import Foresight
 from delayer.store.link import Link
-from delayer.store.outlook import IDLE_MS, Look, Start
+from delayer.store.outlook import IDLE_MS, Looks, Start
 from delayer.store.telling import Told
 
 log = structlog.get_logger()
@@ -47,7 +47,7 @@ class PostgresLane:
         start: Start,
         connection: asyncpg.Connection,
         clock: StoreClock,
-        look: Look,
+        looks: Looks,
         *,
         release_seconds: float,
     ) -> None:
@@ -55,7 +55,7 @@ class PostgresLane:
         self.epoch = start.epoch
         self._link = Link(number, connection)
         self._clock = clock
-        self._look = look
+        self._looks = looks
         self._known = Foresight(start, clock)
         self._releasing = asyncio.Event()
         self._claim: Claim | None = None
@@ -261,8 +261,12 @@ class PostgresLane:
 
         Raises the driver's errors.
         """
-        seen, search = self._known.looking()
-        self._known.saw(await self._look(self.number, self._clock.now_ms() + IDLE_MS, search), seen)
+        seen = self._known.looking()
+        self._known.saw(await self._looks.ahead(self.number, self._clock.now_ms() + IDLE_MS), seen)
+        # Apart: it takes longer, may fail, and waits for other lanes' searches.
+        seen, search = self._known.looking(), self._known.search
+        if search is not None:
+            self._known.searched(await self._looks.behind(self.number, search), seen)
 
     async def _released_within(self, seconds: float) -> bool:
         try:

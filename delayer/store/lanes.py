@@ -15,7 +15,7 @@ from delayer.store import handover, outlook, owners, session, statements, tellin
 from delayer.store.clock import StoreClock
 from delayer.store.errors import translated
 from delayer.store.lane import PostgresLane
-from delayer.store.outlook import Outlook, Search, Start
+from delayer.store.outlook import PooledLooks, Start
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class LaneTaker:
         after which the server ends a lane's connection that says nothing, in a transaction or not; ``releasing``: for
         how long a release is kept from that."""
         self._url = url
-        self._pool = pool
+        self._looks = PooledLooks(pool)
         self._clock = clock
         self._owner = owner
         self._releasing = releasing
@@ -146,13 +146,9 @@ class LaneTaker:
             connection.terminate()
             raise
         start = Start(epoch, watermark, retry_ms)
-        lane = PostgresLane(number, start, connection, self._clock, self._look, release_seconds=self._releasing)
+        lane = PostgresLane(number, start, connection, self._clock, self._looks, release_seconds=self._releasing)
         mailbox.open(lane.hear)
         return lane
-
-    async def _look(self, number: int, horizon_ms: int, search: Search | None) -> Outlook:
-        async with session.borrowed(self._pool) as connection:
-            return await outlook.ahead(connection, number, horizon_ms, search)
 
 
 def _made_do(taken: list[PostgresLane], lost: StoreLost) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
 from types import SimpleNamespace
 
+import asyncpg
 import pytest
 
 from delayer.core.message import Parcel
@@ -14,10 +16,13 @@ from delayer.core.pace import Pacer, Scope
 from delayer.services.counting import Counters
 from delayer.services.ports import Lane
 from delayer.services.release import Portion, Release
-from delayer.store import claiming, outlook, telling
+from delayer.store import claiming, outlook, session, statements, telling, upgrades
+from delayer.store import lane as store_lane
+from delayer.store.claiming import BEGINNING
 from delayer.store.lane import PostgresLane
 from delayer.store.telling import Told
 from tests.conformance.store_contract import ROOM, owned, parcel
+from tests.faults.place import eventually
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import Pulse, ScriptedPublisher
 
@@ -299,3 +304,64 @@ async def test_slow_routes_take_turns_each_by_itself(database: str) -> None:
                 held[scope] += row.attempts > 0
                 await lane.settle([row], [])
         assert held == {LIMITED: 3, slower: 3}
+
+
+SLOWLY = statements.ROUTES_BEHIND.replace(
+    "WITH seen", "WITH slow AS MATERIALIZED (SELECT pg_sleep(CASE WHEN $6::bigint > 100 THEN 20 ELSE 0 END)), seen"
+).replace("FROM seen\nGROUP", "FROM seen, slow\nGROUP")
+
+
+async def test_a_search_that_fails_or_is_slow_takes_nothing_from_the_look(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlook, "SEARCH_ROWS", 400)
+    monkeypatch.setattr(store_lane, "FIRST_LOOK_SECONDS", 3600.0)
+    async with opened(database) as store, owned(store, 1) as [lane], sql(database) as admin:
+        assert isinstance(lane, PostgresLane)
+        now = store.now_ms()
+        await store.park(lane, [of(b"slow", now - 60_000 + n) for n in range(300)], [])
+        await store.park(lane, [of(b"any", now + 3_600_000)], [])
+        lane.pace((OTHERS, LIMITED))
+        assert await take(lane, 10, LIMITED)
+        assert await take(lane, 10, OTHERS) == []
+        last = "SELECT max(id) FROM message WHERE route = 'slow'"
+        await admin.execute(f"UPDATE message SET due_at = now() - interval '1 hour' WHERE id = ({last})")
+        with monkeypatch.context() as broken:
+            broken.setattr(statements, "ROUTES_BEHIND", "SELECT no_such_column")
+            with pytest.raises(asyncpg.UndefinedColumnError):
+                await lane.look_back()
+        assert lane._known.watermark < now - 3_000_000
+        while await take(lane, 10, OTHERS):
+            pass
+        await admin.execute("UPDATE message SET due_at = now() - interval '59800 milliseconds' WHERE route = 'any'")
+        assert await take(lane, 10, OTHERS) == []
+        monkeypatch.setattr(statements, "ROUTES_BEHIND", SLOWLY)
+        with monkeypatch.context() as hasty:
+            hasty.setattr(outlook, "SEARCH_SECONDS", 0.2)
+            for halvings in (1, 2):
+                await lane.look_back()
+                assert lane._known.search is not None
+                assert lane._known.search.halvings == halvings
+                assert await take(lane, 10, OTHERS) == []
+        await lane.look_back()
+        assert await take(lane, 10, OTHERS) == [b"any"]
+        assert lane._known.search.halvings == 1, "and more at once again"
+
+
+async def test_searches_take_no_more_than_one_connection_from_parks(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlook, "SEARCH_SECONDS", 30.0)
+    await upgrades.upgrade(database)
+    pool = await session.open_pool(database, "looks", 4, {})
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'looks' AND wait_event_type = 'Lock'"
+    looks = outlook.PooledLooks(pool)
+    async with sql(database) as admin, sql(database) as locking:
+        async with locking.transaction():
+            await locking.execute("LOCK TABLE message IN ACCESS EXCLUSIVE MODE")
+            searches = [asyncio.create_task(looks.behind(n, outlook.Search(BEGINNING, 0))) for n in range(3)]
+            await eventually(lambda: admin.fetchval(waits), bool)
+            assert [await admin.fetchval(waits) for _ in range(50)] == [1] * 50
+            assert pool.get_size() - pool.get_idle_size() == 1
+        assert await asyncio.gather(*searches) == [outlook.Behind({}, None, slow=False)] * 3
+    await pool.close()
