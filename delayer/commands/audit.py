@@ -158,8 +158,8 @@ def _store(settings: Settings, url: str | None, url_file: Path | None) -> Secret
             text = url_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise Misused(f"--url-file {url_file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
-        return urls.url_of("--url-file", text, urls.store_url)
-    return SecretUrl(store_url(settings)) if url is None else urls.url_of("--url", url, urls.store_url)
+        return urls.url_of("--url-file", text, urls.store_url_of_hosts)
+    return SecretUrl(store_url(settings)) if url is None else urls.url_of("--url", url, urls.store_url_of_hosts)
 
 
 def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from delayer.audit.errors import JobFailed
 from delayer.audit.findings import RuleRun
-from delayer.audit.job import Audited
+from delayer.audit.job import Audited, Options
 from delayer.cli import cli
 from delayer.commands import audit
 from tests.unit import audit_reports
@@ -51,3 +51,36 @@ def test_what_is_not_a_number_is_refused(option: str) -> None:
     result = CliRunner().invoke(cli, ["audit", option, "nan"], prog_name="delayer")
     assert result.exit_code == 2
     assert option in result.output
+
+
+ADDRESS = "postgresql://me:s3cret@h1:5432,h2:5433/db?target_session_attrs=any"
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        (ADDRESS, 0),
+        ("postgresql://h1,h2:5432/db", 0),
+        ("postgresql://me:s3cret@[::1]:5432,h2/db", 0),
+        (ADDRESS.replace("5433", "54330000"), 2),
+        (ADDRESS.replace("5433", "word"), 2),
+        (ADDRESS.replace("s3cret", "s3/cret"), 2),
+        (ADDRESS.replace("h2", "h2\n"), 2),
+        (ADDRESS.replace("postgresql", "mysql"), 2),
+    ],
+)
+def test_a_replica_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, code: int) -> None:
+    asked = []
+
+    def run(options: Options, *_: object) -> Audited:
+        asked.append(options.store.reveal())
+        return Audited(audit_reports.empty())
+
+    monkeypatch.setattr(audit, "_run", run)
+    given = tmp_path / "url"
+    given.write_text(url)
+    for option in (f"--url={url}", f"--url-file={given}"):
+        result = CliRunner().invoke(cli, ["audit", "--no-broker", option], prog_name="delayer")
+        assert result.exit_code == code, result.output
+        assert "cret" not in result.output
+    assert asked == ([url] * 2 if code == 0 else [])
