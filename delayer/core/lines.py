@@ -4,12 +4,14 @@ A line is an object; a program that writes such lines may leave out what has a d
 
     {"v": 1, "due_ms": 1795604393876, "route": "mail.in", "exchange": "mail.in", "routing_key": "outbox",
      "to_exchange": "mail.out", "to_key": "outbox", "key": "order-7", "properties_b64": "EAAC", "body": "hello",
-     "crc": 3735928559, "held": "returned: 312 NO_ROUTE"}
+     "crc": 3735928559, "held": "no confirm within 8 s", "token": "30a6aca3c8ea4ae8a9a83c9bd2a3c2ab"}
 
 Byte strings that are not UTF-8 stand under their name with ``_b64`` behind it, in base64. ``properties_b64`` is the
 payload of the content header after class, weight and body size; the default is a persistent message without any.
 Other fields are not taken: a misspelt one would be a message without its body. ``crc`` is the store's checksum over
-exchange, routing key, properties and body: a line whose bytes do not fit it is held, not sent. The last line,
+exchange, routing key, properties and body: a line whose bytes do not fit it is held, not sent. ``token``, only beside
+``held``, is the ``x-delayer-id`` of a message that was published before it was held: its copies are known by it. Before
+schema 0005 no program wrote it, and one of that age takes such a line for unreadable, and tells it. The last line,
 ``{"v": 1, "messages": 1000}``, says how many there are, so that a cut file is seen.
 
 The rule for changing this is envelope.py's: never change what a released version means, and read all of them for ever.
@@ -31,7 +33,7 @@ PERSISTENT: Final = b"\x10\x00\x02"
 SHORT_STRING: Final = 255
 _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
 _FIELDS: Final = frozenset(
-    ("v", "due_ms", *_NAMES, *(f"{name}_b64" for name in (*_NAMES, "properties")), "crc", "held")
+    ("v", "due_ms", *_NAMES, *(f"{name}_b64" for name in (*_NAMES, "properties", "token")), "crc", "held", "token")
 )
 _END_FIELDS: Final = frozenset(("v", "messages"))
 
@@ -70,6 +72,8 @@ def write(line: Line) -> bytes:
         said["crc"] = line.crc
     if line.held is not None:
         said["held"] = line.held
+        if parcel.token:
+            _put(said, "token", parcel.token)
     return _dumped(said)
 
 
@@ -114,11 +118,14 @@ def read(text: bytes) -> Line | End:
         _properties(said),
         _get(said, "body", b"", SHORT_STRING << 32),
         _get(said, "key", b"") if "key" in said or "key_b64" in said else None,
+        _get(said, "token", b""),
     )
     crc = _integer(said, "crc") if "crc" in said else None
     held = said.get("held")
     if held is not None and not isinstance(held, str):
         raise NotALine(f"held: expected a string, found {_kind(held)}")
+    if parcel.token and held is None:
+        raise NotALine("token: expected beside held, found without it")
     return Line(parcel, crc, held)
 
 

@@ -40,7 +40,7 @@ CROSS JOIN LATERAL (
 ) AS m
 """
 _HELD: Final = """
-SELECT id, due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key, reason
+SELECT id, due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key, reason, token
 FROM held WHERE id > $1 ORDER BY id LIMIT 100
 """
 
@@ -89,13 +89,13 @@ async def held(connection: asyncpg.Connection) -> AsyncIterator[Sequence[Exporte
     after = 0
     while rows := await connection.fetch(_HELD, after):
         after = rows[-1]["id"]
-        yield [_exported(row, row["reason"]) for row in rows]
+        yield [_exported(row, row["reason"], row["token"]) for row in rows]
 
 
-def _exported(row: Mapping[str, Any], held: str | None = None) -> Exported:
+def _exported(row: Mapping[str, Any], held: str | None = None, token: bytes | None = None) -> Exported:
     parcel = Parcel(
         row["due_at"], row["route"], row["exchange"], row["routing_key"], Target(row["to_exchange"], row["to_key"]),
-        row["properties"], row["body"], row["key"],
+        row["properties"], row["body"], row["key"], token or b"",
     )  # fmt: skip
     return Exported(parcel, row["checksum"], held)
 

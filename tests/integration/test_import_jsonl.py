@@ -45,8 +45,8 @@ async def other_store(postgres: Postgres) -> AsyncIterator[str]:
 
 async def content(admin: asyncpg.Connection) -> list[tuple[object, ...]]:
     """What waits and what is held, without what a store adds of its own."""
-    waiting = await admin.fetch(f"SELECT {_CONTENT}, NULL AS reason FROM message")
-    held = await admin.fetch(f"SELECT {_CONTENT}, reason FROM held")
+    waiting = await admin.fetch(f"SELECT {_CONTENT}, NULL AS reason, NULL AS token FROM message")
+    held = await admin.fetch(f"SELECT {_CONTENT}, reason, token FROM held")
     return sorted((tuple(row) for row in (*waiting, *held)), key=repr)
 
 
@@ -73,7 +73,9 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         await place.park(lane, letters(200, place.now_ms(), random.Random(1)), [])
         await compact(admin, after_ms=place.now_ms() + 100 * DAY_MS)
-        await place.hold(lane, [(one, f"reason {n} ☃") for n, one in enumerate(letters(5, 0, random.Random(2)))])
+        held = letters(5, 0, random.Random(2))
+        held[0] = held[0]._replace(token=b"30a6aca3c8ea4ae8a9a83c9bd2a3c2ab")  # as it was published before it was held
+        await place.hold(lane, [(one, f"reason {n} ☃") for n, one in enumerate(held)])
         await place.park(lane, letters(30, place.now_ms() + DAY_MS, random.Random(3)), [])
         there = {"message": await admin.fetchval("SELECT count(*) FROM message"), "in segments": 0}
         there["in segments"] = await admin.fetchval("SELECT sum(messages) FROM segment")

@@ -70,6 +70,8 @@ def test_lines_are_exact_to_the_byte() -> None:
         line = Line(
             random_parcel(chance), chance.choice([None, chance.getrandbits(32)]), chance.choice([None, "why\n"])
         )
+        if line.held is not None:
+            line = line._replace(parcel=line.parcel._replace(token=chance.choice([b"", b"30a6aca3", b"\xff"])))
         written = lines.write(line)
         assert written.count(b"\n") == 1
         assert lines.read(written) == line
@@ -111,6 +113,8 @@ def test_what_has_a_default_may_be_left_out() -> None:
         (b'{"v":1,"due_ms":1,"held":1}', "held: expected a string"),
         (b'{"v":1,"due_ms":1,"crc":"x"}', "crc: expected an integer"),
         (b'{"v":1,"due_ms":1,"to_key":"' + b"k" * 256 + b'"}', "to_key: expected at most 255 bytes, found 256"),
+        (b'{"v":1,"due_ms":1,"token":"x"}', "token: expected beside held"),
+        (b'{"v":1,"due_ms":1,"held":"why","token":1}', "token: expected a string"),
         (b'{"v":1,"messages":"x"}', "messages: expected an integer"),
         (b'{"v":1,"due_ms":1,"boddy":"x"}', r"expected a known field, found 'boddy' \(did you mean body\?\)"),
         (
