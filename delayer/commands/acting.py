@@ -49,16 +49,25 @@ def agreed(question: str, *, yes: bool) -> bool:
 
 
 def go_on(
-    context: click.Context, question: str, missing: Iterable[str], *, some: bool, named: bool, dry_run: bool, yes: bool
+    context: click.Context,
+    question: str,
+    missing: Iterable[str],
+    *,
+    some: bool,
+    named: bool,
+    dry_run: bool,
+    yes: bool,
+    cut: bool = False,
 ) -> None:
     """Say which of the named messages are ``missing``; end here on a dry run, without ``some`` that are meant, or where
-    somebody who did not name them says no to ``question``: a verb, and what it is about."""
+    somebody who did not name them says no to ``question``: a verb, and what it is about. ``cut``: not all of them were
+    looked at, so that what is not among them may be there all the same."""
     absent = sorted(missing)
     for name in absent:
         note(f"{quoted(name)} is not among them.")
     if dry_run or not some:
         click.echo(f"{question.partition(' ')[2]} are meant.")
-        context.exit(FOUND if absent else DONE)
+        context.exit(FOUND if absent or cut else DONE)
     if not named and not agreed(f"{question}?", yes=yes):
         note("Nothing was done.")
         context.exit(DONE)

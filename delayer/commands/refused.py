@@ -144,12 +144,15 @@ def _act(
     seen_all = depth <= KEPT
     missing = set(ids).difference(*((one.refusal.id, one.refusal.message_id) for one in found)) if seen_all else set()
     question = f"{verb.capitalize()} {about}"
-    go_on(context, question, missing, some=bool(found), named=bool(ids), dry_run=dry_run, yes=yes)
+    if not found and not seen_all:
+        note(f"{depth:,} stand there; the first {KEPT:,} were looked at, and the rest was not.")
+    cut = not seen_all
+    go_on(context, question, missing, some=bool(found), named=bool(ids), cut=cut, dry_run=dry_run, yes=yes)
     done = asyncio.run(do(settings, verb, wanted, whoami(), depth))
     click.echo(f"{PAST[verb]}: {done.messages:,}.")
     if done.cut:
         note(f"{KEPT:,} messages that stay stand before the rest, which was not looked at.")
     for name, why in done.left:
         note(f"{name or 'one without an id'} stays refused: {why}.")
-    if done.left or missing:
+    if done.left or done.cut or missing:
         context.exit(FOUND)

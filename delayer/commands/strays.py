@@ -147,7 +147,7 @@ def _act(
     cut = _say_cut(found)
     missing = set() if cut else set(ids) - {reading.text(id) for id in meant}
     question = f"{verb.capitalize()} {len(meant):,} of {found.depth:,} strays"
-    go_on(context, question, missing, some=bool(meant), named=bool(ids), dry_run=dry_run, yes=yes)
+    go_on(context, question, missing, some=bool(meant), named=bool(ids), cut=cut, dry_run=dry_run, yes=yes)
     done = asyncio.run(_work(settings, lambda one: one.id in meant, verb)).strays
     click.echo(f"{PAST[verb]}: {len(done):,}.")
     if cut or missing or len(done) < len(meant):
@@ -180,22 +180,22 @@ async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "
 
 async def _looked(settings: Settings, means: Callable[[Seen], bool], verb: str) -> Found:
     found: list[Seen] = []
-    done: set[bytes] = set()
+    moved: set[bytes] = set()
     async with _opened(settings) as (subscription, publisher, reader, queue, depth):
         looked, empty = 0, 0
         while looked < KEPT and empty < PATIENCE:
             some = await subscription.next_batch(min(KEPT - looked, AT_ONCE), GATHER_SECONDS)
             empty, looked = 0 if some else empty + 1, looked + len(some)
             read = [reader.stray(delivery) for delivery in some]
-            # What was moved to the end of the queue comes again, and stays.
-            seen = [(one, Seen.of(one)) for one in read if isinstance(one, Stray) and one.id not in done]
+            # What was moved to the end of the queue comes again, and stays; a copy of what was dropped goes as well.
+            seen = [(one, Seen.of(one)) for one in read if isinstance(one, Stray) and one.id not in moved]
             meant = [(one, shown) for one, shown in seen if means(shown)]
             if verb == "retry":
                 meant = await _moved(meant, publisher, queue)
+                moved.update(one.id for one, _ in meant)
             if verb:
                 for one, _ in meant:
                     subscription.ack(one.delivery.tag, multiple=False)
-            done.update(one.id for one, _ in meant)
             found += [shown for _, shown in meant]
     return Found(found, looked, depth)
 

@@ -23,6 +23,18 @@ LANES = 2
 HEARD_OF = 20.0
 """Seconds within which the management has heard of a connection: the broker tells it every five."""
 
+NOTE_NAMED = """
+CREATE TABLE test_named (id bigint PRIMARY KEY);
+CREATE FUNCTION test_note_named() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+BEGIN
+    INSERT INTO test_named VALUES (NEW.id) ON CONFLICT DO NOTHING;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER test_note_named AFTER INSERT ON held
+    FOR EACH ROW WHEN (NEW.token IS NOT NULL) EXECUTE FUNCTION test_note_named();
+"""
+"""Write down which rows keep the id that their message had before it was held: those do not come under their number."""
+
 
 class Fleet:
     """Made by :meth:`open`. ``surprises`` are what should not have happened, beside what the ledger says."""
@@ -79,6 +91,7 @@ class Fleet:
 
         fleet = cls(rabbitmq, postgres, directory, bug=bug, daemons=daemons, environ=environ)
         await asyncio.to_thread(lambda: asyncio.run(upgrades.upgrade(postgres.url(fleet.database))))
+        await fleet.execute(NOTE_NAMED)
         fleet.write_mode(mode)
         await fleet.place.declare()
         async with AsyncExitStack() as stack:
@@ -147,6 +160,19 @@ class Fleet:
             return await connection.fetchval(statement)
         finally:
             await connection.close()
+
+    async def execute(self, script: str) -> None:
+        connection = await self.connect()
+        try:
+            await connection.execute(script)
+        finally:
+            await connection.close()
+
+    async def rows_back(self) -> int:
+        """With everything out of the store: rows that came under their number, and those that were held under the id
+        that they had in the cascade, or at once. As many as were counted as released, unless a row had two names."""
+        named: int = await self.sql("SELECT count(*) FROM test_named")
+        return self.ledger.account.rows_back + named
 
     async def connect(self) -> asyncpg.Connection:
         """A session of somebody else."""

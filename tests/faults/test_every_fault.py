@@ -133,7 +133,7 @@ class Play:
         verdict.assert_apart()
         assert aside.kept, aside
         assert not fleet.surprises
-        assert counters["parked"] == counters["released"] == fleet.ledger.account.rows_back, "a row had two names"
+        assert counters["parked"] == counters["released"] == await fleet.rows_back(), "a row had two names"
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ async def test_keys(mode: str, servers: Servers, tmp_path: Path) -> None:
         waiting.assert_kept()
         judgement.assert_kept()
         kept(ledger.verdict())
-        assert counters["released"] == ledger.account.rows_back
+        assert counters["released"] == await fleet.rows_back()
         assert counters["cancelled"] >= live - keys.KEYS - len(refused)
 
 
@@ -108,7 +108,7 @@ async def test_cancels(mode: str, servers: Servers, tmp_path: Path) -> None:
         judgement.assert_kept()
         kept(ledger.verdict())
         all_the_same = len(judgement.out) + len(judgement.read)
-        assert counters["released"] <= ledger.account.rows_back <= counters["released"] + all_the_same
+        assert counters["released"] <= await fleet.rows_back() <= counters["released"] + all_the_same
 
 
 # ---- retries
@@ -158,7 +158,7 @@ async def test_a_takeover(mode: str, servers: Servers, tmp_path: Path) -> None:
         print(f"{mode}: {struck} faults, {ledger.by_itself} by the cascade itself", counters)
         ledger.verdict(standing).assert_kept(repeats=True)
         kept(ledger.verdict())
-        assert counters["released"] == ledger.account.rows_back > ledger.account.sent // 2
+        assert counters["released"] == await fleet.rows_back() > ledger.account.sent // 2
 
 
 # ---- the border between cascade and store
@@ -187,7 +187,7 @@ async def test_the_border_between_cascade_and_store(servers: Servers, tmp_path: 
         print(f"{struck} faults; {ledger.verdict()}", counters)
         ledger.verdict().assert_kept(repeats=True)
         ledger.verdict().assert_apart()
-        assert ledger.account.sent * 0.2 < ledger.account.rows_back == counters["released"] < ledger.account.sent * 0.9
+        assert ledger.account.sent * 0.2 < await fleet.rows_back() == counters["released"] < ledger.account.sent * 0.9
 
 
 # ---- limited rates

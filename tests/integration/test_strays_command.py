@@ -45,6 +45,8 @@ async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkey
         assert "10 stand there; the first 6 were looked at" in delayer("strays", "list").stderr
         some = delayer("strays", "drop", "--reason", "late", "--yes", expect=1)
         assert "Dropped: 3." in some.stdout and "10 stand there" in some.stderr
+        far = delayer("strays", "drop", f"{9:032x}", expect=1)  # behind those that are looked at
+        assert "0 of" in far.stdout and "were looked at" in far.stderr
         assert "Dropped: 6." in delayer("strays", "drop", "--all", "--yes", expect=1).stdout
         assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
 

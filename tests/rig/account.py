@@ -123,8 +123,8 @@ class Account:
 
     @property
     def rows_back(self) -> int:
-        """Rows of the store of which at least one copy arrived: as many as it has counted as released, if every copy
-        of a row has that row's id."""
+        """Rows of the store of which at least one copy arrived under their number: with those that were held under an
+        id from before, as many as it has counted as released, if every copy of a row has that row's id."""
         ids = self._ids
         first = sum(ids[2 * number] == _STORED for number in range(self.sent))
         return first + sum(

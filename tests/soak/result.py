@@ -28,8 +28,9 @@ class Result:
     """What a soak found. ``faults`` are those that broke something, ``missed`` those that met nothing to break.
     ``aside``: how many stand in the strays queue for everybody to see; ``stranded`` are those of them that never came,
     neither lost nor delivered. ``doomed``: what had to be refused. ``peaceful``: seconds without a fault that may be
-    why something comes twice. ``rows``: what the store counts as released, and of how many of its rows a copy arrived;
-    these differ if something came twice under two names."""
+    why something comes twice. ``rows``: what the store counts as released, and of how many of its rows a copy arrived
+    under their number, or was held under the id that it had already; these differ if something came twice under two
+    names."""
 
     options: Options
     begun: datetime

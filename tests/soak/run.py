@@ -163,9 +163,10 @@ class Soak:
         for daemon in fleet.daemons:
             async with daemon.meant():
                 await daemon.kill()
-        released = 0
+        released, back = 0, 0
         try:
             released = (await fleet.place.conserved())["released"]
+            back = await fleet.rows_back()
         except AssertionError as error:
             surprises.append(f"the counters are not what the rows say: {error}")
         aside = await numbers_in(fleet, fleet.strays)
@@ -186,7 +187,7 @@ class Soak:
             len(aside.intersection(verdict.missing)),
             doomed,
             self.elapsed - covered(account.windows or []),
-            (released, account.rows_back),
+            (released, back),
             traffic.largest / 1e6,
             traffic.modes,
             surprises,
