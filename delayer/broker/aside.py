@@ -27,6 +27,7 @@ from itertools import islice
 from typing import Any, Final
 
 from delayer.broker.alone import Probe
+from delayer.broker.apart import ends_connections
 from delayer.broker.doubts import BRIEFLY, LONG, Destination, Doubt, Doubts, Known, destination
 from delayer.broker.relay import Relay
 from delayer.broker.trials import Silence, Trial, Trials
@@ -102,7 +103,7 @@ class Aside:
         """A batch ends with so much known, and may come again as a whole."""
         now = time.monotonic()
         for message, outcome in zip(batch, outcomes, strict=True):
-            if isinstance(outcome, Confirmed):
+            if isinstance(outcome, Confirmed) or ends_connections(outcome):
                 self._brief.note(message, outcome, now)
 
     def suspect(self, messages: Iterable[Outgoing]) -> None:

@@ -10,7 +10,8 @@ that closes the channel is known; its exchange is left alone with its messages f
 Slow, rare, and nobody is stopped for good.
 
 Should the broker close the whole connection for what was sent, then as many go alone too, on a connection of their own
-(delayer.broker.apart): the one that ends it again is known, and held with the broker's words.
+(delayer.broker.apart): the one that ends it again is known, and held with the broker's words. From then on that one
+never goes by a connection that others use.
 
 What is not answered in time is tried aside, so that a queue that does not answer stops nobody else
 (delayer.broker.aside).
@@ -29,7 +30,7 @@ from typing import Final
 import structlog
 
 from delayer.broker.alone import Probe, concerns_exchange, confirming, left
-from delayer.broker.apart import Lone, direct_replies, ends_connections
+from delayer.broker.apart import Apart, ends_connections
 from delayer.broker.aside import Aside
 from delayer.broker.caution import Caution
 from delayer.broker.doubts import others
@@ -68,6 +69,7 @@ class RelayPublisher:
         """``aside``: where destinations are tried that do not answer; without it, who waits for them waits."""
         self._relay = relay
         self._aside = aside
+        self._apart = Apart(relay)
         self._timeout = confirm_timeout
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
@@ -113,6 +115,11 @@ class RelayPublisher:
             self._caution.overdue(len(batch))
             text = f"the broker did not take {len(batch)} messages within {self._timeout:g} s"
             raise self._unconfirmed(batch, outcomes, text) from late
+        except BrokerLost as lost:
+            if not (outcomes and self._caution.apart):
+                raise
+            # No other connection for the rest: who ends connections is known, and is not to end another for that.
+            raise self._unconfirmed(batch, outcomes, str(lost)) from lost
         if len(outcomes) < len(batch):
             self._caution.overdue(len(batch))  # so that fewer destinations are tried for the next one
             text = f"{len(batch) - len(outcomes)} confirms are missing for what was not confirmed before"
@@ -139,8 +146,10 @@ class RelayPublisher:
     async def _publish(self, batch: Sequence[Outgoing], outcomes: dict[int, Outcome], deadline: float) -> None:
         """Enters outcomes as they become known. Those of what does not answer may be missing in the end."""
         connection = await self._usable()
-        await direct_replies(self._relay, batch, outcomes, deadline)
         aside = self._aside
+        if aside is not None and aside.alert:
+            outcomes |= aside.known(batch)
+        await self._apart.first(batch, outcomes, deadline)
         if aside is None or not aside.alert:
             indexes = others(batch, {}, outcomes) if outcomes else range(len(batch))
             return await self._rest(connection, batch, indexes, outcomes, deadline)
@@ -168,7 +177,7 @@ class RelayPublisher:
         outcomes: dict[int, Outcome],
         deadline: float,
     ) -> None:
-        if indexes and self._caution.apart and (lone := await Lone.open(self._relay, deadline)) is not None:
+        if indexes and self._caution.apart and (lone := await self._apart.open(deadline)) is not None:
             return await self._one_by_one(lone, batch, indexes, outcomes, deadline)
         # Asked as late as possible: what one message teaches holds for the next.
         alone = (index for index in indexes if self._caution.alone(batch[index].exchange))

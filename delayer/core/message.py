@@ -33,6 +33,8 @@ class Outgoing(NamedTuple):
     properties: bytes
     body: bytes
     token: bytes
+    apart: bool = False
+    """Whether it ended a whole connection before: then it goes by one that nobody else uses (core/ending.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Final
 
 _SAID: Final = "no confirm within "
 BEFORE: Final = "; before that: no confirm"
-"""What a later reason ends with."""
+"""What a later reason has at its end."""
 
 
 def reason(seconds: float, where: str) -> str:
@@ -20,7 +20,7 @@ def reason(seconds: float, where: str) -> str:
 
 def perhaps_out(why: str) -> bool:
     """Whether the destination of what is held for this perhaps has it."""
-    return why.startswith(_SAID) or why.endswith(BEFORE)
+    return why.startswith(_SAID) or BEFORE in why
 
 
 def again(why: str, before: str) -> str:

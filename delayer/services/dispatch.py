@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.core import unanswered
+from delayer.core import ending, unanswered
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import (
     Confirmed,
@@ -177,7 +177,7 @@ def why(outcome: Outcome) -> str:
     """An unhappy outcome in words, as a reason for holding."""
     match outcome:
         case Returned(code, text) if code >= CONNECTION_ERROR:
-            return f"the broker ends the connection that it comes by: {code} {text}"
+            return ending.reason(code, text)
         case Returned(code, text):
             return f"returned: {code} {text}"
         case Nacked():

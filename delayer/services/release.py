@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from delayer.core import late, unanswered
+from delayer.core import ending, late, unanswered
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.core.pace import Pacer, Scope
@@ -241,7 +241,7 @@ class Release:
             else:
                 self._counters.objected(outcome, row.parcel.route)
                 held.append((row, unanswered.again(why(outcome), row.held_for)))
-        return released, held
+        return released, [(row, ending.again(reason, row.held_for)) for row, reason in held]
 
     def _report(self, held: Sequence[tuple[Due, str]]) -> None:
         for row, reason in held:
@@ -286,4 +286,5 @@ def prepared(row: Due, max_properties: int) -> Outgoing | str:
     target = row.parcel.target
     if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
         return f"the destination is too long to publish to: expected {SHORT_STRING} bytes at most, found {longest}"
-    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token)
+    apart = ending.ends(row.held_for)
+    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, apart)

@@ -5,8 +5,8 @@
 ``unknown``     nothing waits under it, but this cancel was read before, and may have done it then; or a message was
                 held under it whose publish was never answered: it is not tried again, but its queue perhaps has it
 
-A reply is sent once, after the cancel is committed and acknowledged: a fault in between costs the reply, and never
-makes it wrong.
+A reply is sent after the cancel is committed and acknowledged: a fault in between costs the reply, and never makes it
+wrong. It is sent once; but a direct reply perhaps twice, the same, where another one ended their connection.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from delayer.core import ending
 from delayer.core.backoff import Sparing
 from delayer.core.cascade import leads_to, strip_prefix
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
@@ -57,6 +58,8 @@ class Stray(NamedTuple):
     parcel: Parcel
     attempts: int
     retry_ms: int
+    held_for: str = ""
+    """Why, as it says itself."""
 
 
 class Reader(NamedTuple):
@@ -82,7 +85,8 @@ class Reader(NamedTuple):
                     f"{delivery.routing_key.decode('utf-8', 'backslashreplace')!r} without the headers of one"
                 )
             envelope = envelopes.opened(properties, delivery.body, self.max_properties())
-            return Stray(delivery, envelope.id, envelope.parcel, *envelopes.tried(properties))
+            why = envelopes.reason_of(delivery.properties)
+            return Stray(delivery, envelope.id, envelope.parcel, *envelopes.tried(properties), why)
         except (envelopes.NoEnvelope, MalformedProperties, MalformedTable) as broken:
             return f"not a stray of ours: {broken}"
 
@@ -261,13 +265,14 @@ class Strays:
         most = self._reader.max_properties()
         if len(properties) > most:
             return f"the properties are too long to publish: expected at most {most}, found {len(properties)}"
-        return Outgoing(parcel.target.exchange, parcel.target.routing_key, properties, parcel.body, stray.id)
+        apart = ending.ends(stray.held_for)
+        return Outgoing(parcel.target.exchange, parcel.target.routing_key, properties, parcel.body, stray.id, apart)
 
     async def _hold(self, failed: Sequence[tuple[Stray, str]], subscription: Subscription) -> None:
         """To the end of the queue, before they are acknowledged where they were. Raises NotTaken: they stay there."""
         batch, notes = [], []
         for stray, reason in failed:
-            note = self._notes.note(stray.id, reason, stray.attempts + 1)
+            note = self._notes.note(stray.id, ending.again(reason, stray.held_for), stray.attempts + 1)
             properties = envelopes.enveloped(stray.parcel, stray.id, note)
             batch.append(
                 Outgoing(self._queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id)

@@ -140,7 +140,7 @@ class Channel:
 
     def _check_fits(self, batch: Sequence[Outgoing]) -> None:
         limit = serialize.header_limit(self._connection.frame_max)
-        for index, (exchange, routing_key, properties, _, _) in enumerate(batch):
+        for index, (exchange, routing_key, properties, _, _, _) in enumerate(batch):
             if len(properties) > limit:
                 raise HeaderTooLarge(index, len(properties), limit)
             if len(exchange) > 255 or len(routing_key) > 255:

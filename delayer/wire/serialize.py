@@ -74,7 +74,7 @@ def publish(
     add = parts.append
     index = start
     while index < len(batch) and size < enough:
-        exchange, routing_key, properties, body, _ = batch[index]
+        exchange, routing_key, properties, body, _, _ = batch[index]
         index += 1
         names = len(exchange) + len(routing_key)
         add(_PUBLISH_HEAD.pack(METHOD, channel, _PUBLISH_ARGUMENTS + names, BASIC_PUBLISH, 0, len(exchange)))

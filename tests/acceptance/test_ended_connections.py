@@ -1,4 +1,5 @@
-"""Messages over which the broker ends the whole connection: they are held with its words, and stop nobody."""
+"""Messages over which the broker ends the whole connection: they are held with its words, and stop nobody, also when
+they are tried again."""
 
 from __future__ import annotations
 
@@ -73,6 +74,13 @@ async def test_they_are_held_and_stop_nobody(delayer: Run, vhost: str, database:
             assert found[REPLY] in (found[NUMBER], "returned: 312 NO_ROUTE")
             assert found[COPY] in (found[NUMBER], "delivered")
             lost = connections_lost(daemon)
+            delayer("held", "retry", "--all", "--yes")
+            async with sql(database) as admin:
+
+                async def attempts() -> int:
+                    return int(await admin.fetchval("SELECT attempts FROM held WHERE body = $1", NUMBER))
+
+                await eventually(attempts, lambda attempts: attempts > 1)
             cancel = Props(headers=((b"x-delay-cancel", text("nobody")),), reply_to=TOKEN, delivery_mode=2)
             delayed = Props(headers=((b"x-delay", number("I", 1000)),), delivery_mode=2)
             for n in range(10):

@@ -6,7 +6,7 @@ import asyncio
 import math
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -15,18 +15,21 @@ from urllib.parse import quote
 import aio_pika
 import pytest
 
+from delayer.broker.aside import Aside
+from delayer.broker.caution import BATCH
 from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.fitting import ENOUGH, Fitting
 from delayer.broker.inflow import Inflow
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
-from delayer.core.errors import BrokerLost, LaneLost
+from delayer.core.errors import BrokerLost, LaneLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Delivery, Outgoing, Returned
 from delayer.services.counting import Counters
 from delayer.services.edits import ID
 from delayer.services.release import Portion, Release
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
+from delayer.wire.errors import AccessRefused
 from delayer.wire.properties import encode_headers, entry, long_string
 from tests.conformance.broker_contract import BrokerContract
 from tests.conformance.broker_world import BOUND, GATHER, World, bodies, message, publish_all, take
@@ -355,18 +358,81 @@ class TestRelay(BrokerContract):
             assert relay.connects == 1
             assert len(await world.hand.drain("q")) == 2 * len(good)
 
+    async def test_what_is_known_to_end_connections_ends_nobody_s(self, place: str) -> None:
+        """However often it is tried, and by whomever, though that one never met it."""
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            for round_ in range(3):
+                publisher = RelayPublisher(relay)
+                good = [message(f"{round_}-{n}", "q") for n in range(50)]
+                ender = poisonous(f"{round_}-bad")._replace(apart=True)
+                outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
+                ended = outcomes.pop(20)
+                assert isinstance(ended, Returned)
+                assert ended.code == 541
+                assert outcomes == [CONFIRMED] * len(good)
+                assert publisher.batch_limit == BATCH
+            assert relay.connects == 1
+            assert len(await world.hand.drain("q")) == 150
+
+    async def test_what_was_learnt_alone_is_known_though_no_other_connection_is_to_be_had(
+        self, place: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What was confirmed is not repeated, and what ends connections ends none that others use."""
+        batch = [message(0, "q"), poisonous(1), message(2, "q")]
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            aside = Aside(Relay(Address.parse(place), "relay test, aside", heartbeat=20), timeout=BOUND)
+            publisher = RelayPublisher(relay, aside=aside)
+            with pytest.raises(BrokerLost):
+                await publisher.publish([poisonous(1)])
+            await eventually(lambda: _connects(relay), lambda connects: connects == 2)
+            monkeypatch.setattr(relay, "another", only_one(relay))
+            with pytest.raises(Unconfirmed) as caught:
+                await publisher.publish(batch)
+            known = caught.value.outcomes
+            assert [one.code if isinstance(one, Returned) else one for one in known] == [CONFIRMED, 541, None]
+            outcomes = await publisher.publish(batch)
+            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 541, CONFIRMED]
+            assert relay.connects == 2
+            assert sorted(await world.hand.drain("q")) == [b"0", b"2"]
+            await aside.close()
+
+    async def test_direct_replies_share_a_connection(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As long as none ends it; and the others of a batch are published though one does."""
+        opened: list[str] = []
+        opening = Connection.open
+
+        async def counted(address: Address | str, *, name: str, **more: Any) -> Connection:
+            opened.append(name)
+            return await opening(address, name=name, **more)
+
+        monkeypatch.setattr("delayer.broker.relay.Connection.open", counted)
+        async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
+            await world.hand.queue("q")
+            publisher = RelayPublisher(relay)
+            async with asking(place) as (reply_to, answers):
+                for batch in range(5):
+                    await publisher.publish([message(f"{batch}-{n}", reply_to) for n in range(20)])
+                wanted = {b"%d-%d" % (batch, n) for batch in range(5) for n in range(20)}
+                async with asyncio.timeout(10):
+                    assert {await answers.get() for _ in range(100)} == wanted
+                assert sum(name.endswith("alone") for name in opened) == 1
+                mixed = [message(n, reply_to) for n in range(20)]
+                mixed.insert(10, message("bad", f"amq.rabbitmq.reply-to.{NO_REPLIES[1]}"))
+                await publisher.publish(mixed)
+                found = set()
+                async with asyncio.timeout(10):
+                    while len(found) < 20:
+                        found.add(await answers.get())
+                assert found == {b"%d" % n for n in range(20)}
+            assert relay.connects == 1
+
     async def test_a_direct_reply_arrives(self, place: str) -> None:
         async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
             await world.hand.queue("q")
-            async with await aio_pika.connect(place) as asker, await asker.channel() as channel:
-                answers: asyncio.Queue[bytes] = asyncio.Queue()
-                wire = await channel.get_underlay_channel()
-                await wire.basic_consume("amq.rabbitmq.reply-to", lambda one: answers.put(one.body), no_ack=True)
-                asking = aio_pika.Message(b"?", reply_to="amq.rabbitmq.reply-to")
-                await channel.default_exchange.publish(asking, "q")
-                asked = await (await channel.get_queue("q", ensure=False)).get(no_ack=True)
-                assert asked.reply_to is not None
-                await RelayPublisher(relay).publish([message("answer", asked.reply_to)])
+            async with asking(place) as (reply_to, answers):
+                await RelayPublisher(relay).publish([message("answer", reply_to)])
                 assert await asyncio.wait_for(answers.get(), 10) == b"answer"
 
     async def test_an_exchange_is_forgiven(self, place: str) -> None:
@@ -409,6 +475,33 @@ class TestRelay(BrokerContract):
                 await publisher.close()
             await all_released(connection)
             assert connection.numbers.receivers == before
+
+
+@asynccontextmanager
+async def asking(place: str) -> AsyncIterator[tuple[str, asyncio.Queue[bytes]]]:
+    """Somebody who waits for direct replies: where to, and what comes. Asks by the queue q."""
+    async with await aio_pika.connect(place) as asker, await asker.channel() as channel:
+        answers: asyncio.Queue[bytes] = asyncio.Queue()
+        wire = await channel.get_underlay_channel()
+        await wire.basic_consume("amq.rabbitmq.reply-to", lambda one: answers.put(one.body), no_ack=True)
+        question = aio_pika.Message(b"?", reply_to="amq.rabbitmq.reply-to")
+        await channel.default_exchange.publish(question, "q")
+        asked = await (await channel.get_queue("q", ensure=False)).get(no_ack=True)
+        assert asked.reply_to is not None
+        yield asked.reply_to, answers
+
+
+def only_one(relay: Relay) -> Callable[[float], Awaitable[Connection]]:
+    """In the place of its ``another``: a broker that lets in one more, once."""
+    another, let_in = relay.another, [True]
+
+    async def refusing(timeout: float) -> Connection:
+        if not let_in:
+            raise AccessRefused(530, "connection limit is reached")
+        let_in.clear()
+        return await another(timeout)
+
+    return refusing
 
 
 async def all_released(connection: Connection) -> None:
