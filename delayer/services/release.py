@@ -228,7 +228,7 @@ class Release:
         for row in rows:
             outgoing = prepared(row, self._publisher.max_properties)
             if isinstance(outgoing, str):
-                held.append((row, outgoing))
+                held.append((row, unanswered.again(outgoing, row.held_for)))
             else:
                 sendable.append(row)
                 batch.append(outgoing)
@@ -261,7 +261,7 @@ class Release:
 
 def sorted_out(rows: Sequence[Due], limits: late.Limits, now_ms: int) -> tuple[Sequence[Due], list[tuple[Due, str]]]:
     """What goes out, and what its route wants held for being late, with the reason. What was held for that before is
-    here again because a person wants it delivered. Pure."""
+    here again because a person wants it delivered; what perhaps is delivered stays known as that. Pure."""
     if not limits:
         return rows, []
     whys = [
@@ -269,7 +269,8 @@ def sorted_out(rows: Sequence[Due], limits: late.Limits, now_ms: int) -> tuple[S
         for row in rows
     ]
     both = list(zip(rows, whys, strict=True))
-    return [row for row, why in both if why is None], [(row, why) for row, why in both if why is not None]
+    late_ones = [(row, unanswered.again(why, row.held_for)) for row, why in both if why is not None]
+    return [row for row, why in both if why is None], late_ones
 
 
 def prepared(row: Due, max_properties: int) -> Outgoing | str:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.core import ending
+from delayer.core import ending, unanswered
 from delayer.core.backoff import Sparing
 from delayer.core.cascade import leads_to, strip_prefix
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
@@ -272,7 +272,7 @@ class Strays:
         """To the end of the queue, before they are acknowledged where they were. Raises NotTaken: they stay there."""
         batch, notes = [], []
         for stray, reason in failed:
-            note = self._notes.note(stray.id, ending.again(reason, stray.held_for), stray.attempts + 1)
+            note = self._notes.note(stray.id, again(reason, stray), stray.attempts + 1)
             properties = envelopes.enveloped(stray.parcel, stray.id, note)
             batch.append(
                 Outgoing(self._queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id)
@@ -297,3 +297,11 @@ class Strays:
             )
         if stuck:
             raise NotTaken(f"{stuck} of {len(failed)} strays were not taken by their own queue")
+
+
+def again(reason: str, stray: Stray) -> str:
+    """Why a stray is held once more. That its destination perhaps has it stays said, however long the reason is; and
+    that it ended a connection."""
+    before = stray.held_for if stray.attempts else ""
+    short = edits.shown(reason, envelopes.REASON - len(unanswered.BEFORE) - len(ending.BEFORE)).decode()
+    return unanswered.again(ending.again(short, before), before)

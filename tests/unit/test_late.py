@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayer.core import late
+from delayer.core import late, unanswered
 from delayer.core.message import Due, Target
 from delayer.core.plan import Ask, AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.services.release import sorted_out
@@ -102,6 +102,17 @@ def test_a_release_holds_what_its_route_wants_held() -> None:
     assert [one.id for one in out] == [2, 3, 5], "what a person wants delivered goes, however late"
     assert [one.id for one, _ in held] == [1, 4]
     assert all(late.for_good(why) for _, why in held)
+
+
+def test_what_is_late_now_and_perhaps_delivered_stays_known_as_that() -> None:
+    """Or a cancel would say that it is cancelled. It waits for a person all the same."""
+    said = unanswered.reason(8.0, "exchange 'x', key 'k'")
+    rows = [row(1, b"strict", 2 * HOUR, attempts=1, held_for=said), row(2, b"strict", 2 * HOUR)]
+    _, held = sorted_out(rows, {b"strict": HOUR}, NOW)
+    assert [unanswered.perhaps_out(why) for _, why in held] == [True, False]
+    assert all(late.for_good(why) and late.by_hand(late.retry_ms(why, NOW)) for _, why in held)
+    again = row(1, b"strict", 2 * HOUR, attempts=2, held_for=held[0][1])
+    assert sorted_out([again], {b"strict": HOUR}, NOW) == ([again], [])
 
 
 def test_without_limits_nothing_is_looked_at() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from delayer.core import unanswered
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.message import NACKED, Outcome, Outgoing, Returned
 from delayer.services import release as module
@@ -85,6 +86,17 @@ async def test_what_cannot_leave_is_held_and_stops_nobody() -> None:
     beginnings = ["checksum", "malformed properties", "malformed properties", "the properties are too long"]
     for (_, reason), beginning in zip(held, [*beginnings, "the destination is too long to publish to"], strict=True):
         assert reason.startswith(beginning)
+
+
+async def test_what_cannot_leave_any_more_is_perhaps_delivered_still() -> None:
+    """Its publish was not answered once: a cancel must not say that it is cancelled."""
+    said = unanswered.reason(8.0, "exchange 'x', key 'k'")
+    rows = [due(1, sound=False, attempts=1)._replace(held_for=said), due(2, sound=False)]
+    it = Scene(ScriptedLane(claims=[rows]))
+    await it.release.tick()
+    [(_, held)] = it.lane.settled
+    assert [unanswered.perhaps_out(reason) for _, reason in held] == [True, False]
+    assert all(reason.startswith("checksum") for _, reason in held)
 
 
 def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:

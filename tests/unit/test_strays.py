@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from delayer.core import unanswered
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from delayer.core.message import NACKED, Delivery, Outcome, Outgoing, Parcel, Returned, Target
@@ -36,9 +37,11 @@ class ByExchange(ScriptedPublisher):
         return outcomes
 
 
-def stray(tag: int, key: bytes = b"k", *, attempts: int = 1, retry_ms: int = NOW, id: bytes = b"id") -> Delivery:
+def stray(
+    tag: int, key: bytes = b"k", *, attempts: int = 1, retry_ms: int = NOW, id: bytes = b"id", why: str = "why"
+) -> Delivery:
     parcel = Parcel(NOW - 5, b"orders.in", b"orders.in", b"k", Target(b"out", key), INNER, b"body")
-    held = envelopes.Held("why", attempts, retry_ms) if attempts else None
+    held = envelopes.Held(why, attempts, retry_ms) if attempts else None
     properties = envelopes.enveloped(parcel, id + b"%d" % tag, held)
     return delivery(tag, exchange=QUEUE.encode(), body=b"body")._replace(properties=properties)
 
@@ -114,6 +117,20 @@ async def test_what_is_not_taken_goes_to_the_end_with_a_longer_pause() -> None:
     envelope = envelopes.opened(properties, again.body, 10_000)
     assert (envelope.id, envelope.parcel.properties, again.token) == (b"id1", INNER, b"id1")
     assert it.strays._rest(0.0) == LONGEST_REST
+
+
+@pytest.mark.parametrize("objection", ["NO_ROUTE", "é" * 300])
+async def test_one_that_was_not_answered_stays_known_as_that(objection: str) -> None:
+    """Whatever it is held for next, and however long that is."""
+    said = unanswered.reason(8.0, "exchange 'out', key 'gone'")
+    it = Scene(
+        [stray(1, b"gone", why=said), stray(2, b"gone"), stray(3, b"gone", attempts=0)],
+        answers={b"out/gone": Returned(312, objection)},
+    )
+    await it.look()
+    reasons = [envelopes.reason_of(one.properties) for one in it.sent(QUEUE.encode())]
+    assert all(reason.startswith("returned: 312") for reason in reasons)
+    assert [unanswered.perhaps_out(reason) for reason in reasons] == [True, False, False]
 
 
 async def test_it_is_acknowledged_after_it_is_held_again() -> None:
