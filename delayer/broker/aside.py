@@ -30,7 +30,7 @@ from delayer.broker.alone import Probe
 from delayer.broker.apart import ends_connections
 from delayer.broker.doubts import BRIEFLY, LONG, Destination, Doubt, Doubts, Known, destination
 from delayer.broker.relay import Relay
-from delayer.broker.trials import Silence, Trial, Trials
+from delayer.broker.trials import Places, Silence, Trial, Trials
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Confirmed, Nacked, Outcome, Outgoing, Unanswered
 from delayer.wire.confirms import TOKEN_HEADER
@@ -46,7 +46,7 @@ SLACK: Final = 0.05
 SPARE: Final = 0.2
 """Seconds before a batch's deadline in which nobody is waited for any more."""
 AT_ONCE: Final = 128
-"""Destinations that are tried side by side for one batch: a channel each."""
+"""Destinations that are tried side by side for one batch: a channel each, where there are so many (trials.py)."""
 TURN: Final = 10.0
 """Seconds after which some that are stuck, and that nobody listens for, have their turn: a second of a batch's time."""
 TURNS: Final = 32
@@ -167,10 +167,11 @@ class Aside:
         connection = await self._connection(min(CONNECTING, seconds), spare) if doubtful else None
         if connection is None:
             return silent
-        waiting = deque(self._in_turn(doubtful))
+        places = self._trials.places(connection, shared=connection is spare)
+        waiting = deque(self._in_turn(doubtful, places))
 
         def begin(one: Destination) -> Trial:
-            return self._trials.begin(one, batch[doubtful[one][0]], connection)
+            return self._trials.begin(one, batch[doubtful[one][0]], places)
 
         async def work() -> None:
             while waiting and time.monotonic() < until:
@@ -203,15 +204,15 @@ class Aside:
             self._shut_out = time.monotonic()
             return spare
 
-    def _in_turn(self, doubtful: Mapping[Destination, Sequence[int]]) -> list[Destination]:
+    def _in_turn(self, doubtful: Mapping[Destination, Sequence[int]], places: Places) -> list[Destination]:
         """Those that are tried now. Of what is known to be stuck, and not listened for, as many as there are places
         for; or, now and then, those that were not tried for the longest time, in the place of others."""
         idle = [one for one in doubtful if one not in self._trials and self._doubts.of(one) is Doubt.STUCK]
-        places, now = self._trials.places, time.monotonic()
-        if len(idle) > places and now - self._turn >= TURN:
+        free, now = self._trials.room(places), time.monotonic()
+        if len(idle) > free and now - self._turn >= TURN:
             self._turn = now
-            places = max(places, TURNS)
-        left_out = set(sorted(idle, key=self._trials.tried)[places:])
+            free = max(free, TURNS)
+        left_out = set(sorted(idle, key=self._trials.tried)[free:])
         return [one for one in doubtful if one not in left_out]
 
     async def verdicts(
@@ -240,7 +241,7 @@ class Aside:
     def _over(self, one: Destination, trial: Trial, outcome: Outcome | None) -> None:
         if trial.ended:
             # Who ended it is found out where each goes alone; who does not answer, here again.
-            self._doubts.answered(one, time.monotonic())
+            self._doubts.unsuspect(one, time.monotonic())
         if outcome is None:
             return
         if outcome is CONFIRMED:
@@ -255,8 +256,9 @@ class Aside:
 
     async def _answer(self, one: Destination, trial: Trial, until: float) -> Outcome | None:
         """Raises what is wrong with the message, as every publish does."""
-        patient = min(until, trial.began + self._patience(one)) - time.monotonic()
         try:
+            await trial.is_out(until)
+            patient = min(until, trial.began + self._patience(one)) - time.monotonic()
             await asyncio.wait({trial.task}, timeout=max(0.0, patient))
         finally:
             self._trials.miss(one, trial)

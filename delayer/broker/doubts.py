@@ -102,6 +102,11 @@ class Doubts:
                 self._free(next(iter(self._stuck)))
         _enter(self._stuck, one, now + STUCK)
 
+    def unsuspect(self, one: Destination, now: float) -> None:
+        """It did not answer, but that says nothing of it: it goes with the others, unless it was found stuck before."""
+        if one not in self._stuck:
+            self.answered(one, now)
+
     def answered(self, one: Destination, now: float) -> None:
         """It answered, whatever."""
         self._suspected.pop(one, None)

@@ -96,6 +96,11 @@ class Connection(asyncio.Protocol):
         return self._limits.channel_max
 
     @property
+    def free_channels(self) -> int:
+        """How many more there can be now."""
+        return self._limits.channel_max + 1 - len(self.numbers.receivers)  # one of these is the connection itself
+
+    @property
     def blocked(self) -> bool:
         return self._alarm.raised
 

@@ -16,6 +16,7 @@ from delayer.broker.relay import Relay
 from delayer.broker.trials import LINGERING
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned, Unanswered
+from delayer.wire import handshake
 from delayer.wire.address import Address
 from tests.conformance.broker_world import message
 from tests.conformance.test_relay import AdminHand, relay_to
@@ -178,6 +179,20 @@ async def test_keys_that_are_never_the_same(rabbitmq: RabbitMQ, vhost: str) -> N
                 assert stuck_of(await publisher.publish(batch)) == [3, 7]
                 assert loop.time() - began < WAIT
             assert len(it.aside._trials.tasks()) <= LINGERING
+
+
+@pytest.mark.long
+@pytest.mark.deadline(60)
+async def test_more_than_there_are_channels(rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that find none free have their verdict from a later turn, and the connection is never ended."""
+    agree = handshake.agree
+    monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=12))
+    async with scene(rabbitmq, vhost, "classic") as it:
+        publisher, bad = it.publisher(), range(0, 45, 3)
+        async with silent(rabbitmq, it.vhost, "bad"):
+            outcomes, _ = await until_settled(publisher, mixed(45, bad, lambda n: f".{n}"))
+            assert stuck_of(outcomes) == list(bad)
+            assert (it.relay.connects, it.aside._relay.connects) == (1, 1)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from delayer.broker import aside as module
 from delayer.broker.aside import Aside
 from delayer.broker.doubts import Destination
 from delayer.broker.relay import Relay
-from delayer.broker.trials import LINGERING, LINGERING_BYTES, Trials
+from delayer.broker.trials import LINGERING, LINGERING_BYTES, Places, Trials
 from delayer.core.message import CONFIRMED, Outgoing
 from delayer.wire.address import Address
 from tests.rig import ports
@@ -22,6 +22,8 @@ class Mute:
     """A connection on which no channel is ever opened."""
 
     blocked = False
+    closed = property(lambda self: asyncio.get_running_loop().create_future())
+    channel_max = free_channels = 2047
 
     async def channel(self) -> Any:
         await asyncio.get_running_loop().create_future()
@@ -36,21 +38,26 @@ def message(number: int, size: int = 1) -> Outgoing:
     return Outgoing(b"x", b"%d" % number, b"\0\0", bytes(size), b"%d" % number)
 
 
+def mute(*, shared: bool = False) -> tuple[Trials, Places]:
+    it, connection = Trials(lambda *_: None), Mute()
+    return it, it.places(connection, shared=shared)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("size", [1, 1 << 20, LINGERING_BYTES * 2])
 async def test_what_is_listened_for_is_bounded(size: int) -> None:
-    it = Trials(lambda *_: None)
-    connection: Any = Mute()
+    it, places = mute()
     for number in range(2 * LINGERING if size < LINGERING_BYTES else 3):
         one = Destination(b"x", b"%d" % number)
-        trial = it.begin(one, message(number, size), connection)
-        assert it.begin(one, message(number, size), connection) is trial
+        trial = it.begin(one, message(number, size), places)
+        assert it.begin(one, message(number, size), places) is trial
+        await trial.out
         it.miss(one, trial)
         assert sum(len(trial.message.body) for _, trial in it._lingering()) <= max(LINGERING_BYTES, size)
         assert it.silence(one) is not None
     left = len(it.tasks())
     assert left == min(LINGERING, max(1, LINGERING_BYTES // size))
     assert it.silence(Destination(b"x", b"0")) is not None  # though it was let go of
-    assert it.places == 0
+    assert it.room(places) == 0
     for task in it.tasks():
         task.cancel()
     await asyncio.sleep(0.01)
@@ -59,14 +66,15 @@ async def test_what_is_listened_for_is_bounded(size: int) -> None:
 
 async def test_nobody_is_let_go_of_who_is_waited_for() -> None:
     """Not by another batch, which tries its own destinations side by side."""
-    it = Trials(lambda *_: None)
-    connection: Any = Mute()
+    it, places = mute()
     waited_for = [Destination(b"w", b"%d" % number) for number in range(LINGERING + 20)]
     for number, one in enumerate(waited_for):
-        it.begin(one, message(number), connection)
+        it.begin(one, message(number), places)
     for number in range(2 * LINGERING):
         one = Destination(b"x", b"%d" % number)
-        it.miss(one, it.begin(one, message(number), connection))
+        trial = it.begin(one, message(number), places)
+        await trial.out
+        it.miss(one, trial)
     assert [one for one in waited_for if one not in it] == []
     for task in it.tasks():
         task.cancel()
@@ -102,7 +110,7 @@ async def test_nobody_is_stuck_unless_others_were_confirmed(monkeypatch: pytest.
     one = Destination(b"x", b"1")
     it.confirmed(time.monotonic())
     await asyncio.sleep(0.01)  # so that it begins later, by any clock
-    trial = it._trials.begin(one, message(1), connection)
+    trial = it._trials.begin(one, message(1), it._trials.places(connection, shared=False))
     assert await it._answer(one, trial, trial.began + 1.0) is None
     assert await it.verdicts([message(1)], {one: [0]}) == {}
     it.confirmed(trial.began + 0.05)

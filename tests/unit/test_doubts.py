@@ -35,6 +35,16 @@ def test_suspected_for_a_while_or_until_it_answers() -> None:
     assert it.of(ONE) is None
 
 
+def test_where_a_connection_ended_only_a_suspicion_does() -> None:
+    it = Doubts()
+    it.suspect(ONE, 0.0)
+    it.stuck(OTHER, 0.0)
+    for one in (ONE, OTHER):
+        it.unsuspect(one, 1.0)
+    assert it.any(2.0)
+    assert (it.of(ONE), it.of(OTHER)) == (None, Doubt.STUCK)
+
+
 def test_stuck_for_longer_and_again_with_every_finding() -> None:
     it = Doubts()
     it.suspect(ONE, 0.0)

@@ -170,11 +170,14 @@ async def test_channel_numbers_run_out() -> None:
         connection, peer = await script.connect(tune=commands.Connection.Tune(2, 8192, 0))
         assert connection.frame_max == 8192
         for number in (1, 2):
+            assert connection.free_channels == 3 - number
             opening = asyncio.create_task(connection.channel())
             await peer.open_channel(number)
-            await opening
+            channel = await opening
         with pytest.raises(NoFreeChannel, match="all 2"):
             await connection.channel()
+        channel.abandon()
+        assert connection.free_channels == 0, "until the broker agrees"
 
 
 # Consumers.
