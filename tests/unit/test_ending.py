@@ -69,3 +69,13 @@ async def test_a_stray_goes_apart_and_stays_known() -> None:
     [again] = it.sent(QUEUE.encode())
     assert envelopes.reason_of(again.properties) == "returned: 312 NO_ROUTE" + ending.BEFORE
     assert not again.apart  # in its envelope nothing of it acts
+
+
+async def test_a_long_reason_does_not_push_it_out() -> None:
+    long = Returned(312, "x" * 600)
+    it = Scene([noted(stray(1, b"gone"), ENDED + unanswered.BEFORE)], answers={b"out/gone": long})
+    await it.look()
+    [again] = it.sent(QUEUE.encode())
+    said = envelopes.reason_of(again.properties)
+    assert ending.ends(said)
+    assert unanswered.perhaps_out(said)
