@@ -197,6 +197,30 @@ async def test_more_than_there_are_channels(rabbitmq: RabbitMQ, vhost: str, monk
 
 @pytest.mark.long
 @pytest.mark.deadline(60)
+async def test_more_than_there_are_channels_where_all_publish(
+    rabbitmq: RabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody is let in besides, on the publishers' own connection: it is not ended either."""
+    agree = handshake.agree
+    monkeypatch.setattr(handshake, "agree", lambda *about: agree(*about)._replace(channel_max=24))
+    monkeypatch.setattr(module, "CONNECTING", 0.1)
+    async with scene(rabbitmq, vhost, "classic") as it:
+        monkeypatch.setattr(it.aside._relay, "start", lambda: None)
+        publisher, bad = it.publisher(), range(0, 45, 3)
+        batch = mixed(45, bad, lambda n: f".{n}")
+        async with silent(rabbitmq, it.vhost, "bad"):
+            for turn in range(20):
+                try:  # with what came due meanwhile, which says that the broker answers
+                    outcomes = await publisher.publish([*batch, message(100 + turn, "good", "x")])
+                except BrokerLost:
+                    continue
+                break
+            assert stuck_of(outcomes) == list(bad)
+            assert (it.relay.connects, it.aside._relay.connects) == (1, 0)
+
+
+@pytest.mark.long
+@pytest.mark.deadline(60)
 async def test_where_nothing_else_is_published(rabbitmq: RabbitMQ, vhost: str) -> None:
     """It is in doubt for a while; then it is held all the same, for the broker answers."""
     async with scene(rabbitmq, vhost, "classic") as it, silent(rabbitmq, it.vhost, "bad"):
