@@ -24,8 +24,8 @@ LOCK_SECONDS: Final = 0.5
 # the setting would be given once more. There is no LOCK for sequences.
 _ALONE: Final = "ALTER SEQUENCE message_id NO CYCLE"
 _WAY_OUT: Final = (
-    "nothing is changed; somebody takes ids in long transactions (an import?): run this again when that is over, or "
-    "stop the daemons and imports first"
+    "run this again when what takes ids in long transactions (an import?) is over, or stop daemons and imports first; "
+    "nothing is changed"
 )
 
 

@@ -118,6 +118,6 @@ async def _way_out(url: str) -> str:
     named = ", ".join(f"{name or 'without a name'} (process {pid})" for name, pid in holders)
     who = f" of {named}" if named else " that keeps tables locked"
     return (
-        f"nothing is changed; wait for the end of the transaction{who} (a dump, an audit, somebody's psql?), or end it "
-        "by SELECT pg_terminate_backend(PROCESS), and run this again; daemons go on meanwhile"
+        f"wait for the end of the transaction{who} (a dump, an audit, somebody's psql?), or end it by "
+        "SELECT pg_terminate_backend(PROCESS), and run this again; nothing is changed, and daemons go on meanwhile"
     )

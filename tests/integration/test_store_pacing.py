@@ -356,12 +356,14 @@ async def test_searches_take_no_more_than_one_connection_from_parks(
     pool = await session.open_pool(database, "looks", 4, {})
     waits = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'looks' AND wait_event_type = 'Lock'"
     looks = outlook.PooledLooks(pool)
-    async with sql(database) as admin, sql(database) as locking:
-        async with locking.transaction():
-            await locking.execute("LOCK TABLE message IN ACCESS EXCLUSIVE MODE")
-            searches = [asyncio.create_task(looks.behind(n, outlook.Search(BEGINNING, 0))) for n in range(3)]
-            await eventually(lambda: admin.fetchval(waits), bool)
-            assert [await admin.fetchval(waits) for _ in range(50)] == [1] * 50
-            assert pool.get_size() - pool.get_idle_size() == 1
-        assert await asyncio.gather(*searches) == [outlook.Behind({}, None, slow=False)] * 3
-    await pool.close()
+    try:
+        async with sql(database) as admin, sql(database) as locking:
+            async with locking.transaction():
+                await locking.execute("LOCK TABLE message IN ACCESS EXCLUSIVE MODE")
+                searches = [asyncio.create_task(looks.behind(n, outlook.Search(BEGINNING, 0))) for n in range(3)]
+                await eventually(lambda: admin.fetchval(waits), bool)
+                assert {await admin.fetchval(waits) for _ in range(50)} == {1}
+                assert pool.get_size() - pool.get_idle_size() == 1
+            assert await asyncio.gather(*searches) == [outlook.Behind({}, None, slow=False)] * 3
+    finally:
+        pool.terminate()
