@@ -234,7 +234,7 @@ def test_the_command_by_spark_submit_with_a_violation(filled: str, tmp_path: Pat
     ("arguments", "code", "told"),
     [
         (["--url", "postgresql://u:hunter2@127.0.0.1:1/d"], 3, "the store is out of reach"),
-        (["--url", "postgresql://u:hunter2@h:port/d"], 2, "cannot be read"),
+        (["--url", "postgresql://u:hunter2@h:port/d"], 2, "--url: expected a URL like"),
         (["--url", "postgresql://h/d", "--url-file", "/x"], 2, "expected one of them"),
         (["--url-file", "/nowhere/url"], 2, "No such file"),
         (["--html", "/nowhere/page.html"], 2, "there is no directory"),
