@@ -110,13 +110,21 @@ async def _taken_over(admin: Admin, settings: Settings) -> list[Row]:
     return rows
 
 
+async def _is_there(admin: Admin, queue: str) -> bool:
+    """Asked before the right to read it, which a broker turns down for a queue that is not there too."""
+    try:
+        return await admin.queue_exists(queue)
+    except BrokerRefused:  # RabbitMQ 4.3 shows queues only to who may configure them: nothing can be said of it
+        return False
+
+
 async def _left_in_the_cascade(admin: Admin, settings: Settings) -> list[Row]:
     """Whether a daemon in store mode may empty what native mode left: with the rights of store mode it may not."""
     if uses_cascade(settings):
         return []
     closed = []
     for name in (settings.native.due_queue, cascade_of(settings).strays):
-        if name and not await admin.may_consume(name):
+        if name and await _is_there(admin, name) and not await admin.may_consume(name):
             closed.append(name)
     if not closed:
         return []

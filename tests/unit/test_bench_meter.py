@@ -27,5 +27,5 @@ def used(how: str) -> float:
 
 
 def test_what_children_leave_behind_is_ours() -> None:
-    assert used("adopting") >= 0.3
-    assert used("as it was") < 0.3  # else the test shows nothing
+    assert used("adopting") > 0.25  # what two clocks say differs by a tick
+    assert used("as it was") < 0.25  # else the test shows nothing
