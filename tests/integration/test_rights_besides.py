@@ -245,8 +245,11 @@ async def test_what_native_mode_left_is_off_where_the_rights_are_those_of_store_
         url = user_url(rabbitmq, vhost, patterns_of("store"), "delayer-after")
         config = tmp_path / "delayer.toml"
         config.write_text(f'[broker]\nurl = "{url}"\n[store]\nurl = "{store}"\n')
-        with pytest.raises(RuntimeError, match=r"may not consume it: \S+delays\.due\S+ \S+delayer\.delay-strays"):
-            await command(config, "check", "--json")
+        if rabbitmq.hides_queues:  # nobody is told of a queue that he may not configure: nothing is said of it
+            assert "may not consume" not in await command(config, "check", "--json")
+        else:
+            with pytest.raises(RuntimeError, match=r"may not consume it: \S+delays\.due\S+ \S+delayer\.delay-strays"):
+                await command(config, "check", "--json")
         user_url(rabbitmq, vhost, patterns_of("native"), "delayer-after")
         assert "may not consume" not in await command(config, "check", "--json")
         (message,) = (await raw.inbox("delays.due"),)
