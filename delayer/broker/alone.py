@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from delayer.core.message import Outcome, Outgoing, Returned
+from delayer.core.message import ClosedChannel, ClosedConnection, Outcome, Outgoing
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
 from delayer.wire.errors import ChannelClosed, ConfirmTimeout
 
+Objection = ClosedChannel | ClosedConnection
+"""What the broker closes something for."""
 NOT_FOUND: Final = 404
 ACCESS_REFUSED: Final = 403
 
@@ -23,7 +25,7 @@ class Probe:
         self._deadline = deadline
         self._channel: Channel | None = None
 
-    async def publish(self, message: Outgoing) -> tuple[Outcome, Returned | None]:
+    async def publish(self, message: Outgoing) -> tuple[Outcome, Objection | None]:
         """The outcome, and again if it is the broker's objection and not an answer of its queues.
 
         Raises TimeoutError when the time is over before anything is written.
@@ -38,7 +40,7 @@ class Probe:
             raise
         except ChannelClosed as closed:
             self._channel = None
-            objection = Returned(closed.code, closed.text)
+            objection = ClosedChannel(closed.code, closed.text)
             return objection, objection
 
     def close(self) -> None:
@@ -46,7 +48,7 @@ class Probe:
             self._channel.abandon()
 
 
-def concerns_exchange(objection: Returned) -> bool:
+def concerns_exchange(objection: Objection) -> bool:
     """Missing, internal, or closed to this user; not if it is about this message or its key (topic permissions)."""
     return objection.code == NOT_FOUND or (objection.code == ACCESS_REFUSED and "topic '" not in objection.text)
 

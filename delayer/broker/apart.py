@@ -12,13 +12,13 @@ from typing import Final, TypeGuard
 
 import structlog
 
-from delayer.broker.alone import Probe, confirming, left
+from delayer.broker.alone import Objection, Probe, confirming, left
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
-from delayer.core.message import NACKED, Outcome, Outgoing, Returned, Unanswered, is_direct_reply
+from delayer.core.message import NACKED, ClosedConnection, Outcome, Outgoing, Unanswered, is_direct_reply
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
-from delayer.wire.errors import FIRST_OBJECTION, ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.wire.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ ENDED: Final = 5
 LATE: Final = 3
 """Times in a row that the connection may not be there in time, until it counts as refused: nobody is stopped for good
 where the way to the broker swallows the second connection of a client."""
-NOT_TRIED: Final = Returned(541, "INTERNAL_ERROR at an earlier attempt; none alone was to be had for this one")
+NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; none alone was to be had for this one")
 """Of a message that ended a connection before, and for which there is none now."""
 
 
@@ -44,7 +44,7 @@ class Lone(Probe):
         self.in_doubt = False
         """Whether something was written that is not answered."""
 
-    async def publish(self, message: Outgoing) -> tuple[Outcome, Returned | None]:
+    async def publish(self, message: Outgoing) -> tuple[Outcome, Objection | None]:
         """As its base, and what ended the connection is such an objection as well."""
         await self._ready()
         self.in_doubt = True
@@ -53,7 +53,7 @@ class Lone(Probe):
         except ConnectionLost as lost:
             if not lost.objects:
                 raise
-            objection = Returned(lost.code, lost.text)
+            objection = ClosedConnection(lost.code, lost.text)
             said = objection, objection
         self.in_doubt = False
         return said
@@ -128,7 +128,7 @@ class Apart:
         enders: list[int] = []
         replies: list[int] = []
         for index, one in enumerate(batch):
-            if one.apart:
+            if one.isolated:
                 enders.append(index)
             elif not one.exchange and is_direct_reply(one.exchange, one.routing_key):  # for all but a few: one look
                 replies.append(index)
@@ -153,9 +153,9 @@ class Apart:
             outcomes.setdefault(index, NOT_TRIED)
 
 
-def ends_connections(objection: Outcome | None) -> TypeGuard[Returned]:
+def ends_connections(objection: Outcome | None) -> TypeGuard[ClosedConnection]:
     """Whether it took the connection along."""
-    return isinstance(objection, Returned) and objection.code >= FIRST_OBJECTION
+    return isinstance(objection, ClosedConnection)
 
 
 async def _enders(lone: Lone, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome]) -> None:

@@ -29,14 +29,14 @@ from typing import Final
 
 import structlog
 
-from delayer.broker.alone import Probe, concerns_exchange, confirming, left
+from delayer.broker.alone import Objection, Probe, concerns_exchange, confirming, left
 from delayer.broker.apart import Apart, ends_connections
 from delayer.broker.aside import Aside
 from delayer.broker.caution import Caution
 from delayer.broker.doubts import others
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned
+from delayer.core.message import CONFIRMED, Outcome, Outgoing
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
 from delayer.wire.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
@@ -221,7 +221,7 @@ class RelayPublisher:
     ) -> None:
         """What the broker says of an exchange holds for the rest of the batch."""
         learnt = 0
-        closed: dict[bytes, Returned] = {}
+        closed: dict[bytes, Objection] = {}
         try:
             for index in indexes:
                 exchange = batch[index].exchange

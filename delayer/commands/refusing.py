@@ -11,7 +11,8 @@ from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.common import Off, note, quoted
-from delayer.core.message import Confirmed, Delivery, Outgoing, Returned
+from delayer.core.hold import hold_for
+from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing
 from delayer.services import reading
 from delayer.services.refusals import Doors, Refusal, again, told
 from delayer.settings import Settings
@@ -95,14 +96,8 @@ async def _published(publisher: RelayPublisher, some: Sequence[Delivery], doors:
 DEEDS: Final[Mapping[str, Do]] = {"retry": _published, "drop": _taken}
 
 
-def _why(outcome: object) -> str:
-    match outcome:
-        case Confirmed():
-            return ""
-        case Returned(code=code, text=text):
-            return f"the broker returned it: {code} {text}"
-        case _:
-            return "a queue refused it"
+def _why(outcome: Outcome) -> str:
+    return "" if isinstance(outcome, Confirmed) else hold_for(outcome).text
 
 
 class NoQueue(Off):

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from delayer.core import ending, unanswered
+from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, Unanswered
+
 
 class HoldKind(StrEnum):
     """The objection that a message is held for. The values stand in the store and in headers."""
@@ -69,3 +72,25 @@ class Hold:
     def retry_ms(self, again_ms: int) -> int | None:
         """When the daemon retries the message, epoch milliseconds: ``again_ms``, or None where a person decides."""
         return None if self.for_a_person else again_ms
+
+
+def hold_for(outcome: Outcome) -> Hold:
+    """Why a message of this outcome is held. Raises ValueError for a confirmed publish."""
+    match outcome:
+        case Returned(code, text):
+            return Hold(HoldKind.RETURNED, f"returned: {code} {text}")
+        case Nacked():
+            return Hold(HoldKind.NACKED, "nacked: the destination would not take it")
+        case Unanswered(seconds, exchange, routing_key):
+            where = f"exchange {_shown(exchange)!r}, key {_shown(routing_key)!r}"
+            return Hold(HoldKind.UNANSWERED, unanswered.reason(seconds, where), may_be_delivered=True)
+        case ClosedChannel(code, text):
+            return Hold(HoldKind.CLOSED_CHANNEL, f"the broker closed the channel: {code} {text}")
+        case ClosedConnection(code, text):
+            return Hold(HoldKind.CLOSED_CONNECTION, ending.reason(code, text), isolated=True)
+        case _:
+            raise ValueError("a confirmed message is not held")
+
+
+def _shown(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")

@@ -33,8 +33,8 @@ class Outgoing(NamedTuple):
     properties: bytes
     body: bytes
     token: bytes
-    apart: bool = False
-    """Whether it ended a whole connection before: then it goes by one that nobody else uses (core/ending.py)."""
+    isolated: bool = False
+    """An earlier publish of it closed a connection, so it goes by the isolation connection only (core/hold.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,28 @@ class Nacked:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """No answer within ``seconds``, while the broker confirmed others: a queue behind ``exchange`` and ``routing_key``
-    does not answer. The publish is perhaps done one day, perhaps not."""
+    """No confirm within ``seconds``, while the broker confirmed others: a queue behind ``exchange`` and ``routing_key``
+    does not answer. That queue may still take the message later."""
 
     seconds: float
     exchange: bytes
     routing_key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedChannel:
+    """The broker closed the channel for the publish: its exchange is missing, or closed to this user."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedConnection:
+    """The broker closed the whole connection for the publish."""
+
+    code: int
+    text: str
 
 
 DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to"
@@ -75,7 +91,7 @@ def is_direct_reply(exchange: bytes, routing_key: bytes) -> bool:
     return not exchange and routing_key.startswith(DIRECT_REPLY)
 
 
-Outcome = Confirmed | Returned | Nacked | Unanswered
+Outcome = Confirmed | Returned | Nacked | Unanswered | ClosedChannel | ClosedConnection
 CONFIRMED = Confirmed()
 NACKED = Nacked()
 

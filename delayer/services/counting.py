@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from delayer.core.message import Nacked, Outcome, Returned
+from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned
 from delayer.core.tally import LATENESS, SECONDS, SIZES, Tally
 
 KINDS: Final = (
@@ -64,9 +64,11 @@ class Counters:
             ours[self._told_apart(route)] += count
 
     def objected(self, outcome: Outcome, route: bytes) -> None:
-        """Enter a publish that was returned or nacked."""
-        if isinstance(outcome, Returned | Nacked):
-            self.add_routes("returned" if isinstance(outcome, Returned) else "nacked", [route])
+        """Enter a publish that was returned or nacked; one that closed something counts as returned."""
+        if isinstance(outcome, Nacked):
+            self.add_routes("nacked", [route])
+        elif isinstance(outcome, Returned | ClosedChannel | ClosedConnection):
+            self.add_routes("returned", [route])
 
     def delivered(self, messages: Sequence[tuple[int, bytes]], now_ms: int) -> None:
         """Enter how late messages went out, each with its due instant and its route. In the order of their instants, or

@@ -9,21 +9,11 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.core import ending, unanswered
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import (
-    Confirmed,
-    Delivery,
-    Nacked,
-    Outcome,
-    Outgoing,
-    Parcel,
-    Returned,
-    Unanswered,
-    is_direct_reply,
-)
+from delayer.core.hold import hold_for
+from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Returned, is_direct_reply
 from delayer.faultpoint import reach
-from delayer.services.counting import Counters, host_ms, shown
+from delayer.services.counting import Counters, host_ms
 from delayer.services.ports import Holder, Publisher
 from delayer.services.settle import Settler
 
@@ -31,8 +21,6 @@ log = structlog.get_logger(__name__)
 
 
 NO_ROUTE: Final = 312
-CONNECTION_ERROR: Final = 500
-"""The first of the protocol's codes that close a connection, and not only a channel."""
 
 
 class NotTaken(BrokerLost):
@@ -97,7 +85,7 @@ class Dispatch:
                 reason = str(lost)
             else:
                 pairs = zip(answers, outcomes, strict=True)
-                unhappy = [why(outcome) for answer, outcome in pairs if not _perhaps_heard(answer, outcome)]
+                unhappy = [hold_for(outcome).text for answer, outcome in pairs if not _perhaps_heard(answer, outcome)]
                 failed, reason = len(unhappy), unhappy[0] if unhappy else ""
         if failed:
             log.warning("reply not delivered", replies=failed, reason=reason)
@@ -128,9 +116,10 @@ class Dispatch:
             self._counters.objected(outcome, _route(publication))
             if publication.parcel is not None:
                 parcel = publication.parcel._replace(token=publication.outgoing.token)
-                astray.append((publication, parcel, why(outcome)))
+                astray.append((publication, parcel, hold_for(outcome).text))
             else:
-                stuck.append(f"exchange {publication.outgoing.exchange.decode('utf-8', 'replace')!r}: {why(outcome)}")
+                exchange = publication.outgoing.exchange.decode("utf-8", "replace")
+                stuck.append(f"exchange {exchange!r}: {hold_for(outcome).text}")
         settler.accept(publication.delivery.tag for publication in through)
         self._count(through)
         if astray:
@@ -171,18 +160,3 @@ def _kind(publication: Publication) -> str:
 
 def _route(publication: Publication) -> bytes:
     return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
-
-
-def why(outcome: Outcome) -> str:
-    """An unhappy outcome in words, as a reason for holding."""
-    match outcome:
-        case Returned(code, text) if code >= CONNECTION_ERROR:
-            return ending.reason(code, text)
-        case Returned(code, text):
-            return f"returned: {code} {text}"
-        case Nacked():
-            return "nacked: the destination would not take it"
-        case Unanswered(seconds, exchange, routing_key):
-            return unanswered.reason(seconds, f"exchange {shown(exchange)!r}, key {shown(routing_key)!r}")
-        case Confirmed():
-            raise AssertionError("a confirmed message needs no reason")

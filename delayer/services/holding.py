@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import structlog
 
 from delayer.core import late
+from delayer.core.hold import hold_for
 from delayer.core.message import Confirmed, Outgoing, Parcel
 from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
-from delayer.services.dispatch import NotTaken, why
+from delayer.services.dispatch import NotTaken
 from delayer.services.ports import Holder, Publisher
 
 log = structlog.get_logger(__name__)
@@ -76,7 +77,8 @@ class StraysHolder:
             batch.append(Outgoing(self._exchange, parcel.target.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
             if not isinstance(outcome, Confirmed):
-                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to hold: {why(outcome)}")
+                why = hold_for(outcome).text
+                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to hold: {why}")
         report(items, self._counters)
 
 
@@ -105,7 +107,8 @@ class RefusedHolder:
             batch.append(Outgoing(self._exchange, parcel.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
             if not isinstance(outcome, Confirmed):
-                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to refuse: {why(outcome)}")
+                why = hold_for(outcome).text
+                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to refuse: {why}")
         self._counters.add("refused", len(items))
         self._counters.add_routes("refused", [parcel.route for parcel, _ in items])
         for parcel, reason in items:

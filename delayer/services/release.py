@@ -13,13 +13,13 @@ import structlog
 
 from delayer.core import ending, late, unanswered
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
+from delayer.core.hold import hold_for
 from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.core.pace import Pacer, Scope
 from delayer.core.request import SHORT_STRING
 from delayer.faultpoint import reach
 from delayer.services import edits
 from delayer.services.counting import Counters, host_ms
-from delayer.services.dispatch import why
 from delayer.services.ports import Lane, Publisher, Pulse
 from delayer.services.retry import Retry
 from delayer.services.room import Room, Share
@@ -240,7 +240,7 @@ class Release:
                 released.append(row)
             else:
                 self._counters.objected(outcome, row.parcel.route)
-                held.append((row, unanswered.again(why(outcome), row.held_for)))
+                held.append((row, unanswered.again(hold_for(outcome).text, row.held_for)))
         return released, [(row, ending.again(reason, row.held_for)) for row, reason in held]
 
     def _report(self, held: Sequence[tuple[Due, str]]) -> None:
@@ -287,5 +287,5 @@ def prepared(row: Due, max_properties: int) -> Outgoing | str:
     target = row.parcel.target
     if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
         return f"the destination is too long to publish to: expected {SHORT_STRING} bytes at most, found {longest}"
-    apart = ending.ends(row.held_for)
-    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, apart)
+    isolated = ending.ends(row.held_for)
+    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, isolated)

@@ -23,11 +23,12 @@ import structlog
 from delayer.core import ending, unanswered
 from delayer.core.backoff import Sparing
 from delayer.core.cascade import leads_to, strip_prefix
+from delayer.core.hold import hold_for
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import Refuse
 from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
-from delayer.services.dispatch import NotTaken, why
+from delayer.services.dispatch import NotTaken
 from delayer.services.failures import LOSSES
 from delayer.services.holding import Notes
 from delayer.services.ports import Consumer, Publisher, Pulse, Subscription
@@ -249,7 +250,7 @@ class Strays:
                 failed.append((stray, outcome))
             else:
                 self._counters.objected(outcome, stray.parcel.route)
-                failed.append((stray, why(outcome)))
+                failed.append((stray, hold_for(outcome).text))
         self._counters.add("released", len(through))
         self._counters.add_routes("released", [stray.parcel.route for stray in through])
         self._counters.delivered([(stray.parcel.due_ms, stray.parcel.route) for stray in through], self._now_ms())
@@ -265,8 +266,8 @@ class Strays:
         most = self._reader.max_properties()
         if len(properties) > most:
             return f"the properties are too long to publish: expected at most {most}, found {len(properties)}"
-        apart = ending.ends(stray.held_for)
-        return Outgoing(parcel.target.exchange, parcel.target.routing_key, properties, parcel.body, stray.id, apart)
+        isolated = ending.ends(stray.held_for)
+        return Outgoing(parcel.target.exchange, parcel.target.routing_key, properties, parcel.body, stray.id, isolated)
 
     async def _hold(self, failed: Sequence[tuple[Stray, str]], subscription: Subscription) -> None:
         """To the end of the queue, before they are acknowledged where they were. Raises NotTaken: they stay there."""

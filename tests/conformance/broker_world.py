@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Delivery, Outcome, Outgoing, Returned
+from delayer.core.message import ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing, Returned
 from delayer.services.edits import ID
 from delayer.services.ports import Consumer, Publisher, Subscription
 from delayer.wire.properties import encode_headers, entry, long_string
 
 GATHER = 0.02
+Objection = Returned | ClosedChannel | ClosedConnection
+"""What an outcome with a code of the broker's is."""
 BOUND = 1.0
 """Seconds that the publishers of this suite wait for confirms."""
 

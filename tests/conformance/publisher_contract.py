@@ -8,10 +8,19 @@ from contextlib import AbstractAsyncContextManager, suppress
 import pytest
 
 from delayer.core.errors import BrokerLost
-from delayer.core.message import CONFIRMED, NACKED, Outgoing, Returned
+from delayer.core.message import CONFIRMED, NACKED, Outgoing
 from delayer.services.edits import ID
 from delayer.wire.properties import encode_headers, entry, long_string
-from tests.conformance.broker_world import BOUND, World, message, no_route, numbered, publish_all, until_published
+from tests.conformance.broker_world import (
+    BOUND,
+    Objection,
+    World,
+    message,
+    no_route,
+    numbered,
+    publish_all,
+    until_published,
+)
 
 
 class PublisherContract:
@@ -87,7 +96,7 @@ class PublisherContract:
             where = ["missing" if n >= first and n % 3 == first % 3 else "" for n in range(12)]
             for _ in range(2):
                 outcomes = await world.publisher.publish([message(n, "q", name) for n, name in enumerate(where)])
-                assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [
+                assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [
                     404 if name else CONFIRMED for name in where
                 ]
                 assert await world.hand.drain("q") == numbered([n for n, name in enumerate(where) if not name])
@@ -98,7 +107,7 @@ class PublisherContract:
             await world.hand.exchange("inner", internal=True)
             await world.hand.bind("q", "inner", "q")
             outcomes = await world.publisher.publish([message(1, "q"), message(2, "q", "inner"), message(3, "q")])
-            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403, CONFIRMED]
+            assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [CONFIRMED, 403, CONFIRMED]
             assert await world.hand.drain("q") == [b"1", b"3"]
 
     async def test_an_exchange_that_is_closed_to_us(self, place: str) -> None:
@@ -109,7 +118,7 @@ class PublisherContract:
             await world.hand.forbid(write=r"^(|amq\.default)$")
             batch = [message(n, "q", "secret" if n % 2 else "") for n in range(10)]
             outcomes = await world.publisher.publish(batch)
-            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403] * 5
+            assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [CONFIRMED, 403] * 5
             assert await world.hand.drain("q") == numbered(range(0, 10, 2))
 
     async def test_a_topic_that_is_closed_to_us(self, place: str) -> None:
@@ -121,7 +130,7 @@ class PublisherContract:
             await world.hand.forbid(topic=("news", "^open"))
             batch = [message(n, "closed" if n % 3 == 0 else "open", "news") for n in range(9)]
             outcomes = await until_published(world.publisher, batch)
-            found = [one.code if isinstance(one, Returned) else one for one in outcomes]
+            found = [one.code if isinstance(one, Objection) else one for one in outcomes]
             assert found == [403, CONFIRMED, CONFIRMED] * 3
             assert set(await world.hand.drain("q")) == set(numbered([n for n in range(9) if n % 3]))
 
@@ -142,7 +151,7 @@ class PublisherContract:
                 mixed = [one for pair in zip(batch, others, strict=True) for one in pair]
                 outcomes = await publish_all(world.publisher, mixed)
                 assert outcomes[1::2] == [CONFIRMED] * 30
-                assert [one.code if isinstance(one, Returned) else one for one in outcomes[::2]] == [
+                assert [one.code if isinstance(one, Objection) else one for one in outcomes[::2]] == [
                     403,
                     CONFIRMED,
                 ] * 15
@@ -187,7 +196,7 @@ class PublisherContract:
             await world.hand.drain("q")
             for _ in range(3):
                 outcomes = await world.publisher.publish(batch)
-                assert [one.code if isinstance(one, Returned) else None for one in outcomes] == [
+                assert [one.code if isinstance(one, Objection) else None for one in outcomes] == [
                     404 if n == 5 else None for n in range(10)
                 ]
                 assert await world.hand.drain("q") == numbered([n for n in range(10) if n != 5])

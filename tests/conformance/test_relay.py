@@ -23,7 +23,7 @@ from delayer.broker.inflow import Inflow
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, LaneLost, Unconfirmed
-from delayer.core.message import CONFIRMED, Delivery, Outgoing, Returned
+from delayer.core.message import CONFIRMED, Delivery, Outgoing
 from delayer.services.counting import Counters
 from delayer.services.edits import ID
 from delayer.services.release import Portion, Release
@@ -32,7 +32,7 @@ from delayer.wire.connection import Connection
 from delayer.wire.errors import AccessRefused
 from delayer.wire.properties import encode_headers, entry, long_string
 from tests.conformance.broker_contract import BrokerContract
-from tests.conformance.broker_world import BOUND, GATHER, World, bodies, message, publish_all, take
+from tests.conformance.broker_world import BOUND, GATHER, Objection, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
 from tests.rig.fakes import Pulse, ScriptedLane, due
 from tests.rig.proxy import Proxy
@@ -294,7 +294,7 @@ class TestRelay(BrokerContract):
                 await publish_all(publisher, batch)
             await world.hand.drain("q")
             outcomes = await publish_all(publisher, batch)
-            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403] * 200
+            assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [CONFIRMED, 403] * 200
             assert await world.hand.drain("q") == [b"%d" % n for n in range(0, 400, 2)]
 
     async def test_forbidden_topics_too_far_away_for_a_batch(self, place: str) -> None:
@@ -312,7 +312,7 @@ class TestRelay(BrokerContract):
                         in_doubt += 1
                     else:
                         del left[: len(portion)]
-            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 403] * 30
+            assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [CONFIRMED, 403] * 30
             assert set(await world.hand.drain("q")) == {b"%d" % n for n in range(0, 60, 2)}
         assert in_doubt < 15
 
@@ -334,7 +334,7 @@ class TestRelay(BrokerContract):
             outcomes = []
             for begin in range(0, len(batch), publisher.batch_limit):
                 outcomes += await publisher.publish(batch[begin : begin + publisher.batch_limit])
-            ended = {index for index, one in enumerate(outcomes) if isinstance(one, Returned) and one.code == 541}
+            ended = {index for index, one in enumerate(outcomes) if isinstance(one, Objection) and one.code == 541}
             assert ended == {ahead, len(batch) - 1}
             assert sum(one is CONFIRMED for one in outcomes) == len(good)
             assert await beside.publish(good) == [CONFIRMED] * len(good)
@@ -365,10 +365,10 @@ class TestRelay(BrokerContract):
             for round_ in range(3):
                 publisher = RelayPublisher(relay)
                 good = [message(f"{round_}-{n}", "q") for n in range(50)]
-                ender = poisonous(f"{round_}-bad")._replace(apart=True)
+                ender = poisonous(f"{round_}-bad")._replace(isolated=True)
                 outcomes = await publisher.publish([*good[:20], ender, *good[20:]])
                 ended = outcomes.pop(20)
-                assert isinstance(ended, Returned)
+                assert isinstance(ended, Objection)
                 assert ended.code == 541
                 assert outcomes == [CONFIRMED] * len(good)
                 assert publisher.batch_limit == BATCH
@@ -391,9 +391,9 @@ class TestRelay(BrokerContract):
             with pytest.raises(Unconfirmed) as caught:
                 await publisher.publish(batch)
             known = caught.value.outcomes
-            assert [one.code if isinstance(one, Returned) else one for one in known] == [CONFIRMED, 541, None]
+            assert [one.code if isinstance(one, Objection) else one for one in known] == [CONFIRMED, 541, None]
             outcomes = await publisher.publish(batch)
-            assert [one.code if isinstance(one, Returned) else one for one in outcomes] == [CONFIRMED, 541, CONFIRMED]
+            assert [one.code if isinstance(one, Objection) else one for one in outcomes] == [CONFIRMED, 541, CONFIRMED]
             assert relay.connects == 2
             assert sorted(await world.hand.drain("q")) == [b"0", b"2"]
             await aside.close()
@@ -439,7 +439,7 @@ class TestRelay(BrokerContract):
         now = 0.0
         async with self.far_away(place, 0) as (_, relay):
             publisher = RelayPublisher(relay, clock=lambda: now)
-            assert isinstance((await publisher.publish([message(1, "closed", "news")]))[0], Returned)
+            assert isinstance((await publisher.publish([message(1, "closed", "news")]))[0], Objection)
             assert publisher.batch_limit < 1000
             now = 601.0
             assert publisher.batch_limit > 1000

@@ -15,7 +15,7 @@ from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.broker.trials import LINGERING
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.message import CONFIRMED, Outcome, Outgoing, Returned, Unanswered
+from delayer.core.message import CONFIRMED, ClosedChannel, Outcome, Outgoing, Unanswered
 from delayer.wire import handshake
 from delayer.wire.address import Address
 from tests.conformance.broker_world import message
@@ -244,7 +244,7 @@ async def test_what_the_broker_objects_to_is_said_as_ever(rabbitmq: RabbitMQ, vh
             await it.hand.delete_exchange("gone")
             outcomes, _ = await until_settled(publisher, batch)
             assert isinstance(outcomes[0], Unanswered)
-            assert isinstance(outcomes[1], Returned)
+            assert isinstance(outcomes[1], ClosedChannel)
             assert outcomes[1].code == 404
             assert outcomes[2] is CONFIRMED
 

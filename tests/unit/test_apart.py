@@ -12,13 +12,13 @@ from delayer.broker import apart as module
 from delayer.broker import relay as relay_module
 from delayer.broker.apart import ENDED, LATE, NOT_TRIED, Apart, Lone, ends_connections
 from delayer.broker.relay import Relay
-from delayer.core.message import CONFIRMED, NACKED, Outcome, Outgoing, Returned, Unanswered
+from delayer.core.message import CONFIRMED, NACKED, ClosedConnection, Outcome, Outgoing, Unanswered
 from delayer.wire.address import Address
 from delayer.wire.errors import AccessRefused, ConfirmTimeout, ConnectionLost
 from tests.rig.fakes import until
 
 POISON = ConnectionLost(541, "INTERNAL_ERROR")
-OBJECTION = Returned(541, "INTERNAL_ERROR")
+OBJECTION = ClosedConnection(541, "INTERNAL_ERROR")
 GONE = ConnectionLost(0, "the broker hung up")
 
 
@@ -103,7 +103,7 @@ def reply(body: bytes) -> Outgoing:
 
 
 def ender(body: bytes) -> Outgoing:
-    return Outgoing(b"", b"q", b"\0\0", body, body, apart=True)
+    return Outgoing(b"", b"q", b"\0\0", body, body, isolated=True)
 
 
 async def first(broker: Broker, *batch: Outgoing, seconds: float = 8.0) -> dict[int, Outcome]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from delayer.core.message import CONFIRMED, NACKED, Returned
+from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
 from delayer.core.tally import LATENESS, Tally
 from delayer.services.counting import KINDS, MOST_ROUTES, OTHERS, Counters
 
@@ -66,7 +66,7 @@ def test_lateness_is_counted_for_each_route_whatever_the_order() -> None:
 
 def test_objections_are_counted_by_what_they_are() -> None:
     counters = Counters()
-    for outcome in (CONFIRMED, NACKED, Returned(312, "NO_ROUTE"), Returned(404, "x")):
+    for outcome in (CONFIRMED, NACKED, Returned(312, "NO_ROUTE"), ClosedChannel(404, "x")):
         counters.objected(outcome, b"a")
     assert counters.routes["nacked"][b"a"] == 1
     assert counters.routes["returned"][b"a"] == 2

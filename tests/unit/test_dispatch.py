@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from delayer.core.errors import BrokerLost, StoreLost, Unconfirmed
+from delayer.core.hold import hold_for
 from delayer.core.message import (
     CONFIRMED,
     NACKED,
+    ClosedChannel,
     Confirmed,
     Delivery,
     Outcome,
@@ -20,7 +22,7 @@ from delayer.core.message import (
 from delayer.core.plan import DEFAULT_FORMS, AtOnce, Policy, Route
 from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
-from delayer.services.dispatch import Dispatch, NotTaken, Publication, why
+from delayer.services.dispatch import Dispatch, NotTaken, Publication
 from delayer.services.holding import Holding, Notes, RefusedHolder, StraysHolder
 from delayer.services.refusals import Doors, again, told
 from delayer.services.settle import Settler
@@ -87,7 +89,7 @@ async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None
     assert it.settler.outstanding == 0
 
 
-@pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, Returned(404, "no exchange")])
+@pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, ClosedChannel(404, "no exchange")])
 async def test_what_must_be_taken_and_is_not_is_given_back(answer: Outcome) -> None:
     """The cascade, the refused queue: everything else of the batch is settled first."""
     it = Scene({b"level": answer, b"gone": NO_ROUTE})
@@ -114,16 +116,10 @@ async def test_what_is_known_of_a_batch_in_doubt_is_settled() -> None:
         await it.run(*(publication(tag, b"late") for tag in range(1, 7)))
     assert it.accepted == [1, 3, 4, 6]
     assert it.settler.outstanding == 2
-    assert [reason for _, reason in it.holder.held] == [why(NO_ROUTE), why(Unanswered(8, b"orders.out", b"k"))]
+    assert [reason for _, reason in it.holder.held] == [
+        hold_for(one).text for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
+    ]
     assert it.counted() == {"released": 2}
-
-
-def test_why_nobody_answered() -> None:
-    """It names where it was to go."""
-    reason = why(Unanswered(8.0, b"orders.out", b"k\xff\n"))
-    assert reason.startswith("no confirm within 8 s: exchange 'orders.out', key ")
-    assert "\n" not in reason
-    assert "k\\" in reason
 
 
 async def test_as_many_at_a_time_as_the_publisher_wants() -> None:
@@ -151,12 +147,6 @@ async def test_what_cannot_be_held_is_given_back() -> None:
         await it.run(publication(1), publication(2, b"gone"), publication(3))
     assert it.accepted == [1, 3]
     assert it.settler.outstanding == 1
-
-
-def test_why() -> None:
-    assert why(Returned(403, "ACCESS_REFUSED")) == "returned: 403 ACCESS_REFUSED"
-    with pytest.raises(AssertionError):
-        why(CONFIRMED)
 
 
 async def test_strays_are_held_in_their_envelope() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from delayer.core import ending, unanswered
-from delayer.core.message import Delivery, Outgoing, Returned
+from delayer.core.hold import hold_for
+from delayer.core.message import ClosedConnection, Delivery, Outgoing, Returned
 from delayer.services import envelopes
 from delayer.services.counting import Counters
-from delayer.services.dispatch import why
 from delayer.services.release import Portion, Release, prepared
 from delayer.wire.properties import Properties
 from tests.rig.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, due
 from tests.unit.test_strays import QUEUE, Scene, stray
 
-ENDED = why(Returned(541, "INTERNAL_ERROR"))
+ENDED = hold_for(ClosedConnection(541, "INTERNAL_ERROR")).text
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_was_true_stays_true(reason: str, before: str, ends: bool, perhaps_
 def test_a_held_row_goes_apart(held_for: str, apart: bool) -> None:
     one = prepared(due(1, attempts=1)._replace(held_for=held_for), 10_000)
     assert isinstance(one, Outgoing)
-    assert one.apart is apart
+    assert one.isolated is apart
 
 
 async def test_a_lane_that_holds_it_once_more_says_so() -> None:
@@ -65,10 +65,10 @@ def noted(one: Delivery, reason: str) -> Delivery:
 async def test_a_stray_goes_apart_and_stays_known() -> None:
     it = Scene([noted(stray(1, b"gone"), ENDED), stray(2)], answers={b"out/gone": Returned(312, "NO_ROUTE")})
     await it.look()
-    assert [one.apart for one in it.sent(b"out")] == [True, False]
+    assert [one.isolated for one in it.sent(b"out")] == [True, False]
     [again] = it.sent(QUEUE.encode())
     assert envelopes.reason_of(again.properties) == "returned: 312 NO_ROUTE" + ending.BEFORE
-    assert not again.apart  # in its envelope nothing of it acts
+    assert not again.isolated  # in its envelope nothing of it acts
 
 
 async def test_a_long_reason_does_not_push_it_out() -> None:
