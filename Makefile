@@ -56,11 +56,11 @@ check: dev lint ## style, types and import rules; no server
 	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
 
 .PHONY: bench
-bench: ready-bench ## rates, lateness and CPU beside the ceilings of broker and database; well over an hour (BENCH_ARGS=…)
+bench: ready ## rates, lateness and cost beside the ceilings of broker and database; about an hour (BENCH_ARGS=…)
 	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
 
 .PHONY: bench-quick
-bench-quick: ready-bench ## the same in small, without the sections that take minutes
+bench-quick: ready ## the same in small, without the sections that take minutes
 	@$(PYTHON_OF_VENV) -m bench --quick $(BENCH_ARGS)
 
 .PHONY: clean
@@ -70,13 +70,11 @@ clean: ## delete .venv and whatever was made here
 
 # ---- steps of the above
 
-.PHONY: dev ready ready-bench lint
+.PHONY: dev ready lint
 dev:
 	@.ci/setup dev
 ready:
 	@.ci/setup dev servers
-ready-bench:
-	@.ci/setup bench servers
 lint: dev
 	@$(PYTHON_OF_VENV) -m ruff check --quiet .
 	@$(PYTHON_OF_VENV) -m ruff format --check --quiet .

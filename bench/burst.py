@@ -59,5 +59,3 @@ async def run(bench: Bench) -> None:
     for of, spent in cpu.items():
         bench.add(f"CPU of {of}", spent * 1e6 / count, "µs/msg", count=count)
     bench.add("memory of daemon", memory, "MB", count=count)
-    points = seen["arrivals"]
-    bench.draw("arrived", [(at - due) / 1000 for at, _ in points], [float(n) for _, n in points], count=count)

@@ -91,7 +91,6 @@ async def run(bench: Bench) -> None:
         ("other tables", "MB", "others_mb", settled),
     ):
         values = [getattr(look, field) for look in looks]
-        bench.draw(f"{name}, {unit}", [look.at for look in looks], values, **at)
         if not values:
             continue
         bench.add(name, median(values), unit, **at)
@@ -101,4 +100,3 @@ async def run(bench: Bench) -> None:
             bench.add(f"{name}, at the end over before", last / first, "", **at)
         else:
             bench.note(f"{name}: nothing was seen at the beginning, so nothing can be said of its growth")
-    bench.draw("dead rows", [look.at for look in looks], [float(look.dead) for look in looks], **at)

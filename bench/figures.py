@@ -1,4 +1,4 @@
-"""What a run of the benchmark found, as values: figures with their units and conditions, and what they are made of."""
+"""Values of a benchmark run: figures with their units and conditions, and the arithmetic on samples."""
 
 from __future__ import annotations
 
@@ -10,68 +10,44 @@ from pathlib import Path
 from typing import Any
 
 Sample = tuple[float, float]
-"""A moment (seconds) and how many had been done by then."""
+"""A moment in seconds, and the number of messages that were done by then."""
 
 FIRST, LAST = 0.1, 0.9
-"""Rates are measured between these shares of the count: before lies the start, behind it the last, half-full batch."""
+"""Rates are measured between these shares of the count: the start and the last, half-full batch are left out."""
 
 
 @dataclass
 class Figure:
-    """One number. ``at`` are the conditions that it was measured under: ``{"body": 512, "backlog": 0}``.
-
-    ``ratio``, ``of`` and ``targets`` are filled in by targets.py.
-    """
+    """One number, with the conditions of its measurement: ``{"body": 512, "backlog": 0}``."""
 
     section: str
     what: str
     value: float
     unit: str
     at: dict[str, int] = field(default_factory=dict)
-    ratio: float | None = None
-    of: str = ""
-    targets: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class Series:
-    """A curve for a chart."""
-
-    section: str
-    what: str
-    x: list[float]
-    y: list[float]
-    at: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Result:
-    """Everything that a run leaves behind."""
+    """Everything that a run writes."""
 
     about: dict[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
-    series: list[Series] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def find(self, section: str, what: str, **at: int) -> Figure | None:
-        """The figure of that name whose conditions include ``at``."""
-        return next((one for one in self.all(section, what) if at.items() <= one.at.items()), None)
-
-    def all(self, section: str, what: str) -> list[Figure]:
-        return [one for one in self.figures if one.section == section and one.what == what]
+        """The first figure of that name whose conditions include ``at``."""
+        named = (one for one in self.figures if (one.section, one.what) == (section, what))
+        return next((one for one in named if at.items() <= one.at.items()), None)
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(self.as_json() + "\n")
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Result:
         raw = json.loads(path.read_text())
-        figures = [Figure(**one) for one in raw["figures"]]
-        return cls(raw["about"], figures, [Series(**one) for one in raw["series"]], raw["notes"])
+        return cls(raw["about"], [Figure(**one) for one in raw["figures"]], raw["notes"])
 
 
 def rate_between(samples: Sequence[Sample], total: float, first: float = FIRST, last: float = LAST) -> float:
@@ -84,7 +60,7 @@ def rate_between(samples: Sequence[Sample], total: float, first: float = FIRST, 
 
 
 def moment_of(samples: Sequence[Sample], wanted: float) -> float:
-    """When the count reached ``wanted``. Raises ValueError if it never did."""
+    """The moment at which the count reached ``wanted``. Raises ValueError if it never did."""
     before: Sample | None = None
     for at, done in samples:
         if done >= wanted:

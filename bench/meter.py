@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -12,15 +11,6 @@ import psutil
 
 Pids = Callable[[], Iterable[int]]
 """The processes of one tree, as they are now."""
-
-
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def adopt_orphans() -> None:
-    """Let what our children leave behind be ours, the dead too. The JVM of a Spark job ends behind the command that
-    started it: it was taken for others' work, half a core of it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def tree(root: int) -> list[int]:

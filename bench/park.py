@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from bench.figures import median
 from bench.meter import peak_mb
 from bench.plain import Plain, message, number, portions, properties
-from bench.rows import BACKLOG_DAYS, KEY
+from bench.rows import KEY
 from bench.run import Bench
 from bench.servers import IN, Place
 from bench.watch import Counters, Course
@@ -17,8 +17,6 @@ from bench.watch import Counters, Course
 DISTINCT = 1000
 SOONEST_MS, LATEST_MS = 3 * 3_600_000, 24 * 3_600_000
 """Delays are of mixed lengths, as they are in life: rows go into the index here and there, and not at its end."""
-SPREAD_MS = BACKLOG_DAYS * 24 * 3_600_000
-"""The same over all the days of the backlog: every commit writes into each of their partitions."""
 CPU = ("daemon", "broker", "database")
 
 
@@ -46,22 +44,6 @@ async def once(place: Place, count: int, size: int, latest_ms: int = LATEST_MS) 
 
 async def run(bench: Bench) -> None:
     await turns(bench, "park", once)
-    if bench.options.backlog and not bench.options.quick:
-        await spread(bench)
-
-
-async def spread(bench: Bench) -> None:
-    """Into every partition of the backlog, and not only into those of today and tomorrow."""
-    size, backlog = bench.options.sizes[0], bench.options.backlog
-    count = bench.options.count_of(size)
-    place = await bench.place(backlog)
-    bench.say(f"{count:,} messages of {size:,} bytes, {backlog:,} rows waiting, due over {BACKLOG_DAYS} days")
-    courses = [(await once(place, count, size, SPREAD_MS))[0] for _ in range(bench.options.repeats)]
-    at = {"body": size, "backlog": backlog}
-    what = f"delays of up to {BACKLOG_DAYS} days"
-    bench.add(f"park, {what}", median([course.rate for course in courses]), "msg/s", **at)
-    for of in CPU:
-        bench.add(f"CPU of {of}, {what}", median([course.cpu_us(of) for course in courses]), "µs/msg", **at)
 
 
 async def turns(bench: Bench, what: str, once: Callable[[Place, int, int], Awaitable[tuple[Course, float]]]) -> None:

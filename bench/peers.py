@@ -1,64 +1,23 @@
-"""The same work done by what people write or install for it (bench/rivals.py), on the same servers."""
+"""The same work done by other programs: kombu's cascade, and a broker with the delayed-message plugin."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-
-import asyncpg
 
 from bench.native import SIZE, TRIP_RATE
 from bench.park import LATEST_MS, SOONEST_MS
-from bench.plain import Plain, message, number, portions, properties
-from bench.rivals import ADDRESS, QUEUE
-from bench.rows import KEY
+from bench.plain import Plain
+from bench.rivals import ADDRESS
 from bench.run import Bench, thousands
-from bench.servers import Place
 from bench.traffic import Helper
 
 MODULE = "bench.rivals"
-POLLED_BACKLOG = 1_000_000
-_TABLE = """
-CREATE TABLE bench_queue (
-    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, due_at timestamptz NOT NULL, routing_key text NOT NULL,
-    properties bytea NOT NULL, body bytea NOT NULL
-);
-ALTER TABLE bench_queue ALTER COLUMN body SET STORAGE EXTERNAL;
-CREATE INDEX ON bench_queue (due_at);
-"""
-_ROWS = """
-INSERT INTO bench_queue (due_at, routing_key, properties, body)
-SELECT now() + {due}, $2, $3, $4 FROM generate_series(1, $1::int) AS n
-"""
-_FAR = "interval '3 hours' + random() * interval '60 days'"
-_PAST = "(n % 1000 - 1000) * interval '1 ms'"
-
-
-def _fill(place: Place, count: int) -> None:
-    chance = random.Random(4)
-    delays = [number("x-delay", chance.randint(SOONEST_MS, LATEST_MS)) for _ in range(1000)]
-    plain = Plain(place.broker_url)
-    plain.fresh_queue(QUEUE)
-    plain.publish(portions([message("", QUEUE, properties(delay), b"x" * SIZE) for delay in delays]), count)
-    plain.close()
-
-
-async def relay(bench: Bench) -> None:
-    count = thousands(bench.options.peers)
-    place = await bench.servers.place("native")
-    bench.say(f"a relay over aio-pika, {count:,} messages")
-    await asyncio.to_thread(_fill, place, count)
-    with Helper("relay", {"url": place.broker_url, "count": count}, MODULE) as helper:
-        meter = place.servers.meter()
-        found = await helper.result()
-        cpu = meter.read()
-    bench.add("aio-pika relay into the cascade", found["rate"], "msg/s")
-    bench.add("CPU of the relay", found["cpu_us"], "µs/msg")
-    bench.add("CPU of broker, relay", cpu["broker"] * 1e6 / count, "µs/msg")
+EXCHANGE, QUEUE = "bench.delayed", "bench.delayed"
 
 
 async def kombu(bench: Bench) -> None:
+    """kombu's native delayed delivery, as Celery 5.5 uses it."""
     count = thousands(bench.options.peers)
     vhost = await asyncio.to_thread(bench.servers.broker.add_vhost)
     url = bench.servers.broker.url(vhost)
@@ -76,39 +35,39 @@ async def kombu(bench: Bench) -> None:
     pace = {"count": trips, "rate": TRIP_RATE, "seconds": (few, many), "start": time.time() + 1.5}
     reading = {"url": url, "queue": ADDRESS, "count": trips, "patience": 20}
     with Helper("consume", reading) as consumer, Helper("kombu", order | pace, MODULE) as publisher:
-        meter = bench.servers.meter()
         _, seen = await asyncio.gather(publisher.result(), consumer.result())
-        cpu = meter.read()
-    for name, share in (("p50", "0.5"), ("p99", "0.99"), ("max", "1.0")):
-        if seen["late"]:
-            bench.add(f"kombu lateness {name}", seen["late"][share], "ms", rate=TRIP_RATE)
-    bench.add("kombu early", seen["early"], "msg", rate=TRIP_RATE)
-    bench.add("CPU of broker, kombu", cpu["broker"] * 1e6 / trips, "µs/msg", rate=TRIP_RATE)
+    late(bench, "kombu", seen, rate=TRIP_RATE)
 
 
-async def poller(bench: Bench) -> None:
-    count = bench.options.count_of(SIZE)
-    backlog = min(bench.options.backlog, POLLED_BACKLOG)
-    place = await bench.place()
-    bench.say(f"a SKIP LOCKED poller, {count:,} rows due, {backlog:,} more waiting")
-    connection = await asyncpg.connect(place.store_url)
+async def plugin(bench: Bench, rate: int) -> None:
+    """The delayed-message plugin on the broker at ``plugin_url``, which the reader of the figures runs."""
+    options = bench.options
+    plain = Plain(options.plugin_url)
     try:
-        await connection.execute(_TABLE)
-        row = (KEY, properties(number("x-delay", 3_600_000)), b"x" * SIZE)
-        await connection.execute(_ROWS.format(due=_FAR), backlog, *row, timeout=None)
-        await connection.execute(_ROWS.format(due=_PAST), count, *row, timeout=None)
-        await connection.execute("VACUUM (ANALYZE) bench_queue", timeout=None)
-        await connection.execute("CHECKPOINT", timeout=None)
+        plain.exchange(EXCHANGE, "x-delayed-message", x_delayed_type="topic")
+        plain.fresh_queue(QUEUE, bind=EXCHANGE)
     finally:
-        await connection.close()
-    order = {"url": place.broker_url, "store_url": place.store_url, "count": count}
-    with Helper("poller", order, MODULE) as helper:
-        found = await helper.result()
-    bench.add("SKIP LOCKED poller over one table, release", found["rate"], "msg/s", backlog=backlog)
-    bench.add("CPU of the poller", found["cpu_us"], "µs/msg", backlog=backlog)
+        plain.close()
+    seconds, longest_ms = options.steady_seconds, options.longest_delay * 1000
+    bench.say(f"the delayed-message plugin, {rate:,} messages a second for {seconds} s")
+    count = rate * seconds
+    order = {"url": options.plugin_url, "queue": QUEUE, "size": SIZE, "rate": rate, "start": time.time() + 1.5}
+    sending = {"exchange": EXCHANGE, "seconds": seconds, "delays_ms": (1000, longest_ms)}
+    reading = {"count": count, "patience": options.longest_delay + 20}
+    with Helper("consume", order | reading) as consumer, Helper("plugin", order | sending, MODULE) as publisher:
+        _, seen = await asyncio.gather(publisher.result(), consumer.result())
+    late(bench, "plugin", seen, rate=rate)
+
+
+def late(bench: Bench, peer: str, seen: dict[str, dict[str, float]], **at: int) -> None:
+    """The lateness that the consumer saw."""
+    for name, share in (("p50", "0.5"), ("p99", "0.99"), ("p99.9", "0.999"), ("max", "1.0")):
+        if seen["late"]:
+            bench.add(f"{peer}, lateness {name}", seen["late"][share], "ms", **at)
 
 
 async def run(bench: Bench) -> None:
-    await relay(bench)
     await kombu(bench)
-    await poller(bench)
+    if bench.options.plugin_url:
+        for rate in bench.options.rates:
+            await plugin(bench, rate)

@@ -129,8 +129,8 @@ class Plain:
 
     # ---- topology
 
-    def exchange(self, name: str, kind: str = "topic") -> None:
-        self.call(method(1, 40, 10, b"\0\0" + short(name) + short(kind) + b"\x02" + table()), 40, 11)
+    def exchange(self, name: str, kind: str = "topic", **more: str) -> None:
+        self.call(method(1, 40, 10, b"\0\0" + short(name) + short(kind) + b"\x02" + table(**more)), 40, 11)
 
     def fresh_queue(self, name: str, kind: str = "quorum", bind: str = "") -> None:
         """A queue without a past: an old one is deleted. ``bind`` is an exchange whose every message it gets."""

@@ -1,117 +1,121 @@
-"""The table that a person reads."""
+"""The three tables of a run: rates beside their ceilings, lateness, and what a message costs."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Iterable
+from datetime import datetime
+from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.ceilings import CONSUME, COPY, PUBLISH
 from bench.figures import Figure, Result
 
-_UNITS = {
-    "rate": "/s",
-    "body": " B",
-    "backlog": " waiting",
-    "workers": " processes",
-    "count": " messages",
-    "log": " MB a log",
+CEILINGS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
+    ("park", "park"): (("ceilings", CONSUME), ("ceilings", COPY)),
+    ("release", "release"): (("ceilings", PUBLISH),),
+    ("burst", "rate"): (("ceilings", PUBLISH),),
+    ("native", "into the cascade"): (("native", "straight client into the cascade"),),
 }
-_OF_ONE = {"workers": " process", "count": " message"}
+"""Each rate, and the figures of the same run that it cannot exceed; the smaller one counts."""
+UNITS = {"rate": "/s", "body": " B", "backlog": " waiting", "count": " messages"}
+PEERS = ("broker alone, ", "without a store, ", "kombu ", "plugin ", "")
+SHARES = ("p50", "p99", "p99.9", "max")
 
 
-def figures_table(result: Result) -> RenderableType:
-    """A table for each section, what was judged at all marked with whether it reached its target."""
-    parts: list[RenderableType] = []
-    for section, figures in groupby(result.figures, key=lambda figure: figure.section):
-        table = Table(title=section, title_justify="left", title_style="bold", pad_edge=False, box=None)
-        for heading, justify in (("", "left"), ("", "right"), ("", "left"), ("ratio", "right"), ("of", "left")):
-            table.add_column(heading, justify=justify, header_style="dim", no_wrap=heading != "of")
-        table.add_column("target", header_style="dim")
-        for row in rows(grouped(list(figures))):
-            table.add_row(*row)
-        parts += [table, Text()]
-    parts += [Text(f"! {note(one)}", style="yellow") for one in result.notes]
-    return Group(*parts)
+class Sheet(NamedTuple):
+    """A table as text."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
 
 
-def rows(figures: Sequence[Figure]) -> Iterable[tuple[RenderableType, ...]]:
-    """The cells of one section, a row for each figure; conditions are told when they change."""
-    told: dict[str, int] = {}
-    for figure in figures:
-        if figure.at != told and figure.at:
-            yield (Text(conditions(figure.at), style="italic dim"),)
-        told = figure.at
-        ratio = "" if figure.ratio is None else share(figure.ratio)
-        yield (f"  {figure.what}", number(figure.value), figure.unit, ratio, figure.of, verdicts(figure))
+def sheets(result: Result) -> list[Sheet]:
+    """The three tables; a table without rows is left out."""
+    rates = Sheet("Rates", ("", "conditions", "measured", "ceiling of this run", "ratio"), list(_rates(result)))
+    late = Sheet("Lateness", ("", "conditions", *SHARES), list(_lateness(result)))
+    cost = Sheet("Cost", ("", "conditions", "measured"), list(_costs(result)))
+    return [sheet for sheet in (rates, late, cost) if sheet.rows]
+
+
+def _rates(result: Result) -> Iterable[tuple[str, ...]]:
+    for figure in result.figures:
+        if figure.unit not in ("msg/s", "rows/s"):
+            continue
+        ceiling = ceiling_of(result, figure)
+        beside = ("", "") if ceiling is None else (shown(ceiling), f"{figure.value / ceiling.value:.2f}")
+        yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure), *beside)
+
+
+def _lateness(result: Result) -> Iterable[tuple[str, ...]]:
+    seen: dict[tuple[str, str, str], dict[str, str]] = {}
+    for figure in result.figures:
+        before, found, share = figure.what.partition("lateness ")
+        if found and figure.unit == "ms":
+            name = before.rstrip(", ") or "delayer"
+            seen.setdefault((figure.section, name, conditions(figure.at)), {})[share] = shown(figure)
+    for (section, name, at), by_share in seen.items():
+        yield (f"{section}: {name}", at, *(by_share.get(share, "") for share in SHARES))
+
+
+def _costs(result: Result) -> Iterable[tuple[str, ...]]:
+    for figure in result.figures:
+        if "lateness" not in figure.what and figure.unit not in ("msg/s", "rows/s"):
+            yield (f"{figure.section}: {figure.what}", conditions(figure.at), shown(figure))
+
+
+def ceiling_of(result: Result, figure: Figure) -> Figure | None:
+    """The figure of the same run that this one cannot exceed."""
+    body = {"body": figure.at.get("body", 512)}
+    named = CEILINGS.get((figure.section, figure.what), ())
+    found = [result.find(section, what, **(body if section == "ceilings" else {})) for section, what in named]
+    return min((one for one in found if one is not None and one.value), key=lambda one: one.value, default=None)
 
 
 def conditions(at: dict[str, int]) -> str:
-    return ", ".join(_condition(name, value) for name, value in at.items())
+    return ", ".join(f"{value:,}{UNITS.get(name, f' {name}')}" for name, value in at.items())
 
 
-def _condition(name: str, value: int) -> str:
-    units = _UNITS | _OF_ONE if value == 1 else _UNITS
-    return f"{value:,}{units.get(name, f' {name}')}"
-
-
-def grouped(figures: Sequence[Figure]) -> list[Figure]:
-    """What was measured under the same conditions stands together, in the order of the first of each."""
-    seen = list(dict.fromkeys(conditions(figure.at) for figure in figures))
-    return sorted(figures, key=lambda figure: (bool(figure.at), seen.index(conditions(figure.at))))
-
-
-def note(text: str) -> str:
-    """In words: notes of older runs have conditions as Python prints them."""
-    return re.sub(r"\{[^{}]*\}", lambda found: conditions(ast.literal_eval(found[0])), text)
-
-
-def share(ratio: float) -> str:
-    """Three digits: with two, 0.8994 would be the 0.90 that it misses."""
-    return f"{ratio:.3f}"
-
-
-def number(value: float) -> str:
-    """As many digits as mean something."""
-    if value == 0 or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def verdicts(figure: Figure) -> Text:
-    text = Text()
-    for target in figure.targets:
-        mark, style = ("✓", "green") if target["met"] else ("✗", "red")
-        text.append(f"{mark} {target['text']}  ", style=style)
-    return text
-
-
-def judged(figure: Figure, target: dict[str, Any]) -> str:
-    """What a target looked at: the figure itself, or a ratio."""
-    itself = target["found"] == round(figure.value, 3)
-    return f"{number(figure.value)} {figure.unit}".strip() if itself else share(target["found"])
+def shown(figure: Figure) -> str:
+    """The value with as many digits as mean something, and its unit."""
+    value = figure.value
+    digits = 0 if value == 0 or abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f} {figure.unit}".rstrip()
 
 
 def heading(result: Result) -> str:
-    about = result.about
-    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
-    return f"{about.get('kind', '')} run of {about.get('revision', '?')} on {about.get('machine', '?')}; {versions}"
+    told = result.about
+    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    at = datetime.fromisoformat(told["at"])
+    return f"{at:%Y-%m-%d %H:%M} UTC, revision {told['revision']}, {told['machine']}; {versions}"
 
 
 def show(result: Result, console: Console) -> None:
     console.print(Text(heading(result), style="dim"))
-    console.print("Rates: between 10 % and 90 % of the count. Ratios: to the ceilings of this run.", style="dim")
-    console.print()
-    console.print(figures_table(result))
-    judged = [target for figure in result.figures for target in figure.targets]
-    if judged:
-        console.print(f"{sum(target['met'] for target in judged)} of {len(judged)} targets met; they are information.")
-    if missing := result.about.get("not_judged"):
-        # A quick run has few of them; a full one should have them all.
-        names = "" if result.about.get("kind") == "quick" else f": {'; '.join(missing)}"
-        console.print(f"{len(missing)} not judged, for want of a figure{names}.", style="dim", highlight=False)
+    for sheet in sheets(result):
+        table = Table(title=sheet.title, title_justify="left", title_style="bold", pad_edge=False, box=None)
+        for at, head in enumerate(sheet.heads):
+            table.add_column(head, justify="left" if at < 2 else "right", header_style="dim")
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print()
+    for note in result.notes:
+        console.print(Text(f"! {note}", style="yellow"))
+
+
+def markdown(result: Result) -> str:
+    """The tables as docs/performance.md has them."""
+    lines = [heading(result), ""]
+    for sheet in sheets(result):
+        lines += [f"### {sheet.title}", "", _line(sheet.heads), _line(["---"] * len(sheet.heads))]
+        lines += [*map(_line, sheet.rows), ""]
+    lines += [f"- {note}" for note in result.notes]
+    return "\n".join(lines).rstrip()
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,6 +1,6 @@
 """What people write, or install, to do the same work; each runs as a process of its own:
 
-    python -m bench.rivals relay '{"url": …}'
+    python -m bench.rivals kombu '{"url": …}'
 
 They answer with a line of JSON, like bench/traffic.py.
 """
@@ -8,6 +8,7 @@ They answer with a line of JSON, like bench/traffic.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import heapq
 import json
 import random
@@ -15,8 +16,6 @@ import sys
 import time
 from typing import Any
 
-import aio_pika
-import asyncpg
 import uvloop
 
 from bench.figures import Sample, rate_between
@@ -24,17 +23,14 @@ from bench.marks import DUE_HEADER, NUMBER_HEADER, NUMBERED
 from bench.plain import Plain, message, number, properties
 from bench.rows import KEY
 from bench.servers import OUT
-from delayer.app import calm_the_collector
-from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Outgoing
-from delayer.services.release import COMPANY
 from delayer.wire.connection import Connection
 
-QUEUE = "bench.peer"
 ADDRESS = "bench.kombu"
-PREFETCH = 2000
 CLAIMED = 1000
-GATHER = 0.005
+GATHER_SECONDS = 0.005
+TURN_SECONDS = 0.002
+TICK = 0.01
 
 
 class Course:
@@ -56,41 +52,11 @@ class Course:
         return {"rate": rate_between(self._samples, self.count), "cpu_us": 1e6 / rate_between(self._cpu, self.count)}
 
 
-async def relay(order: dict[str, Any]) -> dict[str, Any]:
-    """A message at a time over aio-pika: read its delay, publish it into our cascade, wait for the confirm, ack."""
-    count, cascade = order["count"], Cascade()
-    course = Course(count)
-    finished = asyncio.Event()
-    connection = await aio_pika.connect(order["url"])
-    async with connection:
-        incoming = await connection.channel()
-        await incoming.set_qos(prefetch_count=PREFETCH)
-        outgoing = await connection.channel(publisher_confirms=True)
-        levels = {level.name: await outgoing.get_exchange(level.name, ensure=False) for level in cascade.levels()}
-
-        async def passed_on(one: aio_pika.abc.AbstractIncomingMessage) -> None:
-            headers = dict(one.headers)
-            seconds = int(str(headers.pop("x-delay"))) // 1000
-            copy = aio_pika.Message(
-                one.body, headers=headers, delivery_mode=one.delivery_mode, message_id=one.message_id
-            )
-            await levels[cascade.entry(seconds)].publish(copy, routing_key(seconds, KEY.encode()).decode())
-            await one.ack()
-            course.add()
-            if course.done >= count:
-                finished.set()
-
-        queue = await incoming.get_queue(QUEUE)
-        await queue.consume(passed_on)
-        await finished.wait()
-    return course.answer()
-
-
 async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
     """Our wire and rhythm, and no store: delays wait in a heap, and are lost with the process. What is left is the
     broker's: nobody who reads ``queue`` and publishes when due, a few times every ten milliseconds, is more punctual.
     """
-    calm_the_collector()  # Python's own would look through everything that waits, and be the latest of all
+    gc.disable()  # a collection would look through everything that waits, and delay it
     waiting: list[tuple[int, int, Outgoing]] = []
     arrived: list[Delivery] = []
     reader = await Connection.open(order["url"], name="bench reader")
@@ -102,7 +68,7 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
 
     async def sort() -> None:
         while True:
-            await asyncio.sleep(GATHER)
+            await asyncio.sleep(GATHER_SECONDS)
             batch = arrived[:]
             arrived.clear()
             now_ms = time.time_ns() // 1_000_000
@@ -119,7 +85,7 @@ async def in_memory(order: dict[str, Any]) -> dict[str, Any]:
         channel = await writer.channel()
         await channel.confirm_select()
         while True:
-            await asyncio.sleep(COMPANY)
+            await asyncio.sleep(TURN_SECONDS)
             now_ms = time.time_ns() // 1_000_000
             due = []
             while waiting and waiting[0][0] <= now_ms and len(due) < CLAIMED:
@@ -175,38 +141,32 @@ def kombu(order: dict[str, Any]) -> dict[str, Any]:
     return course.answer()
 
 
-POLLED = """
-SELECT id, routing_key, body FROM bench_queue WHERE due_at <= now() ORDER BY due_at, id LIMIT $1 FOR UPDATE SKIP LOCKED
-"""
-
-
-async def poller(order: dict[str, Any]) -> dict[str, Any]:
-    """One table, one index, SKIP LOCKED: claim a thousand, publish them as cheaply as can be, delete, commit."""
-    connection = await asyncpg.connect(order["store_url"])
+def plugin(order: dict[str, Any]) -> dict[str, Any]:
+    """Publish ``rate`` messages a second to an x-delayed-message exchange, with delays in milliseconds."""
+    each = max(round(order["rate"] * TICK), 1)
+    chance = random.Random(1)
+    few, many = order["delays_ms"]
     plain = Plain(order["url"])
-    props = properties(number(DUE_HEADER, 0))
-    course = Course(order["count"])
-    while course.done < course.count:
-        async with connection.transaction():
-            rows = await connection.fetch(POLLED, CLAIMED)
-            if rows:
-                writes = [message(OUT, row["routing_key"], props, row["body"]) for row in rows]
-                plain.publish([b"".join(writes)], len(writes), each=len(writes))
-                await connection.execute("DELETE FROM bench_queue WHERE id = ANY($1)", [row["id"] for row in rows])
-        if rows:
-            course.add(len(rows))
-        else:
-            await asyncio.sleep(0.01)
+    ticks = round(order["seconds"] * order["rate"] / each)
+    for tick in range(ticks):
+        pause = order["start"] + tick * each / order["rate"] - time.time()
+        if pause > 0:
+            time.sleep(pause)
+        now, writes = round(time.time() * 1000), []
+        for n in range(tick * each, (tick + 1) * each):
+            delay = chance.randrange(few, many)
+            headers = number("x-delay", delay) + number(DUE_HEADER, now + delay) + number(NUMBER_HEADER, n)
+            writes.append(message(order["exchange"], KEY, properties(headers), b"x" * order["size"]))
+        plain.socket.sendall(b"".join(writes))
+    plain.depth(order["queue"])
     plain.close()
-    await connection.close()
-    return course.answer()
+    return {"sent": ticks * each}
 
 
 def main() -> None:
     order = json.loads(sys.argv[2])
-    verbs = {"relay": lambda: uvloop.run(relay(order)), "poller": lambda: uvloop.run(poller(order))}
-    verbs["kombu"] = lambda: kombu(order)
-    verbs["in_memory"] = lambda: uvloop.run(in_memory(order))
+    verbs = {"in_memory": lambda: uvloop.run(in_memory(order)), "kombu": lambda: kombu(order)}
+    verbs["plugin"] = lambda: plugin(order)
     print(json.dumps(verbs[sys.argv[1]]()))
 
 

@@ -80,18 +80,6 @@ async def put_due(connection: asyncpg.Connection, count: int, size: int, lanes: 
     await connection.execute("CHECKPOINT")
 
 
-_SIZE = "SELECT sum(pg_total_relation_size(inhrelid)) FROM pg_inherits WHERE inhparent = 'message'::regclass"
-
-
-async def size_mb(url: str) -> float:
-    """Of all partitions, with their indexes, in MB (10^6 bytes)."""
-    connection = await asyncpg.connect(url)
-    try:
-        return float(await connection.fetchval(_SIZE)) / 1e6
-    finally:
-        await connection.close()
-
-
 async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None], lanes: int = 2) -> None:
     """``rows`` that are due over the coming BACKLOG_DAYS; then what autovacuum would have done by and by."""
     # Without limits on the time of a statement, on either side: some of these take minutes.

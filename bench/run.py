@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bench import rows
-from bench.figures import Figure, Result, Series
+from bench.figures import Figure, Result
 from bench.servers import Place, Servers
 
 
@@ -20,23 +20,17 @@ class Options:
     sizes: tuple[int, ...] = (512, 4096)
     backlog: int = 10_000_000
     repeats: int = 3
-    rates: tuple[int, ...] = (2000, 5000, 10_000)
+    rates: tuple[int, ...] = (2000, 5000)
     longest_delay: int = 30
     steady_seconds: int = 60
     burst: int = 100_000
-    large: int = 1000
     native: int = 100_000
     trip_seconds: int = 20
     trip_longest: int = 7
     peers: int = 20_000
-    processes: tuple[int, ...] = (1, 2, 4)
+    plugin_url: str = ""
     churn_seconds: int = 600
     churn_rate: int = 5000
-    compacted: int = 5_000_000
-    restored: int = 1_000_000
-    slowest_compaction: int = 7_000
-    compaction_alone: bool = False
-    imported: int = 1_000_000
 
     def count_of(self, size: int) -> int:
         """Large messages are fewer, so that a section takes about as long for every size."""
@@ -47,9 +41,7 @@ def quick() -> Options:
     """Every section once that says something in seconds: whether it works, and figures to take with a pinch of salt."""
     return Options(
         quick=True, count=20_000, backlog=50_000, repeats=1, rates=(2000,), longest_delay=2, steady_seconds=4,
-        burst=10_000, large=50, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, processes=(1, 2),
-        churn_seconds=5, churn_rate=1000, compacted=100_000, restored=50_000,
-        imported=50_000,
+        burst=10_000, native=12_000, trip_seconds=2, trip_longest=2, peers=1000, churn_seconds=5, churn_rate=1000,
     )  # fmt: skip
 
 
@@ -73,8 +65,6 @@ class Bench:
     result: Result = field(default_factory=Result)
     progress: Callable[[str], None] = print
     section: str = ""
-    filled_mb: float = 0.0
-    """The store with the backlog, as it was when it was filled: other sections leave rows of theirs in it."""
     _backlogged: str | None = None
 
     def say(self, text: str) -> None:
@@ -84,10 +74,6 @@ class Bench:
         figure = Figure(self.section, what, rounded(value), unit, at)
         self.result.figures.append(figure)
         return figure
-
-    def draw(self, what: str, x: list[float], y: list[float], **at: int) -> None:
-        curve = Series(self.section, what, [round(one, 4) for one in x], [round(one, 4) for one in y], at)
-        self.result.series.append(curve)
 
     def note(self, text: str) -> None:
         self.result.notes.append(f"{self.section}: {text}")
@@ -109,7 +95,6 @@ class Bench:
         if self._backlogged is None:
             place = await self.servers.place()
             await rows.put_backlog(place.store_url, backlog, 512, self.say)
-            self.filled_mb = await rows.size_mb(place.store_url)
             self._backlogged = place.store_url.rpartition("/")[2]
         return await self.servers.place(database=self._backlogged)
 

@@ -45,9 +45,9 @@ class Place:
     store_url: str
     config: Path
 
-    def daemon(self, workers: int = 1, **environ: str) -> DaemonProcess:
-        """``delayer run``; more than one worker is one supervisor with that many processes under it."""
-        return DaemonProcess({"WORKERS": str(workers), "HTTP__LISTEN": "", **environ}, config=self.config)
+    def daemon(self, **environ: str) -> DaemonProcess:
+        """``delayer run`` with this configuration."""
+        return DaemonProcess({"HTTP__LISTEN": "", **environ}, config=self.config)
 
     def meter(self, daemon: DaemonProcess, **more: int) -> Meter:
         """CPU of daemon, broker and database, and of further processes by their ids."""

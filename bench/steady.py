@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.figures import median
 from bench.meter import peak_mb
-from bench.report import conditions
 from bench.rows import KEY
 from bench.run import Bench
 from bench.servers import IN, INBOX, Place
@@ -64,10 +62,8 @@ async def in_memory(place: Place, rate: int, seconds: int, delays_ms: tuple[int,
         return await under_load(place, relay.pid, rate, seconds, delays_ms)
 
 
-async def under_load(
-    place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int], *, keep: Path | None = None
-) -> Steady:
-    """Measure the process ``pid`` (and its children), which relays. ``keep``: see traffic.consume."""
+async def under_load(place: Place, pid: int, rate: int, seconds: int, delays_ms: tuple[int, int, int]) -> Steady:
+    """Measure the process ``pid`` (and its children), which relays."""
     warm = delays_ms[1] / 1000 + 1
     start = time.time() + LEAD_SECONDS
     since, until = start + warm, start + warm + seconds
@@ -76,8 +72,6 @@ async def under_load(
     sending = {"exchange": IN, "key": KEY, "queue": "delays", "delays_ms": delays_ms, "seconds": warm + seconds}
     reading = {"queue": INBOX, "count": count, "distinct": count, "patience": warm + PATIENCE_SECONDS}
     window: dict[str, Any] = {"since_ms": since * 1000, "until_ms": until * 1000}
-    if keep is not None:
-        window["keep"] = str(keep)
     with Helper("consume", common | reading | window) as consumer, Helper("publish", common | sending) as publisher:
         await asyncio.sleep(since - time.time())
         meter = place.servers.meter(daemon=pid, publisher=publisher.pid, consumer=consumer.pid)
@@ -148,8 +142,7 @@ def report(bench: Bench, turns: list[Steady], **at: int) -> None:
         if arrived:
             bench.add(f"lateness {name}", median([turn.seen["late"][share] for turn in arrived]), "ms", **at)
     if any(turn.seen["late"]["0.5"] > TOO_LATE_MS for turn in arrived):
-        said = conditions(at)
-        bench.note(f"{said}: more came in than went out; the CPU a message is too low by what was left for later")
+        bench.note(f"{at}: more came in than went out; the CPU a message is too low by what was left for later")
     bench.add("early", max(turn.seen["early"] for turn in turns), "msg", **at)
     bench.add("missing", max(turn.missing for turn in turns), "msg", **at)
     bench.add("repeated", max(turn.seen["repeated"] for turn in turns), "msg", **at)
@@ -158,9 +151,3 @@ def report(bench: Bench, turns: list[Steady], **at: int) -> None:
     bench.add("memory of daemon", max(turn.memory_mb for turn in turns), "MB", **at)
     behind = max(turn.published["behind_ms"] for turn in turns)
     bench.add("publisher behind its plan, at most", behind, "ms", **at)
-    if not arrived:
-        return
-    middle = sorted(arrived, key=lambda turn: turn.seen["late"]["0.99"])[(len(arrived) - 1) // 2].seen
-    late, seconds = middle["late"], middle["by_second"]
-    bench.draw("lateness by share", [float(share) for share in late], list(late.values()), **at)
-    bench.draw("lateness by second, p99", [row[0] for row in seconds], [row[1] for row in seconds], **at)

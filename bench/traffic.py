@@ -114,8 +114,7 @@ def consume(order: dict[str, Any]) -> dict[str, Any]:
     """Until ``count`` messages are here, or nothing came for ``patience`` seconds.
 
     Where ``distinct`` says how many numbers they go round in, each of them is waited for, and a repeated one is none.
-    Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``. ``keep`` names a file for all that
-    was seen, where the window is only known later: see :func:`kept`.
+    Lateness is told of the messages that were due from ``since_ms`` to ``until_ms``.
     """
     plain = Plain(order["url"])
     plain.consume_from(order["queue"], 20_000)
@@ -123,8 +122,6 @@ def consume(order: dict[str, Any]) -> dict[str, Any]:
     tally = Tally(order["count"], order["distinct"]) if "distinct" in order else None
     seen = _read(plain, order["count"], order["patience"], tally)
     plain.close()
-    if "keep" in order:
-        Path(order["keep"]).write_bytes(seen.at.tobytes() + seen.late.tobytes())
     counted = due_between(seen, order.get("since_ms", 0), order.get("until_ms", float("inf")))
     return {
         "received": len(seen.at),
@@ -134,15 +131,8 @@ def consume(order: dict[str, Any]) -> dict[str, Any]:
         "first_ms": min(seen.at, default=0.0),
         "last_ms": max(seen.at, default=0.0),
         **lateness(counted),
-        "arrivals": _arrivals(seen.at),
         "cpu_seconds": time.process_time(),
     }
-
-
-def kept(path: Path) -> Arrivals:
-    """What :func:`consume` kept there."""
-    both = array.array("d", path.read_bytes())
-    return Arrivals(both[: len(both) // 2], both[len(both) // 2 :])
 
 
 def due_between(seen: Arrivals, since_ms: float, until_ms: float) -> list[tuple[float, float]]:
@@ -151,12 +141,11 @@ def due_between(seen: Arrivals, since_ms: float, until_ms: float) -> list[tuple[
 
 
 def lateness(counted: list[tuple[float, float]]) -> dict[str, Any]:
-    """How many they are, how late, by share of them and by second."""
+    """The number of messages, and their lateness by share."""
     ordered = sorted(late for _, late in counted)
     return {
         "counted": len(counted),
         "late": {str(share): percentile(ordered, share) for share in SHARES} if ordered else {},
-        "by_second": _by_second(counted),
     }
 
 
@@ -191,21 +180,6 @@ def _read(plain: Plain, count: int, patience: float, tally: Tally | None = None)
         if small:
             time.sleep(REST_SECONDS)
     return seen
-
-
-def _by_second(counted: list[tuple[float, float]]) -> list[tuple[int, float, float]]:
-    """Second, p99 and maximum of the lateness."""
-    seconds: dict[int, list[float]] = {}
-    for at, late in counted:
-        seconds.setdefault(int(at // 1000), []).append(late)
-    first = min(seconds, default=0)
-    return [(s - first, percentile(sorted(late), 0.99), max(late)) for s, late in sorted(seconds.items())]
-
-
-def _arrivals(at: array.array[float], points: int = 200) -> list[tuple[float, int]]:
-    """How many had arrived by when (epoch ms), at some points of it."""
-    step = max(len(at) // points, 1)
-    return [(at[n], n + 1) for n in range(0, len(at), step)]
 
 
 # ---- running them

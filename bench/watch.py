@@ -95,11 +95,3 @@ class Counters:
     async def follow(self, kind: str, total: int, daemon: DaemonProcess, meter: Meter | None = None) -> Course:
         """Until ``total`` more of that kind are counted. Raises Stuck."""
         return await follow(lambda: self.since(kind), total, daemon, meter)
-
-    async def shares(self, kind: str) -> list[float]:
-        """What part of a count each process has, by the owners of the lanes; the largest first."""
-        rows = await self.connection.fetch(
-            "SELECT sum(n)::bigint FROM counter JOIN lane ON number = lane WHERE kind = $1 GROUP BY owner", kind
-        )
-        of_each = sorted((int(n) for (n,) in rows), reverse=True)
-        return [n / max(sum(of_each), 1) for n in of_each]

@@ -1,0 +1,42 @@
+"""How long an operator waits for a command beside a full backlog: whole processes, the interpreter's start included."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+
+from bench.figures import median
+from bench.run import Bench
+from tests.rig.daemon import EXECUTABLE
+
+TURNS = 15
+
+
+async def run(bench: Bench) -> None:
+    rows = bench.options.backlog
+    place = await bench.place(rows)
+    listed = json.loads(await place.delayer("list", "--json", "--limit", str(2 * TURNS)))
+    ids = [one["id"] for one in listed["messages"]]
+    lines: dict[str, list[list[str]]] = {
+        "--version": [["--version"]] * TURNS,
+        "status": [["status"]] * TURNS,
+        "list": [["list"]] * TURNS,
+        "show ID@DUE": [["show", one] for one in ids[:TURNS]],
+        "show ID": [["show", one.partition("@")[0]] for one in ids[:TURNS]],
+        "cancel ID@DUE": [["cancel", one, "--yes"] for one in ids[TURNS:]],
+    }
+    for name, turns in lines.items():
+        bench.say(f"`delayer {name}`, {rows:,} rows waiting")
+        times = []
+        for line in turns:
+            began = time.monotonic()
+            done = await asyncio.to_thread(
+                subprocess.run, [EXECUTABLE, "--config", place.config, *line], capture_output=True, check=False
+            )
+            times.append((time.monotonic() - began) * 1000)
+            if done.returncode:
+                raise RuntimeError(f"delayer {' '.join(line)}: exit {done.returncode}\n{done.stderr.decode()}")
+        bench.add(f"`delayer {name}`", median(times), "ms", backlog=rows)
+        bench.add(f"`delayer {name}`, slowest", max(times), "ms", backlog=rows)
