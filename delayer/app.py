@@ -1,10 +1,9 @@
-"""``delayer run``: one daemon in one event loop, or a supervisor of several; its signals, and its exit code."""
+"""``delayer run``: one daemon in one event loop, its signals and its exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -18,11 +17,8 @@ from delayer.early_signals import STOPS, hear_reload
 from delayer.ops import loop
 from delayer.ops.notify import Notifier
 from delayer.reload import Reload
-from delayer.settings import ConfigError, Settings
+from delayer.settings import Settings
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
-from delayer.supervisor import worker
-from delayer.supervisor.policy import MISUSED, REFUSED
-from delayer.supervisor.service import Supervisor
 
 log = structlog.get_logger(__name__)
 
@@ -34,25 +30,12 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     logged). Raises ConfigError if the first ``load`` does.
     """
     telemetry.never_wait()
-    number = worker.number(os.environ)
-    if number is not None:
-        telemetry.sign(worker=number)
-        worker.do_not_outlive_supervisor()
-    try:
-        settings = load()
-    except ConfigError as wrong:
-        if number is None:
-            raise
-        log.error("start refused", reason=str(wrong), next_step="delayer check")
-        loop.end(REFUSED + MISUSED)
+    settings = load()
     telemetry.configure(settings.log.format, settings.log.level)
-    if number is None and settings.workers > 1:
-        loop.end(loop.run(_supervise(settings, load)))
-    code = _run_one(settings, load)
-    loop.end(code + REFUSED if number is not None and code else code)
+    loop.end(_run(settings, load))
 
 
-def _run_one(settings: Settings, load: Callable[[], Settings]) -> int:
+def _run(settings: Settings, load: Callable[[], Settings]) -> int:
     try:
         loop.run(_serve(settings, load))
     except TopologyMismatch as wrong:
@@ -81,19 +64,6 @@ def calm_the_collector() -> None:
     gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
 
 
-async def _supervise(settings: Settings, load: Callable[[], Settings]) -> int:
-    supervisor = Supervisor(settings, load, Notifier())
-    running = asyncio.get_running_loop()
-    for signum in STOPS:
-        running.add_signal_handler(signum, supervisor.stop)
-    running.add_signal_handler(signal.SIGHUP, supervisor.reload)
-    hear_reload()
-    try:
-        return await supervisor.run()
-    finally:
-        _heed_no_signals()
-
-
 def _heed_no_signals() -> None:
     """We have stopped, and say with what exit code; an interpreter that ends takes its handlers away first, and an
     order to stop that comes again would kill it."""
@@ -111,8 +81,6 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
         running.add_signal_handler(signum, daemon.stop)
     running.add_signal_handler(signal.SIGHUP, reload.request)
     hear_reload()
-    if worker.number(os.environ) is not None:
-        worker.watch_supervisor(daemon.stop)
     log.info("starting", version=__version__, mode=settings.mode)
     daemon.life.add("reload", reload.run)
     if settings.http.listen:

@@ -109,7 +109,6 @@ class Verbs(click.Group):
     help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
 )
 @click.option("--mode", metavar="native|store", help="Short for --set mode=…")
-@click.option("--workers", metavar="N", help="Short for --set workers=…")
 @click.option(
     "--broker-url", metavar="URL", help="Short for --set broker.url=…; others can see it in the process list."
 )
@@ -122,7 +121,6 @@ def cli(
     config: Path | None,
     assignments: dict[str, str],
     mode: str | None,
-    workers: str | None,
     broker_url: str | None,
     store_url: str | None,
 ) -> None:
@@ -148,7 +146,7 @@ def cli(
     from delayer.commands.common import Request  # noqa: PLC0415 - loaded with the verb, not for --version
 
     late_logs.arrange()
-    shortcuts = {"mode": mode, "workers": workers, "broker.url": broker_url, "store.url": store_url}
+    shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
     flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
     context.obj = Request(config, flags)
 

@@ -30,8 +30,8 @@ ROOM: Final = 4 << 20
 PAUSE: Final = 0.05
 """Seconds until the next attempt where there was room for nothing although it was said that there is."""
 LAST: Final = 0.3
-"""Seconds for what still waits at the end of the process. Ten are promised for a stop, and a worker that is one of
-several has nine (delayer/supervisor/service.py), of which everything else takes 8.5 at most."""
+"""Seconds for what still waits at the end of the process. Ten are promised for a stop, of which everything else takes
+8.5 at most."""
 
 Send = Callable[[bytes], int]
 """Hands over what there is room for now, and says how many bytes that was. Raises BlockingIOError where there is none,

@@ -40,9 +40,8 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
 
 
 def rates_of(settings: Settings) -> dict[bytes, float]:
-    """How many messages a second each limited route may release in this process: the workers share the limit."""
-    limited = (route for route in settings.routes if route.max_rate)
-    return {route.from_.encode(): route.max_rate / settings.workers for route in limited}
+    """How many messages a second each limited route may release in this process."""
+    return {route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate}
 
 
 def _retry(table: RetryTable) -> Retry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from delayer.ops.http.recent import Recent
 from delayer.ops.http.server import HttpPart
 from delayer.services import reading
 from delayer.settings import Settings
-from delayer.supervisor import worker
 from delayer.wiring import cascade_of
 
 log = structlog.get_logger(__name__)
@@ -47,16 +45,10 @@ class DaemonInside:
         """See the port."""
         return self._daemon.settings
 
-    @property
-    def worker(self) -> int:
-        """See the port."""
-        return worker.number(os.environ) or 1
-
     def state(self) -> State:
         """See the port."""
         daemon, lanes = self._daemon, self._daemon.shelf.lanes
         return {
-            "worker": self.worker,
             "mode": daemon.settings.mode,
             "routes": [route.from_ for route in daemon.settings.routes],
             "started_ms": self._started_ms,

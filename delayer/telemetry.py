@@ -20,7 +20,7 @@ import structlog
 from delayer.log_writer import LogWriter
 from delayer.settings.readable import readable
 
-__all__ = ["EVENTS", "clean_values", "configure", "never_wait", "readable", "sign"]
+__all__ = ["EVENTS", "clean_values", "configure", "never_wait", "readable"]
 
 EVENTS: Final[Mapping[str, str]] = {
     # the daemon's life
@@ -36,21 +36,12 @@ EVENTS: Final[Mapping[str, str]] = {
     "reload refused": "SIGHUP: the new configuration cannot be used, the old one stays",
     "restart needed": "SIGHUP: these keys changed too, and act after a restart",
     "mode switched": "SIGHUP: new delays go the other way from now on",
-    "loops stalled": "these loops stand still: the watchdog is not fed, and systemd or the supervisor ends the process",
+    "loops stalled": "these loops stand still: the watchdog is not fed, and systemd ends the process",
     "notify failed": "systemd did not hear of a change of state",
     "notify socket unusable": "NOTIFY_SOCKET is of a kind that is not spoken here; systemd hears nothing",
     "log lines dropped": "whoever reads the log stood still: so many lines are missing here; the daemon went on",
     "http served": "health and metrics are to be had at these addresses",
     "http not served": "the address of [http] listen could not be had; the daemon works, and it is tried again",
-    # several workers under a supervisor
-    "worker started": "the supervisor started a process that is a daemon of its own",
-    "workers ready": "every worker is ready for the first time",
-    "worker died": "a worker ended without being told to; it is started again after restart_seconds",
-    "worker silent": "a worker did not say in time that it moves: it is killed, and started again",
-    "worker not started": "no process, or no configuration that fits beside the others, just now; it is tried again",
-    "worker refused": "a worker would not start for a reason that waiting does not mend: the others are stopped too",
-    "reload unanswered": "SIGHUP: these workers did not say in time that they had read the configuration again",
-    "supervisor gone": "the supervisor is not there any more: this worker stops in order",
     # the broker
     "broker connected": "a connection of the hot path stands",
     "broker unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
@@ -104,7 +95,6 @@ _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 
 Event = MutableMapping[str, Any]
 
-_signature: dict[str, str | int] = {}
 _writer: LogWriter | None = None
 
 
@@ -138,12 +128,7 @@ def _stamp(_logger: object, _method: str, event: Event) -> Event:
 
 def _ordered(_logger: object, _method: str, event: Event) -> Event:
     first = {name: event.pop(name) for name in ("timestamp", "level", "event", "logger") if name in event}
-    return {**first, **_signature, **event}
-
-
-def sign(**fields: str | int) -> None:
-    """Put these fields into every line that this process logs from now on, whichever task or library logs it."""
-    _signature.update(fields)
+    return {**first, **event}
 
 
 def never_wait() -> None:

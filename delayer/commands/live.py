@@ -26,8 +26,8 @@ _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 async def look(settings: Settings) -> dict[str, Any]:
-    """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen`` and its workers;
-    or why they are not known. No error: that daemon may run on another machine, or serve nothing."""
+    """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen``; or why
+    they are not known. No error: that daemon may run on another machine, or serve nothing."""
     listen = settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
@@ -43,7 +43,7 @@ async def look(settings: Settings) -> dict[str, Any]:
         if not same(said["service"], service_of(settings)):
             # Of two services on one host, only one has this address; and a configuration may have been copied.
             return {"error": f"what answers at {listen} works with another broker or store", "last": {}}
-        return {"error": None, "workers": said["workers"], "last": said["last"], "blocked": said["blocked"]}
+        return {"error": None, "last": said["last"], "blocked": said["blocked"]}
     except (ValueError, KeyError, TypeError):
         return {"error": f"what answers at {listen} is no daemon of this version", "last": {}}
 

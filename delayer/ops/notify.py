@@ -1,8 +1,7 @@
 """Telling systemd how we are (``Type=notify``), and the decision whether its watchdog may be fed.
 
 The protocol is a datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names; without that variable
-nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3). A supervisor of ours gives ``fd:N`` instead of a name: the
-line is there already, as that descriptor.
+nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3).
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ log = structlog.get_logger(__name__)
 FEEDS: Final = 3
 """How often the watchdog is fed in the time that it allows: a word that is lost, or late, does no harm."""
 
-_DESCRIPTOR: Final = "fd:"
-
 
 class Notifier:
     """The line to systemd. Never raises: a daemon that works must not fall over a socket that does not."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
-        inherited = path.removeprefix(_DESCRIPTOR)
-        self._line = int(inherited) if inherited != path and inherited.isdecimal() else None
-        if path and path[0] not in "/@" and self._line is None:
+        if path and path[0] not in "/@":
             # "vsock:…" is how virtual machines report to their host; a service is never given it.
             log.warning("notify socket unusable", path=path, reason="expected an absolute path or @abstract")
             path = ""
@@ -69,9 +64,8 @@ class Notifier:
 
     @property
     def _early(self) -> bool:
-        """A reload in the middle of a start: systemd would take its end for that of the start. A supervisor of ours
-        would not, and waits for both words."""
-        return self._reloading and not self._ready and self._line is None
+        """A reload in the middle of a start: systemd would take its end for that of the start."""
+        return self._reloading and not self._ready
 
     def stopping(self, status: str = "") -> None:
         self._ready = False
@@ -113,8 +107,6 @@ class Notifier:
             log.warning("notify failed", state=state.partition("\n")[0], reason=error.strerror or str(error))
 
     def _connected(self) -> socket.socket:
-        if self._line is not None:
-            return socket.socket(fileno=os.dup(self._line))
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
             line.setblocking(False)

@@ -95,7 +95,7 @@ class Counters:
         return dict(self._counts)
 
     def figures(self) -> dict[str, Any]:
-        """Everything, as JSON can carry it: the worker that serves it is not always the one that counted."""
+        """Everything that metrics and the page show."""
         return {
             "counts": self.as_dict(),
             "lanes_lost": self.lanes_lost,

@@ -11,9 +11,8 @@ import structlog
 log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
-"""Seconds that the parts have to settle what is in flight, once told to stop. Ten are promised, and a supervisor kills
-its workers after nine: CUT_OFF, the farewell (delayer/daemon.py), the end of the loop (delayer/ops/loop.py) and that of
-the interpreter come on top."""
+"""Seconds that the parts have to settle what is in flight, once told to stop. A stop takes ten at most:
+CUT_OFF, the farewell (delayer/daemon.py), the end of the loop (delayer/ops/loop.py) and the log come on top."""
 CUT_OFF: Final = 0.5
 """Seconds for a cancelled part to leave; one that does not is left behind, and ends with the process."""
 

@@ -26,13 +26,12 @@ Origin = Callable[[Key], str]
 ENV_PREFIX = "DELAYER_"
 NOT_KEYS = frozenset(
     {
-        "DELAYER_CONFIG", "DELAYER_FAULT", "DELAYER_WORKER_NUMBER",
-        "DELAYER_IMPORT_URL", "DELAYER_IMPORT_MANAGEMENT_URL",
+        "DELAYER_CONFIG", "DELAYER_FAULT", "DELAYER_IMPORT_URL", "DELAYER_IMPORT_MANAGEMENT_URL",
     }
 )  # fmt: skip
 # Kubernetes puts these into every container of a namespace that has a service called "delayer".
 _KUBERNETES = re.compile(r"DELAYER_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_[0-9]+_\w+)")
-FLAGS = {"mode": "--mode", "workers": "--workers", "broker.url": "--broker-url", "store.url": "--store-url"}
+FLAGS = {"mode": "--mode", "broker.url": "--broker-url", "store.url": "--store-url"}
 
 
 DEEPEST: Final = 32

@@ -231,7 +231,6 @@ class Settings(Table):
     """Everything that can be set. Built once, by :func:`delayer.settings.load`; in tests by ``model_validate``."""
 
     mode: Literal["native", "store"] = "store"
-    workers: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     broker: Broker = Broker()
     intake: Intake = Intake()
     routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.acceptance.place import Place, delayed
-from tests.acceptance.test_workers import service
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER, secret_store_url, upgrade
 from tests.faults.place import eventually
 from tests.rig.daemon import DaemonProcess
@@ -44,21 +40,21 @@ async def test_metrics_say_what_happened(place: Place, store: str) -> None:
         async def look() -> dict[tuple[str, ...], float]:
             return await web.metrics()
 
-        route, worker = "route=in", "worker=1"
+        route = "route=in"
 
         def over(seen: dict[tuple[str, ...], float]) -> bool:
-            return seen.get(("delayer_held_messages",)) == 2 and seen["delayer_released_total", route, worker] == 100
+            return seen.get(("delayer_held_messages",)) == 2 and seen["delayer_released_total", route] == 100
 
         found = await eventually(look, over)
-        assert found["delayer_parked_total", route, worker] == 143
-        assert found["delayer_refused_total", route, worker] == 1
-        assert found["delayer_held_total", "route=in.missing", worker] == 2
-        assert found["delayer_nacked_total", "route=in.missing", worker] == 0
-        assert found["delayer_returned_total", "route=in.missing", worker] == 2
-        assert found["delayer_lateness_seconds_count", route, worker] == 100
-        assert 0 <= found["delayer_lateness_seconds_sum", route, worker] < 100
+        assert found["delayer_parked_total", route] == 143
+        assert found["delayer_refused_total", route] == 1
+        assert found["delayer_held_total", "route=in.missing"] == 2
+        assert found["delayer_nacked_total", "route=in.missing"] == 0
+        assert found["delayer_returned_total", "route=in.missing"] == 2
+        assert found["delayer_lateness_seconds_count", route] == 100
+        assert 0 <= found["delayer_lateness_seconds_sum", route] < 100
         assert found["delayer_waiting_messages",] == 43
-        assert found["delayer_lanes", "kind=own", worker] == 2
+        assert found["delayer_lanes", "kind=own"] == 2
         assert found["delayer_queue_messages", "queue=delays.refused", "role=refused"] in (
             0,
             1,
@@ -163,43 +159,6 @@ async def test_off_is_off(place: Place, store: str) -> None:
         assert not [one for one in daemon.events if one["event"].startswith("http")]
         lines = psutil.Process(daemon.pid).net_connections(kind="inet")
         assert not [line for line in lines if line.status == psutil.CONN_LISTEN]
-
-
-@pytest.mark.deadline(150)
-async def test_the_first_worker_answers_for_all(place: Place, store: str, tmp_path: Path) -> None:
-    config = tmp_path / "delayer.toml"
-    http = {"listen": ANY_PORT["HTTP__LISTEN"]}
-    daemon = service(place, config, "store", store, http=http)
-    daemon._environ.pop("DELAYER_HTTP__LISTEN")
-    async with daemon, await place.raw() as raw:
-        inbox = await raw.inbox("inbox")
-        await daemon.ready()
-        web = await Web.of(daemon)
-        messages = [delayed(f"shared {n}", n % 7 * 100) for n in range(2000)]
-        await raw.publish(*messages)
-        await inbox.got(message.body for message in messages)
-
-        async def sums() -> list[float]:
-            found = await web.metrics()
-            return [found.get(("delayer_released_total", "route=in", f"worker={worker}"), 0) for worker in (1, 2)]
-
-        await eventually(sums, lambda both: sum(both) == len(messages) and min(both) > 0)
-        assert (await web.get("/health/ready")).status == 200
-        second = await daemon.pid_of(2)
-        os.kill(second, signal.SIGSTOP)
-        began = time.monotonic()
-        answer = await web.get("/health/ready")
-        assert (answer.status, answer.json["reasons"]) == (503, ["worker 2: no answer"])
-        assert time.monotonic() - began < 5
-        found = await web.metrics()
-        assert (found["delayer_worker_up", "worker=1"], found["delayer_worker_up", "worker=2"]) == (1, 0)
-        os.kill(second, signal.SIGCONT)
-        await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200)
-        seen = len(daemon.events)
-        os.kill(await daemon.pid_of(1), signal.SIGKILL)  # its successor serves
-        web = await Web.of(daemon, after=seen)
-        await eventually(lambda: web.get("/health/ready"), lambda answer: answer.status == 200, timeout=60)
-        assert await daemon.stop() == 0
 
 
 async def test_who_does_not_let_go_does_not_keep_the_daemon(place: Place, store: str) -> None:

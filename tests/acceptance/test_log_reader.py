@@ -8,8 +8,6 @@ import select
 import time
 from urllib.parse import quote
 
-import pytest
-
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
 from tests.rig.daemon import EXECUTABLE
@@ -24,14 +22,13 @@ async def bound(place: Place) -> bool:
     return any(one["source"] == "in" for one in bindings)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_log_that_nobody_reads(place: Place, workers: int) -> None:
+async def test_a_log_that_nobody_reads(place: Place) -> None:
     outlet, inlet = os.pipe()
 
     async def full() -> bool:
         return not select.select([], [inlet], [], 0)[1]
 
-    environ = {"WORKERS": str(workers), "HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
+    environ = {"HTTP__LISTEN": "", "LOG__FORMAT": "json"} | place.environ("native")
     daemon = await asyncio.create_subprocess_exec(
         str(EXECUTABLE), "run", stdin=asyncio.subprocess.DEVNULL, stderr=inlet,
         env=os.environ | {f"DELAYER_{name}": value for name, value in environ.items()},

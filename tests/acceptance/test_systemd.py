@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 CONFIG = "/etc/delayer/delayer.toml"
 LOG = "/var/log/delayer.json"
-SAID = {1: "", 2: "2 workers ready: "}
 NOT_HERE = ("pip install", "createuser", "rabbitmqctl")
 """Lines of the README about what is there already."""
 
@@ -133,11 +132,10 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
     postgres.drop_database(database)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_it_starts_delivers_and_stops_in_order(service: Service, workers: int) -> None:
-    service.start(("workers = 1", f"workers = {workers}"))
+async def test_it_starts_delivers_and_stops_in_order(service: Service) -> None:
+    service.start()
     assert service.shown("ActiveState", "SubState", "StatusText", "UnitFileState", "User") == {
-        "ActiveState": "active", "SubState": "running", "StatusText": f"{SAID[workers]}mode store",
+        "ActiveState": "active", "SubState": "running", "StatusText": "mode store",
         "UnitFileState": "enabled", "User": "delayer",
     }  # fmt: skip
     assert "consuming" in service.names(), "started means ready"
@@ -146,7 +144,7 @@ async def test_it_starts_delivers_and_stops_in_order(service: Service, workers: 
         await raw.publish(delayed("soon", 200, through="delayer.in"), delayed("later", 3_600_000, through="delayer.in"))
         await inbox.got([b"soon"])
     lanes = service.say("status", "--json")["store"]["lanes"]
-    assert sum(lane["waiting"] for lane in lanes) == workers  # of each turn of this test one
+    assert sum(lane["waiting"] for lane in lanes) == 1
     service.say("check")
     service.machine.run("systemctl", "stop", "delayer")
     stopped = service.shown("ActiveState", "Result", "ExecMainStatus")
@@ -155,18 +153,16 @@ async def test_it_starts_delivers_and_stops_in_order(service: Service, workers: 
     assert not [one for one in service.events() if one["level"] == "error"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_reload_is_over_when_it_is_in_force(service: Service, workers: int) -> None:
+async def test_a_reload_is_over_when_it_is_in_force(service: Service) -> None:
     """However long that takes: here the broker answers late, and the new route is declared there."""
     url = service.machine.file("/etc/delayer/broker-url")
     before = url.read_text()
-    many = ("workers = 1", f"workers = {workers}")
     async with Proxy(service.rabbitmq.port) as proxy:
         url.write_text(before.replace(str(service.rabbitmq.port), str(proxy.port)))
         try:
-            await asyncio.to_thread(service.start, many)
+            await asyncio.to_thread(service.start)
             proxy.stall()
-            service.change(many, ('mode = "store"', 'mode = "native"'))
+            service.change(('mode = "store"', 'mode = "native"'))
             reload = asyncio.create_task(asyncio.to_thread(service.machine.run, "systemctl", "reload", "delayer"))
             await eventually(lambda: asyncio.to_thread(service.shown, "SubState"), {"SubState": "reload"}.__eq__)
             await asyncio.wait([reload], timeout=3)
@@ -175,7 +171,7 @@ async def test_a_reload_is_over_when_it_is_in_force(service: Service, workers: i
             proxy.resume()
             await reload
             assert "reloaded" in service.names()
-            assert service.status == f"{SAID[workers]}mode native"
+            assert service.status == "mode native"
             assert service.shown("ActiveState", "SubState") == {"ActiveState": "active", "SubState": "running"}
             await asyncio.to_thread(service.machine.run, "systemctl", "stop", "delayer")
         finally:
@@ -233,6 +229,47 @@ async def test_a_daemon_that_hangs_is_replaced(service: Service) -> None:
     assert service.shown("MainPID")["MainPID"] != first
     await eventually(lambda: asyncio.to_thread(service.names), lambda names: names.count("ready") == 2)
     service.machine.run("systemctl", "stop", "delayer")
+
+
+INSTANCES = ("delayer@1", "delayer@2")
+
+
+async def test_two_instances_share_the_lanes(service: Service) -> None:
+    """Installed by the lines of docs/operations.md. If one instance dies, its messages do not wait for its return."""
+    machine = service.machine
+    (block,) = re.findall(
+        r"```sh\n(sudo install [^`]*?delayer@.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL
+    )
+    addresses = [f"127.0.0.1:{ports.reserve()}" for _ in INSTANCES]
+    for ours, theirs in zip(addresses, ("127.0.0.1:9421", "127.0.0.1:9422"), strict=True):
+        assert block.count(theirs) == 1
+        block = block.replace(theirs, ours)
+    service.change()
+    await asyncio.to_thread(machine.run, "sh", "-ec", block)
+    try:
+        for instance, address in zip(INSTANCES, addresses, strict=True):
+            shown = machine.shown(instance, "ActiveState", "StatusText", "UnitFileState")
+            assert shown == {"ActiveState": "active", "StatusText": "mode store", "UnitFileState": "enabled"}
+            answer = await eventually(lambda at=address: Web(at).get("/health/ready"), lambda one: one.status == 200)
+            assert answer.json["ready"]
+
+        async def owners() -> set[str]:
+            lanes = (await asyncio.to_thread(service.say, "status", "--json"))["store"]["lanes"]
+            return {lane["owner"] for lane in lanes if lane["alive"]}
+
+        await eventually(owners, lambda found: len(found) == len(INSTANCES))
+        async with await service.raw() as raw:
+            inbox = await raw.inbox("inbox")
+            messages = [delayed(f"shared {n}", 3000 + n, through="delayer.in") for n in range(300)]
+            await raw.publish(*messages)
+            machine.signal(INSTANCES[0], signal.SIGKILL)
+            await inbox.got(message.body for message in messages)
+        running = {"ActiveState": "active", "SubState": "running", "NRestarts": "1"}
+        await eventually(lambda: asyncio.to_thread(machine.shown, INSTANCES[0], *running), running.__eq__)
+        await eventually(owners, lambda found: len(found) == len(INSTANCES))
+    finally:
+        machine.run("systemctl", "disable", "--now", *INSTANCES)
+        machine.run("systemctl", "enable", "delayer")
 
 
 def test_only_what_it_needs_is_there_for_it(service: Service) -> None:

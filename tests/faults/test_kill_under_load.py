@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.faults.place import Place, eventually
+from tests.faults.place import Place
 from tests.faults.scenes import work_off
-from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Verdict
 
 MESSAGES = 20_000
 KILLS = 7
 SEED = 20_000
 LONGEST_LIFE = 0.8
-WORKER_LIVES = 4
+LIVES_OF_TWO = 4
 
 
 def place_of(mode: str, vhost: str, store: str) -> Place:
@@ -90,28 +88,27 @@ async def test_one_of_two_daemons_is_killed(mode: str, vhost: str, store: str) -
 @pytest.mark.long
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("mode", ["store", "native"])
-async def test_workers_are_killed_and_then_their_supervisor(mode: str, vhost: str, store: str) -> None:
-    """One of two workers at a random moment, twice, and then the supervisor, again and again: whoever is left goes on
-    with what the dead had in hand, or the next one does."""
+async def test_two_daemons_are_killed_in_turn_and_then_both(mode: str, vhost: str, store: str) -> None:
+    """Either of two daemons dies at a random moment and is started again, twice; then both die at once."""
     place = await place_of(mode, vhost, store).declare()
     chance = random.Random(SEED + 3)
     kills = 0
     async with place.ledger(SEED + 3) as ledger:
-        for life in range(WORKER_LIVES):
-            async with place.daemon(WORKERS="2") as daemon:
-                await daemon.event("workers ready", timeout=60)
-                for victim in (chance.randint(1, 2), chance.randint(1, 2), 0):
+        for life in range(LIVES_OF_TWO):
+            async with AsyncExitStack() as stack:
+                daemons = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
+                await asyncio.gather(*(daemon.ready() for daemon in daemons))
+                for victims in ([chance.randint(0, 1)], [chance.randint(0, 1)], [0, 1]):
                     publishing = asyncio.create_task(ledger.publish(MESSAGES // 20))
                     moment = chance.uniform(0, LONGEST_LIFE)
-                    print(f"life {life}: worker {victim or 'none, the supervisor'} killed after {moment:.3f} s")
+                    print(f"life {life}: daemons {victims} killed after {moment:.3f} s")
                     await asyncio.sleep(moment)  # not for something to happen: this is the random moment
-                    seen = len(daemon.events)
-                    os.kill(await living(daemon, victim) if victim else daemon.pid, signal.SIGKILL)
-                    kills += 1
-                    if victim:
-                        await daemon.event("worker died", after=seen)
-                    else:
-                        await daemon.wait(timeout=60)
+                    for victim in victims:
+                        daemons[victim].signal(signal.SIGKILL)
+                        await daemons[victim].wait()
+                        kills += 1
+                        if len(victims) == 1:
+                            await daemons[victim].start()
                     await publishing
         async with place.daemon() as daemon:
             await ledger.all_back()
@@ -119,17 +116,6 @@ async def test_workers_are_killed_and_then_their_supervisor(mode: str, vhost: st
         verdict = await place.settle_accounts(ledger)
     await report(mode, place, verdict, kills)
     verdict.assert_kept(repeats=True)
-
-
-async def living(daemon: DaemonProcess, worker: int) -> int:
-    """The process id that this worker has now; one that was killed is started again after a while."""
-
-    async def look() -> int:
-        started = [event for event in daemon.events if event["event"] == "worker started" and event["worker"] == worker]
-        died = [event for event in daemon.events if event["event"] == "worker died" and event["worker"] == worker]
-        return int(started[-1]["pid"]) if len(started) > len(died) else 0
-
-    return await eventually(look, bool)
 
 
 @pytest.mark.deadline(90)

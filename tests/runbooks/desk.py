@@ -20,7 +20,7 @@ from tests.rig.daemon import EXECUTABLE, DaemonProcess
 from tests.rig.ledger import Ledger
 from tests.rig.servers import Postgres, RabbitMQ
 
-NOT_SHOWN = frozenset({"timestamp", "level", "logger", "worker"})
+NOT_SHOWN = frozenset({"timestamp", "level", "logger"})
 WIDEST = 130
 NOT_OK = "  (note|off|out of reach)  "
 """What is worth a look in the table of `delayer check`."""

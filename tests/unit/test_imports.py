@@ -43,9 +43,6 @@ HOUSE: Mapping[str, Layer] = {
     "ops.http": layer(
         "core", "services", "store", "settings", "telemetry", never="aio_pika aiormq sqlalchemy asyncpg pyspark"
     ),
-    "supervisor": layer(
-        "core", "ops", "services", "settings", "telemetry", never="aio_pika aiormq sqlalchemy asyncpg pyspark"
-    ),
     "settings": layer("core", "wire", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
     # Services and their relay are the daemon's; an import parks through the store, and asks the broker.
     "legacy": layer("core", "store", "broker", "wire", never="aio_pika aiormq pyspark"),

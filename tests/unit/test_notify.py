@@ -93,31 +93,6 @@ def test_only_a_state_that_lasts_is_repeated() -> None:
     assert words.fed() == "WATCHDOG=1\nREADY=1\nmode native"
 
 
-def test_a_line_that_was_inherited() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        notifier = Notifier({"NOTIFY_SOCKET": f"fd:{theirs.fileno()}", "WATCHDOG_USEC": "3000000"})
-        assert notifier.watchdog_interval == 1.0
-        notifier.ready("mode store")
-        notifier.feed_watchdog()
-        assert ours.recv(4096) == b"READY=1\nSTATUS=mode store"
-        assert ours.recv(4096) == b"WATCHDOG=1\nREADY=1\nSTATUS=mode store"
-        ours.close()
-        with structlog.testing.capture_logs() as logs:
-            notifier.ready()
-        assert [one["event"] for one in logs] == ["notify failed"]
-
-
-def test_a_supervisor_hears_of_every_reload() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        notifier = Notifier({"NOTIFY_SOCKET": f"fd:{theirs.fileno()}"})
-        notifier.reloading()
-        assert ours.recv(4096).startswith(b"RELOADING=1\n")
-        notifier.ready()
-        assert ours.recv(4096) == b"READY=1"
-
-
 def test_inert_without_systemd() -> None:
     notifier = Notifier({"WATCHDOG_USEC": "30000000"})
     assert not notifier.active

@@ -41,7 +41,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_defaults_are_those_of_the_contract() -> None:
     settings = load(None, {}, {})
-    assert (settings.mode, settings.workers) == ("store", 1)
+    assert settings.mode == "store"
     assert settings.broker.url.reveal() == "amqp://guest:guest@localhost:5672/"
     assert settings.broker_url == "amqp://guest:guest@localhost:5672/?heartbeat=20"
     assert settings.intake.queue == "delays"
@@ -115,7 +115,7 @@ def test_a_bare_number_is_told_its_unit() -> None:
 
 
 LAYERS = ("file", "environment", "flags")
-TOP_LEVEL = {("mode",), ("workers",), ("route",)}
+TOP_LEVEL = {("mode",), ("route",)}
 
 
 @pytest.mark.parametrize("chosen", [*itertools.combinations(LAYERS, 1), *itertools.combinations(LAYERS, 2), LAYERS])
@@ -147,7 +147,6 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
     some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://localhost"))
     texts = {
         ("mode",): "native",
-        ("workers",): "9",
         ("route",): '[{"from": "a", "to": "b"}]',
         ("broker", "url"): "amqps://h",
         ("broker", "verify"): "false",
@@ -209,7 +208,6 @@ def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> Non
         "DELAYER_PORT": "tcp://10.0.0.1:9419",
         "DELAYER_PORT_9419_TCP_ADDR": "10.0.0.1",
         "DELAYER_FAULT": "park.copied",
-        "DELAYER_WORKER_NUMBER": "3",
         "PATH": "/bin",
     }
     assert load(None, environ, {}) == load(None, {}, {})
@@ -332,13 +330,12 @@ def test_diff() -> None:
             "broker.url": "amqp://other",
             "intake.queue": "other",
             "store.lanes": "4",
-            "workers": "4",
         },
     )
     live, restart = old.diff(new)
     in_store = ["store.park_beyond", "store.restore_ahead"]
     assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", *in_store]
-    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes", "workers"]
+    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes"]
     assert old.diff(old) == ([], [])
 
 

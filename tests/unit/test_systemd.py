@@ -40,8 +40,6 @@ def test_what_the_design_asks_for() -> None:
     assert service["RestartPreventExitStatus"] == "2"
     assert service["TimeoutStopSec"] == "15"
     assert service["TimeoutStartSec"] == "infinity", "the daemon waits for its broker longer than systemd would"
-    assert service["KillMode"] == "mixed", "the supervisor stops its workers; nobody else does"
-    assert service["OOMPolicy"] == "continue"
     assert unit()["Install"]["WantedBy"] == "multi-user.target"
 
 
@@ -105,14 +103,17 @@ def test_the_audit_writes_only_into_directories_that_systemd_makes() -> None:
     assert "--work %C/delayer-audit" in text
 
 
-def test_an_instance_is_the_same_service_with_its_own_configuration() -> None:
-    """delayer@.service is delayer.service, but for names."""
-    one, many = unit()["Service"], unit(UNIT.with_name("delayer@.service"))["Service"]
-    assert many["ExecStart"] == one["ExecStart"].replace("/delayer.toml", "/%i.toml")
-    assert many["User"] == f"{one['User']}-%i"
-    own = {"execstart", "user", "execreload"}
-    assert {key: value for key, value in many.items() if key.lower() not in own} == {
-        key: value for key, value in one.items() if key.lower() not in own
+def test_an_instance_is_the_same_service_with_an_environment_of_its_own() -> None:
+    """delayer@.service is delayer.service, but for the way to its configuration."""
+    one, many = UNIT.read_text(), UNIT.with_name("delayer@.service").read_text()
+    service = unit(UNIT.with_name("delayer@.service"))["Service"]
+    assert service["Environment"] == "DELAYER_CONFIG=/etc/delayer/delayer.toml"
+    assert service["EnvironmentFile"] == "-/etc/delayer/%i.env"
+    told = {line for line in many.splitlines() if not line.startswith(("#", "Environment", "Description="))}
+    assert told == {
+        line.replace(" --config /etc/delayer/delayer.toml", "")
+        for line in one.splitlines()
+        if not line.startswith(("#", "Description="))
     }
 
 

@@ -58,17 +58,6 @@ def test_one_object_a_line(stream: io.StringIO) -> None:
     }
 
 
-def test_every_line_is_signed(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "_signature", {})
-    telemetry.sign(worker=3)
-    configure("json", "info", stream)
-    structlog.get_logger("delayer.x").info("ready", mode="store")
-    logging.getLogger("aio_pika").warning("of a library")
-    ours, theirs = lines(stream)
-    assert list(ours) == ["timestamp", "level", "event", "logger", "worker", "mode"]
-    assert theirs["worker"] == 3
-
-
 def test_level_and_format_change_live(stream: io.StringIO) -> None:
     log = structlog.get_logger("delayer.x")
     configure("json", "warning", stream)

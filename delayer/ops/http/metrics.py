@@ -1,11 +1,11 @@
-"""Metrics for Prometheus: what every worker counted, and what was seen of store and broker, as families.
+"""Metrics for Prometheus, as families: the counts of this process, and the last look at store and broker.
 
-Pure: states and views in, families out. METRICS is the one list of them; docs/metrics.md is compared with it.
+Pure. METRICS is the one list of them; docs/metrics.md is compared with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -52,34 +52,33 @@ def _histogram(labels: str, unit: str, text: str) -> Kind:
 METRICS: Final[Mapping[str, Kind]] = {
     # of each process
     "build_info": _gauge("version", "1", "which version runs; always 1"),
-    "worker_up": _gauge("worker", "0 or 1", "whether the worker answered the one that serves"),
-    "start_time_seconds": _gauge("worker", "unix seconds", "when the process began"),
+    "start_time_seconds": _gauge("", "unix seconds", "when the process began"),
     "mode_info": _gauge("mode", "1", "where new delays go; always 1"),
     "ready": _gauge("", "0 or 1", "what /health/ready says"),
-    "stalled_loops": _gauge("worker", "loops", "loops that stand still; the watchdog ends the process"),
-    "consuming": _gauge("worker queue", "0 or 1", "whether the queue is consumed"),
-    "connected": _gauge("worker connection", "0 or 1", "whether this connection to the broker stands"),
-    "blocked": _gauge("worker connection", "0 or 1", "whether the broker blocks this connection (a resource alarm)"),
-    "reconnects_total": _counter("worker connection", "times that the connection had to be made anew", "connections"),
-    "lanes": _gauge("worker kind", "lanes", "lanes that the worker releases from: its own, and adopted ones"),
-    "lanes_lost_total": _counter("worker", "lanes that were lost while messages were written to them", "lanes"),
-    "parked_total": _counter("worker route", "messages written to the store"),
-    "released_total": _counter("worker route", "messages published to their destination, and confirmed"),
-    "cascaded_total": _counter("worker route", "messages published into the cascade, and confirmed"),
-    "refused_total": _counter("worker route", "messages set aside in the refused queue"),
-    "held_total": _counter("worker route", "messages set aside because their destination would not take them"),
-    "returned_total": _counter("worker route", "publishes for which the broker found no queue"),
-    "nacked_total": _counter("worker route", "publishes that a queue refused"),
-    "restored_total": _counter("worker", "messages that came back out of segments"),
-    "broken_segments_total": _counter("worker", "segments that did not read back", "segments"),
+    "stalled_loops": _gauge("", "loops", "loops that stand still; the watchdog ends the process"),
+    "consuming": _gauge("queue", "0 or 1", "whether the queue is consumed"),
+    "connected": _gauge("connection", "0 or 1", "whether this connection to the broker stands"),
+    "blocked": _gauge("connection", "0 or 1", "whether the broker blocks this connection (a resource alarm)"),
+    "reconnects_total": _counter("connection", "times that the connection had to be made anew", "connections"),
+    "lanes": _gauge("kind", "lanes", "lanes that the daemon releases from: its own, and adopted ones"),
+    "lanes_lost_total": _counter("", "lanes that were lost while messages were written to them", "lanes"),
+    "parked_total": _counter("route", "messages written to the store"),
+    "released_total": _counter("route", "messages published to their destination, and confirmed"),
+    "cascaded_total": _counter("route", "messages published into the cascade, and confirmed"),
+    "refused_total": _counter("route", "messages set aside in the refused queue"),
+    "held_total": _counter("route", "messages set aside because their destination would not take them"),
+    "returned_total": _counter("route", "publishes for which the broker found no queue"),
+    "nacked_total": _counter("route", "publishes that a queue refused"),
+    "restored_total": _counter("", "messages that came back out of segments"),
+    "broken_segments_total": _counter("", "segments that did not read back", "segments"),
     "lateness_seconds": _histogram(
-        "worker route", "seconds", "from the due instant to the confirm; not of messages that were held before"
+        "route", "seconds", "from the due instant to the confirm; not of messages that were held before"
     ),
-    "batch_messages": _histogram("worker stage", "messages", "how many messages a batch has, by what is done with it"),
-    "claim_seconds": _histogram("worker", "seconds", "taking what is due from a lane, where anything was"),
-    "settle_seconds": _histogram("worker", "seconds", "settling and committing a release"),
-    "park_seconds": _histogram("worker", "seconds", "writing and committing a batch of new messages"),
-    "publish_seconds": _histogram("worker", "seconds", "publishing a batch, until the last confirm"),
+    "batch_messages": _histogram("stage", "messages", "how many messages a batch has, by what is done with it"),
+    "claim_seconds": _histogram("", "seconds", "taking what is due from a lane, where anything was"),
+    "settle_seconds": _histogram("", "seconds", "settling and committing a release"),
+    "park_seconds": _histogram("", "seconds", "writing and committing a batch of new messages"),
+    "publish_seconds": _histogram("", "seconds", "publishing a batch, until the last confirm"),
     # of the store, the same from every daemon that looks at it
     "store_up": _gauge("", "0 or 1", "whether the store could be looked at"),
     "store_schema_current": _gauge("", "0 or 1", "whether it has the schema that this version needs"),
@@ -105,9 +104,9 @@ METRICS: Final[Mapping[str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """All that one answer is made of. ``states``: of every worker, None of one that does not answer."""
+    """The sources of one answer."""
 
-    states: Sequence[State | None]
+    state: State
     store: Seen[StoreSeen] | None
     census: Seen[Census] | None
     depths: Seen[Depths]
@@ -154,12 +153,8 @@ begins again at 0, and all of the rest has just happened. Held ones and those in
 def _all(sight: Sight) -> Iterator[Sample]:
     yield "build_info", [__version__], 1
     yield "ready", [], int(sight.ready)
-    for number, state in enumerate(sight.states, 1):
-        yield "worker_up", [str(number)], int(state is not None)
-        if state is not None:
-            yield from _of_process(str(number), state)
-    modes = {state["mode"] for state in sight.states if state is not None}
-    yield from (("mode_info", [mode], 1) for mode in sorted(modes))
+    yield "mode_info", [sight.state["mode"]], 1
+    yield from _of_process(sight.state)
     ages = {"queues": sight.depths.age}
     yield from _of_broker(sight.depths, sight.roles)
     if sight.store is not None:
@@ -171,29 +166,29 @@ def _all(sight: Sight) -> Iterator[Sample]:
     yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
 
 
-def _of_process(worker: str, state: State) -> Iterator[Sample]:
+def _of_process(state: State) -> Iterator[Sample]:
     figures = state["figures"]
-    yield "start_time_seconds", [worker], state["started_ms"] / 1000
-    yield "stalled_loops", [worker], len(state["stalled"])
-    yield from (("consuming", [worker, queue], int(is_)) for queue, is_ in state["consuming"].items())
+    yield "start_time_seconds", [], state["started_ms"] / 1000
+    yield "stalled_loops", [], len(state["stalled"])
+    yield from (("consuming", [queue], int(is_)) for queue, is_ in state["consuming"].items())
     for use, connection in state["connections"].items():
-        yield "connected", [worker, use], int(connection["connected"])
-        yield "blocked", [worker, use], int(connection["blocked"])
-        yield "reconnects_total", [worker, use], max(connection["connects"] - 1, 0)
+        yield "connected", [use], int(connection["connected"])
+        yield "blocked", [use], int(connection["blocked"])
+        yield "reconnects_total", [use], max(connection["connects"] - 1, 0)
     if state["store"]:
         adopted = len(state["adopted"])
-        yield "lanes", [worker, "own"], len(state["lanes"]) - adopted
-        yield "lanes", [worker, "adopted"], adopted
-        yield "lanes_lost_total", [worker], figures["lanes_lost"]
+        yield "lanes", ["own"], len(state["lanes"]) - adopted
+        yield "lanes", ["adopted"], adopted
+        yield "lanes_lost_total", [], figures["lanes_lost"]
     for kind in BY_ROUTE:
         # A counter that begins at 0 and not with its first message: else nobody sees that one.
         counts = dict.fromkeys(state["routes"], 0) | figures["routes"][kind]
-        yield from ((f"{kind}_total", [worker, route], n) for route, n in counts.items())
-    yield "restored_total", [worker], figures["counts"]["restored"]
-    yield "broken_segments_total", [worker], figures["counts"]["broken_segments"]
-    yield from (("lateness_seconds", [worker, route], tally) for route, tally in figures["lateness"].items())
-    yield from (("batch_messages", [worker, stage], tally) for stage, tally in figures["sizes"].items())
-    yield from ((f"{name}_seconds", [worker], figures["seconds"][name]) for name in DURATIONS)
+        yield from ((f"{kind}_total", [route], n) for route, n in counts.items())
+    yield "restored_total", [], figures["counts"]["restored"]
+    yield "broken_segments_total", [], figures["counts"]["broken_segments"]
+    yield from (("lateness_seconds", [route], tally) for route, tally in figures["lateness"].items())
+    yield from (("batch_messages", [stage], tally) for stage, tally in figures["sizes"].items())
+    yield from ((f"{name}_seconds", [], figures["seconds"][name]) for name in DURATIONS)
 
 
 def _of_store(seen: Seen[StoreSeen]) -> Iterator[Sample]:

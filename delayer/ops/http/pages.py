@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any, Final
@@ -77,7 +76,7 @@ class Pages:
 
     async def _live(self) -> dict[str, Any]:
         view = self.answers.view
-        states, depths = await asyncio.gather(self.answers.states(), view.depths.get())
+        state, depths = self.answers.inside.state(), await view.depths.get()
         store = await view.store.get() if view.has_store else None
         overview = None if store is None or store.fresh is None else store.fresh.overview
         usable = None if overview is None or overview.upgrade_pending else overview
@@ -85,33 +84,32 @@ class Pages:
         settings = self.answers.inside.settings
         levels = {} if seen is None else {number: depth for number, depth in seen.levels.items() if depth}
         return {
-            "reasons": await self.answers.not_ready(states),
-            "blocked": words.blocked(states),
+            "reasons": await self.answers.not_ready(),
+            "blocked": words.blocked(state),
             "store": usable,
             "store_error": "" if store is None else store.error,
             "broker_error": depths.error,
             "cascade": None if seen is None else sum(levels.values()),
             "refused": None if seen is None else seen.queues.get(settings.refused.queue),
             "depths": seen,
-            "workers": states,
+            "state": state,
             "mode": settings.mode,
             "has_store": view.has_store,
             "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
             "always": (settings.intake.queue, settings.refused.queue),
-            "now": recent.summary(words.steps(states), SUMMARY_SECONDS),
+            "now": recent.summary(recent.steps(state["recent"]), SUMMARY_SECONDS),
         }
 
     async def live_json(self, _request: Request) -> Response:
         """Rates and lateness of the last minutes, for the chart and for `delayer status`."""
-        states = await self.answers.states()
-        steps = words.steps(states)
+        state = self.answers.inside.state()
+        steps = recent.steps(state["recent"])
         summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
         return JSONResponse(
             {
                 "series": recent.series(steps),
                 "last": summaries,
-                "workers": len(states),
-                "blocked": words.blocked(states),
+                "blocked": words.blocked(state),
                 "service": service_of(self.answers.inside.settings),
             }
         )

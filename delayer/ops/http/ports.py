@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from delayer.settings import Settings
 
 State = Mapping[str, Any]
-"""What one process says of itself, as JSON can carry it (the first worker asks the others):
+"""The state of this process:
 
-    worker       1, 2, …; 1 too where there is only one process
     mode         "native" or "store"
     routes       the exchanges that the configured routes are from
     started_ms   when it began
@@ -51,10 +50,6 @@ class Inside(Protocol):
     @property
     def settings(self) -> Settings:
         """As they are in force now."""
-
-    @property
-    def worker(self) -> int:
-        """Which of the workers we are, from 1 on."""
 
     def state(self) -> State:
         """See State. Cheap."""

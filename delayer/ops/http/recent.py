@@ -1,16 +1,16 @@
-"""Rates and lateness of the last minutes: each process notes its counts every few seconds, and who looks subtracts.
+"""Rates and lateness of the last minutes, from notes of this process's counters every five seconds.
 
-Pure but for the part that notes. A process that was started in between begins with what it did since.
+Pure but for the part that notes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import ceil, inf
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from delayer.core.tally import LATENESS
 from delayer.services.counting import Counters, host_ms
@@ -60,7 +60,7 @@ class Recent:
 
 
 class Step(NamedTuple):
-    """What all workers did in one step. Lateness in seconds; None where nothing was delivered."""
+    """The counts of one step. Lateness in seconds; None where nothing was delivered."""
 
     at_ms: int
     counts: Mapping[str, int]
@@ -69,23 +69,18 @@ class Step(NamedTuple):
     total: float
 
 
-def steps(workers: Iterable[Sequence[Sequence[Any]]]) -> list[Step]:
-    """The steps of several workers' notes, one after another without a gap, the last one that is over at the end."""
-    summed: dict[int, Step] = {}
-    for notes in workers:
-        for before, after in pairwise(notes):
-            have = summed.get(after[0]) or _nothing(after[0])
-            done = dict(zip(KINDS, (new - old for new, old in zip(after[1], before[1], strict=True)), strict=True))
-            summed[after[0]] = Step(
-                have.at_ms,
-                {kind: have.counts[kind] + done[kind] for kind in KINDS},
-                [had + new - old for had, new, old in zip(have.below, after[2], before[2], strict=True)],
-                have.late + after[3] - before[3],
-                have.total + after[4] - before[4],
-            )
-    if not summed:
-        return []
-    return [summed.get(step) or _nothing(step) for step in range(min(summed), max(summed) + 1)]
+def steps(notes: Sequence[Note]) -> list[Step]:
+    """The steps between these notes, one after another without a gap."""
+    found: dict[int, Step] = {}
+    for before, after in pairwise(notes):
+        found[after.step] = Step(
+            after.step * STEP_MS,
+            dict(zip(KINDS, (new - old for new, old in zip(after.counts, before.counts, strict=True)), strict=True)),
+            [new - old for new, old in zip(after.below, before.below, strict=True)],
+            after.late - before.late,
+            after.total - before.total,
+        )
+    return [found.get(step) or _nothing(step) for step in range(min(found), max(found) + 1)] if found else []
 
 
 def _nothing(step: int) -> Step:

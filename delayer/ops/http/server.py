@@ -16,7 +16,7 @@ import uvicorn
 
 from delayer.core.backoff import Sparing
 from delayer.core.hosts import is_loopback
-from delayer.ops.http import lines, siblings
+from delayer.ops.http import lines
 from delayer.ops.http.app import Answers
 from delayer.ops.http.ports import Inside
 from delayer.ops.http.site import application
@@ -34,7 +34,7 @@ FAREWELL: Final = 1
 
 
 class HttpPart:
-    """Serves for all workers if we are the first, else answers the first."""
+    """The HTTP server of this daemon."""
 
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
@@ -44,7 +44,7 @@ class HttpPart:
         sparing = Sparing()
         while not stopping.is_set():
             try:
-                await (self._serve if self._inside.worker == 1 else self._answer)(stopping)
+                await self._serve(stopping)
             except OSError as taken:
                 reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
                 if sparing.worth(reason, asyncio.get_running_loop().time()):
@@ -53,9 +53,6 @@ class HttpPart:
                     await asyncio.wait_for(stopping.wait(), AGAIN)
                 except TimeoutError:
                     continue
-
-    async def _answer(self, stopping: asyncio.Event) -> None:
-        await siblings.answer(self._inside.settings, self._inside.worker, self._inside.state, stopping)
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         sockets = await listening(self._inside.settings.http.listen)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from delayer.core import horizon
 from delayer.core.filters import Token
-from delayer.ops.http import recent, render
+from delayer.ops.http import render
 from delayer.ops.http.ports import State
 from delayer.store import showing
 from delayer.store.cancelling import Found
@@ -32,15 +31,9 @@ def nowhere(found: Found, token: Token) -> str:
     return f"It is not in the store{elsewhere} It was delivered or cancelled, or was never there."
 
 
-def steps(states: Iterable[State | None]) -> list[recent.Step]:
-    """What all workers that answered did lately."""
-    return recent.steps(state["recent"] for state in states if state is not None)
-
-
-def blocked(states: Iterable[State | None]) -> bool:
-    """Whether the broker has blocked a connection of any worker that answered."""
-    found = (state["connections"].values() for state in states if state is not None)
-    return any(line["blocked"] for lines in found for line in lines)
+def blocked(state: State) -> bool:
+    """Whether the broker has blocked a connection of this process."""
+    return any(line["blocked"] for line in state["connections"].values())
 
 
 def series(census: Census | None) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a worker says of itself, for tests of what becomes of it."""
+"""The state of a daemon, for tests of health, metrics and the page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from delayer.store.status import LaneOverview, StoreOverview
 LINE = {"connected": True, "blocked": False, "connects": 1}
 
 
-def state(worker: int = 1, counters: Counters | None = None, **more: Any) -> dict[str, Any]:
-    """A worker in store mode that does its work."""
+def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
+    """A daemon in store mode that does its work."""
     return {
-        "worker": worker,
         "mode": "store",
         "routes": ["orders.in", "mail.in"],
         "started_ms": 1_800_000_000_000,

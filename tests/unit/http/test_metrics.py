@@ -38,7 +38,7 @@ def lane(number: int, *, alive: bool, waiting: int, next_due_ms: int | None) -> 
 
 
 def sight(**more: Any) -> Sight:
-    """Everything there is to see, of two workers."""
+    """Everything there is to see."""
     counters = Counters()
     counters.add_routes("parked", [b"orders.in"] * 3)
     counters.delivered([(0, b"orders.in")], 40)
@@ -49,7 +49,7 @@ def sight(**more: Any) -> Sight:
     store = StoreSeen(overview(lanes=lanes, packed=packed), (2, 50))
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}
     whole: dict[str, Any] = {
-        "states": [state(1, counters), state(2)],
+        "state": state(counters),
         "store": Seen(store, "", 0.5),
         "census": Seen(Census(0, counts, exact=True), "", 3.0),
         "depths": Seen(Depths({"delays": 7, "delays.due": None, "delayer.delay-strays": 1}, {27: 0, 0: 2}), "", 1.0),
@@ -87,15 +87,15 @@ def test_every_metric_comes_out() -> None:
 @pytest.mark.parametrize(
     ("sample", "value"),
     [
-        (("delayer_parked_total", "route=orders.in", "worker=1"), 3),
-        (("delayer_held_total", "route=orders.in", "worker=1"), 0),
-        (("delayer_held_total", "route=mail.in", "worker=2"), 0),
-        (("delayer_lateness_seconds_bucket", "le=0.025", "route=orders.in", "worker=1"), 0),
-        (("delayer_lateness_seconds_bucket", "le=0.05", "route=orders.in", "worker=1"), 1),
-        (("delayer_lateness_seconds_sum", "route=orders.in", "worker=1"), 0.04),
-        (("delayer_batch_messages_count", "stage=claim", "worker=1"), 1),
-        (("delayer_lanes", "kind=own", "worker=2"), 2),
-        (("delayer_lanes", "kind=adopted", "worker=2"), 1),
+        (("delayer_parked_total", "route=orders.in"), 3),
+        (("delayer_held_total", "route=orders.in"), 0),
+        (("delayer_held_total", "route=mail.in"), 0),
+        (("delayer_lateness_seconds_bucket", "le=0.025", "route=orders.in"), 0),
+        (("delayer_lateness_seconds_bucket", "le=0.05", "route=orders.in"), 1),
+        (("delayer_lateness_seconds_sum", "route=orders.in"), 0.04),
+        (("delayer_batch_messages_count", "stage=claim"), 1),
+        (("delayer_lanes", "kind=own"), 2),
+        (("delayer_lanes", "kind=adopted"), 1),
         (("delayer_waiting_messages",), 7),
         (("delayer_unowned_messages",), 2),
         (("delayer_held_messages",), 6),
@@ -108,7 +108,7 @@ def test_every_metric_comes_out() -> None:
         (("delayer_queue_messages", "queue=delays", "role=intake"), 7),
         (("delayer_queue_messages", "queue=delayer.delay-strays", "role=strays"), 1),
         (("delayer_cascade_messages", "level=0"), 2),
-        (("delayer_reconnects_total", "connection=intake", "worker=1"), 0),
+        (("delayer_reconnects_total", "connection=intake"), 0),
         (("delayer_ready",), 1),
     ],
     ids=lambda value: "".join(value[0].split("delayer_")) if isinstance(value, tuple) else "",
@@ -125,9 +125,8 @@ def test_a_counter_of_the_store_never_goes_down() -> None:
 
 def test_what_is_out_of_reach_is_said_and_missing() -> None:
     gone = Seen(None, "connect: refused", None)
-    found = samples(sight(states=[state(), None], store=gone, census=gone, depths=gone, ready=False))
+    found = samples(sight(store=gone, census=gone, depths=gone, ready=False))
     assert found["delayer_store_up",] == found["delayer_broker_up",] == found["delayer_ready",] == 0
-    assert found["delayer_worker_up", "worker=2"] == 0
     assert not [name for name, *_ in found if name in ("delayer_waiting_messages", "delayer_queue_messages")]
 
 
@@ -225,9 +224,9 @@ SCENES = [
     fires({'delayer_store_schema_current{job="delayer", instance="a"}': "1x60",
            'delayer_store_schema_current{job="delayer", instance="b"}': "0x60"},
           "DelayerSchemaOutdated", "40m", expected=True),
-    fires({'delayer_lanes_lost_total{job="delayer", instance="a", worker="1"}': "0x20 2x20"},
+    fires({'delayer_lanes_lost_total{job="delayer", instance="a"}': "0x20 2x20"},
           "DelayerLanesLost", "25m", expected=True),
-    fires({'delayer_lanes_lost_total{job="delayer", instance="a", worker="1"}': "2x40"},
+    fires({'delayer_lanes_lost_total{job="delayer", instance="a"}': "2x40"},
           "DelayerLanesLost", "25m", expected=False),
     fires({'delayer_store_up{job="delayer", instance="a"}': "0x20",
            'delayer_store_up{job="delayer", instance="b"}': "1x20"}, "DelayerStoreDown", "10m", expected=False),

@@ -1,4 +1,4 @@
-"""Rates and lateness of the last minutes: the notes of several workers, made into one course."""
+"""Rates and lateness of the last minutes, from notes."""
 
 from __future__ import annotations
 
@@ -10,36 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core.tally import LATENESS, Tally
-from delayer.ops.http.recent import KINDS, STEP_MS, note, quantile, series, steps, summary
+from delayer.ops.http.recent import KINDS, STEP_MS, Note, note, quantile, series, steps, summary
 from delayer.services.counting import Counters
 
 NOW = 1_800_000_000_000
 ALL = len(LATENESS)
-EMPTY = [0] * len(LATENESS)
+EMPTY = (0,) * len(LATENESS)
 
 
-def notes(*parked: int, first: int = 0) -> list[tuple[int, tuple[int, ...], list[int], int, float]]:
-    return [(first + at, (n, *[0] * (len(KINDS) - 1)), EMPTY, 0, 0.0) for at, n in enumerate(parked)]
+def notes(*parked: int, first: int = 0) -> list[Note]:
+    return [Note(first + at, (n, *[0] * (len(KINDS) - 1)), EMPTY, 0, 0.0) for at, n in enumerate(parked)]
 
 
-def test_workers_are_added_up_step_by_step() -> None:
-    found = steps([notes(0, 10, 30), notes(5, 6, 6, 9)])
-    assert [one.counts["parked"] for one in found] == [11, 20, 3]
-    assert [one.at_ms for one in found] == [STEP_MS, 2 * STEP_MS, 3 * STEP_MS]
-
-
-def test_a_worker_that_began_in_between_begins_with_its_own() -> None:
-    found = steps([notes(0, 1, 2, 3), notes(0, 40, first=2)])
-    assert [one.counts["parked"] for one in found] == [1, 1, 41]
+def test_each_step_has_the_counts_between_two_notes() -> None:
+    found = steps(notes(0, 10, 30))
+    assert [one.counts["parked"] for one in found] == [10, 20]
+    assert [one.at_ms for one in found] == [STEP_MS, 2 * STEP_MS]
 
 
 def test_a_gap_is_nothing() -> None:
-    found = steps([[*notes(0, 1), *notes(9, first=4)]])
+    found = steps([*notes(0, 1), *notes(9, first=4)])
     assert [one.counts["parked"] for one in found] == [1, 0, 0, 8]
 
 
 def test_nobody_noted_anything_yet() -> None:
-    assert steps([notes(7)]) == []
+    assert steps(notes(7)) == []
     nothing = summary([], 60)
     assert (nothing.rates["parked"], nothing.p50, nothing.worst) == (0, None, None)
 
@@ -80,7 +75,7 @@ def test_from_counters_to_a_chart() -> None:
     counters.add("parked", 50)
     counters.add("released", 10)
     counters.delivered([(NOW - 40, b"a")] * 10, NOW)
-    course = steps([[before, note(counters, NOW + STEP_MS)]])
+    course = steps([before, note(counters, NOW + STEP_MS)])
     last = summary(course, 60)
     assert (last.rates["parked"], last.rates["released"], last.seconds) == (10, 2, STEP_MS / 1000)
     assert last.p50 is not None

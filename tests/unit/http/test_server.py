@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from delayer.core.errors import BrokerLost
-from delayer.ops.http import guard, lines, server, siblings, turns
+from delayer.ops.http import guard, lines, server, turns
 from delayer.ops.http.guard import HEADERS
 from delayer.ops.http.ports import Depths, RefusedRow, State
 from delayer.ops.http.server import HttpPart
@@ -27,10 +27,9 @@ EVIL = "<script>alert(1)</script>"
 class Inside:
     """A daemon in native mode without a store."""
 
-    def __init__(self, listen: str = "127.0.0.1:0", worker: int = 1, **more: Any) -> None:
+    def __init__(self, listen: str = "127.0.0.1:0", **more: Any) -> None:
         http = {"listen": listen, "token": TOKEN}
         self.settings = Settings.model_validate({"mode": "native", "http": http, **more})
-        self.worker = worker
         self.lost = False
         self.blocked = False
         self.done: list[tuple[str, frozenset[str], str]] = []
@@ -38,7 +37,7 @@ class Inside:
 
     def state(self) -> State:
         lines = {"publish": {"connected": True, "blocked": self.blocked, "connects": 1}}
-        return state(self.worker, mode="native", store=False, recent=[], connections=lines)
+        return state(mode="native", store=False, recent=[], connections=lines)
 
     async def depths(self) -> Depths:
         self.looks += 1
@@ -91,7 +90,7 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ("/metrics", 200, 'delayer_queue_messages{queue="delays",role="intake"} 3.0'),
         ("/", 200, "No store is configured"),
         ("/parts/overview", 200, "In the cascade"),
-        ("/api/live", 200, '"workers":1'),
+        ("/api/live", 200, '"blocked":false'),
         ("/api/backlog", 404, "no store is configured"),
         ("/waiting", 404, "No store is configured"),
         ("/find?id=zz", 400, "Id: expected an id"),
@@ -225,24 +224,6 @@ async def test_a_port_that_is_taken_is_told_and_tried_again(monkeypatch: pytest.
                         break
                     except ConnectionRefusedError:
                         await asyncio.sleep(0.02)
-
-
-async def test_workers_tell_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Inside(workers=3), Inside(worker=2, workers=3)
-    monkeypatch.setattr(siblings, "PATIENCE", 20.0)  # who is there answers; where nobody listens it is known at once
-    stopping = asyncio.Event()
-    part = asyncio.create_task(HttpPart(second).run(stopping))
-    try:
-        async with served(first, monkeypatch) as web:
-            answer = await web.get("/health/ready")
-            assert answer.json["reasons"] == ["worker 3: no answer"]
-            text = (await web.get("/metrics")).text
-            assert 'delayer_worker_up{worker="2"} 1.0' in text
-            assert 'delayer_worker_up{worker="3"} 0.0' in text
-            assert 'delayer_parked_total{route="mail.in",worker="2"} 0.0' in text
-    finally:
-        stopping.set()
-        await part
 
 
 async def test_an_alarm_of_the_broker_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
