@@ -18,7 +18,7 @@ from delayer.core import lines
 from delayer.core.filters import Filter
 from delayer.core.lines import Line
 from delayer.services import reading
-from delayer.store import exporting, listing
+from delayer.store import exporting
 from delayer.store.exporting import BrokenSegments, Exported
 from delayer.writing import replacing
 
@@ -37,9 +37,9 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
     """Write the messages of the store to FILE (- for stdout), a line of JSON each, exact to the byte: bodies,
     properties, keys, due instants. `delayer import jsonl` reads it, into any store.
 
-    The soonest due first; then what is held, with its reason. Nothing is removed, and daemons may go on; what they
-    release or park meanwhile is in the file or not. To move a backlog, stop them first. The file holds messages in the
-    clear: whoever can read it can read them.
+    The soonest due first; then what is held, with its reason. The file is one snapshot of the store, taken when the
+    export begins: nothing is removed, and daemons, compaction and restore may go on. To move a backlog, stop the
+    daemons first. The file holds messages in the clear: whoever can read it can read them.
 
     Exit code 1 if a segment does not read back: all others are written. Exit code 3 if FILE, or who reads the pipe,
     takes no more: FILE is then as it was before, and what went into a pipe has no last line that says how many there
@@ -105,7 +105,7 @@ def _written(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tu
 async def _write(url: str, wanted: Filter, out: IO[bytes], *, with_held: bool) -> tuple[int, BrokenSegments | None]:
     count = 0
     broken = None
-    async with listing.looking(url, "export") as connection:
+    async with exporting.snapshot(url) as connection:
         try:
             count += await _put(exporting.waiting(connection, wanted, reading.header_test(wanted)), out)
         except BrokenSegments as error:

@@ -1,11 +1,12 @@
-"""Every message of a store, whole, for `delayer export`: rows and segments in the order of their due instants, then
-what is held. Page by page, as listing.py reads them; so no long snapshot, and a daemon may go on beside it: what it
-releases meanwhile is exported or not, and what it parks meanwhile too.
+"""Every message of one snapshot of a store, whole, for `delayer export`: rows and segments in the order of their due
+instants, then held messages. It reads page by page, as listing.py does, all in one transaction: a compaction, a
+restore, a reschedule or a release beside it changes nothing in the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import asyncpg
@@ -45,6 +46,15 @@ FROM held WHERE id > $1 ORDER BY id LIMIT 100
 """
 
 
+# The first query takes the snapshot, after this. It does not cover the catalog: nobody may drop a partition (that locks
+# the parent), nor attach one after moving rows out of the default partition (that locks it).
+_KEEP_PARTITIONS: Final = "LOCK TABLE ONLY message, ONLY message_default IN ACCESS SHARE MODE"
+_NO_TIMEOUTS: Final = """
+SELECT set_config(name, '0', false) FROM pg_settings
+WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')
+"""
+
+
 class Exported(NamedTuple):
     """A message, its checksum as it stands in the store, and why it is held, if it is."""
 
@@ -62,10 +72,23 @@ class BrokenSegments(Exception):
         super().__init__(f"segments {', '.join(map(str, segments))} do not read back: see docs/backlog.md")
 
 
+@asynccontextmanager
+async def snapshot(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection whose transaction reads one snapshot to the end, however slowly the file is written.
+
+    Raises StoreLost, BadStoreUrl, SchemaOutdated.
+    """
+    async with listing.looking(url, "export") as connection:
+        await connection.execute(_NO_TIMEOUTS)
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            await connection.execute(_KEEP_PARTITIONS)
+            yield connection
+
+
 async def waiting(
     connection: asyncpg.Connection, wanted: Filter, test: Test | None
 ) -> AsyncIterator[Sequence[Exported]]:
-    """What waits, by portions. Raises the driver's errors; at the end BrokenSegments, where something was left out."""
+    """Waiting messages of the snapshot, by portions. Raises the driver's errors; at the end BrokenSegments, if any."""
     reader = _Segments(connection)
     broken: set[int] = set()
     exported = 0
@@ -76,7 +99,7 @@ async def waiting(
         for places in await _portions(connection, found.places):
             rows = await _rows(connection, [place for place in places if place.segment is None])
             rows |= await reader.rows([place for place in places if place.segment is not None])
-            whole = [rows[place.id] for place in places if place.id in rows]
+            whole = [rows[place.id] for place in places]  # one snapshot: each is there
             exported += len(whole)
             yield whole
         after = found.after
@@ -85,7 +108,7 @@ async def waiting(
 
 
 async def held(connection: asyncpg.Connection) -> AsyncIterator[Sequence[Exported]]:
-    """What is held, in the order of arrival. Raises the driver's errors."""
+    """Held messages of the snapshot, in the order of arrival. Raises the driver's errors."""
     after = 0
     while rows := await connection.fetch(_HELD, after):
         after = rows[-1]["id"]
@@ -140,9 +163,7 @@ class _Segments:
         found = {}
         for place in places:
             assert place.segment is not None
-            one = (await self._unpacked(place.segment)).get(place.id)
-            if one is not None:
-                found[place.id] = one
+            found[place.id] = (await self._unpacked(place.segment))[place.id]
         return found
 
     async def _unpacked(self, segment: int) -> dict[int, Exported]:

@@ -1,0 +1,151 @@
+"""`delayer export` writes one snapshot, whatever the store does while the file is written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from delayer.commands.common import DONE
+from delayer.core.filters import Filter
+from delayer.store import dropping, exporting, partitions, segments, upgrades
+from delayer.store.partitions import DAY_MS
+from tests.integration.test_store_lane import sql
+from tests.rig.daemon import EXECUTABLE
+from tests.rig.rows import compact, everything, put, rows
+
+WAITING = 3_000
+"""Three pages of an export, and ten times what a pipe takes."""
+
+
+async def now_ms(admin: asyncpg.Connection) -> int:
+    found: int = await admin.fetchval("SELECT now()")
+    return found
+
+
+async def fill(admin: asyncpg.Connection) -> set[int]:
+    """Rows, and one segment at the far end. The ids of all."""
+    due_ms = await now_ms(admin) + 100 * DAY_MS
+    await put(admin, rows(WAITING, due_ms))
+    await compact(admin, after_ms=due_ms + DAY_MS * 9 // 10)
+    assert await admin.fetchval("SELECT count(*) FROM segment") == 1
+    return set(await everything(admin))
+
+
+async def _compact(admin: asyncpg.Connection) -> None:
+    assert await compact(admin)
+
+
+async def _restore(admin: asyncpg.Connection) -> None:
+    [segment] = await segments.listed(admin)
+    epoch = await admin.fetchval("SELECT epoch FROM lane WHERE number = 1")
+    assert await segments.restore(admin, segments.Fence(1, epoch), segment.id)
+
+
+async def _reschedule(admin: asyncpg.Connection) -> None:
+    """The last become the first."""
+    last = "(SELECT id FROM message ORDER BY due_at DESC, id DESC LIMIT 400)"
+    await admin.execute(f"UPDATE message SET due_at = due_at - interval '50 days' WHERE id IN {last}")
+
+
+async def _release(admin: asyncpg.Connection) -> None:
+    await admin.execute("DELETE FROM message")
+
+
+async def _hold(admin: asyncpg.Connection) -> None:
+    """Held between the two readings: written twice without a snapshot."""
+    columns = "id, due_at, parked_at, checksum, lane, format, route, exchange, routing_key, to_exchange, to_key,"
+    columns += " properties, body, key"
+    moved = "WITH gone AS (DELETE FROM message WHERE id % 7 = 0 RETURNING *)"
+    there = await admin.fetch(
+        "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = 'held'"
+        " AND is_nullable = 'NO' AND column_default IS NULL AND column_name <> ALL(string_to_array($1, ','))",
+        columns.replace(" ", ""),
+    )
+    values = {"timestamp with time zone": "now()", "text": "'returned'", "boolean": "false"}
+    more = [(name, values.get(kind, "1")) for name, kind in there]
+    names, given = ", ".join(name for name, _ in more), ", ".join(value for _, value in more)
+    await admin.execute(f"{moved} INSERT INTO held ({columns}, {names}) SELECT {columns}, {given} FROM gone")
+
+
+async def _all(admin: asyncpg.Connection) -> None:
+    for meanwhile in (_reschedule, _restore, _hold, _compact, _release):
+        await meanwhile(admin)
+
+
+@pytest.mark.parametrize("meanwhile", [_compact, _restore, _reschedule, _release, _hold, _all])
+async def test_what_happens_meanwhile_leaves_nothing_out(
+    database: str, meanwhile: Callable[[asyncpg.Connection], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "PAGE", WAITING)
+    monkeypatch.setattr(exporting, "PAGE_BYTES", 1_000)  # a page is listed at once, and fetched by portions
+    await upgrades.upgrade(database)
+    async with sql(database) as admin:
+        there = await fill(admin)
+        async with exporting.snapshot(database) as reading:
+            found: list[int] = []
+            portions = exporting.waiting(reading, Filter(), None)
+            found += [one.checksum for one in await anext(portions)]
+            await meanwhile(admin)
+            async for portion in portions:
+                found += [one.checksum for one in portion]
+            held = [one async for portion in exporting.held(reading) for one in portion]
+        assert (len(found), len(held)) == (len(there), 0)
+        assert len(set(found)) == len(there), "each once; their bodies differ"
+
+
+async def test_partitions_stay_until_the_export_ends(database: str) -> None:
+    """Of a dropped one no snapshot has the rows; and a day that is attached hides those in the default partition."""
+    await upgrades.upgrade(database)
+    async with sql(database) as admin:
+        now = await now_ms(admin)
+        today = now // DAY_MS
+        assert await partitions.make(admin, today + 1, today) is partitions.Making.DONE
+        await put(admin, [*rows(5, (today + 1) * DAY_MS), *rows(7, (today + 2) * DAY_MS, first_id=100)])
+        async with exporting.snapshot(database) as reading:
+            await reading.fetchval("SELECT count(*) FROM lane")  # the snapshot is taken, and no message is read yet
+            await admin.execute("DELETE FROM message WHERE id < 100")
+            with pytest.raises(asyncpg.LockNotAvailableError):
+                await dropping.drop_empty(admin, partitions.name_of(today + 1))
+            assert await partitions.make(admin, today + 2, today) is not partitions.Making.DONE
+            found = [len(portion) async for portion in exporting.waiting(reading, Filter(), None)]
+            assert sum(found) == 12
+        assert await dropping.drop_empty(admin, partitions.name_of(today + 1))
+
+
+async def test_the_last_line_counts_the_snapshot(database: str, tmp_path: Path) -> None:
+    """As a person meets it: into a pipe whose reader rests, and a compaction meanwhile."""
+    await upgrades.upgrade(database)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ExitStack() as closing:
+        await _export_beside_a_compaction(database, pipe, closing)
+
+
+async def _export_beside_a_compaction(database: str, pipe: Path, closing: ExitStack) -> None:
+    async with sql(database) as admin:
+        there = await fill(admin)
+        words = ("--config", os.devnull, "--store-url", database, "export", str(pipe))
+        export = await asyncio.create_subprocess_exec(str(EXECUTABLE), *words, stderr=asyncio.subprocess.PIPE)
+        file = await asyncio.to_thread(pipe.open, "rb")
+        closing.callback(file.close)
+        first = await asyncio.to_thread(file.readline)
+        await admin.execute("ALTER SYSTEM SET idle_in_transaction_session_timeout = '200ms'")
+        await admin.execute("SELECT pg_reload_conf()")
+        try:
+            await asyncio.sleep(0.5)
+            await compact(admin)
+            lines = [first, *(await asyncio.to_thread(file.readlines))]
+        finally:
+            await admin.execute("ALTER SYSTEM RESET idle_in_transaction_session_timeout")
+            await admin.execute("SELECT pg_reload_conf()")
+        _, told = await export.communicate()
+        assert (export.returncode, f"{len(there):,} messages" in told.decode()) == (DONE, True), told
+        assert json.loads(lines[-1]) == {"v": 1, "messages": len(there)}
+        assert len({json.loads(line)["body"] for line in lines[:-1]}) == len(there)
