@@ -13,6 +13,7 @@ from delayer.core.importing import OTHER_REASONS, Goal, Run, Survey
 from delayer.core.message import Target
 from delayer.legacy.machine import Aborted, Preview, Report
 
+SUPERSEDED = "as a message waits under their key already, and stays"
 MOST_GOALS = 20
 MOST_REASONS = 10
 
@@ -38,6 +39,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
                 ],
                 "would_be_held": seen.to_hold,
                 "held_because": seen.reasons,
+                "superseded": survey.superseded,
                 "left": survey.left,
                 "remarks": survey.remarks,
                 "refused": seen.refusal or None,
@@ -98,6 +100,8 @@ def lines_of(seen: Preview) -> list[str]:
     if seen.reasons:
         said.append(f"{seen.to_hold:,} of them would be held, as far as can be seen:")
         said += [f"  {count:,}, {why}" for count, why in _reasons(seen.reasons)]
+    if survey.superseded:
+        said.append(f"{survey.superseded:,} of them would not be imported: {SUPERSEDED}.")
     said += [f"Left where they are: {count:,} {why}." for why, count in survey.left.items()]
     return said + [f"Note: {remark}." for remark in survey.remarks]
 
@@ -120,6 +124,7 @@ def _json_of(run: Run) -> dict[str, Any]:
         "staged": run.staged,
         "parked": run.parked,
         "held": run.held,
+        "superseded": run.superseded,
         "who": run.who,
         "began_ms": run.began_ms,
     }
@@ -131,7 +136,12 @@ def tell_report(report: Report, as_json: bool) -> None:
             {
                 **_json_of(report.run),
                 "resumed": report.resumed,
-                "this_time": {"parked": report.parked, "held": report.held, "already_committed": report.again},
+                "this_time": {
+                    "parked": report.parked,
+                    "held": report.held,
+                    "superseded": report.superseded,
+                    "already_committed": report.again,
+                },
                 "seconds": round(report.seconds, 3),
                 "left": report.left,
                 "held_because": report.reasons,
@@ -149,6 +159,8 @@ def tell_report(report: Report, as_json: bool) -> None:
         click.echo(f"{report.again:,} were committed before the interruption and only had to be removed.")
     for count, why in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
+    if report.superseded:
+        note(f"Not imported: {report.superseded:,}, {SUPERSEDED}. The audit log (`delayer acts`) names the keys.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

@@ -117,7 +117,7 @@ class Survey:
     can tell. ``unfit``: why some of them would be held, wherever they go, and how many; as far as the source was
     asked. ``left``: why others stay, and how many. ``remarks``: for people. ``doubts``: those of them that a run has
     to tell as well, because something may be lacking, or come in twice. ``brought``: imports that brought the same
-    before."""
+    before. ``superseded``: how many would not be parked, as others wait under their keys."""
 
     messages: int | None = 0
     first_due_ms: int | None = None
@@ -128,6 +128,7 @@ class Survey:
     remarks: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     brought: list[int] = field(default_factory=list)
+    superseded: int = 0
 
     def add(
         self, target: Target, first_due_ms: int, last_due_ms: int | None = None, messages: int = 1, problem: str = ""
@@ -171,7 +172,8 @@ class Survey:
 class Run:
     """One import as the store knows it. ``parameters`` never hold a password. ``token``: no other run has it, of no
     store; "" where one began before there were tokens. ``into``: "store" or "cascade", where its messages wait from
-    then on; "" where one began before that was noted."""
+    then on; "" where one began before that was noted. ``superseded``: messages that were not parked, as others wait
+    under their keys."""
 
     id: int
     source: str
@@ -185,10 +187,11 @@ class Run:
     progress: str | None = None
     token: str = ""
     into: str = ""
+    superseded: int = 0
 
     @property
     def committed(self) -> int:
-        return self.parked + self.held
+        return self.parked + self.held + self.superseded
 
 
 class NotARewrite(ValueError):

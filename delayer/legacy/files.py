@@ -32,6 +32,8 @@ MOST_SOONEST: Final = 100_000
 the file has."""
 NAMED: Final = 10
 """Unreadable lines that are told one by one."""
+_BEFORE: Final = (-(1 << 62), -1)
+"""Before every record's place."""
 BEFORE_DUE: Final = "due before the cutoff"
 BEYOND_LIMIT: Final = "beyond the limit"
 
@@ -73,7 +75,7 @@ class FileSource(ABC):
         self._notes: Notes | None = None
         self._file: BufferedReader | None = None
         self._run: Run | None = None
-        self._after = (-(1 << 62), -1)
+        self._after = _BEFORE
         self._survey: Survey | None = None
 
     @abstractmethod
@@ -109,7 +111,31 @@ class FileSource(ABC):
                         f"import {earlier} brought {messages:,} messages of this very file: what both are meant to "
                         "bring comes in twice, and is delivered twice"
                     )
+            if thorough and self._notes is not None:
+                await self._add_superseded(self._survey, self._notes, unfinished)
         return self._survey
+
+    async def _add_superseded(self, survey: Survey, notes: Notes, unfinished: Run | None) -> None:
+        """Count what would not be parked, as a message waits under its key; of a limit all of the file."""
+        done = _BEFORE if unfinished is None or unfinished.progress is None else tuple(json.loads(unfinished.progress))
+        portion: list[tuple[int, bytes]] = []
+        for number, position, _, reading in self._records(None):
+            if not isinstance(reading, Item) or reading.problem or reading.parcel.key is None:
+                continue
+            parcel = reading.parcel
+            if self._meant.includes(parcel.due_ms) and (parcel.due_ms, position) > done:
+                portion.append((number, reading.parcel.key))
+            if len(portion) == PORTION:
+                await self._supersede(survey, notes, portion)
+                portion = []
+        await self._supersede(survey, notes, portion)
+
+    async def _supersede(self, survey: Survey, notes: Notes, portion: Sequence[tuple[int, bytes]]) -> None:
+        waiting = await notes.waiting_under({key for _, key in portion}) if portion else set()
+        found = [(number, key) for number, key in portion if key in waiting]
+        for number, key in found[: max(0, NAMED - survey.superseded)]:
+            survey.remarks.append(f"line {number}: will not be imported: a message waits under its key {_shown(key)}")
+        survey.superseded += len(found)
 
     def look(self) -> Survey:
         """Read it all, and count."""
@@ -243,6 +269,10 @@ class FileSource(ABC):
         if self._notes is None:
             raise RuntimeError("a source of a file was staged without a place for its notes")
         return self._notes
+
+
+def _shown(key: bytes) -> str:
+    return repr(key.decode(errors="replace"))
 
 
 class _Seen(NamedTuple):

@@ -52,39 +52,42 @@ class Preview:
     def clean(self) -> bool:
         """Whether a run would find nothing to tell a person: nothing to hold, nothing unreadable, nothing to decide."""
         held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
-        return not (self.reasons or self.survey.for_people or self.refusal or held_before)
+        found = self.reasons or self.survey.superseded or self.survey.for_people
+        return not (found or self.refusal or held_before)
 
 
 @dataclass(slots=True)
 class Report:
-    """What a run did, this time (``parked``, ``held``, ``again``) and altogether (``run``). ``again``: messages that
-    were committed before the last interruption, and only had to be removed. ``left``: why others stay there.
+    """What a run did, this time (``parked``, ``held``, ``superseded``, ``again``) and altogether (``run``). ``again``:
+    messages that were committed before the last interruption, and only had to be removed. ``left``: why others stay.
     ``doubts``: the survey's, where one was made; before a run that is resumed there is none."""
 
     run: Run
     resumed: bool
     parked: int = 0
     held: int = 0
+    superseded: int = 0
     again: int = 0
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
 
-    def count(self, batch: Batch) -> None:
+    def count(self, batch: Batch, superseded: int) -> None:
+        """Count a batch that is committed; ``superseded`` messages of it were not parked."""
         self.again += batch.again
+        self.superseded += superseded
         for item in batch.items:
             if item.problem:
                 self.held += 1
                 count_reason(self.reasons, item.problem)
-            else:
-                self.parked += 1
+        self.parked += sum(not item.problem for item in batch.items) - superseded
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing to tell a person: nothing held, this time or before, and nothing left that was
-        meant."""
-        return not self.run.held and FOR_PEOPLE.isdisjoint(self.left)
+        """Whether there is nothing to tell a person: nothing held or superseded, this time or before, and nothing left
+        that was meant."""
+        return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +149,14 @@ async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, a
     await _batches(source, book, judge, report, say)
     current = report.run
     if current.staged is not None and current.committed != current.staged:
-        if report.resumed and not (report.parked or report.held or report.again):
+        if report.resumed and not (report.parked or report.held or report.superseded or report.again):
             raise ImportImpossible(
                 f"{current.staged} messages were staged, {current.committed} are committed, and nothing of the rest is "
                 "there: an `abort` was interrupted that had put it back, or somebody else has it. Next: `abort`, with "
                 "the same parameters; then a new run"
             )
         raise CountMismatch(
-            f"{current.staged} messages were staged, but {current.committed} are parked or held, and the source has "
-            "no more"
+            f"{current.staged} messages were staged, but {current.committed} are committed, and the source has no more"
         )
     report.left = await source.finish()
     reach("import.emptied")
@@ -180,7 +182,7 @@ async def _batches(source: Source, book: Book, judge: Judge, report: Report, say
             )
         if batch.items or batch.progress != current.progress:
             report.run = await book.commit(current, batch)
-        report.count(batch)
+        report.count(batch, report.run.superseded - current.superseded)
         removed = await source.remove(batch)
         reach("import.removed")
         expected = len(batch.items) + batch.again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from delayer.core.importing import Batch, Goal, Phase, Run, Survey
@@ -79,7 +79,7 @@ class Book(Protocol):
     async def staged(self, run: Run, messages: int | None) -> Run: ...
 
     async def commit(self, run: Run, batch: Batch) -> Run:
-        """All of the batch with its progress, or nothing."""
+        """All of the batch with its progress, or nothing. Messages whose key is taken count as superseded."""
 
     async def finish(self, run: Run, phase: Phase) -> Run: ...
 
@@ -94,6 +94,9 @@ class Notes(Protocol):
     async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]: ...
 
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]: ...
+
+    async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
+        """Those of these keys under which a message waits already."""
 
 
 class Judge(Protocol):

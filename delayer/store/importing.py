@@ -1,10 +1,18 @@
-"""Legacy imports in the store: their state, what they know of a file, and batches committed with both."""
+"""Legacy imports in the store: the state of a run, the records of its file, and batches committed with both.
+
+Parked messages go into lanes of running daemons, which are told (telling.py): the daemon releases messages that are due
+soon on time, while the import still runs. Without a daemon they wait in a free lane.
+
+A message that waits under a key stays: an imported one with that key is older, or as old. It is not parked but counted
+as superseded, and the audit log names its key.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -13,11 +21,12 @@ import asyncpg
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.importing import Batch, Phase, Run
+from delayer.core.message import Parcel
 from delayer.faultpoint import reach
-from delayer.store import partitions, schema, session
+from delayer.store import acts, keys, parking, partitions, schema, session, telling
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.import_parking import ImportParking
 from delayer.store.partitions import DAY_MS, Days
+from delayer.store.segments import Fence
 
 ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
@@ -25,7 +34,25 @@ _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
 _INTO: Final = "into"
 """These stand among the parameters in the table, and nowhere else: no source has any of these names."""
-_COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, progress"
+_COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, superseded, progress"
+_LANES: Final = """
+SELECT l.number, l.epoch, EXISTS (
+    SELECT FROM pg_locks AS k
+    WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
+      AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
+) AS owned
+FROM lane AS l ORDER BY owned DESC, l.number
+"""
+_NEW_LANE: Final = "INSERT INTO lane (number, epoch, owner) VALUES (1, 0, 'delayer import') ON CONFLICT DO NOTHING"
+_COMMIT: Final = (
+    "UPDATE import_run SET parked = parked + $2, held = held + $3, superseded = superseded + $4, progress = $5"
+    " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $6 RETURNING parked, held, superseded"
+)
+SUPERSEDED: Final = "import superseded"
+"""The verb in the audit log of messages that were not imported, as others wait under their keys."""
+NAMED: Final = 50
+"""Keys that one entry of the audit log names."""
 
 
 class ImportBusy(Exception):
@@ -41,7 +68,8 @@ class ImportStore:
 
     def __init__(self, connection: asyncpg.Connection, days: Days) -> None:
         self._connection = connection
-        self._parking = ImportParking(connection, days)
+        self._days = days
+        self._turn = 0
 
     @classmethod
     @asynccontextmanager
@@ -92,7 +120,7 @@ class ImportStore:
     async def commit(self, run: Run, batch: Batch, published: int = 0) -> Run:
         """Park and hold the batch, with its progress: all of it, or nothing. ``published``: how many of the source's
         messages went elsewhere, into a cascade, and count as parked."""
-        await self._parking.make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
+        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._commit(run, batch, published)
@@ -119,13 +147,99 @@ class ImportStore:
 
     async def _commit(self, run: Run, batch: Batch, published: int) -> Run:
         try:
-            parked, held = await self._parking.transact(run, batch, published)
+            parked, held, superseded = await self._transact(run, batch, published)
         except WORTH_REPEATING:
             raise
         except DRIVER_ERRORS as error:
             raise StoreLost(f"import: {describe(error)}") from error
         reach("import.committed")
-        return replace(run, parked=parked, held=held, progress=batch.progress)
+        return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
+
+    async def _transact(self, run: Run, batch: Batch, published: int) -> tuple[int, int, int]:
+        """One transaction. How many messages the run has parked, held and superseded by now.
+
+        Raises LaneLost, StoreLost, the driver's errors.
+        """
+        parcels = [item.parcel for item in batch.items if not item.problem]
+        held = [(item.parcel, item.problem) for item in batch.items if item.problem]
+        fence = await self._lane()
+        async with session.transaction(self._connection):
+            now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
+            parcels, superseded = await self._not_waiting(parcels)
+            # Before the counting, which takes a share of the lane's row: others wait for both in this order.
+            soonest = min((parcel.due_ms for parcel in parcels), default=0)
+            await telling.tell(
+                self._connection,
+                {fence.number: soonest} if parcels else {},
+                {fence.number: max(now_ms, min(parcel.due_ms for parcel, _ in held))} if held else {},
+            )
+            row = await self._connection.fetchrow(
+                _COMMIT,
+                run.id,
+                len(parcels) + published,
+                len(held),
+                len(superseded),
+                batch.progress,
+                run.progress,
+            )
+            if row is None:
+                raise StoreLost(f"import {run.id}: somebody else went on with it")
+            if superseded:
+                named = [key.decode(errors="replace") for key in superseded[:NAMED]]
+                act = await acts.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
+                await acts.add(self._connection, act, len(superseded))
+            if any(parcel.key is not None for parcel in parcels):
+                await parking.park_keyed(self._connection, fence, parcels, [])
+            elif parcels:
+                await parking.park_plain(self._connection, fence, parcels)
+            if held:
+                await parking.hold_new(self._connection, fence, held, now_ms)
+        return tuple(row)
+
+    async def _not_waiting(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[bytes]]:
+        """The messages to park, and the keys of all others: under each a message waits, or an earlier one of these has
+        it. Locks the keys: nobody parks under them before this transaction ends."""
+        keyed = {parcel.key for parcel in parcels if parcel.key is not None}
+        if not keyed:
+            return list(parcels), []
+        await keys.lock_keys(self._connection, keyed)
+        taken = await keys.waiting(self._connection, keyed)
+        kept: list[Parcel] = []
+        superseded: list[bytes] = []
+        for parcel in parcels:
+            if parcel.key is None:
+                kept.append(parcel)
+            elif parcel.key in taken:
+                superseded.append(parcel.key)
+            else:
+                taken.add(parcel.key)
+                kept.append(parcel)
+        return kept, superseded
+
+    async def _lane(self) -> Fence:
+        """The next of the lanes that have an owner; else the first one; else a new one."""
+        rows = await self._connection.fetch(_LANES)
+        if not rows:
+            await self._connection.execute(_NEW_LANE)
+            rows = await self._connection.fetch(_LANES)
+        owned = [row for row in rows if row["owned"]] or rows[:1]
+        self._turn += 1
+        chosen = owned[self._turn % len(owned)]
+        return Fence(chosen["number"], chosen["epoch"])
+
+    async def _make_days(self, wanted: Collection[int]) -> None:
+        """Partitions for these days, as far as there is time. Raises StoreLost."""
+        with translated("make partitions"):
+            now_ms = await self._connection.fetchval("SELECT clock_timestamp()")
+            until = time.monotonic() + partitions.MAINTAIN_SECONDS
+            today = now_ms // DAY_MS
+            while (at := time.monotonic()) < until and (missing := self._days.missing(wanted, today, at)):
+                await self._days.make(self._connection, missing, today, at, until - at)
+
+    async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
+        """Those of these keys under which a message waits: an import would not park another one. Raises StoreLost."""
+        with translated("import"):
+            return await keys.waiting(self._connection, wanted)
 
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
         """Imports of the same bytes that are over: the number of each, and how many messages it brought."""

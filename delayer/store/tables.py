@@ -190,6 +190,7 @@ import_run = Table(
     Column("staged", BigInteger),
     _column("parked", BigInteger, server_default=text("0")),
     _column("held", BigInteger, server_default=text("0")),
+    _column("superseded", BigInteger, server_default=text("0")),
     Column("progress", Text),
     PrimaryKeyConstraint("id", name="import_run_pkey"),
     Index(

@@ -28,6 +28,7 @@ def upgrade() -> None:
             staged     bigint,
             parked     bigint      NOT NULL DEFAULT 0,
             held       bigint      NOT NULL DEFAULT 0,
+            superseded bigint      NOT NULL DEFAULT 0,
             progress   text,
             CONSTRAINT import_run_pkey PRIMARY KEY (id)
         )

@@ -23,6 +23,7 @@ from delayer.store import upgrades
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned
 from tests.integration.test_cli import Run, delayer
+from tests.integration.test_export_snapshot import hold
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.daemon import EXECUTABLE
 from tests.rig.rows import compact, conserved
@@ -310,3 +311,63 @@ def test_the_soonest_of_a_file_are_told_of_and_no_others(delayer: Run, tmp_path:
     seen = json.loads(delayer(*words, "250", expect=FOUND).stdout)
     assert seen["would_be_held"] == sum(seen["held_because"].values()) == 249
     assert seen["held_because"]["for other reasons"] == 149
+
+
+def keyed(due_ms: int, key: str, body: str) -> dict[str, object]:
+    return {"v": 1, "due_ms": due_ms, "to_key": "q", "key": key, "body": body}
+
+
+async def test_what_waits_under_a_key_wins_and_the_imported_one_is_told(
+    delayer: Run, database: str, tmp_path: Path
+) -> None:
+    delayer("db", "upgrade")
+    file = tmp_path / "backlog.jsonl"
+    due_ms = 4_000_000_000_000
+    rows = [keyed(due_ms + n, f"order-{n}", "old") for n in range(4)]
+    rows.append(keyed(due_ms + 9, "order-3", "later in the file"))
+    file.write_text("\n".join(map(json.dumps, [*rows, {"v": 1, "messages": len(rows)}])))
+    words = (str(file), "--unverified", "--json")
+    async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
+        now = place.now_ms()
+        new = [
+            Parcel(now + DAY_MS, b"", b"", b"q", Target(b"", b"q"), b"\x10\0\2", b"new", b"order-%d" % n)
+            for n in (0, 1)
+        ]
+        await place.park(lane, new[:1], [])
+        await place.park(lane, new[1:], [])
+        await admin.execute("UPDATE message_key SET id = -1 WHERE key = 'order-1'")  # and one that stands for nothing
+        seen = json.loads(delayer("import", "jsonl", "preview", *words, expect=FOUND).stdout)
+        assert seen["superseded"] == 1
+        assert seen["remarks"][-1] == "line 1: will not be imported: a message waits under its key 'order-0'"
+        told = delayer("import", "jsonl", "preview", str(file), "--unverified", expect=FOUND).stdout
+        assert "1 of them would not be imported: as a message waits under their key already" in told
+        report = json.loads(delayer("import", "jsonl", "run", *words, "--yes", expect=FOUND).stdout)
+        assert (report["parked"], report["held"], report["superseded"], report["staged"]) == (3, 0, 2, 5)
+        waiting = await admin.fetch("SELECT right(encode(key, 'escape'), 1), body FROM message ORDER BY key, body")
+        assert [key.encode() + b" " + body for key, body in waiting] == [
+            b"0 new",
+            b"1 new",
+            b"1 old",
+            b"2 old",
+            b"3 old",
+        ]
+        [(verb, messages, asked)] = await admin.fetch("SELECT verb, messages, asked FROM act")
+        assert (verb, messages) == ("import superseded", 2)
+        assert json.loads(asked) == {"import": report["id"], "keys": ["order-0", "order-3"]}
+        assert (await conserved(admin))["cancelled"] == 0
+        again = json.loads(delayer("import", "jsonl", "run", *words, "--yes", "--again", expect=FOUND).stdout)
+        assert (again["parked"], again["superseded"]) == (0, 5)
+
+
+async def test_a_held_message_keeps_its_key_from_an_imported_one(delayer: Run, database: str, tmp_path: Path) -> None:
+    delayer("db", "upgrade")
+    file = tmp_path / "backlog.jsonl"
+    file.write_text("\n".join(map(json.dumps, [keyed(4_000_000_000_000, "order", "old"), {"v": 1, "messages": 1}])))
+    async with sql(database) as admin:
+        delayer("import", "jsonl", "run", str(file), "--unverified", "--yes")
+        await admin.execute("UPDATE message SET body = 'waits'")
+        await hold(admin)
+        run = ("import", "jsonl", "run", str(file), "--unverified", "--yes", "--again")
+        told = delayer(*run, expect=FOUND).stderr
+        assert "Not imported: 1, as a message waits under their key already, and stays" in told
+        assert await admin.fetchval("SELECT count(*) FROM held WHERE body = 'waits'") == 1
