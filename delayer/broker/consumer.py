@@ -169,6 +169,9 @@ class RelaySubscription:
         A quorum queue may overlook acknowledgements that are followed by the end of the channel, or that follow the
         end of the consumer, while it is busy (seen on 3.10.8: hundreds of messages repeated after a stop in order). The
         end of a consumer goes through the queue's log, behind everything that the consumer acknowledged before.
+
+        A ``basic.nack`` behind the end of the consumer returns the rest to where it stood. RabbitMQ from 4.3 on does not
+        count that as a delivery, as it counts the end of a channel.
         """
         self._stop()
         with self._inflow.listening(ENDING):
@@ -185,6 +188,8 @@ class RelaySubscription:
                 async with asyncio.timeout(seconds):
                     await self._channel.cancel(self._consumer_tag)
                 self.in_order = not self._channel.closed.done()
+                if self.in_order:
+                    self._channel.nack(0, multiple=True)
             except (BrokerLost, TimeoutError) as lost:
                 # What was acknowledged may be delivered again, as after any loss.
                 log.warning("consumer not ended in order", queue=self._queue, reason=str(lost) or "no answer in time")

@@ -124,14 +124,14 @@ async def consuming(
         try:
             yield subscription, publisher, depth
         finally:
-            await subscription.close()  # what was not acknowledged is back in the queue, where it was
+            await subscription.close()  # returns the rest to where it stood
     finally:
         await publisher.close()
         for relay in relays:
             await relay.close()
 
 
-async def _portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
+async def portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
     """The next ``count`` messages: not those that come while we work, among them what is refused again."""
     empty = 0
     while count > 0 and empty < PATIENCE:
@@ -147,7 +147,7 @@ async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[See
     found: list[Seen] = []
     doors = doors_of(settings)
     async with consuming(settings, limit) as (subscription, _, depth):
-        async for some in _portions(subscription, min(depth, limit)):
+        async for some in portions(subscription, min(depth, limit)):
             found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one, doors))]
     return found, depth
 
@@ -169,7 +169,7 @@ async def do(
         consuming(settings) as (queue, publisher, ready),
     ):
         kept = 0
-        async for some in _portions(queue, min(depth, ready)):
+        async for some in portions(queue, min(depth, ready)):
             meant = [one for one in some if wanted.means(told(one, doors))]
             whys = await work(publisher, meant, doors) if meant else []
             taken = [one for one, why in zip(meant, whys, strict=True) if not why]

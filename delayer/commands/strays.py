@@ -16,7 +16,7 @@ from delayer.commands.acting import all_option, dry_run_option, go_on, yes_optio
 from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of
 from delayer.commands.filters import address, iso
 from delayer.commands.looking import as_json
-from delayer.commands.refusing import AT_ONCE, GATHER_SECONDS, KEPT, PATIENCE, NoQueue, consuming
+from delayer.commands.refusing import KEPT, NoQueue, consuming, portions
 from delayer.core import late
 from delayer.core.message import Confirmed, Outgoing, Target
 from delayer.policies import policy_of
@@ -182,10 +182,9 @@ async def _looked(settings: Settings, means: Callable[[Seen], bool], verb: str) 
     found: list[Seen] = []
     moved: set[bytes] = set()
     async with _opened(settings) as (subscription, publisher, reader, queue, depth):
-        looked, empty = 0, 0
-        while looked < KEPT and empty < PATIENCE:
-            some = await subscription.next_batch(min(KEPT - looked, AT_ONCE), GATHER_SECONDS)
-            empty, looked = 0 if some else empty + 1, looked + len(some)
+        looked = 0
+        async for some in portions(subscription, min(depth, KEPT)):
+            looked += len(some)
             read = [reader.stray(delivery) for delivery in some]
             # What was moved to the end of the queue comes again, and stays; a copy of what was dropped goes as well.
             seen = [(one, Seen.of(one)) for one in read if isinstance(one, Stray) and one.id not in moved]

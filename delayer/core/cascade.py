@@ -30,6 +30,10 @@ NAME_BYTES = 127
 
 # RabbitMQ 4's default limit of 20 deletes a message after 21 lost connections, and -1 deletes it after one on 3.10.
 DELIVERY_LIMIT = 1_000_000
+"""Of queues that the daemon consumes: past it the broker moves a message to the refused queue."""
+LOOKS = (1 << 53) - 1
+"""The delivery limit of queues that people look at. Each look counts as a delivery up to RabbitMQ 4.2, and such a queue
+gives nothing up: at 100 looks a second this many take 2.8 million years. JSON holds no larger integer exactly."""
 
 Kind = Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -229,15 +233,14 @@ def bindable(address: bytes) -> bool:
 def catch_all_topology(name: str) -> Topology:
     """A fanout exchange and a quorum queue of one name, for messages that went wrong.
 
-    Fanout, because on topic and direct exchanges a CC header still routes. The explicit delivery limit keeps messages
-    that people look at again and again.
+    Fanout, because on topic and direct exchanges a CC header still routes.
     """
     return Topology((Exchange(name, "fanout"),), (parking_queue(name),), (Binding(name, name, "queue", ""),))
 
 
 def parking_queue(name: str) -> Queue:
-    """A quorum queue for messages that wait for a person, who may look at them again and again."""
-    return Queue(name, arguments({"x-queue-type": "quorum", "x-delivery-limit": DELIVERY_LIMIT}))
+    """A quorum queue for messages that wait for a person, who may look at them any number of times."""
+    return Queue(name, arguments({"x-queue-type": "quorum", "x-delivery-limit": LOOKS}))
 
 
 def consumed_queue(name: str, refused: str) -> Queue:

@@ -43,7 +43,7 @@ def delayer(vhost: str, database: str) -> Iterator[Run]:
         "DELAYER_STORE__URL": database,
     }
 
-    def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str) -> Result:
+    def run(*arguments: str, expect: int = 0, stdin: bytes = b"", **more: str | None) -> Result:
         # In a thread: the command has an event loop of its own, and the test may have one too.
         call = partial(CliRunner().invoke, cli, arguments, env=ours | more, input=stdin, prog_name="delayer")
         with ThreadPoolExecutor(1) as thread:

@@ -51,6 +51,12 @@ class OfAVersion(ABC):
         return self.version >= (4, 3)
 
     @property
+    def counts_only_failed_deliveries(self) -> bool:
+        """Whether a quorum queue counts no delivery that comes back by ``basic.nack`` after the end of its consumer, as
+        from 4.3 on."""
+        return self.version >= (4, 3)
+
+    @property
     def knows_old_messages(self) -> bool:
         """Whether its code can still make messages of the form before 4.0, which the delayed-message plugin kept: that
         plugin cannot run from 4.3 on."""

@@ -233,7 +233,7 @@ def test_intake() -> None:
     topology = intake_topology("delays", "delays.refused", ["delayer.in", ""])
     queues = {queue.name: dict(queue.arguments) for queue in topology.queues}
     assert queues["delays"] == QUORUM | {"x-delivery-limit": 1_000_000, "x-dead-letter-exchange": "delays.refused"}
-    assert queues["delays.refused"] == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000}
+    assert queues["delays.refused"] == {"x-queue-type": "quorum", "x-delivery-limit": (1 << 53) - 1}
     assert set(topology.exchanges) == {Exchange("delays.refused", "fanout"), Exchange("delayer.in", "topic")}
     assert set(topology.bindings) == {
         Binding("delays.refused", "delays.refused", "queue", ""),
