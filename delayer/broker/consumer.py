@@ -170,8 +170,8 @@ class RelaySubscription:
         end of the consumer, while it is busy (seen on 3.10.8: hundreds of messages repeated after a stop in order). The
         end of a consumer goes through the queue's log, behind everything that the consumer acknowledged before.
 
-        A ``basic.nack`` behind the end of the consumer returns the rest to where it stood. RabbitMQ from 4.3 on does not
-        count that as a delivery, as it counts the end of a channel.
+        A ``basic.nack`` behind the end of the consumer returns the rest to where it stood. RabbitMQ from 4.3 on does
+        not count that as a delivery, as it counts the end of a channel.
         """
         self._stop()
         with self._inflow.listening(ENDING):

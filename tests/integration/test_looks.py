@@ -10,6 +10,7 @@ import pytest
 from delayer.core import cascade
 from delayer.core.message import Parcel, Target
 from delayer.services import envelopes
+from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
 from tests.rig.raw import Message, Props, Raw, text
 from tests.rig.servers import RabbitMQ
@@ -29,7 +30,7 @@ def stray(number: int) -> Message:
 
 
 def refused(number: int) -> Message:
-    headers = ((b"x-delayer-id", text("%032x" % number)), (b"x-delayer-refused", text("x-delay: found 'soon'")))
+    headers = ((b"x-delayer-id", text(f"{number:032x}")), (b"x-delayer-refused", text("x-delay: found 'soon'")))
     return Message("", b"delays.refused", Props(headers=headers, delivery_mode=2), b"%d" % number)
 
 
@@ -51,6 +52,12 @@ async def test_looks_neither_delete_nor_reorder(
     delayer("topology", "apply", **environ)
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*((refused if verb == "refused" else stray)(n) for n in range(COUNT)))
-    for look in range(LOOKS):
-        found = json.loads(delayer(verb, "list", "--json", **environ).stdout)
-        assert [int(one["id"], 16) for one in found["messages"]] == list(range(COUNT)), f"look {look}"
+
+        async def listed() -> list[int]:
+            # The broker may still be returning the messages of the look before.
+            return [
+                int(one["id"], 16) for one in json.loads(delayer(verb, "list", "--json", **environ).stdout)["messages"]
+            ]
+
+        for _ in range(LOOKS):
+            await eventually(listed, lambda numbers: numbers == list(range(COUNT)))
