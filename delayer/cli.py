@@ -18,7 +18,6 @@ from typing import Any, Final, NoReturn
 import click
 
 from delayer import __version__, late_logs, streams
-from delayer.commands.assignments import assignments
 
 VERBS: Final = {
     "run": "run",
@@ -27,14 +26,14 @@ VERBS: Final = {
     "db": "db",
     "send": "send",
     "status": "status",
-    "list": "looking:list_",
-    "show": "looking:show",
-    "cancel": "acting:cancel",
-    "reschedule": "acting:reschedule",
+    "list": "list:list_",
+    "show": "list:show",
+    "cancel": "cancel:cancel",
+    "reschedule": "cancel:reschedule",
     "held": "held",
     "refused": "refused",
     "strays": "strays",
-    "acts": "looking:acts",
+    "acts": "audit_log:acts",
     "drain": "drain",
     "audit": "audit",
     "compact": "compact",
@@ -85,11 +84,17 @@ class Verbs(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            from delayer.commands.failing import EXPECTED_ERRORS, failure  # noqa: PLC0415 - the errors of every layer
+            from delayer.commands.errors import EXPECTED_ERRORS, failure  # noqa: PLC0415 - the errors of every layer
 
             if not isinstance(error, EXPECTED_ERRORS):
                 raise
             raise failure(error) from error
+
+
+def _assigned(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    from delayer.commands.options import assignments  # noqa: PLC0415 - loaded with the verb, not for --version
+
+    return assignments("intake.prefetch=1000")(context, option, given)
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -104,7 +109,7 @@ class Verbs(click.Group):
     "--set",
     "assignments",
     multiple=True,
-    callback=assignments("intake.prefetch=1000"),
+    callback=_assigned,
     metavar="KEY=VALUE",
     help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
 )
@@ -143,7 +148,7 @@ def cli(
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach, or
     something else that a command needs: what is not installed, or a disk that is full.
     """
-    from delayer.commands.common import Request  # noqa: PLC0415 - loaded with the verb, not for --version
+    from delayer.commands.options import Request  # noqa: PLC0415 - loaded with the verb, not for --version
 
     late_logs.arrange()
     shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
@@ -168,7 +173,7 @@ def main() -> None:
 
 def _cut_off(full: OSError) -> NoReturn:
     """End with a word about what could not be written."""
-    from delayer.commands.common import OUT_OF_REACH  # noqa: PLC0415 - as above
+    from delayer.commands.errors import OUT_OF_REACH  # noqa: PLC0415 - as above
 
     where = f" to {full.filename}" if full.filename else ""
     what = "What was asked for may be done; what was printed is cut off."

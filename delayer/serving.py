@@ -11,9 +11,9 @@ import structlog
 
 from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
-from delayer.commands import refusing
-from delayer.commands.common import Off
-from delayer.commands.filters import address
+from delayer.commands import refused
+from delayer.commands.errors import Off
+from delayer.commands.output import address
 from delayer.core.errors import BrokerLost
 from delayer.daemon import Daemon
 from delayer.ops.http.ports import Depths, RefusedRow, State
@@ -77,7 +77,7 @@ class DaemonInside:
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         """See the port."""
         with _reached():
-            found, depth = await refusing.look(self.settings, refusing.ANY, limit)
+            found, depth = await refused.look(self.settings, refused.ANY, limit)
         return [_row(one) for one in found], depth
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
@@ -87,7 +87,7 @@ class DaemonInside:
             log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
 
         with _reached():
-            done = await refusing.do(self.settings, verb, refusing.Wanted(ids, "", None), who, unwritten=unwritten)
+            done = await refused.do(self.settings, verb, refused.Wanted(ids, "", None), who, unwritten=unwritten)
         return done.messages, [*done.left, *([("the rest", "too many stand before it")] if done.cut else [])]
 
 
@@ -99,7 +99,7 @@ def _reached() -> Iterator[None]:
         raise BrokerLost(str(error)) from error
 
 
-def _row(one: refusing.Seen) -> RefusedRow:
+def _row(one: refused.Seen) -> RefusedRow:
     refusal = one.refusal
     came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
     body = reading.preview(one.head, PREVIEW)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from delayer.commands import urls
-from delayer.commands.common import DONE, FOUND, WIDTH_WITHOUT_TERMINAL, Failure, Misused, note, request_of
-from delayer.commands.db import store_url
+from delayer.commands.errors import DONE, FOUND, Failure, Misused
 from delayer.commands.jobs import conf_option, json_option, master_option, progress
+from delayer.commands.options import request_of, store_url, store_url_of_hosts, url_of
+from delayer.commands.output import WIDTH_WITHOUT_TERMINAL, note
 from delayer.settings import Settings
 from delayer.settings.secret import SecretUrl
 from delayer.store.status import restored_ms
@@ -145,7 +145,7 @@ def audit(
 
 def _failures(audited: Audited) -> list[Failure]:
     """What the report could not be written to."""
-    from delayer.commands.failing import failure  # noqa: PLC0415 - the errors of every layer
+    from delayer.commands.errors import failure  # noqa: PLC0415 - the errors of every layer
 
     return [failure(error) for error in audited.unkept]
 
@@ -158,8 +158,8 @@ def _store(settings: Settings, url: str | None, url_file: Path | None) -> Secret
             text = url_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise Misused(f"--url-file {url_file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
-        return urls.url_of("--url-file", text, urls.store_url_of_hosts)
-    return SecretUrl(store_url(settings)) if url is None else urls.url_of("--url", url, urls.store_url_of_hosts)
+        return url_of("--url-file", text, store_url_of_hosts)
+    return SecretUrl(store_url(settings)) if url is None else url_of("--url", url, store_url_of_hosts)
 
 
 def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delayer.commands.common import FOUND, Unreached, note, print_json, request_of
-from delayer.commands.db import store_url
+from delayer.commands.errors import FOUND, Unreached
 from delayer.commands.jobs import (
     Say,
     Spark,
@@ -20,6 +19,8 @@ from delayer.commands.jobs import (
     per_second,
     progress,
 )
+from delayer.commands.options import request_of, store_url
+from delayer.commands.output import note, print_json
 
 if TYPE_CHECKING:
     from delayer.audit.compact import Done, Numbers, Plan

@@ -7,20 +7,13 @@ from typing import Final
 
 import click
 
-from delayer.commands.common import FOUND, Misused, Request, note, print_json
-from delayer.settings import Settings
+from delayer.commands.errors import FOUND
+from delayer.commands.options import Request, store_url
+from delayer.commands.output import note, print_json
 from delayer.store import schema, skipping
 
 MOST_SKIPPED: Final = 1_000_000_000_000_000
 """At a time. There are nine thousand times as many."""
-
-
-def store_url(settings: Settings) -> str:
-    """The store's URL. Raises Misused where none is configured."""
-    url = settings.store_url
-    if url is None:
-        raise Misused('no store is configured: in native mode, set store.url (or mode = "store")')
-    return url
 
 
 @click.group(short_help="Make and upgrade the store's tables.")

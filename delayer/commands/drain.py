@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import click
 
 from delayer.commands import drain_in, drain_out
-from delayer.commands.acting import agreed, dry_run_option, yes_option
-from delayer.commands.common import DONE, FOUND, Misused, note, print_table, request_of
+from delayer.commands.errors import DONE, FOUND, Misused
+from delayer.commands.options import agreed, dry_run_option, request_of, yes_option
+from delayer.commands.output import note, print_table
 from delayer.services import draining as rules
 from delayer.services.draining import Left
 from delayer.settings import Settings

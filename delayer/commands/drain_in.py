@@ -9,8 +9,9 @@ from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.relay import Relay
-from delayer.commands.acting import Progress, whoami
 from delayer.commands.drain_relay import NAME, PORTION, relay_of
+from delayer.commands.options import whoami
+from delayer.commands.output import Progress
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.faultpoint import reach
 from delayer.services import draining as rules

@@ -9,8 +9,9 @@ import asyncpg
 
 from delayer.broker.admin import Admin
 from delayer.broker.publisher import RelayPublisher
-from delayer.commands.acting import Progress, whoami
 from delayer.commands.drain_relay import NAME, PORTION, relay_of
+from delayer.commands.options import whoami
+from delayer.commands.output import Progress
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
 from delayer.core.message import Confirmed, Due

@@ -11,9 +11,9 @@ from typing import IO, Any, Final
 
 import click
 
-from delayer.commands.common import Failure, Misused, Off, Unreached, note, request_of
-from delayer.commands.db import store_url
-from delayer.commands.filters import filter_of, filter_options
+from delayer.commands.errors import Failure, Misused, Off, Unreached
+from delayer.commands.options import filter_of, filter_options, request_of, store_url
+from delayer.commands.output import note
 from delayer.core import lines
 from delayer.core.filters import Filter
 from delayer.core.lines import Line

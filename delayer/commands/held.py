@@ -10,11 +10,23 @@ from typing import Any, NamedTuple
 import asyncpg
 import click
 
-from delayer.commands.acting import agreed, all_option, dry_run_option, whoami, yes_option
-from delayer.commands.common import DONE, FOUND, note, print_json, print_table, request_of
-from delayer.commands.db import store_url
-from delayer.commands.filters import address, filter_of, filter_options, iso, json_of, limit_option, tokens
-from delayer.commands.looking import as_json
+from delayer.commands.errors import DONE, FOUND
+from delayer.commands.list import json_of
+from delayer.commands.options import (
+    agreed,
+    all_option,
+    as_json,
+    dry_run_option,
+    filter_of,
+    filter_options,
+    limit_option,
+    request_of,
+    store_url,
+    tokens,
+    whoami,
+    yes_option,
+)
+from delayer.commands.output import address, iso, note, print_json, print_table
 from delayer.core import late, unanswered
 from delayer.core.filters import Filter, Token
 from delayer.services import reading

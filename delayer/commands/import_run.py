@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
-from delayer.commands.common import Failure, Misused, Off, Unreached
+from delayer.commands.errors import Failure, Misused, Off, Unreached
 from delayer.core.importing import Run
 from delayer.legacy.brokers import HEARTBEAT, NAME
 from delayer.legacy.carrying import CascadeBook

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from delayer.commands.common import note, print_json, print_table
-from delayer.commands.filters import address, iso
+from delayer.commands.output import address, iso, note, print_json, print_table
 from delayer.core.importing import OTHER_REASONS, Goal, Run, Survey
 from delayer.core.message import Target
 from delayer.legacy.machine import Aborted, Preview, Report

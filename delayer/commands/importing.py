@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
 
-from delayer.commands.acting import agreed, whoami, yes_option
-from delayer.commands.common import DONE, FOUND, Misused, Off, instant_ms, note, request_of
+from delayer.commands.errors import DONE, FOUND, Misused, Off
 from delayer.commands.import_run import cascade_book, failure_of, few_collections, into_of
 from delayer.commands.import_words import lines_of, tell_aborted, tell_preview, tell_report
-from delayer.commands.looking import as_json
+from delayer.commands.options import agreed, as_json, instant_ms, request_of, whoami, yes_option
+from delayer.commands.output import note
 from delayer.commands.progress import progress
 from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
 from delayer.legacy import machine

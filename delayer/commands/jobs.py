@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from delayer.commands.assignments import assignments
+from delayer.commands.options import assignments
 from delayer.settings import duration_ms
 
 Say = Callable[[str, int, int], None]

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from delayer.broker.publisher import MAX_PROPERTIES
-from delayer.commands.common import Misused
+from delayer.commands.errors import Misused
 from delayer.commands.importing import Wanted, source
-from delayer.commands.urls import broker_url, management_url, url_of
+from delayer.commands.options import url_of
 from delayer.core.cascade import KINDS, LEVELS, Cascade
 from delayer.core.message import Delivery, Parcel
 from delayer.legacy.cascade import CascadeLevels
@@ -17,6 +17,7 @@ from delayer.legacy.hold_queues import HoldQueues, Said
 from delayer.legacy.ports import BadSource, Source
 from delayer.services.draining import carried
 from delayer.settings import duration_ms
+from delayer.settings.values import broker_url, management_url
 from delayer.store.importing import ImportStore
 from delayer.wiring import queues_at_work
 

@@ -1,19 +1,218 @@
-"""delayer refused: messages that could not be delayed, in their queue on the broker."""
+"""delayer refused: messages that the daemon refused, in their queue on the broker. The page uses them too."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
 
 import click
 
-from delayer.commands.acting import all_option, dry_run_option, go_on, whoami, yes_option
-from delayer.commands.common import FOUND, note, print_json, print_table, quoted, request_of
-from delayer.commands.filters import address
-from delayer.commands.looking import as_json
-from delayer.commands.refusing import ANY, KEPT, Seen, Wanted, do, look
+from delayer.broker.admin import Admin
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.commands.errors import FOUND, Off
+from delayer.commands.options import all_option, as_json, dry_run_option, go_on, request_of, whoami, yes_option
+from delayer.commands.output import address, note, print_json, print_table, quoted
+from delayer.core.hold import hold_for
+from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing
 from delayer.services import reading
+from delayer.services.refusals import Doors, Refusal, again, told
+from delayer.settings import Settings
+from delayer.store import acting, acts
+from delayer.wire.address import Address
+
+AT_ONCE: Final = 100
+"""Messages that are published together; each is acknowledged when it is confirmed."""
+KEPT: Final = 10_000
+"""Messages that are not meant and stand before others, at most: the broker has them on its list until we go."""
+GATHER_SECONDS: Final = 0.02
+PATIENCE: Final = 3
+"""Empty answers, a second each, after which the rest of the queue is in somebody else's hands."""
+HEARTBEAT: Final = 20.0
+
+
+class Wanted(NamedTuple):
+    """Which refused messages are meant; empty: any."""
+
+    ids: frozenset[str]
+    reason: str
+    exchange: str | None
+
+    def means(self, refusal: Refusal) -> bool:
+        named = not self.ids or refusal.id in self.ids or refusal.message_id in self.ids
+        from_there = self.exchange is None or refusal.exchange == self.exchange.encode("utf-8", "surrogateescape")
+        return named and from_there and self.reason in refusal.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        said: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
+        said |= {"reason": self.reason} if self.reason else {}
+        return said | ({"exchange": self.exchange} if self.exchange is not None else {})
+
+
+ANY: Final = Wanted(frozenset(), "", None)
+
+
+class Seen(NamedTuple):
+    """A refused message as it is shown: without its body, however large, but for the beginning."""
+
+    refusal: Refusal
+    properties: bytes
+    head: bytes
+    size: int
+
+    @classmethod
+    def of(cls, delivery: Delivery, refusal: Refusal) -> Seen:
+        # One byte more than anybody shows, so that a cut is seen.
+        return cls(refusal, delivery.properties, delivery.body[: reading.PREVIEW + 1], len(delivery.body))
+
+
+class Done(NamedTuple):
+    """What became of those that were meant. ``left``: why the others stay, each with its id. ``cut``: so many stay that
+    the rest was not looked at."""
+
+    messages: int
+    left: Sequence[tuple[str, str]]
+    cut: bool = False
+
+
+def doors_of(settings: Settings) -> Doors:
+    """Where messages may have come in."""
+    return Doors(settings.intake.queue.encode(), frozenset(route.from_.encode() for route in settings.routes))
+
+
+Do = Callable[[RelayPublisher, Sequence[Delivery], Doors], Awaitable[list[str]]]
+"""What to do with each of a portion: "" where it may be acknowledged, else why it stays."""
+
+
+async def _taken(_publisher: RelayPublisher, some: Sequence[Delivery], _doors: Doors) -> list[str]:
+    return [""] * len(some)
+
+
+async def _published(publisher: RelayPublisher, some: Sequence[Delivery], doors: Doors) -> list[str]:
+    prepared = [again(delivery, doors) for delivery in some]
+    outgoing = [one for one in prepared if isinstance(one, Outgoing)]
+    outcomes = iter(await publisher.publish(outgoing))
+    return [one if isinstance(one, str) else _why(next(outcomes)) for one in prepared]
+
+
+DEEDS: Final[Mapping[str, Do]] = {"retry": _published, "drop": _taken}
+
+
+def _why(outcome: Outcome) -> str:
+    return "" if isinstance(outcome, Confirmed) else hold_for(outcome).text
+
+
+class NoQueue(Off):
+    """There is no queue of that name."""
+
+
+@asynccontextmanager
+async def consuming(
+    settings: Settings, prefetch: int = KEPT, queue: str = ""
+) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
+    """A subscription of the refused queue, or of another; a publisher beside it; how many messages were ready."""
+    queue = queue or settings.refused.queue
+    async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
+        depth = (await admin.depths([queue]))[queue]
+    if depth is None:
+        raise NoQueue(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
+    # Two connections: a consumer that is paused must not keep the confirms waiting.
+    relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=HEARTBEAT) for n in (1, 2)]
+    for relay in relays:
+        relay.start()
+    publisher = RelayPublisher(relays[1])
+    try:
+        subscription = await RelayConsumer(relays[0]).subscribe(queue, prefetch)
+        try:
+            yield subscription, publisher, depth
+        finally:
+            await subscription.close()  # returns the rest to where it stood
+    finally:
+        await publisher.close()
+        for relay in relays:
+            await relay.close()
+
+
+async def portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
+    """The next ``count`` messages: not those that come while we work, among them what is refused again."""
+    empty = 0
+    while count > 0 and empty < PATIENCE:
+        some = await subscription.next_batch(min(count, AT_ONCE), GATHER_SECONDS)
+        empty = 0 if some else empty + 1
+        count -= len(some)
+        if some:
+            yield some
+
+
+async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[Seen], int]:
+    """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
+    found: list[Seen] = []
+    doors = doors_of(settings)
+    async with consuming(settings, limit) as (subscription, _, depth):
+        async for some in portions(subscription, min(depth, limit)):
+            found += [Seen.of(one, refusal) for one in some if wanted.means(refusal := told(one, doors))]
+    return found, depth
+
+
+Unwritten = Callable[[int], None]
+"""Told of so many messages, portion by portion, where there is no store whose trail could have them."""
+
+
+async def do(
+    settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT, *, unwritten: Unwritten | None = None
+) -> Done:
+    """Retry or drop those that are meant among the first ``depth``, in the name of ``who``. Raises as :func:`look`,
+    and StoreLost."""
+    work, doors = DEEDS[verb], doors_of(settings)
+    done = 0
+    left: list[tuple[str, str]] = []
+    async with (
+        _trail(settings, f"refused {verb}", wanted, who, unwritten) as add,
+        consuming(settings) as (queue, publisher, ready),
+    ):
+        kept = 0
+        async for some in portions(queue, min(depth, ready)):
+            meant = [one for one in some if wanted.means(told(one, doors))]
+            whys = await work(publisher, meant, doors) if meant else []
+            taken = [one for one, why in zip(meant, whys, strict=True) if not why]
+            # Written down before it is gone from the queue; an acknowledgement that is lost repeats a message.
+            await add(len(taken))
+            for one in taken:
+                queue.ack(one.tag, multiple=False)
+            left += [(told(one, doors).id, why) for one, why in zip(meant, whys, strict=True) if why]
+            done += len(taken)
+            kept += len(some) - len(taken)
+            if kept >= KEPT:
+                return Done(done, left, cut=True)
+    return Done(done, left)
+
+
+@asynccontextmanager
+async def _trail(
+    settings: Settings, verb: str, wanted: Wanted, who: str, unwritten: Unwritten | None
+) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """The audit trail: in the store, where there is one."""
+    if settings.store_url is None:
+
+        async def told_of(messages: int) -> None:
+            if messages and unwritten is not None:
+                unwritten(messages)
+
+        if unwritten is None:
+            note("No store is configured: this is not written down.")
+        yield told_of
+        return
+    async with acting.acting(settings.store_url, verb) as connection:
+        act = await acts.begin(connection, who, verb, wanted.as_dict())
+
+        async def add(messages: int) -> None:
+            await acts.add(connection, act, messages)
+
+        yield add
+
 
 PAST = {"retry": "Published again", "drop": "Dropped"}
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delayer.commands.common import FOUND, Misused, Unreached, note, print_json, request_of
-from delayer.commands.db import store_url
+from delayer.commands.errors import FOUND, Misused, Unreached
 from delayer.commands.jobs import (
     Say,
     Spark,
@@ -20,7 +19,8 @@ from delayer.commands.jobs import (
     per_second,
     progress,
 )
-from delayer.commands.status import when
+from delayer.commands.options import request_of, store_url
+from delayer.commands.output import note, print_json, when
 
 if TYPE_CHECKING:
     from delayer.audit.restore import Done, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from delayer import early_signals
-from delayer.commands.common import Request
+from delayer.commands.options import Request
 
 
 @click.command()

@@ -12,11 +12,10 @@ import click
 
 from delayer.broker.consumer import RelaySubscription
 from delayer.broker.publisher import RelayPublisher
-from delayer.commands.acting import all_option, dry_run_option, go_on, yes_option
-from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of
-from delayer.commands.filters import address, iso
-from delayer.commands.looking import as_json
-from delayer.commands.refusing import KEPT, NoQueue, consuming, portions
+from delayer.commands.errors import FOUND, Misused
+from delayer.commands.options import all_option, as_json, dry_run_option, go_on, request_of, yes_option
+from delayer.commands.output import address, iso, note, print_json, print_table
+from delayer.commands.refused import KEPT, NoQueue, consuming, portions
 from delayer.core import late
 from delayer.core.message import Confirmed, Outgoing, Target
 from delayer.policies import policy_of

@@ -10,7 +10,9 @@ import click
 
 from delayer.broker.admin import Admin
 from delayer.broker.remove import Removal
-from delayer.commands.common import FOUND, Request, depth_text, note, print_json, print_table, quoted, request_of
+from delayer.commands.errors import FOUND
+from delayer.commands.options import Request, request_of
+from delayer.commands.output import depth_text, note, print_json, print_table, quoted
 from delayer.core.delay import in_words
 from delayer.core.topology import Topology
 from delayer.settings import Settings

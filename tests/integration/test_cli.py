@@ -23,8 +23,7 @@ from click.testing import CliRunner, Result
 from pamqp.common import FieldTable
 
 from delayer.cli import cli
-from delayer.commands import publishing
-from delayer.commands.send import cancelling
+from delayer.commands import send
 from delayer.settings import Settings
 from tests.rig.servers import Postgres, RabbitMQ
 
@@ -185,7 +184,7 @@ async def test_send_of_a_cancel_says_what_it_asks_for(delayer: Run, vhost: str) 
     assert sent.stdout == 'Sent one to exchange "delayer.in"; asks to cancel what waits under key "order 7".\n'
     assert sent.stderr == "Next: `delayer list --key 'order 7'` shows nothing any more, if it came in time.\n"
     assert len(await take(vhost, "delays")) == 1
-    assert "Without a store nothing can be cancelled" in cancelling("order 7", Settings(mode="native"))
+    assert "Without a store nothing can be cancelled" in send.cancelling("order 7", Settings(mode="native"))
 
 
 async def test_send_straight_to_the_queue(delayer: Run, vhost: str) -> None:
@@ -206,7 +205,7 @@ async def test_send_many(delayer: Run, vhost: str) -> None:
 
 async def test_send_many_more_than_wait_at_once(delayer: Run, vhost: str) -> None:
     delayer("topology", "apply")
-    count = 2 * publishing.WINDOW + 30
+    count = 2 * send.WINDOW + 30
     told = delayer("send", "--delay", "5m", "--id", "n", "--count", str(count)).stdout
     assert told.startswith(f"Sent {count} messages, n-1 to n-{count}, ")
     assert [message.message_id for message in await take(vhost, "delays")] == [f"n-{n + 1}" for n in range(count)]
@@ -216,15 +215,15 @@ async def test_sending_says_how_far_it_is(vhost: str) -> None:
     async with channel_to(vhost) as channel:
         await channel.declare_queue("q", durable=True)
     said: list[int] = []
-    message = publishing.Message("", "q", b"x")
-    assert await publishing.publish(vhost, message, 1_100, str, said.append) is None
+    message = send.Message("", "q", b"x")
+    assert await send.publish(vhost, message, 1_100, str, said.append) is None
     assert said == [1, 501, 1_001, 1_100]
     said.clear()
-    message = publishing.Message("", "q", bytes(publishing.WINDOW_BYTES // 2))
-    assert await publishing.publish(vhost, message, 4, str, said.append) is None
+    message = send.Message("", "q", bytes(send.WINDOW_BYTES // 2))
+    assert await send.publish(vhost, message, 4, str, said.append) is None
     assert said == [1, 3, 4]  # and not more bytes than that on their way
-    missing = await publishing.publish(vhost, publishing.Message("nowhere", "q", b""), 3, str, said.append)
-    assert missing == publishing.Untaken("0", 'exchange "nowhere" does not exist')
+    missing = await send.publish(vhost, send.Message("nowhere", "q", b""), 3, str, said.append)
+    assert missing == send.Untaken("0", 'exchange "nowhere" does not exist')
     assert said[3:] == [0]
 
 

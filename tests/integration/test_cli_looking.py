@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.commands import held, refusing
+from delayer.commands import held, refused
 from delayer.core.filters import Filter
 from delayer.core.message import Parcel
 from delayer.services import reading
@@ -263,7 +263,7 @@ async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: 
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
     settings = load(None, {}, {"broker.url": vhost})
-    found, depth = await refusing.look(settings, refusing.ANY, 2)
+    found, depth = await refused.look(settings, refused.ANY, 2)
     assert (len(found), depth) == (2, 3)
     assert {one.size for one in found} == {300_000}
     assert all(len(one.head) <= reading.PREVIEW + 1 for one in found)

@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.commands.common import DONE
+from delayer.commands.errors import DONE
 from delayer.core.filters import Filter
 from delayer.store import dropping, exporting, partitions, segments, upgrades
 from delayer.store.partitions import DAY_MS

@@ -15,7 +15,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.commands.common import DONE, FOUND, OUT_OF_REACH, USAGE
+from delayer.commands.errors import DONE, FOUND, OUT_OF_REACH, USAGE
 from delayer.core import importing, late
 from delayer.core.message import Parcel, Target
 from delayer.legacy import files

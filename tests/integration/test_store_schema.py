@@ -16,8 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from delayer.commands.common import Unreached
-from delayer.commands.failing import failure
+from delayer.commands.errors import Unreached, failure
 from delayer.core.errors import StoreLost
 from delayer.store import brief_locks, schema, segments, session, tables, upgrades
 from delayer.store.errors import BadStoreUrl, SchemaOutdated

@@ -7,7 +7,7 @@ import ssl
 import pytest
 
 from delayer.broker.errors import BrokerUnreachable
-from delayer.commands.failing import failure
+from delayer.commands.errors import failure
 from delayer.core.certificates import advice
 from delayer.store.errors import lost
 

@@ -19,10 +19,10 @@ import delayer
 from delayer import app
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
 from delayer.cli import cli
-from delayer.commands.common import FOUND, OUT_OF_REACH, USAGE, instant_ms, print_table, when
-from delayer.commands.failing import failure
-from delayer.commands.publishing import Message
-from delayer.commands.send import ask, prepared
+from delayer.commands.errors import FOUND, OUT_OF_REACH, USAGE, failure
+from delayer.commands.options import instant_ms
+from delayer.commands.output import print_table, when
+from delayer.commands.send import Message, ask, prepared
 from delayer.core.errors import StoreLost
 from delayer.settings import ConfigError, Problem, Route, Settings, loading
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost

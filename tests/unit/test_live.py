@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delayer.commands import live
+from delayer.commands import status
 from delayer.settings import Settings
 from tests.unit.http.test_server import Inside, served
 
@@ -19,12 +19,12 @@ def settings(listen: str) -> Settings:
 
 async def test_a_daemon_that_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     async with served(Inside(), monkeypatch) as web:
-        found = await live.look(settings(web.address))
+        found = await status.look(settings(web.address))
         assert found["error"] is None
         assert found["last"]["60"]["rates"]["released"] == 0
-    live.show(found)
+    status.show(found)
     assert capsys.readouterr().out.split()[-6:] == ["min", "0.0", "0.0", "-", "-", "-"]
-    live.show(found | {"blocked": True})
+    status.show(found | {"blocked": True})
     assert "BLOCKED: a resource alarm of the broker" in capsys.readouterr().out
 
 
@@ -44,29 +44,31 @@ async def test_another_service_at_that_address(
     """Two of one host, or a copied port: its rates are not ours."""
     async with served(Inside(**theirs), monkeypatch) as web:
         native = {"mode": "native", "http": {"listen": web.address}}
-        found = await live.look(Settings.model_validate(native | ours))
+        found = await status.look(Settings.model_validate(native | ours))
         wrong = f"what answers at {web.address} works with another broker or store"
         assert found["error"] == (None if same else wrong)
         assert bool(found["last"]) == same
 
 
 async def test_why_it_is_not_known() -> None:
-    assert (await live.look(settings("")))["error"] == "[http] listen is off"
+    assert (await status.look(settings("")))["error"] == "[http] listen is off"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
-    found = (await live.look(settings(address)))["error"]
+    found = (await status.look(settings(address)))["error"]
     assert found == f"no daemon answers at {address}: Connection refused"
 
 
 async def test_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "PATIENCE", 0.05)
+    monkeypatch.setattr(status, "PATIENCE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = "{}:{}".format(*silent.getsockname())
-        assert (await live.look(settings(address)))["error"] == f"no daemon answers at {address}: nothing within 0.05 s"
+        assert (await status.look(settings(address)))[
+            "error"
+        ] == f"no daemon answers at {address}: nothing within 0.05 s"
 
 
 async def test_a_host_that_can_be_none() -> None:
-    assert "no daemon answers" in (await live.look(settings(f"{'a' * 64}.example:80")))["error"]
+    assert "no daemon answers" in (await status.look(settings(f"{'a' * 64}.example:80")))["error"]
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}", b"hello\r\n\r\n"])
@@ -80,7 +82,7 @@ async def test_somebody_else_at_that_address(answer: bytes) -> None:
     server = await asyncio.start_server(other, "127.0.0.1", 0)
     async with server:
         host, port = server.sockets[0].getsockname()
-        found = await live.look(settings(f"{host}:{port}"))
+        found = await status.look(settings(f"{host}:{port}"))
         assert found["error"]
         assert found["last"] == {}
 
@@ -92,6 +94,6 @@ def test_watching_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(looks) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(live.time, "sleep", interrupted)
-    assert live.again_and_again(lambda: looks.append(1) or 3, 0.2) == 3
+    monkeypatch.setattr(status.time, "sleep", interrupted)
+    assert status.again_and_again(lambda: looks.append(1) or 3, 0.2) == 3
     assert len(looks) == 3

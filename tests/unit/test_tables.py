@@ -8,7 +8,7 @@ import string
 import pytest
 
 from delayer.commands import tables
-from delayer.commands.common import print_table
+from delayer.commands.output import print_table
 
 WORDS = ["", "x", "lane", "2026-11-22 01:02:03Z (in 5m)", "[red]x[/red]", "a" * 30, "12", "  spaced  out"]
 

@@ -1,4 +1,4 @@
-"""delayer list, show, acts: which messages wait, one of them, and what people did to them."""
+"""delayer list, show: the messages that wait in the store, and one of them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,61 @@ from typing import Any
 
 import click
 
-from delayer.commands.common import FOUND, Misused, note, print_json, print_table, request_of, when
-from delayer.commands.db import store_url
-from delayer.commands.filters import (
-    address,
+from delayer.commands.errors import FOUND, Misused
+from delayer.commands.options import (
+    as_json,
     filter_of,
     filter_options,
-    iso,
-    json_of,
     limit_option,
-    row_of,
+    request_of,
+    store_url,
     tokens,
 )
+from delayer.commands.output import address, iso, note, print_json, print_table, when
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
 from delayer.settings import Settings
-from delayer.store import acts as trail
 from delayer.store import listing, showing
 from delayer.store.cancelling import Found
 from delayer.store.listing import BEGINNING, Entry
 from delayer.store.showing import Whole
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+def row_of(entry: Entry) -> tuple[object, ...]:
+    """One line of a list."""
+    key = "" if entry.key is None else reading.text(entry.key)
+    where = "" if entry.place.segment is None else f"segment {entry.place.segment}"
+    return (
+        str(entry.place.token),
+        iso(entry.place.due_us // 1000),
+        reading.text(entry.route),
+        address(entry.to_exchange, entry.to_key),
+        entry.size,
+        key,
+        where,
+    )
+
+
+def json_of(entry: Entry) -> dict[str, Any]:
+    """The same for programs."""
+    said = reading.read(entry.properties)
+    return {
+        "id": str(entry.place.token),
+        "due_ms": entry.place.due_us // 1000,
+        "parked_ms": entry.parked_ms,
+        "lane": entry.place.lane,
+        "segment": entry.place.segment,
+        "route": reading.text(entry.route),
+        "exchange": reading.text(entry.exchange),
+        "routing_key": reading.text(entry.routing_key),
+        "to_exchange": reading.text(entry.to_exchange),
+        "to_key": reading.text(entry.to_key),
+        "key": None if entry.key is None else reading.text(entry.key),
+        "body_bytes": entry.size,
+        "properties": said.properties,
+        "headers": [one._asdict() for one in said.headers],
+        "broken": said.broken or None,
+    }
 
 
 def say_native(settings: Settings) -> None:
@@ -233,35 +266,3 @@ def _print(found: Whole) -> None:
 
 def _harmless(line: str) -> str:
     return "".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line)
-
-
-@click.command(short_help="Show what people did to messages: who, when, what, how many.")
-@limit_option
-@click.option("--before", type=click.IntRange(1), metavar="NUMBER", help="Those before this one.")
-@as_json
-@click.pass_context
-def acts(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:
-    """Show the audit trail, the latest first: every cancel, reschedule, retry and drop by hand.
-
-    An act that was interrupted stands there with the number that it reached.
-
-    \b
-    Examples:
-      delayer acts
-      delayer acts --limit 5 --json
-    """
-    url = store_url(request_of(context).settings())
-    found = asyncio.run(_acts(url, limit, before))
-    if as_json:
-        print_json([one._asdict() for one in found])
-        return
-    rows = [(one.id, iso(one.at_ms), one.who, one.verb, one.messages, one.asked) for one in found]
-    if rows:
-        print_table(["", "when", "who", "what", "messages", "asked for"], rows, right=(0, 4))
-    else:
-        click.echo("Nobody did anything by hand.")
-
-
-async def _acts(url: str, limit: int, before: int | None) -> list[trail.Act]:
-    async with listing.looking(url, "acts") as connection:
-        return list(await trail.listed(connection, limit, before))

@@ -1,19 +1,57 @@
-"""Expected errors, and what is said of each: what went wrong, what to do next, and the exit code.
-
-Loaded when something went wrong: it knows the errors of every layer, and few commands use them all.
-"""
+"""Errors that a command expects, the exit codes, and the advice for each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import IO, Any
+
+import click
 
 from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
-from delayer.commands.common import Failure, Misused, Off, Unreached, broker_advice
+from delayer.core import certificates
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError
 from delayer.settings.readable import readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
+"""The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
+BROKER_RUNS = "check broker.url, and that the broker runs"
+BROKER_RIGHTS = "check user, password, vhost and permissions"
+STORE_RUNS = "check store.url, and that Postgres runs"
+"""Advice for who is out of reach."""
+
+
+def broker_advice(lost: Exception) -> str:
+    """What to do about a broker that is out of reach for this reason."""
+    return certificates.advice(str(lost), *certificates.BROKER) or BROKER_RUNS
+
+
+class Failure(click.ClickException):
+    """An expected error: a message without a traceback. The subclasses have the exit codes."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"delayer: {self.message}", file=file, err=True)
+
+
+class Off(Failure):
+    """Something is not as it should be."""
+
+    exit_code = FOUND
+
+
+class Misused(Failure):
+    """Usage or configuration."""
+
+    exit_code = USAGE
+
+
+class Unreached(Failure):
+    """Broker or store out of reach."""
+
+    exit_code = OUT_OF_REACH
+
 
 EXPECTED_ERRORS = (
     ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,

@@ -1,22 +1,31 @@
-"""delayer cancel, reschedule: counted first, asked for, done in portions, and written down."""
+"""delayer cancel, reschedule: count the messages, ask, then change them in portions, and record it in the audit log."""
 
 from __future__ import annotations
 
 import asyncio
-import getpass
-import os
-import socket
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import click
 
-from delayer.commands.common import DONE, FOUND, Misused, note, print_json, quoted, request_of
-from delayer.commands.db import store_url
-from delayer.commands.filters import filter_of, filter_options, instant, iso, tokens
-from delayer.commands.looking import as_json, say_native
+from delayer.commands.errors import DONE, FOUND
+from delayer.commands.list import say_native
+from delayer.commands.options import (
+    agreed,
+    all_option,
+    as_json,
+    dry_run_option,
+    filter_of,
+    filter_options,
+    instant,
+    request_of,
+    store_url,
+    tokens,
+    whoami,
+    yes_option,
+)
+from delayer.commands.output import Progress, iso, note, print_json
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.settings import duration_ms, duration_text
@@ -24,53 +33,6 @@ from delayer.store import acting, acts, listing
 from delayer.store.acting import Counted, Do
 from delayer.store.cancelling import Found
 from delayer.store.rescheduling import When
-
-yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Say how many it would be, and change nothing.")
-all_option = click.option("--all", "everything", is_flag=True, help="All of them, without any filter.")
-
-
-def whoami() -> str:
-    """Who acts, for the audit trail: the user behind sudo, on this host."""
-    try:
-        user = os.environ.get("SUDO_USER") or getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in containers
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"
-
-
-def agreed(question: str, *, yes: bool) -> bool:
-    """Whether to go on: ``--yes``, or a person at a terminal who says so. Raises Misused where nobody can be asked."""
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        raise Misused("nobody can be asked here: say --yes, or --dry-run to see the number only")
-    return click.confirm(question, default=False, err=True)
-
-
-def go_on(
-    context: click.Context,
-    question: str,
-    missing: Iterable[str],
-    *,
-    some: bool,
-    named: bool,
-    dry_run: bool,
-    yes: bool,
-    cut: bool = False,
-) -> None:
-    """Say which of the named messages are ``missing``; end here on a dry run, without ``some`` that are meant, or where
-    somebody who did not name them says no to ``question``: a verb, and what it is about. ``cut``: not all of them were
-    looked at, so that what is not among them may be there all the same."""
-    absent = sorted(missing)
-    for name in absent:
-        note(f"{quoted(name)} is not among them.")
-    if dry_run or not some:
-        click.echo(f"{question.partition(' ')[2]} are meant.")
-        context.exit(FOUND if absent or cut else DONE)
-    if not named and not agreed(f"{question}?", yes=yes):
-        note("Nothing was done.")
-        context.exit(DONE)
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
@@ -287,11 +249,3 @@ def _filtered(
 
 def _shift(by_ms: int) -> str:
     return f"{'-' if by_ms < 0 else ''}{duration_text(abs(by_ms))}"
-
-
-class Progress:
-    """How far it is, on one line of a terminal."""
-
-    def __call__(self, done: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\r{done:,} …", err=True, nl=False)
