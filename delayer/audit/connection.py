@@ -6,7 +6,6 @@ and it starts several for each table that is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, Final
@@ -19,8 +18,6 @@ from delayer.audit import libpq
 from delayer.core import certificates
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
-from delayer.store import damaged
-from delayer.store.damaged import Named
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"
 _COPY: Final = "adbc.postgresql.use_copy"
@@ -38,13 +35,14 @@ _DAMAGED: Final = ("XX", "58030", "58P01")
 the disk does not give or that are not there."""
 
 
-class Unreadable(Exception):
-    """Postgres has a page, or a value, that it cannot read itself; ``reason`` is its own. ``index``: it is one of an
-    index, which every statement on its table meets, whatever rows that is about."""
+_SEE: Final = 'see "Damage" in docs/backlog.md'
 
-    def __init__(self, reason: str, index: Named | None = None) -> None:
+
+class Unreadable(Exception):
+    """Postgres cannot read a page or a value of its own; ``reason`` is its text."""
+
+    def __init__(self, reason: str) -> None:
         self.reason = reason
-        self.index = index
         super().__init__(reason)
 
 
@@ -101,22 +99,8 @@ class Reading:
         except adbc.Error:  # the connection is gone, which is what the first error was about
             state = ""
         if state.startswith(_DAMAGED):
-            raise Unreadable(text, self._index(text))
+            raise Unreadable(text)
         raise StoreLost(text, advice_for(text))
-
-    def _index(self, text: str) -> Named | None:
-        """The index that an error is about, if it is about one."""
-        asked = damaged.question(text)
-        if asked is None:
-            return None
-        try:
-            with self._stream(asked) as reader:
-                rows = reader.read_all().to_pylist()
-        except (adbc.Error, pa.ArrowException, OSError):  # the catalogs are damaged as well
-            self._again()
-            return None
-        found = Named(*rows[0].values()) if rows else None
-        return found if found is not None and found.table is not None else None
 
     def _again(self) -> None:
         """Begin anew, after an error. Raises the driver's errors, StoreLost."""
@@ -179,9 +163,7 @@ def translated(doing: str) -> Iterator[None]:
         first = first_line(error)
         raise StoreLost(f"{doing}: {first}", advice_for(first)) from None
     except Unreadable as error:
-        if error.index is not None:
-            raise StoreLost(f"{doing}: {error.index}: {error.reason}", error.index.advice) from None
-        raise StoreLost(f"{doing}: {error.reason}", damaged.SEE) from None
+        raise StoreLost(f"{doing}: {error.reason}", _SEE) from None
 
 
 def first_line(error: Exception) -> str:
@@ -197,8 +179,6 @@ def advice_for(text: str) -> str:
             "the replica gave up our snapshot to catch up with its primary: set hot_standby_feedback = on there, or "
             "raise max_standby_streaming_delay"
         )
-    if index := re.search(r"\bindex (\S+) of table (\S+):", text):
-        return Named(index[1], index[2]).advice
     if "invalid snapshot identifier" in text:
         return "the connection that held the snapshot is gone: run the job again"
     return certificates.advice(text, *certificates.STORE)

@@ -37,7 +37,7 @@ CAME_OUT: Final = (
 )
 """What came out of it now."""
 DAMAGE: Final = "damage string"
-"""A column that only rows have which stand for a place that cannot be read: salvage.Damage as JSON."""
+"""A column that only rows have which stand for a place that Postgres cannot read: rules.Damage as JSON."""
 
 SCHEMAS: Final = {
     "messages": f"origin string, partition string, segment bigint, {_CONTENT}, {_OF_BODY}",
@@ -48,7 +48,7 @@ SCHEMAS: Final = {
     "lanes": "number int, epoch bigint, owner string, watermark_ms bigint, alive boolean",
     "counters": "lane int, kind string, n bigint",
     "partitions": "name string, first_ms bigint, after_ms bigint, bytes bigint",
-    "damage": "relation string, place string, reason string, lane int, id bigint, due_ms bigint",
+    "damage": "relation string, place string, reason string",
 }
 """Columns of each frame, as Spark's DDL. All of them can be null as far as Spark knows.
 
@@ -65,7 +65,7 @@ segments    ``messages`` were packed and ``cancelled`` of these since; ``unpacke
             daemon wrote down about that
 lanes       ``alive``: a daemon holds the lane's lock; null where that cannot be seen (on a replica)
 partitions  the day that each partition has, as a half-open interval; both null for message_default
-damage      places that Postgres cannot read (salvage.Damage)
+damage      places that Postgres cannot read (rules.Damage)
 """
 
 
@@ -85,8 +85,6 @@ class Facts:
     server: str = ""
     behind_ms: int = 0
     """How far a replica was behind its primary."""
-    remark: str = ""
-    """What is not known of that, for people."""
 
     @property
     def whole(self) -> bool:

@@ -87,8 +87,7 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
         report = _judged(frames, options, watching)
         report, asked = _asked(report, frames, options, watching)
     report = keeping.grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
-    unsure = (frames.facts.remark,) if frames.facts.remark else ()
-    return Audited(report, (*remarks, *unsure, *asked), tuple(_unkept(spark, report, options, watching)))
+    return Audited(report, (*remarks, *asked), tuple(_unkept(spark, report, options, watching)))
 
 
 def _unkept(

@@ -2,7 +2,7 @@
 a page there; the driver sees some thousand tallies, however many messages there are.
 
 Every function that decides something is one of :mod:`delayer.audit.rules`; here is only the way of rows to them, as
-Arrow batches (``mapInArrow``). What needs no decision, counting by columns, is SQL (delayer/audit/columns.py).
+Arrow batches (``mapInArrow``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspark.sql import functions as sql
 
-from delayer.audit import columns, shaping, tallying
+from delayer.audit import shaping, tallying
 from delayer.audit.findings import Report
 from delayer.audit.frames import Frames
 from delayer.audit.rules import calendar, judge
@@ -60,19 +60,18 @@ def _intervals(frames: Frames) -> dict[str, tuple[int, int]]:
 def _collected(frames: Frames, context: Context) -> list[Any]:
     """The tallies that are left when everything is counted and cut."""
     messages = shaping.messages(frames)
-    looked_at = messages.mapInArrow(tallying.counting(context), columns.PARTIAL_DDL)
     summary = (
-        looked_at.unionByName(columns.counted(messages, whole=context.whole))
+        messages.mapInArrow(tallying.counting(context), tallying.PARTIAL)
         .repartition("kind", "spread", "first", "second")
         .sortWithinPartitions("kind", "number", "first", "second")
-        .mapInArrow(tallying.summarizing(context.now_ms), columns.PARTIAL_DDL)
+        .mapInArrow(tallying.summarizing(context.now_ms), tallying.PARTIAL)
     )
-    of_segments = shaping.segments(frames).mapInArrow(tallying.counting_segments(context), columns.PARTIAL_DDL)
+    of_segments = shaping.segments(frames).mapInArrow(tallying.counting_segments(context), tallying.PARTIAL)
     found = summary.unionByName(of_segments)
     # One task: nearly always there is none, and the files say so without being read.
-    damaged = frames.damage.coalesce(1).mapInArrow(tallying.counting_damage(context.now_ms), columns.PARTIAL_DDL)
+    damaged = frames.damage.coalesce(1).mapInArrow(tallying.counting_damage(context.now_ms), tallying.PARTIAL)
     found = found.unionByName(damaged)
     if context.whole:
         claims = shaping.claims(frames).repartition("key").sortWithinPartitions("key", "source", "id")
-        found = found.unionByName(claims.mapInArrow(tallying.judging_keys, columns.PARTIAL_DDL))
+        found = found.unionByName(claims.mapInArrow(tallying.judging_keys, tallying.PARTIAL))
     return found.collect()

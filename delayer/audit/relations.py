@@ -103,7 +103,7 @@ def without_body(columns: Mapping[str, Column]) -> dict[str, Column]:
     return dict(columns) if others else {name: _OTHER_LENGTH["body"].get(name, one) for name, one in columns.items()}
 
 
-# What only rows of their own have: see unpacking.py and salvage.py.
+# What only rows of their own have.
 _NULLS: Final[Mapping[str, Column]] = {
     field.split()[0]: same(field.split()[1], lambda _origin: None)
     for field in f"{frames.CAME_OUT}, {frames.DAMAGE}".split(",")

@@ -15,9 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from delayer import __version__
-from delayer.audit import charts, words
+from delayer.audit import words
 from delayer.audit.advice import Advice, advice
-from delayer.audit.findings import Finding, Growth, LaneFigures, Report, Severity, Share, Standout
+from delayer.audit.findings import Bar, Finding, Growth, LaneFigures, Report, Severity, Share, Standout
 from delayer.broker.routing import Verdict
 from delayer.writing import replacing
 
@@ -186,12 +186,48 @@ def _groups(report: Report) -> Iterator[Group]:
             yield Group(severity, advice(rule), tuple(found), unlisted.pop(rule, 0))
 
 
-def _charts(report: Report) -> Iterator[tuple[str, charts.Chart]]:
+class Chart(NamedTuple):
+    """Bars over time. ``told``: the same in words; ``first``, ``last``: what the two ends of the axis say."""
+
+    title: str
+    told: str
+    first: str
+    last: str
+    svg: Markup
+
+
+def _charts(report: Report) -> Iterator[Chart]:
     at = report.calendar
     for title, bars in (("Due per minute", at.minutes), ("Due per hour", at.hours), ("Due per day", at.days)):
-        chart = charts.calendar(bars, report.store_now_ms, at.release_rate, title.replace(" ", "-").lower())
-        if chart is not None:
-            yield title, chart
+        some = sorted((bar for bar in bars if bar.messages), key=lambda bar: bar.start_ms)
+        if some:
+            yield chart(title, some, report.store_now_ms)
+
+
+def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Chart:
+    """At most ``room`` bars: of several in a row the highest is drawn, so that no peak is smoothed away."""
+    width, start = bars[0].width_ms, bars[0].start_ms
+    slots = (bars[-1].start_ms - start) // width + 1
+    together = -(-slots // room)
+    heights: dict[int, int] = {}
+    for bar in bars:
+        slot = (bar.start_ms - start) // width // together
+        heights[slot] = max(heights.get(slot, 0), bar.messages)
+    top = max(bars, key=lambda bar: bar.messages)
+    late = (now_ms - start) // width // together  # this slot and those after it are not over yet
+    paths = {"--bad": "", "--bar": ""}
+    for slot, messages in sorted(heights.items()):
+        paths["--bad" if slot < late else "--bar"] += f"M{slot} 100V{100 - 100 * messages / top.messages:.1f}h.9V100z"
+    drawn = Markup("").join(
+        Markup('<path fill="var({})" d="{}"/>').format(colour, path) for colour, path in paths.items() if path
+    )
+    view = Markup('<svg viewBox="0 0 {} 100" preserveAspectRatio="none">{}</svg>')
+    unit = words.width(width)
+    told = f"the most in one {unit}: {top.messages:,} on {words.instant(top.start_ms)}"
+    if together > 1:
+        told += f"; each bar is the busiest {unit} of {together}"
+    ends = words.instant(start), words.instant(bars[-1].start_ms)
+    return Chart(title, told, *ends, view.format(max(-(-slots // together), 8), drawn))
 
 
 def _badge(share: Share) -> Tone:

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import asyncpg
 
-from delayer.audit import libpq, upstream
+from delayer.audit import libpq
 from delayer.audit.frames import Facts
-from delayer.audit.upstream import Come
 from delayer.core.secret import SecretUrl
 from delayer.store import damaged, partitions, schema, session
 from delayer.store.errors import DAMAGED, translated
@@ -34,6 +33,16 @@ _LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, s
 _EXPORT: Final = """
 SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
        current_setting('server_version') AS server
+"""
+# While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
+# last commit that it replayed, or the checkpoint that it started from.
+_COME_TO: Final = """
+SELECT CASE
+    WHEN pg_last_wal_receive_lsn() <= pg_last_wal_replay_lsn()
+        AND (SELECT coalesce(status, 'streaming') = 'streaming' FROM pg_stat_wal_receiver)
+    THEN clock_timestamp()
+    ELSE coalesce(pg_last_xact_replay_timestamp(), (SELECT checkpoint_time FROM pg_control_checkpoint()))
+END
 """
 _LANES: Final = """
 SELECT l.number, l.epoch, l.owner, l.watermark,
@@ -106,7 +115,7 @@ def hold(url: SecretUrl) -> Iterator[Snapshot]:
     with asyncio.Runner() as runner:
         connection = runner.run(_open(url))
         try:
-            yield Snapshot(url, connection, runner, *runner.run(_take(connection, url)))
+            yield Snapshot(url, connection, runner, *runner.run(_take(connection)))
         finally:
             runner.run(session.close(connection))
 
@@ -115,16 +124,15 @@ async def _open(url: SecretUrl) -> asyncpg.Connection:
     return await session.connect(url.reveal(), "delayer audit snapshot", _MORE)
 
 
-async def _take(connection: asyncpg.Connection, url: SecretUrl) -> tuple[str, Facts]:
+async def _take(connection: asyncpg.Connection) -> tuple[str, Facts]:
     with translated("take a snapshot"):
         await schema.check(connection)
         await connection.execute(libpq.NO_TIMEOUT.format("false"))
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
         id_, now_ms, replica, server = await connection.fetchrow(_EXPORT)
-        come = await upstream.come_to(connection, url) if replica else Come(now_ms)
-    at_ms = min(now_ms, come.at_ms)
-    return id_, Facts(at_ms, replica=replica, server=server, behind_ms=now_ms - at_ms, remark=come.remark)
+        at_ms = min(now_ms, await connection.fetchval(_COME_TO)) if replica else now_ms
+    return id_, Facts(at_ms, replica=replica, server=server, behind_ms=now_ms - at_ms)
 
 
 def _day(partition: str) -> tuple[int | None, int | None]:

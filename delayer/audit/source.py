@@ -16,8 +16,8 @@ split_bytes    what one task reads; ``batch_bytes`` what it has in memory at a t
 Spark shows options in plans, pages and logs, so no password may stand in one: such a URL is refused. The job itself
 uses :func:`bound`, whose class carries the URL inside; Spark keeps that as a pickle, and shows it nowhere.
 
-A page or a value that Postgres cannot read ends the reading, unless the column ``damage`` is asked for: then it is told
-in a row of its own, where nothing else stands, and all the rest is read (delayer/audit/salvage.py).
+A page or a value that Postgres cannot read ends the reading. With the column ``damage`` it ends the reading of its
+piece (some megabytes) alone: a row that has nothing but this column names the piece and the reason.
 
 Memory is bounded by a batch, or by one row where that is larger: libpq streams, nothing is gathered.
 """
@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from delayer.audit import connection, relations, salvage, splits, unpacking
-from delayer.audit.connection import Reading
+from delayer.audit import connection, relations, splits, unpacking
+from delayer.audit.connection import Reading, Unreadable
 from delayer.audit.relations import KINDS, Kind
 from delayer.audit.rules.damage import Damage
 from delayer.audit.splits import Piece, Relation, Split
@@ -184,11 +184,11 @@ def _rows(reading: Reading, piece: Piece, asked: _Asked) -> Iterator[pa.RecordBa
     origin = Origin("row", partition=piece.relation)
     sql = f"SELECT {relations.select_list(columns.values())} FROM ONLY {piece.relation} WHERE {{}}"
 
-    def read(condition: str) -> Iterator[pa.RecordBatch]:
-        return reading.batches(sql.format(condition))
-
-    for found in salvage.readable(reading, piece, read, messages=asked.kind.name in ("message", "held")):
-        yield found if isinstance(found, Damage) else relations.made(found, columns, schema, origin)
+    try:
+        for found in reading.batches(sql.format(piece.condition())):
+            yield relations.made(found, columns, schema, origin)
+    except Unreadable as error:
+        yield Damage(piece.relation, str(piece), error.reason)
 
 
 def _told(damage: Damage, asked: _Asked) -> pa.RecordBatch:

@@ -36,6 +36,11 @@ class Piece(NamedTuple):
     first: int
     after: int | None
 
+    def __str__(self) -> str:
+        if self.after is None:
+            return f"page {self.first} and all behind it"
+        return f"pages {self.first} to {self.after - 1}"
+
     def condition(self) -> str:
         """For WHERE."""
         low = f"ctid >= '({self.first},0)'::tid"

@@ -34,6 +34,11 @@ _PARTIAL: Final = pa.schema(
         ("examples", pa.list_(pa.int64())),
     ]
 )
+PARTIAL: Final = (
+    "kind string, spread bigint, number bigint, first binary, second binary,"
+    " messages bigint, size bigint, first_due_ms bigint, last_due_ms bigint, examples array<bigint>"
+)
+"""The same for Spark: a tally under its key, and what must be summarized in one place (``spread``)."""
 Batches = Iterator[pa.RecordBatch]
 T = TypeVar("T")
 

@@ -174,7 +174,7 @@ def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
 
 
 def _write_page(report: Report, html: Path) -> None:
-    from delayer.audit import report_html  # noqa: PLC0415 - matplotlib takes a second
+    from delayer.audit import report_html  # noqa: PLC0415
 
     try:
         report_html.write(report, html)

@@ -311,7 +311,7 @@ class Planting:
         """One message less than it says; the law of segments holds, as the counters were told of one more."""
         segment = await self._segment()
         await count(self._connection, segment["lane"], parked=1, compacted=1)
-        return await self._say(segment, "messages = messages + 1", rules.COUNT, segment["messages"] + 1)
+        return await self._say(segment, "messages = messages + 1", rules.UNREADABLE, segment["messages"] + 1)
 
     async def segment_due(self) -> Findings:
         """It says that it begins where it ends: it would be restored too late."""

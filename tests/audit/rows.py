@@ -143,13 +143,13 @@ def brief(found: Finding) -> tuple[str, str, str, int]:
 
 
 def damaged(random: Random) -> list[Damage]:
-    """Places that cannot be read, some of them of messages that are known."""
+    """Places that cannot be read."""
     return [
         random.choice(
             (
-                Damage("segment", f"page {n}", "invalid page"),
-                Damage(f"message_{DAY}", f"({n},1)", random.choice("ab"), random.randrange(1, 5), 3000 + n, NOW + n),
-                Damage("held", f"({n},2)", "missing chunk", 1, 4000 + n, NOW - n),
+                Damage("segment", f"pages {n} to 9", "invalid page"),
+                Damage(f"message_{DAY}", f"page {n}", random.choice("ab")),
+                Damage("held", f"page {n}", "missing chunk"),
             )
         )
         for n in range(random.randrange(130))

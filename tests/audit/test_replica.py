@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import snapshot, upstream
+from delayer.audit import snapshot
 from delayer.audit.frames import Facts
 from delayer.settings.secret import SecretUrl
 from tests.audit.test_job import audit, violated
@@ -106,38 +106,6 @@ def test_one_that_lags_is_judged_by_what_it_has_come_to(
     assert (report.totals.waiting, report.store_now_ms) == (201, found.now_ms)
     assert {lane.alive for lane in report.lanes} == {None}, "locks cannot be seen from here"
     assert report.behind_ms >= found.behind_ms
-
-
-def test_a_replica_of_one_that_is_cut_off_knows_no_more_than_that_one(
-    caught_up: tuple[Postgres, Standby, str],
-) -> None:
-    """It is connected, and has replayed all that it received."""
-    primary, standby, name = caught_up
-    with Standby(standby) as second:
-        url = second.url(name)
-        until(lambda: facts(url).behind_ms == 0)
-        primary.stop()
-        try:
-            until(lambda: facts(url).behind_ms > 0)
-            assert facts(url).now_ms == replayed_ms(url)
-        finally:
-            primary.start()
-        until(lambda: facts(url).behind_ms == 0)
-
-
-def test_one_whose_sender_cannot_be_asked_says_so(
-    caught_up: tuple[Postgres, Standby, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, standby, name = caught_up
-    assert facts(standby.url(name)).remark == ""
-
-    async def refused(*_: object) -> None:
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(upstream, "_ask", refused)
-    found = facts(standby.url(name))
-    assert found.behind_ms == 0
-    assert "could not be asked whether it is the primary" in found.remark
 
 
 def test_one_that_was_cut_off_is_judged_by_its_last_commit(caught_up: tuple[Postgres, Standby, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from delayer.audit.rules import integrity, segments
-from delayer.audit.rules.damage import TOMBSTONES_LOST, Damage
+from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.keys import HELD as CLAIM_HELD
 from delayer.audit.rules.message import DAY_MS, HELD, PACKED, Context, Lane, Segment
 from delayer.store.envelope import FORMAT
@@ -117,13 +117,6 @@ def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
     [
         (segment(9, **NOTHING_FOUND, fault="the bytes changed"), "violation", segments.UNREADABLE, 10),
         (segment(9, **{**NOTHING_FOUND, "unpacked": 10}, fault="another digest"), "violation", segments.UNREADABLE, 10),
-        (segment(9, **{**NOTHING_FOUND, "unpacked": 9}, fault="expected 10"), "violation", segments.COUNT, 10),
-        (
-            segment(9, **{**NOTHING_FOUND, "unpacked": 10}, cancelled=4, fault=f"{TOMBSTONES_LOST}: invalid"),
-            "violation",
-            segments.UNREADABLE,
-            6,
-        ),
         (segment(9, found_first_due_ms=NOW + 8 * DAY_MS - 1), "violation", segments.DUE, 10),
         (segment(9, found_last_due_ms=NOW + 9 * DAY_MS + 1), "violation", segments.DUE, 10),
         (segment(9, found_first_id=99), "violation", segments.IDS, 10),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.audit.rules import judge, repeats
-from delayer.audit.rules.counting import counted, counted_by_columns, counted_segments
+from delayer.audit.rules.counting import counted, counted_segments
 from delayer.audit.rules.damage import counted as counted_damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import judged as judged_keys
@@ -54,7 +54,6 @@ def test_it_does_not_matter_where_and_in_how_many_portions_rows_are_counted(
     random.shuffle(messages)
     parts = [messages[start::portions] for start in range(portions)]
     partials = [*chain.from_iterable(counted(part, context, bound) for part in parts)]
-    partials += [*chain.from_iterable(counted_by_columns(part, context, bound) for part in parts)]
     random.shuffle(partials)
     places: dict[int, list[Partial]] = {place: [] for place in range(portions)}
     for key, tally in partials:
@@ -107,7 +106,7 @@ def test_what_is_handed_on_does_not_grow_with_the_store() -> None:
         )
         for number in range(20_000)
     ]
-    partials = sorted([*counted(messages, CONTEXT), *counted_by_columns(messages, CONTEXT)])
+    partials = sorted(counted(messages, CONTEXT))
     assert len(partials) > 60_000
     summary = list(summarized(partials, NOW))
     assert len(summary) < 3000
@@ -125,7 +124,7 @@ def test_a_portion_holds_a_bounded_number_of_keys() -> None:
             yield message(taken, due_ms=NOW + taken * 1000, to_key=b"%d" % taken)
 
     sample = replace(CONTEXT, whole=False)
-    first = next(iter(counted_by_columns(endless(), sample, bound=100)))  # type: ignore[arg-type]
+    first = next(iter(counted(endless(), sample, bound=100)))  # type: ignore[arg-type]
     assert first[0].kind == "lane"
     assert taken < 100
 

@@ -80,36 +80,18 @@ def test_findings_of_one_rule_are_bounded_violations_first() -> None:
     assert all(found.severity == "violation" for found in report.findings if found.rule == overdue.RULE)
 
 
-PAGE = Damage(f"message_{DAY}", "page 7", "invalid page in block 7")
-TOAST = Damage(f"message_{DAY}", "(9,3)", "missing chunk number 0", lane=1, id=77, due_ms=NOW + DAY_MS)
-
-
-def test_what_the_database_cannot_read_is_found_by_table_and_place() -> None:
-    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, damage=[TOAST, PAGE])
-    damage, conservation = sorted(report.findings, key=lambda found: found.rule, reverse=True)
+def test_places_that_the_database_cannot_read_are_found_by_table() -> None:
+    places = [Damage(f"message_{DAY}", *place) for place in (("pages 0 to 7", "one"), ("pages 8 to 15", "two"))]
+    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, damage=[*places, places[0]])
+    (damage,) = report.findings
     assert brief(damage) == ("integrity", "violation", f"table message_{DAY}: the database cannot read it", 2)
-    assert damage.first_due_ms == TOAST.due_ms
+    assert damage.first_due_ms is None
     assert damage.details == {
-        "places": ["(9,3)", "page 7"],
-        "reasons": ["missing chunk number 0", "invalid page in block 7"],
+        "places": ["pages 0 to 7", "pages 8 to 15"],
+        "reasons": ["one", "two"],
         "due_from_ms": DAY * DAY_MS,
         "due_before_ms": (DAY + 1) * DAY_MS,
-        "examples": [77],
     }
-    # The counters fit the rows without it.
-    assert brief(conservation) == ("conservation", "violation", "lane 1: waiting", 1)
-
-
-def test_a_message_of_which_the_place_is_readable_is_one_of_its_lane() -> None:
-    held = Damage("held", "(1,1)", "missing chunk number 0", lane=1, id=78, due_ms=NOW)
-    counters = fitting(SOUND, SEGMENTS)
-    counters[1, "parked"] += 2
-    counters[1, "held"] += 1
-    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, counters=counters, damage=[TOAST, held])
-    assert [found.subject for found in report.findings] == [
-        "table held: the database cannot read it",
-        f"table message_{DAY}: the database cannot read it",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +105,12 @@ def test_a_message_of_which_the_place_is_readable_is_one_of_its_lane() -> None:
         ("segment", set()),
     ],
 )
-def test_what_a_damaged_index_hides_is_not_called_missing(table: str, skipped: set[str]) -> None:
-    """All of its table is there, and nobody could read it."""
-    index = Damage(table, f"index {table}_pkey", "invalid page in block 0")
+def test_rows_that_damage_hides_are_not_called_missing(table: str, skipped: set[str]) -> None:
+    place = Damage(table, "pages 0 to 7", "invalid page in block 0")
     hidden = [] if table in ("message_key", "segment", "segment_cancelled") else [message(77)]
+    segments = [one._replace(tombstones=0) if table == "segment_cancelled" else one for one in SEGMENTS]
     report = judged(
-        SOUND, [] if table == "segment" else SEGMENTS, CLAIMS, context=CONTEXT, damage=[index],
+        SOUND, [] if table == "segment" else segments, CLAIMS, context=CONTEXT, damage=[place],
         counters=fitting([*SOUND, *hidden], SEGMENTS),
     )  # fmt: skip
     assert said(report) == [("integrity", "violation", f"table {table}: the database cannot read it", 1)]

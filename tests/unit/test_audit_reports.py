@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from delayer.audit import charts, report_console, report_html, words
+from delayer.audit import report_console, report_html, words
 from delayer.audit.findings import Bar, Calendar, Finding, LaneFigures, Peak, Report, RuleRun, Totals
 from tests.unit import audit_reports
 from tests.unit.audit_reports import HOUR, NOW_MS
@@ -169,22 +169,18 @@ def test_a_second_with_one_message_is_no_peak_beside_thousands() -> None:
 def test_charts_keep_every_peak() -> None:
     """Thousands of bars become as many as there is room for, and the highest stays as high."""
     bars = [Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, 7_777 if n == 4_000 else 1, 0) for n in range(5_000)]
-    chart = charts.calendar(bars, NOW_MS, 1.0, "x")
-    assert chart is not None
-    assert "7,777" in chart.told
-    assert chart.notes == {
-        "wide": "Each bar is the busiest hour of 21.",
-        "narrow": "Each bar is the busiest hour of 56.",
-    }
-    assert all("7.78 k" in svg for svg in chart.svg.values())
+    chart = report_html.chart("x", bars, NOW_MS)
+    assert "the most in one hour: 7,777" in chart.told
+    assert chart.told.endswith("each bar is the busiest hour of 21")
+    assert chart.svg.count("h.9") == 239
+    assert f"M{4_000 // 21} 100V0.0h" in chart.svg
 
 
-def test_a_straggler_does_not_squeeze_the_rest() -> None:
-    day = 24 * HOUR
-    bars = [*(Bar(NOW_MS + n * day, day, 1_000, 0) for n in range(30)), Bar(NOW_MS + 3_650 * day, day, 2, 0)]
-    chart = charts.calendar(bars, NOW_MS, 1.0, "x")
-    assert chart is not None
-    assert chart.notes["wide"] == "2 messages later, up to 2035-11-20 00:00:02Z, not drawn."
+def test_overdue_bars_are_red() -> None:
+    bars = [Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, 5, 0) for n in (-2, -1, 0, 1)]
+    late, coming = report_html.chart("x", bars, NOW_MS).svg.split("<path")[1:]
+    assert ("--bad" in late, late.count("h.9")) == (True, 2)
+    assert ("--bar" in coming, coming.count("h.9")) == (True, 2)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +193,7 @@ def test_a_straggler_does_not_squeeze_the_rest() -> None:
     ids=["one", "far apart", "beyond the calendar"],
 )
 def test_odd_calendars_are_drawn(bars: list[Bar]) -> None:
-    chart = charts.calendar(bars, NOW_MS, 1.0, "x")
-    assert chart is not None
-    assert chart.svg["wide"].startswith("<svg")
-
-
-@pytest.mark.parametrize("bars", [[], [Bar(NOW_MS, 60_000, 0, 0)], [Bar(10**18, 60_000, 3, 0)]])
-def test_nothing_to_draw(bars: list[Bar]) -> None:
-    assert charts.calendar(bars, NOW_MS, 1.0, "x") is None
+    assert report_html.chart("x", bars, NOW_MS).svg.startswith("<svg")
 
 
 @pytest.mark.parametrize(("behind_ms", "told"), [(0, ""), (999, ""), (7_200_000, "Read from a replica 2 h behind its")])

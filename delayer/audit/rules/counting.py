@@ -32,8 +32,7 @@ BOUND: Final = 50_000
 
 
 def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:
-    """What it takes a look at each message to know. Some keys come more than once; holds ``bound`` of them, and a few
-    more, at most."""
+    """The tallies of ``messages``. Some keys come more than once; holds ``bound`` of them, and a few more, at most."""
     tallies = Tallies(bound)
     standouts = Standouts()
     for message in messages:
@@ -43,12 +42,19 @@ def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -
             key = ("fault", message.lane, _WHERE[message.where], fault.encode())
             tallies.add(key, size, due_ms)
             tallies.name(key, message.id)
+        tallies.add(("lane", message.lane, _WHERE[message.where], b""), size, due_ms)
+        if message.key is not None:
+            tallies.add(("keyed", 0, b"", b""), size, due_ms)
         if context.whole:
+            yield Key(repeats.ID, message.id), Tally(1, size, due_ms, due_ms)
             fingerprint = repeats.fingerprint(message, properties)
             if fingerprint is not None:
                 yield Key(repeats.MESSAGE, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
         if message.where != HELD:
             standouts.add(message, size)
+            tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
+            tallies.add(("route", 0, message.route, b""), size, due_ms)
+            tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
             if due_ms < context.now_ms:
                 _count_late(message, due_ms, size, tallies, context)
         elif message.retry_ms is not None:
@@ -69,28 +75,6 @@ def _count_late(message: Message, expected_ms: int, size: int, tallies: Tallies,
         tallies.add(("overdue", message.lane, _WHERE[where], age.encode()), size, message.due_ms)
         if message.where == WAITING:
             tallies.add(("overdue route", message.lane, message.route, _WHERE[where]), size, message.due_ms)
-
-
-def counted_by_columns(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:
-    """What can be counted without looking any closer: every key is made of a few columns.
-
-    On a cluster this needs no Python a message: delayer/audit/columns.py is the same as SQL, and a test compares.
-    """
-    tallies = Tallies(bound)
-    for message in messages:
-        due_ms, size = message.due_ms, message.body_bytes + len(message.properties)
-        if context.whole:
-            yield Key(repeats.ID, message.id), Tally(1, size, due_ms, due_ms)
-        tallies.add(("lane", message.lane, _WHERE[message.where], b""), size, due_ms)
-        if message.key is not None:
-            tallies.add(("keyed", 0, b"", b""), size, due_ms)
-        if message.where != HELD:
-            tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
-            tallies.add(("route", 0, message.route, b""), size, due_ms)
-            tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
-        if tallies.full:
-            yield from tallies.drain()
-    yield from tallies.drain()
 
 
 def counted_segments(found: Iterable[Segment], context: Context) -> Iterator[Partial]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from delayer.audit.findings import Finding, LaneFigures, Report, RuleRun, Severity, Totals
 from delayer.audit.rules import calendar, conservation, damage, keys, overdue, repeats, segments
-from delayer.audit.rules.counting import counted, counted_by_columns, counted_segments
+from delayer.audit.rules.counting import counted, counted_segments
 from delayer.audit.rules.damage import Damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.keys import Claim
@@ -45,8 +45,7 @@ def evidence_of(
     damaged: Iterable[Damage] = (),
 ) -> Evidence:
     """Everything counted, from rows in any order."""
-    kept = list(messages)
-    partials = sorted([*counted(kept, context), *counted_by_columns(kept, context)])
+    partials = sorted(counted(messages, context))
     summary = [*summarized(partials, context.now_ms), *counted_segments(found, context), *keys.judged(sorted(claims))]
     summary += summarized(sorted(damage.counted(damaged)), context.now_ms)
     return Evidence(merged(summary))
@@ -113,13 +112,12 @@ def _run(rule: str, found: Sequence[Finding], listed: int, skipped: str) -> Rule
 
 
 def _skipped(context: Context, unread: Mapping[str, str]) -> dict[str, str]:
-    """Which rules are not run, and why. A damaged index hides a table whose rows are all there: to say that they are
-    missing would send people the wrong way."""
+    """Which rules are not run, and why. Rows that the database could not read are no rows that are missing."""
     if not context.whole:
         return dict.fromkeys(OF_THE_WHOLE, "a sample was read: this is asked of the whole")
     found = {}
-    for table, index in unread.items():
-        why = f"{index} is damaged, so that table {table} could not be read: see integrity"
+    for table, place in unread.items():
+        why = f"table {table} could not be read as a whole ({place}): see integrity"
         if table == "message_key":
             found[keys.RULE] = why
         elif table == "held" or table in context.partitions or table == "message_default":

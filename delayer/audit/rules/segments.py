@@ -6,11 +6,9 @@ from delayer.audit.findings import Finding, Severity
 from delayer.audit.rules import damage
 from delayer.audit.rules.evidence import Evidence
 from delayer.audit.rules.message import Context, Segment
-from delayer.audit.rules.tally import Key
 
 RULE = "segments"
 UNREADABLE = "does not read back"
-COUNT = "more or fewer messages are in it than it says"
 DUE = "its first and last due time are not those of its messages"
 IDS = "its first and last id are not those of its messages: a cancel would miss them"
 SIZE = "its messages have another size than it says"
@@ -30,16 +28,13 @@ def faults(segment: Segment, context: Context) -> tuple[str, ...]:
         return (ORPHANED,) if context.whole else ()
     live = segment.messages - segment.cancelled
     found = []
-    if segment.unpacked is not None and segment.unpacked != segment.messages:
-        found.append(COUNT)
-    elif segment.fault is not None:
+    if segment.fault is not None:
         found.append(UNREADABLE)
     elif segment.broken_ms is not None:
         found.append(MARKED)
     elif live > 0 and segment.first_due_ms < context.now_ms + context.restored_ms:
         found.append(LATE)
-    if segment.fault is None or not segment.fault.startswith(damage.TOMBSTONES_LOST):
-        found += _of_cancelled(segment, live)
+    found += _of_cancelled(segment, live)
     if segment.fault is None and segment.unpacked is not None:
         found += [fault for fault, said, came_out in _told(segment) if said != came_out]
     return tuple(found)
@@ -67,12 +62,12 @@ def _told(segment: Segment) -> tuple[tuple[str, object, object], ...]:
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """The segments' own faults. Where some of their table cannot be read, tombstones may be of those."""
+    """The segments' own faults, but for those that damage to one of the two tables would explain."""
     found = []
-    unread = evidence.get(Key(damage.TABLE, 0, b"segment")) is not None
+    unread = damage.unread(evidence)
     for key, tally in evidence.of("segment fault"):
         fault = key.first.decode()
-        if fault == ORPHANED and unread:
+        if (fault == ORPHANED and "segment" in unread) or (fault == CANCELLED and "segment_cancelled" in unread):
             continue
         where, first = (f"lane {key.number}: ", tally.first_due_ms) if key.number >= 0 else ("", None)
         details = {"segments": list(tally.examples)}
