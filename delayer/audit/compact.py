@@ -1,6 +1,6 @@
 """`delayer compact`: rows that are due in the far future become segments.
 
-The driver cuts the backlog into windows, executors make segments of them (compact_work.py), and in the end the
+The driver cuts the backlog into windows, executors make segments of them (:func:`work`), and in the end the
 partitions that lost their rows give their room back (store/shrinking.py). Nothing is kept beside the store: a job that
 was killed is simply started again, and so is a task.
 """
@@ -9,29 +9,116 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
-from delayer.audit.compact_work import Packed, work
-from delayer.audit.errors import DaemonsOutdated, JobMisused
-from delayer.audit.watching import Say
+from delayer.audit import tasks
+from delayer.audit.errors import JobMisused
+from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
-from delayer.settings import duration_text
-from delayer.store import compacting, owners, schema, session, shrinking
-from delayer.store.compacting import Window
+from delayer.store import compacting, schema, session, shrinking
+from delayer.store.compacting import Compacted, Window
 from delayer.store.days import DAY_MS
-from delayer.store.errors import translated
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.shrinking import Shrunk
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-WINDOWS_PER_TASK: Final = 4
-"""What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second."""
+
+class Packed(NamedTuple):
+    """What became of a window. ``lost`` and ``broken`` are reasons: the store was out of reach; a segment did not read
+    back and was not kept. What was committed before stays."""
+
+    window: Window
+    segments: int
+    messages: int
+    raw_bytes: int
+    packed_bytes: int
+    lost: str | None = None
+    broken: str | None = None
+    perhaps: int = 0
+    """Messages that were packed, but may be undone: they are in no total."""
+
+
+def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
+    """On an executor: make segments of ``windows``, one after the other."""
+    return asyncio.run(_work(url, rows, list(windows)))
+
+
+async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
+    try:
+        connection = await session.connect(url, "delayer compact", {**tasks.SESSION, **session.LAZY})
+    except StoreLost as error:
+        return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
+    packed: list[Packed] = []
+    try:
+        ours = Turns(connection)
+        for window in windows:
+            packed.append(await pack_window(connection, window, rows, ours))
+        await session.flush(connection)
+    except DRIVER_ERRORS as error:  # of the flush, mostly: perhaps the last of them are undone
+        told = {one.window: one for one in packed}
+        return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]
+    else:
+        return packed
+    finally:
+        await session.close(connection)
+
+
+def _perhaps(one: Packed, reason: str) -> Packed:
+    """What is not sure to be kept is in no total, but its day is looked at."""
+    lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
+    return Packed(one.window, 0, 0, 0, 0, lost, one.broken, one.messages)
+
+
+async def pack_window(connection: asyncpg.Connection, window: Window, rows: int, ours: Turns | None = None) -> Packed:
+    """Segments of ``window`` until nothing is left there that can be taken."""
+    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
+
+    made: list[Compacted] = []
+    ours = ours or Turns(connection)
+    lost = broken = None
+    attempts = 0
+    # How often a window is tried that loses against other transactions.
+    while attempts < 5:
+        try:
+            async with ours.turn() as pace:
+                # Rows that are locked at once beside traffic: 10 ms of the server's, and a megabyte of its log.
+                portion = 1_000 if pace.giving_way else None
+                # Seconds after each portion, by Pace.share of them.
+                one = await compacting.compact_one(
+                    connection, window, rows=rows, portion=portion, pause=0.01 * pace.share
+                )
+                if one is not None:
+                    made.append(one)  # whatever happens to the turn
+        except WORTH_REPEATING as error:
+            attempts += 1
+            lost = describe(error)
+            continue
+        except DRIVER_ERRORS as error:
+            lost = describe(error)
+            break
+        except SegmentBroken as error:
+            broken = f"lane {window.lane}, due from {window.first_ms}: {error.reason}"
+            break
+        lost, attempts = None, 0
+        if one is None or not one.more:
+            break
+    return Packed(
+        window,
+        len(made),
+        sum(one.messages for one in made),
+        sum(one.raw_bytes for one in made),
+        sum(one.packed_bytes for one in made),
+        lost,
+        broken,
+    )
+
 
 _NUMBERS: Final = """
 SELECT count(*) FILTER (WHERE taken), count(*) FILTER (WHERE key IS NOT NULL),
@@ -97,6 +184,8 @@ class Done:
 
 def check_after(after_ms: int, restore_ahead_ms: int) -> None:
     """Raise JobMisused for a limit within which daemons restore: they would undo the job at once."""
+    from delayer.settings import duration_text  # noqa: PLC0415 - executors load this module, and need no settings
+
     if after_ms <= restore_ahead_ms:
         raise JobMisused(
             f"--after {duration_text(after_ms)}: expected more than store.restore_ahead, which is "
@@ -107,8 +196,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 async def plan(url: str, after_ms: int, rows: int) -> Plan:
     """Cut what is due later than ``after_ms`` from now into windows.
 
-    Raises StoreLost, also where this role may not compact, before a JVM is started for it; BadStoreUrl, SchemaOutdated;
-    DaemonsOutdated where somebody at work could not restore what is packed.
+    Raises StoreLost, also where this role may not compact, before a JVM is started for it; BadStoreUrl, SchemaOutdated.
     """
     connection = await _connect(url, "delayer compact plan")
     try:
@@ -117,8 +205,6 @@ async def plan(url: str, after_ms: int, rows: int) -> Plan:
             if not await connection.fetchval(_MAY):
                 user = await connection.fetchval("SELECT current_user")
                 raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
-            if lanes := await owners.without_segments(connection):
-                raise DaemonsOutdated(lanes)
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
             return Plan(now_ms, now_ms + after_ms, await compacting.windows(connection, now_ms + after_ms, rows))
     finally:
@@ -143,7 +229,8 @@ def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Do
     from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
 
     began = time.monotonic()
-    portions = tasks.portions(planned.windows, WINDOWS_PER_TASK)
+    # What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second.
+    portions = tasks.portions(planned.windows, 4)
     packed = tasks.run(spark, "packing", portions, partial(work, url, rows), say)
     return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))
 

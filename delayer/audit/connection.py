@@ -9,15 +9,54 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, Final
+from urllib.parse import parse_qsl, quote, urlencode
 
 import adbc_driver_manager as adbc
 import adbc_driver_postgresql
 import pyarrow as pa
 
-from delayer.audit import libpq
 from delayer.core import certificates
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
+
+# Parameters that both understand. What asyncpg does not know it sets in the session, and so does libpq by "options".
+_SHARED: Final = (
+    "host port user password passfile dbname service servicefile connect_timeout client_encoding options"
+    " application_name fallback_application_name keepalives keepalives_idle keepalives_interval keepalives_count"
+    " tcp_user_timeout sslmode sslcert sslkey sslpassword sslrootcert sslcrl sslcrldir sslsni requirepeer"
+    " ssl_min_protocol_version ssl_max_protocol_version gssencmode krbsrvname gsslib target_session_attrs"
+    " channel_binding"
+)
+_KNOWN: Final = frozenset(_SHARED.split())
+_OTHERWISE: Final = {"database": "dbname"}
+
+
+def libpq_url(store_url: str, application: str) -> str:
+    """``store_url`` for libpq, with our name and deadlines where it has none of its own. Holds the password."""
+    base, _, query = store_url.partition("?")  # put together again, a URL without a host would lose a slash
+    ours = {
+        "application_name": application,
+        "connect_timeout": str(10),
+        "keepalives_idle": "5",
+        "keepalives_interval": "2",
+        "keepalives_count": "3",
+    }
+    settings = []
+    for given, value in parse_qsl(query, keep_blank_values=True):
+        key = _OTHERWISE.get(given, given)
+        if key in _KNOWN:
+            ours[key] = value
+        else:
+            settings.append(f"-c {key}={_escaped(value)}")
+    if settings:
+        ours["options"] = " ".join([*([ours["options"]] if "options" in ours else []), *settings])
+    return f"{base}?{urlencode(ours, quote_via=quote)}"
+
+
+def _escaped(value: str) -> str:
+    """One word for the server's parser of options."""
+    return value.replace("\\", "\\\\").replace(" ", "\\ ")
+
 
 _BATCH_HINT: Final = "adbc.postgresql.batch_size_hint_bytes"
 _COPY: Final = "adbc.postgresql.use_copy"
@@ -28,7 +67,7 @@ _SESSION: Final = (
     "SET LOCAL jit = off",
     "SET LOCAL timezone = 'UTC'",
     "SET LOCAL max_parallel_workers_per_gather = 0",
-    libpq.NO_TIMEOUT.format("true"),
+    "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # since Postgres 17
 )
 _DAMAGED: Final = ("XX", "58030", "58P01")
 """SQLSTATEs, or their beginnings: internal errors (those of corrupted data and indexes are among them), and files that
@@ -140,7 +179,7 @@ def reading(url: SecretUrl, on: str, batch_bytes: int) -> Iterator[Reading]:
 def _connected(url: SecretUrl) -> Iterator[adbc.AdbcConnection]:
     """Raises StoreLost."""
     with translated("connect"):
-        database = adbc_driver_postgresql.connect(libpq.url(url.reveal(), "delayer audit"))
+        database = adbc_driver_postgresql.connect(libpq_url(url.reveal(), "delayer audit"))
     with closing(database):
         with translated("connect"):
             connection = adbc.AdbcConnection(database)

@@ -18,9 +18,6 @@ RULE: Final = "destinations"
 NAMED: Final = 20
 """Keys of one exchange with a finding each, the soonest due; the rest share one. An application that puts an order's
 number into the key has millions."""
-EXAMPLES: Final = 10
-LISTED: Final = 100
-"""Findings that the report has, violations first."""
 
 _Row = tuple[Target, Route]
 
@@ -48,7 +45,8 @@ def with_destinations(report: Report, asked: Asked) -> Report:
     of the calendar's destinations."""
     found = findings(asked.routes)
     severities = [one.severity for one in found]
-    listed = found[:LISTED]
+    # Findings that the report has, violations first.
+    listed = found[:100]
     run = RuleRun(
         RULE,
         severities.count("violation"),
@@ -101,7 +99,7 @@ def _finding(subject: str, rows: Sequence[_Row]) -> Finding:
         details["held_already"] = held
     if len(rows) > 1:
         details["keys"] = len(rows)
-        details["routing_keys"] = [shown(target.routing_key) for target, _ in rows[:EXAMPLES]]
+        details["routing_keys"] = [shown(target.routing_key) for target, _ in rows[:10]]
     return Finding(RULE, severity, subject, messages, min(target.first_due_ms for target, _ in rows), details)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class JobImpossible(Exception):
     """Something that the job needs is not on this machine; the text says what to install."""
@@ -33,17 +31,6 @@ class SparkMissing(JobImpossible):
 
 class JobMisused(Exception):
     """An option does not fit; the text says which."""
-
-
-class DaemonsOutdated(Exception):
-    """Daemons of an older version would not understand what the job is about to write."""
-
-    def __init__(self, lanes: Sequence[int]) -> None:
-        numbers = ", ".join(map(str, lanes))
-        super().__init__(
-            f"daemons that were started before the store's schema knew segments own lanes ({numbers}), and restore "
-            "none. Next: restart every daemon with this version of delayer, then compact."
-        )
 
 
 class JobFailed(Exception):

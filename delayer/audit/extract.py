@@ -6,24 +6,146 @@ delayer/audit/frames.py), but keys, headers and destinations: its directory is f
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from delayer.audit import places, snapshot
+import asyncpg
+
 from delayer.audit import spark as sessions
 from delayer.audit.frames import CAME_OUT, DAMAGE, OF_SEGMENTS, SCHEMAS, Facts, Frames
-from delayer.audit.snapshot import Rows
 from delayer.core.secret import SecretUrl
+from delayer.store import damaged, partitions, schema, session
+from delayer.store.errors import DAMAGED, translated
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+_MORE: Final = {
+    "statement_timeout": "0",
+    "idle_session_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "lock_timeout": "30s",
+}
+_NO_TIMEOUT: Final = "SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'"
+_LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, segment_cancelled IN ACCESS SHARE MODE"
+_EXPORT: Final = """
+SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
+       current_setting('server_version') AS server
+"""
+# While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
+# last commit that it replayed, or the checkpoint that it started from.
+_COME_TO: Final = """
+SELECT CASE
+    WHEN pg_last_wal_receive_lsn() <= pg_last_wal_replay_lsn()
+        AND (SELECT coalesce(status, 'streaming') = 'streaming' FROM pg_stat_wal_receiver)
+    THEN clock_timestamp()
+    ELSE coalesce(pg_last_xact_replay_timestamp(), (SELECT checkpoint_time FROM pg_control_checkpoint()))
+END
+"""
+_LANES: Final = """
+SELECT l.number, l.epoch, l.owner, l.watermark,
+       CASE WHEN pg_is_in_recovery() THEN NULL ELSE EXISTS (
+           SELECT FROM pg_locks AS k
+           WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
+             AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+             AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
+       ) END AS alive
+FROM lane AS l
+ORDER BY l.number
+"""
+_COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
+_PARTITIONS: Final = """
+SELECT c.relname::text, pg_table_size(c.oid)
+FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+WHERE i.inhparent = 'message'::regclass
+ORDER BY c.relname
+"""
+
+Rows = list[tuple[Any, ...]]
+
+
+class Snapshot:
+    """An exported snapshot, and what the driver itself reads on it: tables of a few rows. Made by :func:`hold`."""
+
+    def __init__(
+        self, url: SecretUrl, connection: asyncpg.Connection, runner: asyncio.Runner, id_: str, facts: Facts
+    ) -> None:
+        self._url = url
+        self._connection = connection
+        self._runner = runner
+        self.id = id_
+        self.facts = facts
+
+    def lanes(self) -> Rows:
+        """The rows of frames.SCHEMAS["lanes"]. Raises StoreLost, as the others do."""
+        return self._fetch("read the lanes", _LANES)
+
+    def counters(self) -> Rows:
+        """The rows of frames.SCHEMAS["counters"]."""
+        return self._fetch("read the counters", _COUNTERS)
+
+    def partitions(self) -> Rows:
+        """The rows of frames.SCHEMAS["partitions"]."""
+        return [(name, *_day(name), size) for name, size in self._fetch("list the partitions", _PARTITIONS)]
+
+    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
+        """Bytes of these tables that rows may lie in; 0 is empty for certain."""
+        sql = "SELECT name, pg_relation_size(name::regclass) FROM unnest($1::text[]) AS name"
+        return dict(self._fetch("look at the tables' sizes", sql, list(tables)))
+
+    def _fetch(self, doing: str, sql: str, *arguments: object) -> Rows:
+        async def fetch() -> Rows:
+            with translated(doing):
+                try:
+                    return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
+                except DAMAGED as error:
+                    raise await damaged.lost(self._url.reveal(), doing, error) from error
+
+        return self._runner.run(fetch())
+
+
+@contextmanager
+def hold_snapshot(url: SecretUrl) -> Iterator[Snapshot]:
+    """Take the snapshot and keep it until the end of the block. Blocks; not for a thread with a running loop.
+
+    Raises StoreLost, BadStoreUrl, SchemaOutdated.
+    """
+    with asyncio.Runner() as runner:
+        connection = runner.run(_open(url))
+        try:
+            yield Snapshot(url, connection, runner, *runner.run(_begin(connection)))
+        finally:
+            runner.run(session.close(connection))
+
+
+async def _open(url: SecretUrl) -> asyncpg.Connection:
+    return await session.connect(url.reveal(), "delayer audit snapshot", _MORE)
+
+
+async def _begin(connection: asyncpg.Connection) -> tuple[str, Facts]:
+    with translated("take a snapshot"):
+        await schema.check(connection)
+        await connection.execute(_NO_TIMEOUT)
+        await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
+        id_, now_ms, replica, server = await connection.fetchrow(_EXPORT)
+        at_ms = min(now_ms, await connection.fetchval(_COME_TO)) if replica else now_ms
+    return id_, Facts(at_ms, replica=replica, server=server, behind_ms=now_ms - at_ms)
+
+
+def _day(partition: str) -> tuple[int | None, int | None]:
+    """The interval of due instants of a partition, epoch ms."""
+    day = partitions.day_of(partition)
+    return (None, None) if day is None else (day * partitions.DAY_MS, (day + 1) * partitions.DAY_MS)
+
 
 Watch = Callable[[str], AbstractContextManager[None]]
 """Shows the progress of what runs inside, under a name."""
@@ -62,7 +184,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
     if work is None or not urlsplit(work).scheme:
         if work is not None:
             Path(work).mkdir(parents=True, exist_ok=True)
-        with places.place(Path(work or tempfile.gettempdir()), places.EXTRACT) as made:
+        with sessions.scratch_directory(Path(work or tempfile.gettempdir()), sessions.EXTRACT) as made:
             try:
                 yield made.as_uri()
             except (SystemExit, KeyboardInterrupt):
@@ -72,7 +194,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
                 raise
         return
     assert spark is not None
-    url = f"{work.rstrip('/')}/{places.EXTRACT}{uuid.uuid4().hex}"
+    url = f"{work.rstrip('/')}/{sessions.EXTRACT}{uuid.uuid4().hex}"
     try:
         _make(spark, url)
         yield url
@@ -110,7 +232,7 @@ def take(
     from delayer.audit import source  # noqa: PLC0415  (needs the extra)
 
     spark.dataSource.register(source.bound(url))
-    with snapshot.hold(url) as held:
+    with hold_snapshot(url) as held:
         sizes = held.sizes([part.table for part in _PARTS.values() if part.table != "message"])
         parts = {name: part for name, part in _PARTS.items() if sizes.get(part.table, 1)}
         small = {"lanes": held.lanes(), "counters": held.counters(), "partitions": held.partitions()}

@@ -3,29 +3,108 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
-from delayer.audit import extract, keeping
+from delayer.audit import extract
 from delayer.audit import spark as sessions
 from delayer.audit.errors import JobFailed, JobMisused
 from delayer.audit.findings import Report
-from delayer.audit.rules import calendar
-from delayer.audit.watching import Say, Watching
+from delayer.audit.rules import judge
+from delayer.audit.rules.judge import growth_of
+from delayer.audit.tasks import Say, Watching
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.status import RESTORED_MS
+from delayer.writing import replaced, replacing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayer.audit.frames import Frames
 
-TARGETS: Final = 100_000
-"""Destinations that the broker is asked about at most, the soonest due."""
+FINDINGS: Final = (
+    "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
+)
+"""Columns of the findings as Parquet; ``details`` is JSON."""
+
+
+def check_places(state: Path | None, out: str | None) -> None:
+    """Try what will be written. ``out`` is only looked at where it is a path of this machine.
+
+    Raises JobMisused.
+    """
+    if state is not None:
+        _try(_beside(state), f"--state {state}")
+    if out is not None and not urlsplit(out).scheme:
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JobMisused(f"--out {out}: {error.strerror}") from error
+        _try(Path(out), f"--out {out}")
+
+
+def _beside(state: Path) -> Path:
+    """The directory that the file is made in: of what a symlink leads to."""
+    try:
+        return (replaced(state) or state).parent
+    except OSError as error:
+        raise JobMisused(f"--state {state}: {error.strerror}") from error
+
+
+def _try(directory: Path, option: str) -> None:
+    if not directory.is_dir():
+        raise JobMisused(f"{option}: there is no directory {directory}")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise JobMisused(f"{option}: no file can be made in {directory}: {error.strerror}") from error
+
+
+def last_report(state: Path | None) -> tuple[Report | None, tuple[str, ...]]:
+    """The report kept in ``state``, and a remark if what stands there is none. Raises JobMisused if it cannot be read,
+    now and not at the end of an hour's work."""
+    if state is None:
+        return None, ()
+    try:
+        return Report.from_json(state.read_text(encoding="ascii")), ()
+    except FileNotFoundError:
+        return None, ()
+    except (ValueError, UnicodeDecodeError) as error:
+        return None, (f"{state} tells nothing of the last audit, it is written anew: {error}",)
+    except OSError as error:
+        raise JobMisused(f"--state {state}: {error.strerror}") from error
+
+
+def keep(state: Path, report: Report) -> None:
+    """Let ``state`` hold this report, all of it or what was there before. Raises JobMisused."""
+    try:
+        with replacing(state) as out:
+            out.write(report.to_json().encode("ascii"))
+    except OSError as error:
+        raise JobMisused(f"--state {state}: {error.strerror}") from error
+
+
+def grown(report: Report, before: Report | None) -> Report:
+    """The report with its growth since the last one, if there is one to compare with."""
+    return report if before is None else replace(report, growth=growth_of(report, before))
+
+
+def add_findings(spark: SparkSession, report: Report, out: str) -> None:
+    """Add this audit's findings to the Parquet files there; ``audited_ms`` tells audits apart. Spark's errors pass."""
+    at = report.store_now_ms
+    rows = [
+        (at, one.rule, one.severity, one.subject, one.count, one.first_due_ms, json.dumps(one.details, default=str))
+        for one in report.findings
+    ]
+    spark.createDataFrame(rows, FINDINGS).coalesce(1).write.mode("append").parquet(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +149,8 @@ def check(options: Options) -> None:
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused.
     """
-    keeping.check(options.state, options.out)
-    keeping.last(options.state)
+    check_places(options.state, options.out)
+    last_report(options.state)
     if wrong := schema.outdated(asyncio.run(schema.current(options.store.reveal()))):
         raise wrong
 
@@ -81,12 +160,12 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     began = time.monotonic()
     sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is known only now
     watching = Watching(spark, say)
-    before, remarks = keeping.last(options.state)
+    before, remarks = last_report(options.state)
     with extract.workplace(options.work, spark) as place:
         frames = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
         report = _judged(frames, options, watching)
         report, asked = _asked(report, frames, options, watching)
-    report = keeping.grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
+    report = grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
     return Audited(report, (*remarks, *asked), tuple(_unkept(spark, report, options, watching)))
 
 
@@ -97,12 +176,12 @@ def _unkept(
     if options.out is not None:
         try:
             with watching("writing the findings"):
-                keeping.add_findings(spark, report, options.out)
+                add_findings(spark, report, options.out)
         except JobFailed as error:
             yield error
     if options.state is not None and report.sample is None:
         try:
-            keeping.keep(options.state, report)
+            keep(options.state, report)
         except JobMisused as error:
             yield error
 
@@ -110,7 +189,7 @@ def _unkept(
 def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
     from delayer.audit import judging  # noqa: PLC0415 - Spark
 
-    rate = calendar.RELEASE_RATE if options.release_rate is None else options.release_rate
+    rate = judge.RELEASE_RATE if options.release_rate is None else options.release_rate
     with watching("judging"):
         return judging.run(frames, release_rate=rate, restored_ms=options.restored_ms, paced=options.paced)
 
@@ -121,7 +200,8 @@ def _asked(report: Report, frames: Frames, options: Options, watching: Watching)
     from delayer.broker import destinations  # noqa: PLC0415 - aio-pika, which not everybody needs
 
     with watching("gathering destinations"):
-        targets = destination_findings.targets(frames, TARGETS)
+        # Destinations that the broker is asked about at most, the soonest due.
+        targets = destination_findings.targets(frames, 100_000)
     if options.broker is None:
         asked = destinations.not_asked(targets, "the broker was not asked about destinations, as it was told")
     else:

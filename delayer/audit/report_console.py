@@ -12,17 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from delayer.audit import words
-from delayer.audit.advice import advice
 from delayer.audit.findings import Bar, Finding, Report
+from delayer.audit.words import advice
 from delayer.broker.routing import Verdict
 
-FINDINGS: Final = 10
-"""Findings of one rule that are printed; the page, the JSON and the Parquet files have all of them."""
-DESTINATIONS: Final = 12
-PEAKS: Final = 5
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_HOUR_MS: Final = 3_600_000
-_HOURS: Final = 48
 _VERDICTS: Final = {
     Verdict.ROUTED.value: "green",
     Verdict.ALTERNATE.value: "yellow",
@@ -67,9 +61,10 @@ def _findings(report: Report, console: Console) -> None:
             told = advice(rule)
             noun = words.counted(len(found), found[0].severity)
             console.print(Text.assemble((f"{noun}: ", style), (told.title, "bold")))
-            for one in found[:FINDINGS]:
+            # Findings of one rule that are printed; the page, the JSON and the Parquet files have all of them.
+            for one in found[:10]:
                 _finding(one, report.store_now_ms, console)
-            rest = len(found[FINDINGS:]) + unlisted.pop(rule, 0)
+            rest = len(found[10:]) + unlisted.pop(rule, 0)
             if rest:
                 console.print(Text(f"  … and {rest:,} more", "dim"))
             console.print(Text.assemble(("  Next: ", "bold"), told.next.replace("`", "")))
@@ -109,7 +104,7 @@ def _coming(report: Report, console: Console) -> None:
     if peaks:
         rate = f"to drain at {report.calendar.release_rate:,.0f}/s"
         table = _table("peak from", "within one", "messages", rate, right=(2, 3))
-        for peak in peaks[:PEAKS]:
+        for peak in peaks[:5]:
             slow = peak.drain_seconds > peak.width_ms / 1000
             drain = Text(words.duration(peak.drain_seconds), "yellow" if slow else "")
             table.add_row(words.instant(peak.start_ms), words.width(peak.width_ms), f"{peak.messages:,}", drain)
@@ -118,11 +113,11 @@ def _coming(report: Report, console: Console) -> None:
 
 def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
     """The next 48 hours, one character each; empty where nothing is due in them."""
-    first = now_ms // _HOUR_MS
-    counts = [0] * _HOURS
+    first = now_ms // 3_600_000
+    counts = [0] * 48
     for bar in hours:
-        at = bar.start_ms // _HOUR_MS - first
-        if 0 <= at < _HOURS:
+        at = bar.start_ms // 3_600_000 - first
+        if 0 <= at < 48:
             counts[at] += bar.messages
     top = max(counts)
     if not top:
@@ -138,7 +133,7 @@ def _destinations(report: Report, console: Console) -> None:
     table = _table("destination", "messages", "first due", "the broker would", right=(1,))
     # What would not be taken stands first, however little it is.
     rows = sorted(at.destinations, key=lambda one: not _bad(one.verdict))
-    for one in rows[:DESTINATIONS]:
+    for one in rows[:12]:
         verdict = Text(one.verdict or "not asked", _VERDICTS.get(one.verdict, "dim"))
         if one.way:
             verdict.append(f" ({words.name(one.way)})", "dim")
@@ -148,7 +143,7 @@ def _destinations(report: Report, console: Console) -> None:
             words.instant(one.first_due_ms),
             verdict,
         )
-    rest = len(rows[DESTINATIONS:]) + at.destinations_more
+    rest = len(rows[12:]) + at.destinations_more
     if rest:
         table.add_row(Text(f"… and {rest:,} more", "dim"))
     _indented(console, table)

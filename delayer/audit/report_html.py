@@ -16,8 +16,8 @@ from markupsafe import Markup, escape
 
 from delayer import __version__
 from delayer.audit import words
-from delayer.audit.advice import Advice, advice
 from delayer.audit.findings import Bar, Finding, Growth, LaneFigures, Report, Severity, Share, Standout
+from delayer.audit.words import Advice, advice
 from delayer.broker.routing import Verdict
 from delayer.writing import replacing
 

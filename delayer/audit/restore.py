@@ -1,6 +1,6 @@
 """`delayer restore`: segments become rows again, in bulk, without waiting for the daemons to do it.
 
-The driver takes a lane in which nothing is due soon and holds its lock, executors restore into it (restore_work.py),
+The driver takes a lane in which nothing is due soon and holds its lock, executors restore into it (:func:`work`),
 fenced by the lane's epoch. What is restored while it is ours is released by nobody; so the work goes in rounds, short
 ones for what is due soon, and after each the lane is given up and adopted by a daemon if it needs one. If this process
 dies, its lane is free, and what its executors still restore is refused from the moment that somebody takes the lane.
@@ -12,18 +12,20 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import asyncpg
 
-from delayer.audit.restore_work import Back, work
-from delayer.audit.watching import Say
+from delayer.audit import tasks
+from delayer.audit.tasks import Say, Turns
+from delayer.core.errors import StoreLost
 from delayer.core.giving_way import Pace
+from delayer.core.segment import Broken, Restored
 from delayer.store import pagewise, partitions, schema, segments, session, traffic
-from delayer.store.errors import DAMAGED, translated
+from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
 from delayer.store.quiet import quiet_lane
 from delayer.store.segments import Fence, Listed
@@ -31,19 +33,107 @@ from delayer.store.segments import Fence, Listed
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+PATIENCE: Final = 0.1
+"""Seconds to wait for somebody else's lock, twice as long each time: 3 s in all."""
+
+
+class Back(NamedTuple):
+    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``locked``: another session has it,
+    and whether that one restores it nobody knows yet. ``lost``, ``broken``: reasons."""
+
+    segment: int
+    messages: int
+    gone: bool = False
+    locked: bool = False
+    lost: str | None = None
+    broken: str | None = None
+
+    @property
+    def restored(self) -> bool:
+        return not (self.gone or self.locked or self.lost or self.broken)
+
+
+def work(url: str, fence: Fence, ids: Iterable[int], *, soon: bool = False) -> list[Back]:
+    """On an executor: restore the segments ``ids``, one after the other; in a hurry if they are due ``soon``."""
+    return asyncio.run(_work(url, fence, soon, list(ids)))
+
+
+async def _work(url: str, fence: Fence, soon: bool, ids: Sequence[int]) -> list[Back]:
+    try:
+        connection = await session.connect(url, "delayer restore", {**tasks.SESSION, **session.LAZY})
+    except StoreLost as error:
+        return [Back(one, 0, lost=str(error)) for one in ids]
+    back: list[Back] = []
+    try:
+        ours = Turns(connection, hurried=soon)
+        for one in ids:
+            back.append(await restore_segment(connection, fence, one, ours))
+        await session.flush(connection)
+    except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
+        return [_perhaps(one, describe(error)) if one.restored else one for one in back]
+    else:
+        return back
+    finally:
+        await session.close(connection)
+
+
+async def restore_segment(
+    connection: asyncpg.Connection, fence: Fence, segment: int, ours: Turns | None = None
+) -> Back:
+    """Restore one segment. A transaction that lost against another one is tried again, and so is a segment that
+    another session has locked: a daemon that is about to restore it, or one that died and whose end the server sees
+    later than we do."""
+    lost: str | None = None
+    ours = ours or Turns(connection, hurried=True)
+    for attempt in range(5):
+        try:
+            async with ours.turn() as pace:
+                found = await _restored(connection, fence, segment, pace)
+            if found is not None:
+                return _back(segment, found)
+            lost = None
+            if not await segments.exists(connection, segment):
+                return Back(segment, 0, gone=True)
+            await asyncio.sleep(PATIENCE * 2**attempt)
+        except WORTH_REPEATING as error:
+            lost = describe(error)
+        except DAMAGED as error:  # it ends nobody else's work
+            return Back(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
+        except DRIVER_ERRORS as error:
+            return Back(segment, 0, lost=describe(error))
+        except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
+            return Back(segment, 0, lost=str(error))
+    return Back(segment, 0, locked=lost is None, lost=lost)
+
+
+async def _restored(connection: asyncpg.Connection, fence: Fence, segment: int, pace: Pace) -> Restored | Broken | None:
+    """At once, or in small portions with pauses, as daemons do it."""
+    if not pace.giving_way:
+        return await segments.restore(connection, fence, segment)
+    # Seconds after each portion of rows beside traffic, by Pace.share of them; a portion takes about as long.
+    return await segments.restore(
+        connection, fence, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005 * pace.share
+    )
+
+
+def _perhaps(one: Back, reason: str) -> Back:
+    """What is not sure to be kept is in no total."""
+    return Back(one.segment, 0, lost=f"{reason}; perhaps its {one.messages} messages are restored")
+
+
+def _back(segment: int, found: Restored | Broken) -> Back:
+    match found:
+        case Broken():
+            return Back(segment, 0, broken=f"{found.reason}; {found.advice}" if found.newer else found.reason)
+        case Restored():
+            return Back(segment, found.messages)
+
+
 NAME: Final = "restoring"
-SEGMENTS_PER_TASK: Final = 4
 ROUND: Final = 240
 """Segments of a round: some 2 M messages, a minute's work on two cores, and within SOON_MS on the slowest machine."""
-ROUND_BESIDE: Final = 40
-"""The same beside traffic, where a segment takes a second, and with the longest rests ten."""
-SHORT_ROUND: Final = 8
 SOON_MS: Final = 600_000
 """What is due within this time from the beginning of a round is restored in short ones, without rests."""
-PARTITION_PAUSE: Final = 0.1
-"""Seconds between two partitions beside traffic: each stops it for as long as a release takes."""
-PARTITION_SECONDS: Final = 20.0
-"""For the making of partitions before a round; rows of a day without one wait in the default partition."""
 
 
 class Plan(NamedTuple):
@@ -111,7 +201,7 @@ async def plan(url: str, within_ms: int | None) -> Plan:
 
 def next_round(left: Sequence[Listed], now_ms: int) -> Sequence[Listed]:
     """The segments of the next round, out of those that are ``left``: few while they are due soon."""
-    soon = [one for one in left[:SHORT_ROUND] if one.first_due_ms < now_ms + SOON_MS]
+    soon = [one for one in left[:8] if one.first_due_ms < now_ms + SOON_MS]
     return soon or left[:ROUND]
 
 
@@ -142,7 +232,8 @@ async def _prepare(url: str, left: Sequence[Listed]) -> tuple[Sequence[Listed], 
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
             pace = Pace()
             pace.look(await traffic.look(connection))
-            part = next_round(left, now_ms)[: ROUND_BESIDE if pace.giving_way else ROUND]
+            # The same beside traffic, where a segment takes a second, and with the longest rests ten.
+            part = next_round(left, now_ms)[: 40 if pace.giving_way else ROUND]
             await _make_days(connection, part, now_ms // DAY_MS, pace)
     finally:
         await session.close(connection)
@@ -152,12 +243,14 @@ async def _prepare(url: str, left: Sequence[Listed]) -> tuple[Sequence[Listed], 
 async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], today: int, pace: Pace) -> None:
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
     days = Days(await partitions.existing(connection))
-    until = time.monotonic() + PARTITION_SECONDS
+    # For the making of partitions before a round; rows of a day without one wait in the default partition.
+    until = time.monotonic() + 20.0
     while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
         pace.look(await traffic.look(connection))
         await days.make(connection, missing[:1] if pace.giving_way else missing, today, now, until - now)
         if pace.giving_way:
-            await asyncio.sleep(PARTITION_PAUSE)
+            # Seconds between two partitions beside traffic: each stops it for as long as a release takes.
+            await asyncio.sleep(0.1)
 
 
 async def _round(spark: SparkSession, url: str, part: Sequence[Listed], soon: bool, say: Say) -> list[Back]:
@@ -166,7 +259,7 @@ async def _round(spark: SparkSession, url: str, part: Sequence[Listed], soon: bo
 
     async with quiet_lane(url, f"restore {socket.gethostname()}:{os.getpid()}") as lane:
         fence = Fence(lane.number, lane.epoch)
-        portions = tasks.portions([one.id for one in part], SEGMENTS_PER_TASK)
+        portions = tasks.portions([one.id for one in part], 4)
         try:
             return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, fence, soon=soon), say)
         except asyncio.CancelledError:

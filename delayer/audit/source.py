@@ -6,7 +6,7 @@
 =============  =========================================================================================================
 relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (relations.KINDS)
 columns        which ones, with commas; all but ``body`` and ``damage`` if nothing is said. Only what these need is read
-snapshot       an exported snapshot (delayer/audit/snapshot.py). Without one each task sees the store of its own moment
+snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
 url_file       a file with the store's URL, at the same path on every machine
 url            the URL, if it has no password in it
 sample         the share of the pages to read, 0 to 1; ``seed`` chooses other ones
@@ -25,28 +25,193 @@ Memory is bounded by a batch, or by one row where that is larger: libpq streams,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from delayer.audit import connection, relations, splits, unpacking
+from delayer.audit import connection
+from delayer.audit.columns import KINDS, Column, Kind, Origin, epoch_ms, made, schema_of, select_list, without_body
 from delayer.audit.connection import Reading, Unreadable
-from delayer.audit.relations import KINDS, Kind
-from delayer.audit.rules.damage import Damage
-from delayer.audit.splits import Piece, Relation, Split
-from delayer.audit.values import Origin
+from delayer.audit.rules.checks import Damage
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
+SPLIT_BYTES: Final = 64 << 20
+"""What one task reads: seconds of work, and thousands of tasks for a terabyte."""
+CHUNK_BYTES: Final = 1 << 20
+"""What a sample takes at a time: neighbours were parked together, so a sample needs many places."""
+
+
+class Relation(NamedTuple):
+    """A table that holds rows. ``size`` is in bytes, with what lies out of line."""
+
+    name: str
+    pages: int
+    size: int
+
+    @property
+    def page_size(self) -> float:
+        return self.size / self.pages
+
+
+class Piece(NamedTuple):
+    """The pages ``first`` to ``after`` (not included) of a table; to its end where ``after`` is None."""
+
+    relation: str
+    first: int
+    after: int | None
+
+    def __str__(self) -> str:
+        if self.after is None:
+            return f"page {self.first} and all behind it"
+        return f"pages {self.first} to {self.after - 1}"
+
+    def condition(self) -> str:
+        """For WHERE."""
+        low = f"ctid >= '({self.first},0)'::tid"
+        return low if self.after is None else f"{low} AND ctid < '({self.after},0)'::tid"
+
+
+Split = tuple[Piece, ...]
+"""What one task reads, on one connection."""
+
+
+def plan_splits(
+    relations: Iterable[Relation], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0, seed: int = 0
+) -> list[Split]:
+    """Everything, or a share ``sample`` of the pages, as tasks of about ``split_bytes``; small tables share one."""
+    splits: list[Split] = []
+    gathered: list[Piece] = []
+    filled = 0.0
+    for relation in relations:
+        for piece, size in _pieces(relation, split_bytes, sample, seed):
+            if gathered and filled + size > split_bytes:
+                splits.append(tuple(gathered))
+                gathered, filled = [], 0.0
+            gathered.append(piece)
+            filled += size
+    if gathered:
+        splits.append(tuple(gathered))
+    return splits
+
+
+def _pieces(relation: Relation, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
+    """The relation's pieces, each with its bytes."""
+    if relation.pages == 0:
+        return
+    if sample < 1.0:
+        yield from _sampled(relation, sample, seed)
+        return
+    step = max(1, int(split_bytes / relation.page_size))
+    for first in range(0, relation.pages, step):
+        after = first + step
+        # The last one has no end: the table may have grown between the snapshot and the look at its size.
+        yield (
+            Piece(relation.name, first, after if after < relation.pages else None),
+            min(step, relation.pages - first) * relation.page_size,
+        )
+
+
+def _sampled(relation: Relation, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
+    """Each chunk with the same chance: an estimate from them, divided by ``sample``, is a fair one.
+
+    The seed is the caller's, so that a task that is repeated reads the same pages.
+    """
+    chance = random.Random(f"{seed} {relation.name}")
+    step = max(1, int(CHUNK_BYTES / relation.page_size))
+    for first in range(0, relation.pages, step):
+        if chance.random() < sample:
+            after = min(first + step, relation.pages)
+            yield Piece(relation.name, first, after), (after - first) * relation.page_size
+
+
+_PACKED: Final = "SELECT id, lane::int, format::int, messages, digest, packed FROM ONLY segment WHERE {}"
+_TOMBSTONES: Final = (
+    "SELECT c.segment, c.id FROM segment_cancelled AS c"
+    " WHERE c.segment IN (SELECT s.id FROM ONLY segment AS s WHERE {})"
+)
+
+
+class _Packed(NamedTuple):
+    """What :data:`_PACKED` gives."""
+
+    id: int
+    lane: int
+    format: int
+    messages: int
+    digest: bytes
+    packed: bytes
+
+
+def unpacked(reading: Reading, piece: Piece, columns: dict[str, Column]) -> Iterator[pa.RecordBatch | Damage]:
+    """The live messages of each segment of ``piece``; after those of each, a row that says what came out of it, or why
+    nothing did. Raises the driver's errors."""
+    schema = schema_of(columns)
+    condition = piece.condition()
+    tombstones: dict[int, list[int]] = {}
+    try:
+        # First these, for a connection gives one answer at a time.
+        for segment, message in reading.rows(_TOMBSTONES.format(condition)):
+            tombstones.setdefault(segment, []).append(message)
+    except Unreadable as error:  # nobody may say of any of their messages that it waits
+        yield Damage("segment_cancelled", f"what was cancelled in the segments of {piece}", error.reason)
+        return
+    try:
+        for found in reading.batches(_PACKED.format(condition)):
+            for row in range(found.num_rows):
+                packed = _Packed(*(column[row].as_py() for column in found.columns))
+                yield from _segment(packed, tombstones.get(packed.id, []), columns, schema)
+    except Unreadable as error:
+        yield Damage(piece.relation, str(piece), error.reason)
+
+
+def _segment(
+    one: _Packed, tombstones: list[int], columns: dict[str, Column], schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    from delayer.store import packing  # noqa: PLC0415
+
+    try:
+        table = packing.unpack(one.packed, one.format, one.messages, one.digest)
+    except packing.SegmentBroken as broken:
+        yield _summary(schema, segment=one.id, lane=one.lane, fault=broken.reason)
+        return
+    live = packing.without(table, tombstones)
+    origin = Origin("segment", segment=one.id, lane=one.lane)
+    # Rows of an unpacked segment that travel together.
+    for part in live.to_batches(max_chunksize=10_000):
+        yield made(part, columns, schema, origin)
+    due_ms = epoch_ms(table["due_at"].combine_chunks())
+    yield _summary(
+        schema,
+        segment=one.id,
+        lane=one.lane,
+        unpacked=table.num_rows,
+        live=live.num_rows,
+        found_first_due_ms=pc.min(due_ms).as_py(),
+        found_last_due_ms=pc.max(due_ms).as_py(),
+        found_first_id=pc.min(table["id"]).as_py(),
+        found_last_id=pc.max(table["id"]).as_py(),
+        found_raw_bytes=sum(pc.sum(pc.binary_length(table[name])).as_py() for name in ("properties", "body")),
+    )
+
+
+def _summary(schema: pa.Schema, **known: object) -> pa.RecordBatch:
+    values = {"origin": "segment", **known}
+    return pa.RecordBatch.from_arrays(
+        [pa.array([values.get(field.name)], field.type) for field in schema], schema=schema
+    )
+
+
 NAME: Final = "delayer"
-BATCH_BYTES: Final = 8 << 20
 # Sizes with what lies out of line, the tables that rows lie in only: a partitioned one has none of its own.
 _RELATIONS: Final = """
 SELECT c.relname::text AS name, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages,
@@ -113,8 +278,8 @@ class _Asked:
             snapshot=options.get("snapshot", ""),
             sample=float(options.get("sample", "1")),
             seed=int(options.get("seed", "0")),
-            split_bytes=int(options.get("split_bytes", splits.SPLIT_BYTES)),
-            batch_bytes=int(options.get("batch_bytes", BATCH_BYTES)),
+            split_bytes=int(options.get("split_bytes", SPLIT_BYTES)),
+            batch_bytes=int(options.get("batch_bytes", (8 << 20))),
         )
 
     @property
@@ -156,7 +321,7 @@ class StoreReader(DataSourceReader):
         at_work = connection.reading(asked.url, asked.snapshot, asked.batch_bytes)
         with at_work as reading, connection.translated(asked.kind.table):
             found = [Relation(*row) for row in reading.rows(_RELATIONS.format(table=asked.kind.table))]
-        planned = splits.plan(found, split_bytes=asked.split_bytes, sample=asked.sample, seed=asked.seed)
+        planned = plan_splits(found, split_bytes=asked.split_bytes, sample=asked.sample, seed=asked.seed)
         return [Task(split) for split in planned or [()]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -174,19 +339,19 @@ class StoreReader(DataSourceReader):
 
 def _read(reading: Reading, piece: Piece, asked: _Asked) -> Iterator[pa.RecordBatch | Damage]:
     if asked.kind.name == "segment_message":
-        return unpacking.unpacked(reading, piece, asked.kind.chosen(asked.columns))
+        return unpacked(reading, piece, asked.kind.chosen(asked.columns))
     return _rows(reading, piece, asked)
 
 
 def _rows(reading: Reading, piece: Piece, asked: _Asked) -> Iterator[pa.RecordBatch | Damage]:
-    columns = relations.without_body(asked.kind.chosen(asked.columns))
-    schema = relations.schema_of(columns)
+    columns = without_body(asked.kind.chosen(asked.columns))
+    schema = schema_of(columns)
     origin = Origin("row", partition=piece.relation)
-    sql = f"SELECT {relations.select_list(columns.values())} FROM ONLY {piece.relation} WHERE {{}}"
+    sql = f"SELECT {select_list(columns.values())} FROM ONLY {piece.relation} WHERE {{}}"
 
     try:
         for found in reading.batches(sql.format(piece.condition())):
-            yield relations.made(found, columns, schema, origin)
+            yield made(found, columns, schema, origin)
     except Unreadable as error:
         yield Damage(piece.relation, str(piece), error.reason)
 
@@ -196,7 +361,7 @@ def _told(damage: Damage, asked: _Asked) -> pa.RecordBatch:
     if "damage" not in asked.columns:
         where = f"{damage.relation}, {damage.place}"
         raise StoreLost(f"{where}: {damage.reason}", "read the column damage too, to read all the others")
-    schema = relations.schema_of(asked.kind.chosen(asked.columns))
+    schema = schema_of(asked.kind.chosen(asked.columns))
     values = {"damage": json.dumps(damage._asdict())}
     return pa.RecordBatch.from_arrays(
         [pa.array([values.get(field.name)], field.type) for field in schema], schema=schema

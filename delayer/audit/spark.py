@@ -6,10 +6,12 @@ log and its plans. See delayer/audit/source.py for how the URL travels.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,19 +20,123 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from delayer.audit import places
 from delayer.audit.errors import JavaMissing, JobMisused, SparkMissing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+EXTRACT: Final = "delayer-audit-"
+SCRATCH: Final = "delayer-spark-"
+_LOCK: Final = ".lock"
+_BOOT, _MACHINE = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
+
+
+class Origin(NamedTuple):
+    """Where a run is, or was: the host's name, the identity of the machine's installation ("" where it has none, as in
+    most containers), and what its kernel called this run of itself."""
+
+    host: str
+    machine: str
+    boot: str
+
+    @classmethod
+    def here(cls) -> Origin:
+        return cls(socket.gethostname(), _first_line(_MACHINE), _first_line(_BOOT))
+
+    @classmethod
+    def read(cls, content: bytes) -> Origin | None:
+        """What :meth:`written` gave; None for anything else."""
+        parts = content.decode(errors="replace").split("\n")
+        return cls(*parts) if len(parts) == 3 else None
+
+    def written(self) -> bytes:
+        return "\n".join(self).encode()
+
+    def sees(self, other: Origin) -> bool:
+        """Whether a free lock of ``other`` means that it is dead: both have one kernel, which knows; or it is this
+        machine, by more than its name, before it was started again."""
+        if self.boot and self.boot == other.boot:
+            return True
+        return bool(self.machine) and (self.host, self.machine) == (other.host, other.machine)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").split("\n", 1)[0].strip()
+    except (OSError, UnicodeDecodeError):  # there is none
+        return ""
+
+
+@contextmanager
+def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
+    """A fresh directory below ``parent``, after what dead runs left there is gone. Raises OSError."""
+    sweep(parent)
+    lock, held = _locked(parent, prefix)
+    made = lock.with_name(lock.name.removesuffix(_LOCK))
+    try:
+        made.mkdir(mode=0o700)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if not made.exists():
+            lock.unlink(missing_ok=True)
+        os.close(held)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove what dead runs on this machine left below ``parent``; which directories that were."""
+    gone = []
+    here = Origin.here()
+    locks = [path for prefix in (EXTRACT, SCRATCH) for path in parent.glob(f"{prefix}*{_LOCK}")]
+    for lock in sorted(locks):
+        try:
+            held = _hold(lock)
+        except OSError:  # another user's, or just removed
+            continue
+        if held is None:
+            continue
+        try:
+            origin = Origin.read(os.pread(held, 1024, 0))
+            if os.fstat(held).st_uid != os.geteuid() or origin is None or not here.sees(origin):
+                continue
+            left = lock.with_name(lock.name.removesuffix(_LOCK))
+            shutil.rmtree(left, ignore_errors=True)
+            # What a JVM in its last moments wrote behind our back is left to the next run.
+            if not left.exists():
+                lock.unlink(missing_ok=True)
+                gone.append(left)
+        finally:
+            os.close(held)
+    return gone
+
+
+def _locked(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new lock, held. It has its content before it has its name: one without is nobody's."""
+    handle, name = tempfile.mkstemp(prefix=f".{prefix}", dir=parent)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    os.write(handle, Origin.here().written())
+    made = Path(name)
+    lock = made.with_name(f"{made.name.removeprefix('.')}{_LOCK}")
+    made.rename(lock)
+    return lock, handle
+
+
+def _hold(lock: Path) -> int | None:
+    """The lock, held; None where somebody else holds it. Raises OSError."""
+    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
 JAVA_NEEDED: Final = 17
 LOCAL: Final = "local[*]"
-END_SECONDS: Final = 10.0
-"""What a JVM has to end by itself."""
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
 # A JVM that hands out tasks, and works on none of their rows, is done before compiling it well has paid for itself; and
@@ -38,13 +144,11 @@ _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 _BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 # Bounds of what one exchange between the JVM and a Python worker holds: rows of any size must not add up.
-BATCH_BYTES: Final = 16 << 20
-BATCH_ROWS: Final = 10_000
 
 _EVERYWHERE: Final[Mapping[str, str]] = {
     "spark.sql.session.timeZone": "UTC",
-    "spark.sql.execution.arrow.maxRecordsPerBatch": str(BATCH_ROWS),
-    "spark.sql.execution.arrow.maxBytesPerBatch": str(BATCH_BYTES),
+    "spark.sql.execution.arrow.maxRecordsPerBatch": str(10_000),
+    "spark.sql.execution.arrow.maxBytesPerBatch": str(16 << 20),
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.ui.showConsoleProgress": "false",
     # Spark's own default, and URLs: whoever puts one into a setting of Spark's must not find it on a page.
@@ -139,7 +243,7 @@ def _scratch(master: str | None, work: str | None) -> Iterator[str | None]:
         return
     parent = Path(tempfile.gettempdir() if work is None or urlsplit(work).scheme else work)
     parent.mkdir(parents=True, exist_ok=True)
-    with places.place(parent, places.SCRATCH) as made:
+    with scratch_directory(parent, SCRATCH) as made:
         yield str(made)
 
 
@@ -171,7 +275,8 @@ def end_machine(spark: SparkSession) -> None:
         return
     process.terminate()  # not kill: its hooks remove what it spilled
     try:
-        process.wait(END_SECONDS)
+        # What a JVM has to end by itself.
+        process.wait(10.0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -7,32 +7,200 @@ work on an item must be one transaction, and doing it again must be harmless.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import asyncpg
 
 from delayer.audit import spark as sessions
-from delayer.audit import turns
-from delayer.audit.watching import Say, Watching
+from delayer.audit.errors import JobFailed
+from delayer.core.errors import StoreLost
+from delayer.core.giving_way import Pace
+from delayer.core.secret import mask
+from delayer.store import traffic
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+Say = Callable[[str, int, int], None]
+"""Told what is being done, how many of its tasks are done, and how many there are so far."""
+
+_STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
+_PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
+
+# What Spark says of a task that it gave up; behind it the reason, of the executor or of Java.
+_LOST_TASK: Final = re.compile(r"most recent failure: Lost task \S+ in stage \S+ \(TID \d+\) \([^)]*\):\s*(\S.*)")
+_NO_PYTHON: Final = (
+    ". Next: is there a Python with delayer[spark] at this path on every machine? "
+    "--conf spark.pyspark.python=… says where"
+)
+_CALL: Final = "An error occurred while calling "
+"""The first line of every error of Py4J's, which says nothing."""
+
+
+class Watching:
+    """``with watching("reading messages"):`` shows the stages of the Spark jobs that the block starts in its thread."""
+
+    def __init__(self, spark: SparkSession, say: Say) -> None:
+        self._context: Any = spark.sparkContext
+        self._say = say
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Raises what :func:`translated` does."""
+        self._context.setJobGroup(name, name, interruptOnCancel=True)
+        over = threading.Event()
+        looking = threading.Thread(target=self._look, args=(name, over), name="delayer progress", daemon=True)
+        self._say(name, 0, 0)
+        looking.start()
+        try:
+            with translated(name):
+                yield
+        except BaseException:
+            # An interruption: its tasks hold connections. In a thread with a connection to the JVM of its own, for on
+            # ours the answer to what was interrupted comes first, when all is done.
+            cancelling = threading.Thread(target=self._cancel, args=(name,), daemon=True)
+            cancelling.start()
+            cancelling.join(5.0)
+            raise
+        finally:
+            over.set()
+            looking.join()
+
+    def _cancel(self, name: str) -> None:
+        from py4j.protocol import Py4JError  # noqa: PLC0415
+
+        with suppress(Py4JError, OSError):  # the JVM may have gone first
+            self._context.cancelJobGroup(name)
+
+    def _look(self, name: str, over: threading.Event) -> None:
+        from py4j.protocol import Py4JError  # noqa: PLC0415
+
+        with suppress(Py4JError, OSError):  # the JVM is gone, which whoever waits for the tasks hears as well
+            while not over.wait(0.25):
+                self._say(name, *self._tasks(name))
+
+    def _tasks(self, name: str) -> tuple[int, int]:
+        """Tasks done, and all of them, over the stages that have begun."""
+        tracker = self._context.statusTracker()
+        jobs = (tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(name))
+        stages = {stage for job in jobs if job is not None for stage in job.stageIds}
+        known = [info for stage in stages if (info := tracker.getStageInfo(stage)) is not None]
+        return sum(info.numCompletedTasks for info in known), sum(info.numTasks for info in known)
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Spark's errors as StoreLost where a task lost the store, as JobFailed else. Their text alone: a stack of two
+    languages explains nothing to an operator, and only the text can be searched for passwords."""
+    from py4j.protocol import Py4JError  # noqa: PLC0415
+    from pyspark.errors import PySparkException  # noqa: PLC0415
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        raise failure(doing, told_by(error)) from None
+
+
+def told_by(error: Exception) -> str:
+    """All that Spark says of an error, as text."""
+    java = getattr(error, "java_exception", None)
+    return f"{error}\n{java.getMessage() if java is not None else ''}"
+
+
+def failure(doing: str, text: str) -> StoreLost | JobFailed:
+    """The error that Spark's text means. Pure."""
+    from delayer.audit.connection import advice_for  # noqa: PLC0415 - needs the extra
+
+    if lost := _STORE_LOST.search(text):
+        return StoreLost(mask(lost[1]), advice_for(lost[1]))
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_CALL)]
+    lost_task, python = _LOST_TASK.search(text), _PYTHON.findall(text)
+    if lost_task is not None and not lost_task[1].startswith("org.apache.spark.api.python.PythonException"):
+        reason = lost_task[1]
+    else:
+        reason = python[-1] if python else next(iter(lines), "no reason given")
+    advice = _NO_PYTHON if "Cannot run program" in reason else ""
+    return JobFailed(f"{doing}: {mask(reason)}{advice}")
+
+
+HUNG: Final = "60s"
+SESSION: Final[Mapping[str, str]] = {
+    # An executor that hangs in the middle of a transaction lets go of its rows after this time, and of its turn.
+    "idle_in_transaction_session_timeout": HUNG,
+    "idle_session_timeout": HUNG,
+}
+
+_pace = Pace()
+"""One for each process: a worker of Spark's has many tasks, one after the other."""
+
+
+def step_back() -> None:
+    """Let this process, and what it starts, have the processor when nobody else wants it. What the database does for it
+    is not meant: see :class:`Turns`."""
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+
+
+class Turns:
+    """The turns of the executor behind ``connection``."""
+
+    def __init__(self, connection: asyncpg.Connection, pace: Pace = _pace, *, hurried: bool = False) -> None:
+        """``hurried``: its work is the traffic of the next minutes, and gives way to nobody."""
+        self._connection = connection
+        self._pace = pace
+        self._hurried = hurried
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Pace]:
+        """For one piece of work: waits until it may begin, and rests after it. Raises the driver's errors."""
+        if self._hurried:
+            yield Pace(giving_way=False)
+            return
+        self._pace.look(await traffic.look(self._connection))
+        held = await self._wait()
+        began = time.monotonic()
+        try:
+            yield self._pace
+            if held:
+                took = time.monotonic() - began
+                self._pace.look(await traffic.look(self._connection))
+                await asyncio.sleep(self._pace.rest(took))
+        finally:
+            if held and not self._connection.is_closed():
+                await traffic.end_turn(self._connection)
+
+    async def _wait(self) -> bool:
+        """Whether the turn is ours; not where nobody needs to wait for it."""
+        looked = time.monotonic()
+        while self._pace.giving_way:
+            if await traffic.take_turn(self._connection):
+                return True
+            await asyncio.sleep(0.05)
+            # How often who waits for its turn looks whether there is still somebody to make way for.
+            if time.monotonic() - looked >= 1.0:
+                self._pace.look(await traffic.look(self._connection))
+                looked = time.monotonic()
+        return False
+
+
 T = TypeVar("T")
 R = TypeVar("R")
-
-RETRIES: Final = 4
-"""How often a task is tried, where the master does not say: on one machine Spark's own default is once."""
 
 
 def with_retries(master: str | None) -> str:
     """``local[N]`` as a master that starts a task again whose worker died; any other as it is; for None all cores."""
     if master is None or master == "local":
-        return f"local[{'*' if master is None else 1},{RETRIES}]"
+        # How often a task is tried, where the master does not say: on one machine Spark's own default is once.
+        return f"local[{'*' if master is None else 1},{4}]"
     match = re.fullmatch(r"local\[(\*|\d+)\]", master)
-    return f"local[{match[1]},{RETRIES}]" if match else master
+    return f"local[{match[1]},{4}]" if match else master
 
 
 @contextmanager
@@ -65,7 +233,7 @@ def run(
 
 def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> Iterable[R]:
     """On an executor: daemons on its machine come first."""
-    turns.step_back()
+    step_back()
     return work(portion)
 
 

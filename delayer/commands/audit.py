@@ -163,12 +163,12 @@ def _store(settings: Settings, url: str | None, url_file: Path | None) -> Secret
 
 
 def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
-    from delayer.audit import job, spark, turns  # noqa: PLC0415
+    from delayer.audit import job, spark, tasks  # noqa: PLC0415
 
     spark.check_machine()
     spark.check_work(master, options.work)
     job.check(options)
-    turns.step_back()
+    tasks.step_back()
     with progress() as say, spark.session("delayer audit", master=master, work=options.work, more=conf) as session:
         return job.run(session, options, say)
 

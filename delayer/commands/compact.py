@@ -65,9 +65,8 @@ def compact(
     interrupted and repeated: every message is either a row or in exactly one segment. In the end emptied partitions are
     dropped.
 
-    Exit code 1 if a segment did not read back as it was written (its messages stayed rows), or if daemons are at work
-    that restore no segments (of an older version, from before `db upgrade`); 3 if the store is out of reach, Java is
-    missing, or Spark gave up.
+    Exit code 1 if a segment did not read back as it was written (its messages stayed rows); 3 if the store is out of
+    reach, Java is missing, or Spark gave up.
 
     \b
     Examples:
@@ -92,8 +91,7 @@ def compact(
 
 def _run(url: str, planned: Plan, rows: int, where: Spark, say: Say) -> Done:
     from delayer.audit import compact as job  # noqa: PLC0415
-    from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
-    from delayer.audit.turns import step_back  # noqa: PLC0415
+    from delayer.audit.tasks import session, step_back  # noqa: PLC0415 - Spark
 
     if not planned.windows:
         return job.nothing(url, planned)

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import click
 
-from delayer.audit.errors import DaemonsOutdated, JobFailed, JobImpossible, JobMisused
+from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
 from delayer.core import certificates
 from delayer.core.errors import BrokerLost, StoreLost
@@ -55,7 +55,7 @@ class Unreached(Failure):
 
 EXPECTED_ERRORS = (
     ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
-    JobImpossible, JobMisused, JobFailed, DaemonsOutdated,
+    JobImpossible, JobMisused, JobFailed,
 )  # fmt: skip
 
 

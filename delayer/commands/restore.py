@@ -80,8 +80,7 @@ def restore(
 
 def _run(url: str, planned: Plan, where: Spark, say: Say) -> Done:
     from delayer.audit import restore as job  # noqa: PLC0415
-    from delayer.audit.tasks import session  # noqa: PLC0415 - Spark
-    from delayer.audit.turns import step_back  # noqa: PLC0415
+    from delayer.audit.tasks import session, step_back  # noqa: PLC0415 - Spark
 
     if not planned.segments:
         return job.Done((), 0.0, planned.unreadable)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import asyncpg
 
-from delayer.audit.rules import segments as rules
+from delayer.audit.rules import checks as rules
 from delayer.store import compacting, envelope, packing
 from delayer.store.compacting import Compacted
 from delayer.store.partitions import DAY_MS, bounds_of, name_of

@@ -9,10 +9,9 @@ from typing import Any
 
 from delayer.audit.findings import Finding, Report
 from delayer.audit.rules import judge
-from delayer.audit.rules.damage import Damage
-from delayer.audit.rules.keys import POINTER, WAITING, Claim
-from delayer.audit.rules.message import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
-from delayer.audit.rules.message import WAITING as ROW
+from delayer.audit.rules.checks import CLAIM_WAITING, POINTER, Claim, Damage
+from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
+from delayer.audit.rules.model import WAITING as ROW
 from delayer.store.status import KINDS
 from delayer.wire.properties import encode_headers
 
@@ -89,7 +88,7 @@ def pointer(key: bytes, number: int, **other: Any) -> Claim:
 
 
 def waiting(key: bytes, number: int, **other: Any) -> Claim:
-    return Claim(key, WAITING, number, 1, NOW + 3_600_000)._replace(**other)
+    return Claim(key, CLAIM_WAITING, number, 1, NOW + 3_600_000)._replace(**other)
 
 
 def fitting(messages: Iterable[Message], segments: Iterable[Segment] = ()) -> dict[tuple[int, str], int]:

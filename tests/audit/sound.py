@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from delayer.audit.rules.keys import HELD as CLAIM_HELD
-from delayer.audit.rules.message import DAY_MS, GRACE_MS, HELD, PACKED, Context
+from delayer.audit.rules.checks import CLAIM_HELD
+from delayer.audit.rules.model import DAY_MS, GRACE_MS, HELD, PACKED, Context
 from tests.audit.rows import DAY, NOTHING_FOUND, NOW, message, pointer, properties, segment, waiting
 
 SOUND = [

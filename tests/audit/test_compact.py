@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import restore, restore_work, tasks
+from delayer.audit import restore, tasks
 from delayer.store import cancelling, segments
 from delayer.store.partitions import DAY_MS, name_of
 from delayer.store.quiet import quiet_lane
@@ -98,7 +98,7 @@ async def test_a_segment_that_somebody_else_has_locked(
     database: str, let_go: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is waited for, a while; then it is neither restored nor gone, and that is told."""
-    monkeypatch.setattr(restore_work, "PATIENCE", 0.02)
+    monkeypatch.setattr(restore, "PATIENCE", 0.02)
     async with filled(database, FEW), sql(database) as admin, sql(database) as other, sql(database) as watch:
         await compact_all(admin)
         soonest = (await segments_of(database))[0]
@@ -108,11 +108,11 @@ async def test_a_segment_that_somebody_else_has_locked(
             await transaction.start()
             await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest["id"])
             if not let_go:
-                back = await restore_work.restore_segment(admin, fence, soonest["id"])
+                back = await restore.restore_segment(admin, fence, soonest["id"])
                 assert (back.locked, back.restored, back.messages) == (True, False, 0)
                 await transaction.rollback()
             else:
-                restoring = asyncio.create_task(restore_work.restore_segment(admin, fence, soonest["id"]))
+                restoring = asyncio.create_task(restore.restore_segment(admin, fence, soonest["id"]))
                 pid = admin.get_server_pid()
                 asked = "SELECT query LIKE 'SELECT EXISTS%' FROM pg_stat_activity WHERE pid = $1"
                 while not await watch.fetchval(asked, pid):  # noqa: ASYNC110 - another session
@@ -121,7 +121,7 @@ async def test_a_segment_that_somebody_else_has_locked(
                 back = await restoring
                 assert (back.restored, back.messages) == (True, soonest["messages"])
         await lawful(database)
-    done = restore.Done([back, restore_work.Back(7, 0, gone=True)], 1.0)
+    done = restore.Done([back, restore.Back(7, 0, gone=True)], 1.0)
     assert (done.locked, done.segments) == ([] if let_go else [soonest["id"]], int(let_go))
 
 

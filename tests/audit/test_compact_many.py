@@ -8,7 +8,7 @@ import re
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import compact, compact_work, restore_work
+from delayer.audit import compact, restore
 from delayer.store.quiet import quiet_lane
 from delayer.store.segments import Fence
 from tests.audit.backlog import everything, lawful, segments_of
@@ -52,13 +52,13 @@ async def test_a_lane_that_changed_its_owner_takes_nothing_more(database: str) -
         before = await everything(database)
         planned = await compact.plan(database, WEEK_MS, ROWS)
         for window in planned.windows:
-            await compact_work.pack_window(admin, window, ROWS)
+            await compact.pack_window(admin, window, ROWS)
         [first, *_] = await segments_of(database)
         async with quiet_lane(database, "test") as lane:
             fence = Fence(lane.number, lane.epoch)
         async with quiet_lane(database, "another") as lane:
             assert lane.number == fence.number, "the lane that was given up is taken again"
-            found = await restore_work.restore_segment(admin, fence, first["id"])
+            found = await restore.restore_segment(admin, fence, first["id"])
         assert found.lost is not None
         assert re.search("owner", found.lost)
         assert await everything(database) == before

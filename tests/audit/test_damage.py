@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 from delayer.audit import job
 from delayer.audit.findings import Finding, Report
-from delayer.audit.watching import Watching
+from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.settings.secret import SecretUrl
 from delayer.store import cancelling, segments, unpacking

@@ -18,10 +18,10 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
-from delayer.audit import job, judging, keeping, source
+from delayer.audit import job, judging, source
 from delayer.audit import spark as sessions
 from delayer.audit.findings import Report
-from delayer.audit.watching import Watching
+from delayer.audit.tasks import Watching
 from delayer.cli import cli
 from delayer.commands import submit
 from delayer.settings.secret import SecretUrl
@@ -129,7 +129,7 @@ def test_the_password_is_nowhere(
     pack(filled)
     frames = take(spark, url, work)
     report = judging.run(frames)
-    keeping.add_findings(spark, report, (Path(work) / "findings").as_uri())
+    job.add_findings(spark, report, (Path(work) / "findings").as_uri())
     frame = load(spark, url, "message", columns="id").where("id > 5")
     frame.collect()
     frame.explain("extended")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from delayer.audit import job, keeping, libpq, spark, tasks
+from delayer.audit import connection, job, spark, tasks
 from delayer.audit.errors import JavaMissing, JobFailed, JobMisused, SparkMissing
-from delayer.audit.watching import failure
+from delayer.audit.tasks import failure
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 
@@ -163,7 +163,7 @@ def test_a_package_that_is_missing_is_named(module: str, monkeypatch: pytest.Mon
     ],
 )
 def test_urls_for_libpq(given: str, expected: str) -> None:
-    found = libpq.url(given, "x")
+    found = connection.libpq_url(given, "x")
     for ours in ("&connect_timeout=10", "&keepalives_idle=5", "&keepalives_interval=2", "&keepalives_count=3"):
         assert ours in found
         found = found.replace(ours, "")
@@ -225,25 +225,25 @@ def test_the_reason_of_a_task_that_was_given_up_is_told(reason: str, expected: s
 
 def test_the_last_audit_that_is_none_is_a_remark(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
-    assert keeping.last(None) == (None, ())
-    assert keeping.last(state) == (None, ())
+    assert job.last_report(None) == (None, ())
+    assert job.last_report(state) == (None, ())
     state.write_text('{"version": 99}')
-    before, [remark] = keeping.last(state)
+    before, [remark] = job.last_report(state)
     assert before is None
     assert "written anew" in remark
     with pytest.raises(JobMisused, match="directory"):
-        keeping.last(tmp_path)
+        job.last_report(tmp_path)
 
 
 def test_whether_there_is_a_place_for_what_is_kept_is_tried_before_the_work(tmp_path: Path) -> None:
-    keeping.check(None, None)
-    keeping.check(tmp_path / "state.json", str(tmp_path / "new" / "findings"))
-    keeping.check(None, "hdfs://cluster/findings")
+    job.check_places(None, None)
+    job.check_places(tmp_path / "state.json", str(tmp_path / "new" / "findings"))
+    job.check_places(None, "hdfs://cluster/findings")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     with pytest.raises(JobMisused, match="there is no directory"):
-        keeping.check(tmp_path / "nowhere" / "state.json", None)
+        job.check_places(tmp_path / "nowhere" / "state.json", None)
     (tmp_path / "file").touch()
     with pytest.raises(JobMisused, match=r"--out .*file: File exists"):
-        keeping.check(None, str(tmp_path / "file"))
+        job.check_places(None, str(tmp_path / "file"))
     with pytest.raises(JobMisused, match="no file can be made in /proc"):
-        keeping.check(Path("/proc/state.json"), None)
+        job.check_places(Path("/proc/state.json"), None)

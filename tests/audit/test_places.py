@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from delayer.audit import places
-from delayer.audit.places import Origin
+from delayer.audit import spark
+from delayer.audit.spark import Origin
 
 _RUN = """
 import sys
@@ -36,7 +36,7 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 
 def test_it_is_for_one_user_and_goes_at_the_end_whatever_happened(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), places.place(tmp_path, places.SCRATCH) as made:
+    with pytest.raises(RuntimeError), spark.scratch_directory(tmp_path, spark.SCRATCH) as made:
         assert made.stat().st_mode & 0o077 == 0
         (made / "file").write_text("x")
         raise RuntimeError
@@ -48,15 +48,15 @@ def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
     dead.kill()
     dead.communicate()
     assert (left / "messages" / "part").exists()
-    with places.place(tmp_path, places.SCRATCH) as made:
+    with spark.scratch_directory(tmp_path, spark.SCRATCH) as made:
         assert not left.exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == [made.name, f"{made.name}.lock"]
 
 
 def test_a_living_run_keeps_its_own(tmp_path: Path) -> None:
     living, its = started(tmp_path)
-    with places.place(tmp_path, places.SCRATCH) as ours:
-        assert places.sweep(tmp_path) == []
+    with spark.scratch_directory(tmp_path, spark.SCRATCH) as ours:
+        assert spark.sweep(tmp_path) == []
         assert (its / "messages" / "part").exists()
         assert ours.exists()
     ended(living)
@@ -71,10 +71,10 @@ def test_what_is_of_another_machine_stays(tmp_path: Path) -> None:
     before = lock.read_bytes()
     for content in (b"elsewhere", Origin("elsewhere", "m", "b").written(), b""):
         lock.write_bytes(content)
-        assert places.sweep(tmp_path) == []
+        assert spark.sweep(tmp_path) == []
         assert left.exists()
     lock.write_bytes(before)
-    assert places.sweep(tmp_path) == [left]
+    assert spark.sweep(tmp_path) == [left]
 
 
 HERE = Origin("pod-0", "", "this boot")
@@ -106,5 +106,5 @@ def test_a_run_says_where_it_is() -> None:
 def test_what_has_no_lock_is_not_ours_to_remove(tmp_path: Path) -> None:
     (tmp_path / "delayer-audit-mine").mkdir()
     (tmp_path / "delayer-audit-other.lock").mkdir()
-    assert places.sweep(tmp_path) == []
+    assert spark.sweep(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 2

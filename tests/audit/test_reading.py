@@ -13,9 +13,9 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from delayer.audit import extract, snapshot, source
+from delayer.audit import columns, extract, source
 from delayer.audit.frames import SCHEMAS, Frames
-from delayer.audit.watching import Watching
+from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.settings.secret import SecretUrl
 from delayer.store import compacting, session
@@ -124,8 +124,8 @@ def test_a_row_whose_bytes_changed_has_another_crc(spark: SparkSession, filled: 
 
 def test_only_what_the_columns_need_is_asked_for(spark: SparkSession, filled: str) -> None:
     assert load(spark, filled, "message", columns="id, body_bytes").columns == ["id", "body_bytes"]
-    chosen = source.relations.KINDS["message"].chosen(["id", "due_ms", "body_bytes"])
-    asked = source.relations.select_list(source.relations.without_body(chosen).values())
+    chosen = columns.KINDS["message"].chosen(["id", "due_ms", "body_bytes"])
+    asked = columns.select_list(columns.without_body(chosen).values())
     assert "octet_length(body)" in asked
     assert "properties" not in asked
     sizes = fetch(filled, "SELECT sum(octet_length(body)) FROM message")
@@ -182,7 +182,7 @@ def test_a_store_that_goes_away_is_a_loss_of_the_store(spark: SparkSession) -> N
 
 
 def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
-    with snapshot.hold(SecretUrl(filled)) as held:
+    with extract.hold_snapshot(SecretUrl(filled)) as held:
         counters = held.counters()
         fill(filled, 100)
         execute(filled, "DELETE FROM message WHERE id % 2 = 0")
@@ -201,7 +201,7 @@ def test_what_the_driver_reads_itself(filled: str) -> None:
             return lane.number, await asyncio.to_thread(look)
 
     def look() -> tuple[Any, ...]:
-        with snapshot.hold(SecretUrl(filled)) as held:
+        with extract.hold_snapshot(SecretUrl(filled)) as held:
             return held.lanes(), held.partitions(), held.facts, held.sizes(["held", "segment"])
 
     number, (lanes, days, facts, sizes) = asyncio.run(work())
@@ -215,7 +215,7 @@ def test_what_the_driver_reads_itself(filled: str) -> None:
 
 
 def test_nobody_waits_for_the_snapshot_but_ddl(filled: str) -> None:
-    with snapshot.hold(SecretUrl(filled)):
+    with extract.hold_snapshot(SecretUrl(filled)):
         execute(filled, "UPDATE message SET route = 'x' WHERE id = 5")
         with pytest.raises(asyncpg.LockNotAvailableError):
             day = fetch(filled, "SELECT tableoid::regclass::text FROM message WHERE id = 5")[0][0]
@@ -224,12 +224,12 @@ def test_nobody_waits_for_the_snapshot_but_ddl(filled: str) -> None:
 
 
 def test_a_store_without_our_schema_is_refused_at_once(database: str) -> None:
-    with pytest.raises(SchemaOutdated), snapshot.hold(SecretUrl(database)):
+    with pytest.raises(SchemaOutdated), extract.hold_snapshot(SecretUrl(database)):
         pass
 
 
 def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> None:
-    with snapshot.hold(SecretUrl(filled)) as held:
+    with extract.hold_snapshot(SecretUrl(filled)) as held:
         frame = load(spark, filled, "held", snapshot=held.id, columns="id")
     with pytest.raises(StoreLost) as raised, Watching(spark, lambda *_: None)("reading"):
         frame.count()

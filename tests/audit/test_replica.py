@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import snapshot
+from delayer.audit import extract
 from delayer.audit.frames import Facts
 from delayer.settings.secret import SecretUrl
 from tests.audit.test_job import audit, violated
@@ -56,7 +56,7 @@ def until(look: object) -> None:
 
 
 def facts(url: str) -> Facts:
-    with snapshot.hold(SecretUrl(url)) as held:
+    with extract.hold_snapshot(SecretUrl(url)) as held:
         return held.facts
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from delayer.audit.rules import integrity, segments
-from delayer.audit.rules.damage import Damage
-from delayer.audit.rules.keys import HELD as CLAIM_HELD
-from delayer.audit.rules.message import DAY_MS, HELD, PACKED, Context, Lane, Segment
+from delayer.audit.rules import checks
+from delayer.audit.rules.checks import CLAIM_HELD, Damage
+from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Segment
 from delayer.store.envelope import FORMAT
 from delayer.store.status import RESTORED_MS
 from tests.audit.rows import (
@@ -42,15 +41,15 @@ def test_nothing_is_found_in_a_sound_store() -> None:
 @pytest.mark.parametrize(
     ("changed", "fault"),
     [
-        ({"crc": 18}, integrity.CHECKSUM),
-        ({"format": FORMAT + 1}, integrity.UNKNOWN_FORMAT),
-        ({"format": 0}, integrity.UNKNOWN_FORMAT),
-        ({"format": FORMAT + 1, "crc": 18, "properties": b""}, integrity.UNKNOWN_FORMAT),
-        ({"properties": b"\x00\x80\x09id"}, integrity.PROPERTIES),
-        ({"properties": b"\x20\x00\x00\x00\x00\x02\x07x"}, integrity.PROPERTIES),
-        ({"home": f"message_{DAY}", "due_ms": (DAY + 1) * DAY_MS}, integrity.PARTITION),
-        ({"home": f"message_{DAY}", "due_ms": DAY * DAY_MS - 1}, integrity.PARTITION),
-        ({"home": "message_default", "due_ms": DAY * DAY_MS + 5, "lane": 2}, integrity.PARTITION),
+        ({"crc": 18}, checks.CHECKSUM),
+        ({"format": FORMAT + 1}, checks.UNKNOWN_FORMAT),
+        ({"format": 0}, checks.UNKNOWN_FORMAT),
+        ({"format": FORMAT + 1, "crc": 18, "properties": b""}, checks.UNKNOWN_FORMAT),
+        ({"properties": b"\x00\x80\x09id"}, checks.PROPERTIES),
+        ({"properties": b"\x20\x00\x00\x00\x00\x02\x07x"}, checks.PROPERTIES),
+        ({"home": f"message_{DAY}", "due_ms": (DAY + 1) * DAY_MS}, checks.PARTITION),
+        ({"home": f"message_{DAY}", "due_ms": DAY * DAY_MS - 1}, checks.PARTITION),
+        ({"home": "message_default", "due_ms": DAY * DAY_MS + 5, "lane": 2}, checks.PARTITION),
     ],
 )
 def test_what_is_wrong_with_one_message(changed: dict[str, Any], fault: str) -> None:
@@ -115,18 +114,18 @@ def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("wrong", "severity", "subject", "count"),
     [
-        (segment(9, **NOTHING_FOUND, fault="the bytes changed"), "violation", segments.UNREADABLE, 10),
-        (segment(9, **{**NOTHING_FOUND, "unpacked": 10}, fault="another digest"), "violation", segments.UNREADABLE, 10),
-        (segment(9, found_first_due_ms=NOW + 8 * DAY_MS - 1), "violation", segments.DUE, 10),
-        (segment(9, found_last_due_ms=NOW + 9 * DAY_MS + 1), "violation", segments.DUE, 10),
-        (segment(9, found_first_id=99), "violation", segments.IDS, 10),
-        (segment(9, found_last_id=998), "violation", segments.IDS, 10),
-        (segment(9, found_raw_bytes=4999), "violation", segments.SIZE, 10),
-        (segment(9, cancelled=2, tombstones=2, live=9), "violation", segments.FOREIGN, 8),
-        (segment(9, first_due_ms=NOW + RESTORED_MS - 1), "violation", segments.LATE, 10),
+        (segment(9, **NOTHING_FOUND, fault="the bytes changed"), "violation", checks.UNREADABLE, 10),
+        (segment(9, **{**NOTHING_FOUND, "unpacked": 10}, fault="another digest"), "violation", checks.UNREADABLE, 10),
+        (segment(9, found_first_due_ms=NOW + 8 * DAY_MS - 1), "violation", checks.DUE, 10),
+        (segment(9, found_last_due_ms=NOW + 9 * DAY_MS + 1), "violation", checks.DUE, 10),
+        (segment(9, found_first_id=99), "violation", checks.IDS, 10),
+        (segment(9, found_last_id=998), "violation", checks.IDS, 10),
+        (segment(9, found_raw_bytes=4999), "violation", checks.SIZE, 10),
+        (segment(9, cancelled=2, tombstones=2, live=9), "violation", checks.FOREIGN, 8),
+        (segment(9, first_due_ms=NOW + RESTORED_MS - 1), "violation", checks.LATE, 10),
         (segment(9, broken_ms=NOW), "violation", "a daemon could not restore it", 10),
         (segment(9, broken_ms=NOW, fault="x"), "violation", "does not read back", 10),
-        (segment(9, broken_ms=NOW, first_due_ms=NOW), "violation", segments.MARKED, 10),
+        (segment(9, broken_ms=NOW, first_due_ms=NOW), "violation", checks.MARKED, 10),
         (
             segment(9, cancelled=1),
             "violation",
@@ -162,10 +161,10 @@ def test_a_segment_is_late_only_from_when_it_should_have_been_restored() -> None
     sooner = Context(NOW, restored_ms=1000)
     assert judged(segments=[segment(1, first_due_ms=NOW + 1000)], context=sooner).findings == ()
     assert said(judged(segments=[segment(1, first_due_ms=NOW + 999)], context=sooner)) == [
-        ("segments", "violation", f"lane 1: {segments.LATE}", 10)
+        ("segments", "violation", f"lane 1: {checks.LATE}", 10)
     ]
     nothing_left = segment(1, first_due_ms=NOW, cancelled=10, tombstones=10)
-    assert said(judged(segments=[nothing_left])) == [("segments", "warning", f"lane 1: {segments.EMPTY}", 0)]
+    assert said(judged(segments=[nothing_left])) == [("segments", "warning", f"lane 1: {checks.EMPTY}", 0)]
 
 
 def test_the_law_of_segments() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.audit.rules import overdue
-from delayer.audit.rules.message import DAY_MS, GRACE_MS, HELD, PACKED, STUCK_MS, Context, Lane
+from delayer.audit.rules import checks
+from delayer.audit.rules.model import DAY_MS, GRACE_MS, HELD, PACKED, STUCK_MS, Context, Lane
 from tests.audit.rows import NOW, judged, message, said, segment
 
 
@@ -16,9 +16,9 @@ from tests.audit.rows import NOW, judged, message, said, segment
         (GRACE_MS, True, [("overdue", "warning")]),
         (STUCK_MS - 1, True, [("overdue", "warning")]),
         (STUCK_MS, True, [("overdue", "violation")]),
-        (-overdue.ADOPTED_MS - 1, False, []),
-        (-overdue.ADOPTED_MS, False, [("lanes", "warning")]),
-        (-overdue.ADOPTED_MS, None, []),
+        (-checks.ADOPTED_MS - 1, False, []),
+        (-checks.ADOPTED_MS, False, [("lanes", "warning")]),
+        (-checks.ADOPTED_MS, None, []),
         (GRACE_MS - 1, False, [("lanes", "warning")]),
         (GRACE_MS, False, [("overdue", "violation"), ("lanes", "warning")]),
         (GRACE_MS, None, [("overdue", "warning")]),

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.audit.rules import judge, repeats
-from delayer.audit.rules.counting import counted, counted_segments
-from delayer.audit.rules.damage import counted as counted_damage
-from delayer.audit.rules.evidence import Evidence
-from delayer.audit.rules.keys import judged as judged_keys
-from delayer.audit.rules.message import DAY_MS, EXAMPLES, Context, Lane
-from delayer.audit.rules.summary import merged, spread, summarized
-from delayer.audit.rules.tally import Key, Partial, Tally, combined
+from delayer.audit.rules import checks, judge
+from delayer.audit.rules.checks import counted_damage
+from delayer.audit.rules.checks import judged_claims as judged_keys
+from delayer.audit.rules.counting import counted, counted_segments, merged, spread, summarized
+from delayer.audit.rules.model import DAY_MS, EXAMPLES, Context, Evidence, Key, Lane, Partial, Tally, combined
 from tests.audit.rows import DAY, NOW, damaged, drawn, judged, message, properties
 
 PARTITIONS = {f"message_{day}": (day * DAY_MS, (day + 1) * DAY_MS) for day in range(DAY - 1, DAY + 3)}
@@ -134,7 +131,7 @@ def test_a_portion_holds_a_bounded_number_of_keys() -> None:
     [
         (Key("second", 86_400), Key("second", 86_401), True),
         (Key("second", 86_399), Key("second", 86_400), False),
-        (Key(repeats.ID, 1), Key(repeats.ID, 2), False),
+        (Key(checks.ID, 1), Key(checks.ID, 2), False),
         (Key("lane", 1), Key("lane", 2), True),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from delayer.audit import job
 from delayer.audit.findings import Report
-from delayer.audit.rules import segments as rules
+from delayer.audit.rules import checks as rules
 from delayer.settings.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from delayer.audit.findings import Report
-from delayer.audit.rules import calendar, overdue
-from delayer.audit.rules.damage import Damage
-from delayer.audit.rules.growth import growth
-from delayer.audit.rules.message import DAY_MS, GRACE_MS, Context, Lane
+from delayer.audit.rules import checks, judge
+from delayer.audit.rules.checks import Damage
+from delayer.audit.rules.judge import growth_of
+from delayer.audit.rules.model import DAY_MS, GRACE_MS, Context, Lane
 from tests.audit.rows import DAY, NOW, brief, fitting, judged, message, said
 from tests.audit.sound import CLAIMS, CONTEXT, SEGMENTS, SOUND
 
@@ -74,10 +74,10 @@ def test_findings_of_one_rule_are_bounded_violations_first() -> None:
     messages = [message(lane, lane=lane, due_ms=NOW - GRACE_MS) for lane in range(1, 151)]
     lanes = [Lane(lane, "", lane > 120) for lane in range(1, 151)]
     report = judged(messages, lanes=lanes)
-    run = next(run for run in report.rules if run.rule == overdue.RULE)
+    run = next(run for run in report.rules if run.rule == checks.OVERDUE)
     assert (run.violations, run.warnings, run.unlisted) == (120, 30, 50)
-    assert len([found for found in report.findings if found.rule == overdue.RULE]) == 100
-    assert all(found.severity == "violation" for found in report.findings if found.rule == overdue.RULE)
+    assert len([found for found in report.findings if found.rule == checks.OVERDUE]) == 100
+    assert all(found.severity == "violation" for found in report.findings if found.rule == checks.OVERDUE)
 
 
 def test_places_that_the_database_cannot_read_are_found_by_table() -> None:
@@ -132,20 +132,20 @@ def test_growth() -> None:
     counters[1, "parked"] += 21
     counters[1, "released"] = 20
     later = judged(grown, SEGMENTS, CLAIMS, context=replace(CONTEXT, now_ms=NOW + 10_000), counters=counters)
-    change = growth(later, before)
+    change = growth_of(later, before)
     assert change is not None
     assert (change.since_ms, change.seconds, change.waiting, change.held) == (NOW, 10.0, 1, 0)
     assert (change.parked, change.released, change.released_rate) == (21, 20, 2.0)
     assert change.size == 1000 + len(message().properties)
-    assert growth(before, later) is None
-    assert growth(replace(later, sample=0.5), before) is None
+    assert growth_of(before, later) is None
+    assert growth_of(replace(later, sample=0.5), before) is None
 
 
 def test_a_report_comes_back_from_json() -> None:
     messages = [*SOUND, message(77, crc=1), message(78, route=b"\xff\xc3\xa4", to_key=b"\xfe\x00")]
     before = judged(SOUND)
     report = judged(messages, SEGMENTS, CLAIMS, lanes=[Lane(1, "one", None)], context=CONTEXT)
-    report = replace(report, growth=growth(replace(report, store_now_ms=NOW + 1), before))
+    report = replace(report, growth=growth_of(replace(report, store_now_ms=NOW + 1), before))
     assert Report.from_json(report.to_json()) == report
     report.to_json().encode("ascii")
 
@@ -157,5 +157,5 @@ def test_what_is_no_report(text: str) -> None:
 
 
 def test_instants() -> None:
-    assert calendar.instant(0) == "1970-01-01T00:00:00Z"
-    assert calendar.instant(253_402_300_799_999) == "253402300799999 ms"
+    assert judge.instant(0) == "1970-01-01T00:00:00Z"
+    assert judge.instant(253_402_300_799_999) == "253402300799999 ms"

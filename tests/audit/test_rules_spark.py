@@ -13,15 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.audit import judging, tallying
+from delayer.audit import judging
 from delayer.audit.frames import ROW, SCHEMAS, SEGMENT, Facts, Frames
-from delayer.audit.rules import judge, repeats
-from delayer.audit.rules.damage import Damage
-from delayer.audit.rules.keys import HELD as CLAIM_HELD
-from delayer.audit.rules.keys import POINTER, WAITING, Claim
-from delayer.audit.rules.message import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
-from delayer.audit.rules.summary import summarized
-from delayer.audit.rules.tally import Key, Partial, Tally
+from delayer.audit.rules import checks, judge
+from delayer.audit.rules.checks import CLAIM_HELD, CLAIM_WAITING, POINTER, Claim, Damage
+from delayer.audit.rules.counting import summarized
+from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Key, Lane, Message, Partial, Segment, Tally
 from tests.audit.rows import DAY, NOW, damaged, drawn
 
 if TYPE_CHECKING:
@@ -54,7 +51,7 @@ class Store:
     def _claims(self) -> Iterator[Claim]:
         for each in self.messages:
             if each.key is not None:
-                source = CLAIM_HELD if each.where == HELD else WAITING
+                source = CLAIM_HELD if each.where == HELD else CLAIM_WAITING
                 yield Claim(each.key, source, each.id, each.lane, each.due_ms)
 
     def frames(self, spark: SparkSession, *, sample: float) -> Frames:
@@ -138,7 +135,7 @@ def test_an_empty_store(spark: SparkSession) -> None:
 singles = st.tuples(
     st.builds(
         Key,
-        st.sampled_from([repeats.ID, repeats.MESSAGE, "route", "lane"]),
+        st.sampled_from([checks.ID, checks.REPEAT, "route", "lane"]),
         st.integers(0, 3),
         st.sampled_from([b"", b"a"]),
     ),
@@ -151,22 +148,22 @@ singles = st.tuples(
 def test_leaving_out_what_is_nobodys_repeat_changes_nothing(partials: list[Partial], rows: int) -> None:
     partials.sort()
     batches = [batch for start in range(0, len(partials), rows) for batch in _arrow(partials[start : start + rows])]
-    kept = [partial for batch in batches for partial in _partials(tallying._without_singles(batch))]
+    kept = [partial for batch in batches for partial in _partials(judging._without_singles(batch))]
     assert list(summarized(kept, NOW)) == list(summarized(partials, NOW))
 
 
 def _arrow(partials: Sequence[Partial]) -> Iterator[pa.RecordBatch]:
-    return tallying._batches(iter(partials))
+    return judging._batches(iter(partials))
 
 
 def _partials(batch: pa.RecordBatch) -> list[Partial]:
-    return list(tallying._rows(iter([batch]), tallying._partial))
+    return list(judging._rows(iter([batch]), judging._partial))
 
 
 def test_the_ids_of_most_messages_never_reach_python() -> None:
-    partials: list[Partial] = [(Key(repeats.ID, number), Tally(1, 1, 0, 0)) for number in range(1000)]
+    partials: list[Partial] = [(Key(checks.ID, number), Tally(1, 1, 0, 0)) for number in range(1000)]
     (batch,) = _arrow(partials)
-    assert [key.number for key, _ in _partials(tallying._without_singles(batch))] == [0, 999]
+    assert [key.number for key, _ in _partials(judging._without_singles(batch))] == [0, 999]
 
 
 def test_columns_of_the_frames_are_those_of_the_rows() -> None:

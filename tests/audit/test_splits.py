@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.audit.splits import CHUNK_BYTES, Piece, Relation, plan
+from delayer.audit.source import CHUNK_BYTES, Piece, Relation, plan_splits
 
 PAGE = 8192
 
@@ -22,7 +22,7 @@ relations = st.lists(
 
 @given(relations, st.integers(PAGE, 4 << 20))
 def test_every_page_is_read_once(given: list[Relation], split_bytes: int) -> None:
-    pieces = [piece for split in plan(given, split_bytes=split_bytes) for piece in split]
+    pieces = [piece for split in plan_splits(given, split_bytes=split_bytes) for piece in split]
     for each in given:
         own = [piece for piece in pieces if piece.relation == each.name]
         assert [piece.first for piece in own] == [0, *(piece.after for piece in own[:-1])][: len(own)]
@@ -38,36 +38,38 @@ def test_no_split_is_much_larger_than_asked(given: list[Relation], split_bytes: 
         of = sizes[piece.relation]
         return ((piece.after or of.pages) - piece.first) * of.page_size
 
-    for split in plan(given, split_bytes=split_bytes):
+    for split in plan_splits(given, split_bytes=split_bytes):
         one_page = max(sizes[piece.relation].page_size for piece in split)
         assert sum(map(size, split)) <= max(split_bytes, one_page)
 
 
 def test_small_tables_share_a_split() -> None:
     days = [relation(f"day{n}", 3) for n in range(100)]
-    [split] = plan(days)
+    [split] = plan_splits(days)
     assert [piece.relation for piece in split] == [day.name for day in days]
 
 
 def test_nothing_to_read_is_no_split() -> None:
-    assert plan([relation("empty", 0)]) == []
+    assert plan_splits([relation("empty", 0)]) == []
 
 
 def test_a_sample_is_about_its_share_in_many_places_and_the_same_again() -> None:
     pages = 400_000
-    sample = plan([relation("message", pages)], sample=0.1, seed=7)
+    sample = plan_splits([relation("message", pages)], sample=0.1, seed=7)
     taken = [piece for split in sample for piece in split]
     share = sum(piece.after - piece.first for piece in taken if piece.after is not None) / pages
     assert 0.07 < share < 0.13
     assert len(taken) > 100
     assert all(piece.after is not None and piece.after <= pages for piece in taken)
-    assert sample == plan([relation("message", pages)], sample=0.1, seed=7)
-    assert sample != plan([relation("message", pages)], sample=0.1, seed=8)
+    assert sample == plan_splits([relation("message", pages)], sample=0.1, seed=7)
+    assert sample != plan_splits([relation("message", pages)], sample=0.1, seed=8)
 
 
 def test_a_sample_of_wide_pages_takes_single_pages() -> None:
     taken = [
-        piece for split in plan([relation("segment", 200, page_size=50 * CHUNK_BYTES)], sample=0.5) for piece in split
+        piece
+        for split in plan_splits([relation("segment", 200, page_size=50 * CHUNK_BYTES)], sample=0.5)
+        for piece in split
     ]
     assert taken
     assert {piece.after - piece.first for piece in taken if piece.after is not None} == {1}

@@ -7,16 +7,13 @@ import asyncio
 import asyncpg
 import pytest
 import structlog.testing
-from click.testing import CliRunner
 
 from delayer.audit import compact, restore
-from delayer.audit.errors import DaemonsOutdated
-from delayer.cli import cli
-from delayer.store import handover, owners, schema, session
+from delayer.store import owners, schema, session
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned, parcel
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import opened
 
 WEEK_MS = 7 * DAY_MS
 
@@ -66,50 +63,6 @@ def test_ours_says_that_it_restores() -> None:
     assert owners.schema_of(owners.application_of(3)) >= owners.SEGMENTS
 
 
-@pytest.mark.parametrize("application", ["delayer lane 7", "delayer lane 7, schema 0001"])
-async def test_compaction_refuses_while_an_old_daemon_owns_a_lane(database: str, application: str) -> None:
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() + 10 * DAY_MS)], [])
-        assert (await compact.plan(database, WEEK_MS, 100)).rows == 1, "ours are no reason"
-        old = await session.connect(database, application)
-        try:
-            await old.execute("SELECT pg_advisory_lock('lane'::regclass::oid::int, 7)")
-            with pytest.raises(DaemonsOutdated, match=r"own lanes \(7\)"):
-                await compact.plan(database, WEEK_MS, 100)
-            assert await admin.fetchval("SELECT count(*) FROM segment") == 0
-        finally:
-            await session.close(old)
-        assert (await compact.plan(database, WEEK_MS, 100)).rows == 1
-
-
-async def test_a_daemon_that_asks_for_lanes_is_no_old_one(database: str) -> None:
-    async with opened(database) as store, owned(store), sql(database) as admin:
-        asker = await session.connect(database, "delayer asks for lanes")
-        try:
-            await handover.say_spare(asker, 7)
-            assert await handover.ask(asker, 1) == {7}
-            assert await owners.without_segments(admin) == []
-            await compact.plan(database, WEEK_MS, 100)
-        finally:
-            await session.close(asker)
-
-
-async def test_an_old_daemon_that_starts_after_the_plan(database: str) -> None:
-    """Each task looks again, and then packs nothing."""
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() + 10 * DAY_MS)], [])
-        planned = await compact.plan(database, WEEK_MS, 100)
-        old = await session.connect(database, "delayer lane 7")
-        try:
-            await old.execute("SELECT pg_advisory_lock('lane'::regclass::oid::int, 7)")
-            [packed] = await asyncio.to_thread(compact.work, database, 100, planned.windows)
-            assert (packed.segments, packed.messages) == (0, 0)
-            assert "own lanes (7)" in str(packed.lost)
-            assert await admin.fetchval("SELECT count(*) FROM segment") == 0
-        finally:
-            await session.close(old)
-
-
 async def test_what_was_perhaps_undone_is_in_no_total(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(_: asyncpg.Connection) -> None:
         raise ConnectionResetError("gone")
@@ -126,14 +79,3 @@ async def test_what_was_perhaps_undone_is_in_no_total(database: str, monkeypatch
         [back] = await asyncio.to_thread(restore.work, database, fence, [one.id])
         assert back.messages == 0
         assert "perhaps its 3 messages are restored" in str(back.lost)
-
-
-def test_it_is_exit_1_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refused(*_: object) -> None:
-        raise DaemonsOutdated([3, 7])
-
-    monkeypatch.setattr(compact, "plan", refused)
-    result = CliRunner().invoke(cli, ["compact"], prog_name="delayer")
-    assert result.exit_code == 1
-    assert "(3, 7)" in result.output
-    assert "restart every daemon" in result.output

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from delayer.audit.turns import Turns
+from delayer.audit.tasks import Turns
 from delayer.core.giving_way import Pace
 from delayer.services.ports import Lane
 from delayer.store import traffic

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from delayer.audit import words
-from delayer.audit.advice import ADVICE, advice
 from delayer.audit.destination_findings import RULE
 from delayer.audit.rules.judge import RULES
+from delayer.audit.words import ADVICE, advice
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.audit.connection import advice_for
 from delayer.store.damaged import Named, question
 
 
@@ -36,5 +35,4 @@ def test_an_index_can_be_made_anew() -> None:
     index = Named("segment_pkey", "segment")
     assert str(index) == "index segment_pkey of table segment"
     assert "REINDEX INDEX segment_pkey" in index.advice
-    assert advice_for(f"segment: {index}: invalid page") == index.advice
     assert "REINDEX" not in Named("segment", None).advice

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.audit import keeping, report_html
+from delayer.audit import job, report_html
 from delayer.writing import replacing
 from tests.unit import audit_reports
 
@@ -138,7 +138,7 @@ def test_a_device_is_written_into_and_stays_one(tmp_path: Path) -> None:
     device(path)
     write(path)
     report_html.write(EMPTY, path)
-    keeping.keep(path, EMPTY)
+    job.keep(path, EMPTY)
     assert path.is_char_device()
     assert names(tmp_path) == ["null"]
 
@@ -147,7 +147,7 @@ def test_an_audit_s_page_and_state_follow_a_symlink(tmp_path: Path) -> None:
     for name in ("page", "state"):
         (tmp_path / name).symlink_to(tmp_path / f"{name} itself")
     report_html.write(EMPTY, tmp_path / "page")
-    keeping.keep(tmp_path / "state", EMPTY)
+    job.keep(tmp_path / "state", EMPTY)
     for name in ("page", "state"):
         assert (tmp_path / name).is_symlink()
         assert (tmp_path / f"{name} itself").stat().st_size > 100

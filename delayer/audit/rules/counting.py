@@ -19,26 +19,41 @@ kinds of keys       number        first             second
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final
+import heapq
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
-from delayer.audit.rules import integrity, overdue, repeats, segments
-from delayer.audit.rules.message import HELD, PACED, PACKED, WAITING, Context, Message, Segment
-from delayer.audit.rules.standouts import Standouts
-from delayer.audit.rules.tally import Key, Partial, Tallies, Tally
+from delayer.audit.findings import Standout
+from delayer.audit.rules import checks
+from delayer.audit.rules.model import (
+    DAY_MS,
+    HELD,
+    PACED,
+    PACKED,
+    WAITING,
+    Context,
+    Key,
+    Message,
+    Partial,
+    Segment,
+    Tallies,
+    Tally,
+    combined,
+    folded,
+)
 
-BOUND: Final = 50_000
-"""Keys that one portion of rows is counted under before they are handed on: about 20 MB."""
 
-
-def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -> Iterator[Partial]:
+# Keys that one portion of rows is counted under before they are handed on: about 20 MB.
+def counted(messages: Iterable[Message], context: Context, bound: int = 50_000) -> Iterator[Partial]:
     """The tallies of ``messages``. Some keys come more than once; holds ``bound`` of them, and a few more, at most."""
     tallies = Tallies(bound)
     standouts = Standouts()
     for message in messages:
         due_ms, size = message.due_ms, message.body_bytes + len(message.properties)
-        properties = integrity.parsed(message)
-        for fault in integrity.faults(message, properties, context):
+        properties = checks.parsed(message)
+        for fault in checks.message_faults(message, properties, context):
             key = ("fault", message.lane, _WHERE[message.where], fault.encode())
             tallies.add(key, size, due_ms)
             tallies.name(key, message.id)
@@ -46,10 +61,10 @@ def counted(messages: Iterable[Message], context: Context, bound: int = BOUND) -
         if message.key is not None:
             tallies.add(("keyed", 0, b"", b""), size, due_ms)
         if context.whole:
-            yield Key(repeats.ID, message.id), Tally(1, size, due_ms, due_ms)
-            fingerprint = repeats.fingerprint(message, properties)
+            yield Key(checks.ID, message.id), Tally(1, size, due_ms, due_ms)
+            fingerprint = checks.fingerprint(message, properties)
             if fingerprint is not None:
-                yield Key(repeats.MESSAGE, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
+                yield Key(checks.REPEAT, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
         if message.where != HELD:
             standouts.add(message, size)
             tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
@@ -69,7 +84,7 @@ _WHERE: Final = {where: where.encode() for where in (WAITING, HELD, PACKED, PACE
 
 
 def _count_late(message: Message, expected_ms: int, size: int, tallies: Tallies, context: Context) -> None:
-    age = overdue.age(expected_ms, context.now_ms)
+    age = checks.age(expected_ms, context.now_ms)
     if age is not None:
         where = PACED if message.where == WAITING and message.route in context.paced else message.where
         tallies.add(("overdue", message.lane, _WHERE[where], age.encode()), size, message.due_ms)
@@ -86,6 +101,240 @@ def counted_segments(found: Iterable[Segment], context: Context) -> Iterator[Par
             yield Key("segments", segment.lane), tally
             yield Key("packed", segment.lane), tally._replace(messages=live)
         affected = max(live, 0) if segment.lane is not None else segment.tombstones
-        for fault in segments.faults(segment, context):
+        for fault in checks.segment_faults(segment, context):
             key = Key("segment fault", -1 if segment.lane is None else segment.lane, fault.encode())
             yield key, tally._replace(messages=affected, examples=(segment.id,))
+
+
+KEPT: Final = 10
+STANDOUTS: Final = ("oldest", "farthest", "largest")
+_NOTHING: Final = (-(1 << 63), 0)
+
+
+def rank(kind: str, parked_ms: int, due_ms: int, size: int) -> int:
+    """The higher the more it stands out."""
+    return {"oldest": -parked_ms, "farthest": due_ms, "largest": size}[kind]
+
+
+class Standouts:
+    """The KEPT that stand out most, of each kind; of equals the lowest ids. The same message twice counts once."""
+
+    def __init__(self) -> None:
+        # Sorted, what stands out most first: (-rank, id, packed, size, due).
+        self._best: dict[str, list[tuple[int, int, bytes, int, int]]] = {kind: [] for kind in STANDOUTS}
+        self._enough = dict.fromkeys(STANDOUTS, _NOTHING)
+
+    def add(self, message: Message, size: int) -> None:
+        enough, lower = self._enough, -message.id
+        if (-message.parked_ms, lower) >= enough["oldest"]:
+            self._insert("oldest", -message.parked_ms, message, size)
+        if (message.due_ms, lower) >= enough["farthest"]:
+            self._insert("farthest", message.due_ms, message, size)
+        if (size, lower) >= enough["largest"]:
+            self._insert("largest", size, message, size)
+
+    def _insert(self, kind: str, rank: int, message: Message, size: int) -> None:
+        best, entry = self._best[kind], (-rank, message.id, _packed(message, size), size, message.due_ms)
+        at = bisect_left(best, entry)
+        if best[at : at + 1] != [entry]:
+            best.insert(at, entry)
+            del best[KEPT:]
+        if len(best) == KEPT:
+            self._enough[kind] = -best[-1][0], -best[-1][1]
+
+    def drain(self) -> Iterator[Partial]:
+        for kind, best in self._best.items():
+            for _, id, packed, size, due_ms in best:
+                yield Key(kind, id, packed), Tally(1, size, due_ms, due_ms)
+            best.clear()
+            self._enough[kind] = _NOTHING
+
+
+def _packed(message: Message, size: int) -> bytes:
+    """Everything about it: tallies under one key are of one message, however often somebody has it."""
+    values = (message.lane, message.where, message.parked_ms, message.due_ms, size, *map(_text, _names(message)))
+    return json.dumps(values).encode()
+
+
+def _names(message: Message) -> tuple[bytes, bytes, bytes]:
+    return message.route, message.to_exchange, message.to_key
+
+
+def _text(name: bytes) -> str:
+    return name.decode("latin-1")
+
+
+def standout(key: Key) -> Standout:
+    """The message that :class:`Standouts` handed out under this key."""
+    values: list[Any] = json.loads(key.first)
+    lane, where, parked_ms, due_ms, size, *names = values
+    route, exchange, routing_key = (name.encode("latin-1") for name in names)
+    return Standout(key.number, lane, where, parked_ms, due_ms, size, route, exchange, routing_key)
+
+
+def rank_of(key: Key, _: Tally) -> tuple[int, int]:
+    """To sort by, what stands out most first."""
+    _lane, _where, parked_ms, due_ms, size, *_names = json.loads(key.first)
+    return -rank(key.kind, parked_ms, due_ms, size), key.number
+
+
+HOUR_MS, MINUTE_MS, SECOND_MS = 3_600_000, 60_000, 1000
+PEAKS: Final = 10
+SPREAD_SECONDS: Final = DAY_MS // SECOND_MS
+"""The seconds of one day must be summarized together: its minutes and hours are made of them."""
+
+
+class Width(NamedTuple):
+    """Bars of ``ms``, shown from ``before_ms`` before now to ``after_ms`` after. What lies beyond is counted in the bar
+    at the edge where ``gathers``, and not shown otherwise."""
+
+    ms: int
+    before_ms: int
+    after_ms: int
+    gathers: bool = False
+
+
+WIDTHS: Final[Mapping[str, Width]] = {
+    "minute": Width(MINUTE_MS, HOUR_MS, DAY_MS),
+    "hour": Width(HOUR_MS, DAY_MS, 31 * DAY_MS),
+    "day": Width(DAY_MS, 400 * DAY_MS, 4000 * DAY_MS, gathers=True),
+}
+
+_Rank = Callable[[Key, Tally], tuple[int, ...]]
+
+
+def _most(key: Key, tally: Tally) -> tuple[int, ...]:
+    return (-tally.messages,)
+
+
+_TOP: Final[Mapping[str, tuple[int, _Rank]]] = {
+    "second": (PEAKS, _most),
+    "minute": (PEAKS, _most),
+    "hour": (PEAKS, _most),
+    "route": (50, _most),
+    "target": (200, _most),
+    "overdue route": (500, _most),
+    checks.DAMAGED_PLACE: (100, _most),
+    checks.REPEAT: (20, _most),
+    checks.ID: (20, _most),
+    **dict.fromkeys(STANDOUTS, (KEPT, rank_of)),
+}
+
+
+def spread(key: Key) -> int:
+    """Tallies of one kind with equal spread, ``first`` and ``second`` must be summarized together; others need not."""
+    if key.kind == "second":
+        return key.number // SPREAD_SECONDS
+    return key.number if key.kind == checks.ID else 0
+
+
+def summarized(partials: Iterable[Partial], now_ms: int) -> Iterator[Partial]:
+    """What to hand on of ``partials``, which must be sorted by key. Holds a bounded number of them."""
+    tops: dict[str, _Top] = {}
+    rising = _Rising(now_ms, tops)
+    for key, tally in folded(partials):
+        kind = key.kind
+        if kind in (checks.REPEAT, checks.ID) and not checks.repeated(key, tally):
+            continue
+        if kind == "second":
+            yield from rising.add(key.number * SECOND_MS, tally)
+        if kind in _TOP:
+            _top(tops, kind).add(key, tally)
+        else:
+            yield key, tally
+    yield from rising.drain()
+    for kind in sorted(tops):
+        yield from tops[kind].drain()
+
+
+def merged(partials: Iterable[Partial]) -> list[Partial]:
+    """What several calls of :func:`summarized` handed on, made one and cut again; sorted by kind and rank."""
+    tops: dict[str, _Top] = {}
+    plain: dict[Key, Tally] = {}
+    for key, tally in partials:
+        if key.kind in _TOP:
+            _top(tops, key.kind).add(key, tally)
+        else:
+            plain[key] = combined(plain[key], tally) if key in plain else tally
+    kept = [partial for kind in sorted(tops) for partial in tops[kind].kept()]
+    return [*sorted(plain.items()), *kept]
+
+
+def _top(tops: dict[str, _Top], kind: str) -> _Top:
+    if kind not in tops:
+        tops[kind] = _Top(kind)
+    return tops[kind]
+
+
+class _Reversed(NamedTuple):
+    """Sorts the other way round, for a heap whose least entry is the first to go."""
+
+    rank: tuple[int, ...]
+    key: Key
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, _Reversed)
+        return (self.rank, self.key) > (other.rank, other.key)
+
+
+class _Top:
+    """The tallies of one kind that stand out most, and the total of all; of equals the first by key."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._size, self._rank = _TOP[kind]
+        self._heap: list[tuple[_Reversed, Tally]] = []
+        self._total: Tally | None = None
+
+    def add(self, key: Key, tally: Tally) -> None:
+        entry = (_Reversed(self._rank(key, tally), key), tally)
+        if len(self._heap) < self._size:
+            heapq.heappush(self._heap, entry)
+        elif self._heap[0][0] < entry[0]:
+            heapq.heapreplace(self._heap, entry)
+        one = tally._replace(size=1, examples=())
+        self._total = one if self._total is None else combined(self._total, one)
+
+    def kept(self) -> list[Partial]:
+        return [(entry.key, tally) for entry, tally in sorted(self._heap, key=lambda each: each[0], reverse=True)]
+
+    def drain(self) -> list[Partial]:
+        assert self._total is not None
+        return [*self.kept(), (Key("total", 0, self._kind.encode()), self._total)]
+
+
+class _Rising:
+    """Seconds, in their order, into minutes, hours and days."""
+
+    def __init__(self, now_ms: int, tops: dict[str, _Top]) -> None:
+        self._now_ms = now_ms
+        self._tops = tops
+        self._open: dict[str, tuple[int, Tally]] = {}
+
+    def add(self, at_ms: int, tally: Tally) -> Iterator[Partial]:
+        for name, width in WIDTHS.items():
+            start = at_ms // width.ms
+            before = self._open.get(name)
+            if before is None:
+                self._open[name] = (start, tally)
+            elif before[0] == start:
+                self._open[name] = (start, combined(before[1], tally))
+            else:
+                self._open[name] = (start, tally)
+                yield from self._close(name, *before)
+
+    def drain(self) -> Iterator[Partial]:
+        for name, before in self._open.items():
+            yield from self._close(name, *before)
+        self._open.clear()
+
+    def _close(self, name: str, start: int, tally: Tally) -> Iterator[Partial]:
+        width = WIDTHS[name]
+        if name in _TOP:
+            _top(self._tops, name).add(Key(name, start), tally)
+        first = (self._now_ms - width.before_ms) // width.ms
+        last = (self._now_ms + width.after_ms) // width.ms
+        if width.gathers:
+            yield Key(f"{name} bar", min(max(start, first), last)), tally
+        elif first <= start <= last:
+            yield Key(f"{name} bar", start), tally

@@ -1,37 +1,175 @@
 """From rows to the report: the counting in one place, the judging in another. Pure.
 
-Spark runs :func:`counted`, :func:`summarized` and the others on executors (delayer/audit/tallying.py), and comes here
+Spark runs :func:`counted`, :func:`summarized` and the others on executors (delayer/audit/judging.py), and comes here
 with what is left; :func:`evidence_of` does the same over lists. A test compares the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
-from delayer.audit.findings import Finding, LaneFigures, Report, RuleRun, Severity, Totals
-from delayer.audit.rules import calendar, conservation, damage, keys, overdue, repeats, segments
-from delayer.audit.rules.counting import counted, counted_segments
-from delayer.audit.rules.damage import Damage
-from delayer.audit.rules.evidence import Evidence
-from delayer.audit.rules.keys import Claim
-from delayer.audit.rules.message import HELD, PACKED, WAITING, Context, Lane, Message, Segment
-from delayer.audit.rules.summary import merged, summarized
-from delayer.audit.rules.tally import Key, Tally, combined
+from delayer.audit.findings import (
+    Bar,
+    Calendar,
+    Finding,
+    Growth,
+    LaneFigures,
+    Peak,
+    Report,
+    RuleRun,
+    Severity,
+    Share,
+    Standout,
+    Totals,
+)
+from delayer.audit.rules import checks, counting
+from delayer.audit.rules.checks import Claim, Damage
+from delayer.audit.rules.counting import SECOND_MS, WIDTHS, counted, counted_segments, merged, summarized
+from delayer.audit.rules.model import (
+    HELD,
+    PACKED,
+    WAITING,
+    Context,
+    Evidence,
+    Key,
+    Lane,
+    Message,
+    Segment,
+    Tally,
+    combined,
+)
 from delayer.store.status import KINDS, waiting
+
+PEAKS: Final = "peaks"
+RELEASE_RATE: Final = 14_000.0
+"""Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each
+(docs/performance.md). Whoever knows the own rate says so."""
+_UNITS: Final = {"second": SECOND_MS, "minute": WIDTHS["minute"].ms, "hour": WIDTHS["hour"].ms}
+
+
+def calendar_of(evidence: Evidence, release_rate: float) -> Calendar:
+    """``release_rate`` in messages a second. Raises ValueError unless it is above zero."""
+    if not release_rate > 0:
+        raise ValueError(f"release rate: expected messages a second, more than 0, found {release_rate:g}")
+    return Calendar(
+        release_rate=release_rate,
+        minutes=_bars(evidence, "minute"),
+        hours=_bars(evidence, "hour"),
+        days=_bars(evidence, "day"),
+        peaks=_peaks(evidence, release_rate),
+        oldest=_standouts(evidence, "oldest"),
+        farthest=_standouts(evidence, "farthest"),
+        largest=_standouts(evidence, "largest"),
+        routes=_shares(evidence, "route"),
+        routes_more=evidence.more("route"),
+        destinations=_shares(evidence, "target"),
+        destinations_more=evidence.more("target"),
+    )
+
+
+def peak_findings(calendar: Calendar) -> list[Finding]:
+    """Peaks that take longer than SLOW_SECONDS."""
+    # A peak that takes longer than this to release is worth a warning: the last of its messages are that late.
+    return [
+        Finding(
+            PEAKS,
+            "warning",
+            f"{instant(peak.start_ms)}: {peak.messages:,} due in {peak.width_ms // 1000:,} s",
+            peak.messages,
+            peak.start_ms,
+            {"drain_seconds": peak.drain_seconds, "release_rate": calendar.release_rate},
+        )
+        for peak in calendar.peaks
+        if peak.drain_seconds - peak.width_ms / 1000 > 60.0
+    ]
+
+
+def instant(ms: int) -> str:
+    """RFC 3339 where the year has four digits."""
+    if not 0 <= ms <= 253_402_300_799_000:
+        return f"{ms} ms"
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _bars(evidence: Evidence, name: str) -> tuple[Bar, ...]:
+    width = WIDTHS[name].ms
+    return tuple(
+        Bar(key.number * width, width, tally.messages, tally.size) for key, tally in evidence.of(f"{name} bar")
+    )
+
+
+def _peaks(evidence: Evidence, rate: float) -> tuple[Peak, ...]:
+    """The PEAKS fullest seconds, minutes and hours, those first that take longest beyond their own width. A minute is
+    listed only if it has much more than each listed second of it, or every peak would be there three times."""
+    found: list[Peak] = []
+    for name, width in _UNITS.items():
+        for key, tally in evidence.of(name):
+            start = key.number * width
+            inside = (p.messages for p in found if start <= p.start_ms < start + width)
+            if 2 * max(inside, default=0) < tally.messages:
+                found.append(Peak(start, width, tally.messages, tally.size, round(tally.messages / rate, 3)))
+    found.sort(key=lambda peak: (peak.width_ms / 1000 - peak.drain_seconds, peak.start_ms))
+    return tuple(found)
+
+
+def _standouts(evidence: Evidence, kind: str) -> tuple[Standout, ...]:
+    return tuple(counting.standout(key) for key, _ in evidence.of(kind))
+
+
+def _shares(evidence: Evidence, kind: str) -> tuple[Share, ...]:
+    return tuple(
+        Share(tally.messages, tally.size, tally.first_due_ms, tally.last_due_ms, key.first)
+        if kind == "route"
+        else Share(
+            tally.messages,
+            tally.size,
+            tally.first_due_ms,
+            tally.last_due_ms,
+            exchange=key.first,
+            routing_key=key.second,
+        )
+        for key, tally in evidence.of(kind)
+    )
+
+
+def growth_of(now: Report, before: Report) -> Growth | None:
+    """What changed; None where the two cannot be compared: a sample, or a last audit that is not earlier."""
+    seconds = (now.store_now_ms - before.store_now_ms) / 1000
+    if now.sample is not None or before.sample is not None or seconds <= 0:
+        return None
+    parked, released = (_counted(now, kind) - _counted(before, kind) for kind in ("parked", "released"))
+    return Growth(
+        since_ms=before.store_now_ms,
+        seconds=seconds,
+        waiting=now.totals.waiting - before.totals.waiting,
+        held=now.totals.held - before.totals.held,
+        packed=now.totals.packed - before.totals.packed,
+        size=now.totals.size - before.totals.size,
+        parked=parked,
+        released=released,
+        parked_rate=round(parked / seconds, 3),
+        released_rate=round(released / seconds, 3),
+    )
+
+
+def _counted(report: Report, kind: str) -> int:
+    return sum(lane.counters.get(kind, 0) for lane in report.lanes)
+
 
 INTEGRITY: Final = "integrity"
 RULES: Final = (
-    conservation.RULE,
-    segments.RULE,
+    checks.CONSERVATION,
+    checks.SEGMENTS,
     INTEGRITY,
-    overdue.RULE,
-    overdue.LANES,
-    repeats.RULE,
-    keys.RULE,
-    calendar.RULE,
+    checks.OVERDUE,
+    checks.LANES,
+    checks.REPEATS,
+    checks.KEYS,
+    PEAKS,
 )
-OF_THE_WHOLE: Final = frozenset({conservation.RULE, repeats.RULE, keys.RULE})
+OF_THE_WHOLE: Final = frozenset({checks.CONSERVATION, checks.REPEATS, checks.KEYS})
 """Rules that say nothing about a sample; and neither does the law of segments."""
 LISTED: Final = 100
 """Findings of one rule that a report has, violations first."""
@@ -46,8 +184,12 @@ def evidence_of(
 ) -> Evidence:
     """Everything counted, from rows in any order."""
     partials = sorted(counted(messages, context))
-    summary = [*summarized(partials, context.now_ms), *counted_segments(found, context), *keys.judged(sorted(claims))]
-    summary += summarized(sorted(damage.counted(damaged)), context.now_ms)
+    summary = [
+        *summarized(partials, context.now_ms),
+        *counted_segments(found, context),
+        *checks.judged_claims(sorted(claims)),
+    ]
+    summary += summarized(sorted(checks.counted_damage(damaged)), context.now_ms)
     return Evidence(merged(summary))
 
 
@@ -57,7 +199,7 @@ def report(
     counters: Mapping[tuple[int, str], int],
     context: Context,
     *,
-    release_rate: float = calendar.RELEASE_RATE,
+    release_rate: float = RELEASE_RATE,
     sample: float | None = None,
     behind_ms: int = 0,
     seconds: float = 0.0,
@@ -66,23 +208,23 @@ def report(
     ``behind_ms``: how far a replica was behind its primary."""
     known = {lane.number: lane for lane in lanes}
     figures = _figures(evidence, known, counters, whole=context.whole)
-    coming = calendar.calendar(evidence, release_rate)
+    coming = calendar_of(evidence, release_rate)
     found: dict[str, list[Finding]] = {
-        segments.RULE: segments.findings(evidence),
-        INTEGRITY: [*damage.findings(INTEGRITY, evidence, context), *_integrity(evidence)],
-        overdue.RULE: overdue.findings(evidence, figures, context.paced),
-        overdue.LANES: overdue.lane_findings(evidence, figures, frozenset(known), context.now_ms),
-        calendar.RULE: calendar.findings(coming),
+        checks.SEGMENTS: checks.segment_findings(evidence),
+        INTEGRITY: [*checks.damage_findings(INTEGRITY, evidence, context), *_integrity(evidence)],
+        checks.OVERDUE: checks.overdue_findings(evidence, figures, context.paced),
+        checks.LANES: checks.lane_findings(evidence, figures, frozenset(known), context.now_ms),
+        PEAKS: peak_findings(coming),
     }
     totals = _totals(evidence, figures)
-    unread = damage.unread(evidence)
+    unread = checks.unread_tables(evidence)
     if context.whole and "segment" not in unread:
         sums = [sum(lane.counters[kind] for lane in figures) for kind in ("compacted", "restored")]
-        found[segments.RULE] += segments.law(totals.packed, sums[0], sums[1])
+        found[checks.SEGMENTS] += checks.segment_law(totals.packed, sums[0], sums[1])
     of_the_whole: dict[str, Callable[[], list[Finding]]] = {
-        conservation.RULE: lambda: conservation.findings(figures),
-        repeats.RULE: lambda: repeats.findings(evidence),
-        keys.RULE: lambda: keys.findings(evidence),
+        checks.CONSERVATION: lambda: checks.conservation_findings(figures),
+        checks.REPEATS: lambda: checks.repeat_findings(evidence),
+        checks.KEYS: lambda: checks.key_findings(evidence),
     }
     skipped = _skipped(context, unread)
     found |= {rule: judged() for rule, judged in of_the_whole.items() if rule not in skipped}
@@ -119,7 +261,7 @@ def _skipped(context: Context, unread: Mapping[str, str]) -> dict[str, str]:
     for table, place in unread.items():
         why = f"table {table} could not be read as a whole ({place}): see integrity"
         if table == "message_key":
-            found[keys.RULE] = why
+            found[checks.KEYS] = why
         elif table == "held" or table in context.partitions or table == "message_default":
             found |= dict.fromkeys(OF_THE_WHOLE, why)
     return found
