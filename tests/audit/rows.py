@@ -142,13 +142,13 @@ def brief(found: Finding) -> tuple[str, str, str, int]:
 
 
 def damaged(random: Random) -> list[Damage]:
-    """Places that cannot be read."""
+    """Places that cannot be read, of tables that no rule sums up: damage to those keeps their rules from being asked."""
     return [
         random.choice(
             (
-                Damage("segment", f"pages {n} to 9", "invalid page"),
-                Damage(f"message_{DAY}", f"page {n}", random.choice("ab")),
-                Damage("held", f"page {n}", "missing chunk"),
+                Damage("elsewhere", f"pages {n} to 9", "invalid page"),
+                Damage("somewhere", f"page {n}", random.choice("ab")),
+                Damage("nowhere", f"page {n}", "missing chunk"),
             )
         )
         for n in range(random.randrange(130))
