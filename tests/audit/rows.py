@@ -142,7 +142,7 @@ def brief(found: Finding) -> tuple[str, str, str, int]:
 
 
 def damaged(random: Random) -> list[Damage]:
-    """Places that cannot be read, of tables that no rule sums up: damage to those keeps their rules from being asked."""
+    """Places of tables that no rule sums up: damage to a table that one does would keep that rule from being asked."""
     return [
         random.choice(
             (
