@@ -17,7 +17,7 @@ from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hosts import is_loopback
 from delayer.settings import Settings, duration_text
-from delayer.store import roles, schema
+from delayer.store import lock_need, roles, schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.store.owners import APART, mark_of
@@ -290,6 +290,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
         rows.append(Row("schema", "note", found, advice))
+    rows.append(_locks(await lock_need.looked(url)))
     rows += _lanes(seen) + _shared_lanes(seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; they are tried again by themselves, those marked *by hand* not"
@@ -301,6 +302,19 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
         found = f"{seen.segments.broken} do not read back, with {seen.segments.broken_messages} messages"
         rows.append(Row("segments", "off", found, "see docs/backlog.md; their bytes are kept"))
     return rows
+
+
+def _locks(need: lock_need.LockNeed) -> Row:
+    """Whether the server's lock table holds what the store may lock at once."""
+    found = f"max_locks_per_transaction is {need.allowed}"
+    if need.enough:
+        return Row("locks", "ok", f"{found}; needed: {need.needed}")
+    found += f"; {need.lanes} lanes and {need.partitions} partitions may need {need.needed}"
+    advice = (
+        f"ALTER SYSTEM SET max_locks_per_transaction = {need.needed}, and restart Postgres: a full lock table fails "
+        "transactions of every database of the server"
+    )
+    return Row("locks", "note", found, advice)
 
 
 def _shared_lanes(seen: store_status.StoreOverview, mark: str) -> list[Row]:

@@ -2,7 +2,8 @@
 
 What must never happen is a ring of waiting transactions, so everybody takes locks in one order:
 
-1. the keys' advisory locks, by number: two transactions on the same key take turns from here on;
+1. the keys' advisory locks, by number: two transactions on the same key take turns from here on, and some on different
+   keys. A batch takes :data:`LOCKS` at most: one lock a key filled the lock table of the whole cluster;
 2. the old messages' rows, by lane, due instant and id, the order that a release takes them in. A release in flight is
    waited for: it either published the old message (too late) or rolled back, and then it is ours to cancel;
 3. the rows of message_key, by key. Nobody who holds one of them waits for a message's row;
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 from zlib import crc32
 
 import asyncpg
@@ -22,7 +23,8 @@ from delayer.core import unanswered
 from delayer.core.message import Due
 from delayer.core.values import KeyGroup
 
-_SIGN = 1 << 31
+LOCKS: Final = 64
+"""Advisory locks of all keys together."""
 _DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING reason"
 _LAST_BYTE = 0xFF
 
@@ -38,8 +40,8 @@ class Cancelled(NamedTuple):
 
 
 def lock_number(key: bytes) -> int:
-    """The key's advisory lock, a signed 32-bit number. Two keys may share one: they take turns, that is all."""
-    return crc32(key) - _SIGN
+    """The key's advisory lock. Keys that share one take turns."""
+    return crc32(key) % LOCKS
 
 
 async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:

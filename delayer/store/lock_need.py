@@ -1,0 +1,65 @@
+"""How many locks the server must be able to keep at once for this store, and how many it can.
+
+Postgres keeps the locks of a whole cluster in one table, of fixed size: max_locks_per_transaction for each connection
+or process of the server. When it is full, a transaction of any database may fail with "out of shared memory".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from delayer.store import session
+from delayer.store.errors import translated
+from delayer.store.keys import LOCKS
+
+_BESIDE: Final = 16
+"""Locks of one transaction on tables and indexes that are no partitions: lane, counter, message_key, held, segment."""
+_OF_A_PARTITION: Final = 4
+"""Its table and primary key, and the same of its out-of-line bodies."""
+_FAR_READERS: Final = 2
+"""Transactions at once that read all partitions: a dump or an export, and a command."""
+_USUAL: Final = 64
+"""Postgres's default."""
+_FOUND: Final = """
+SELECT current_setting('max_locks_per_transaction')::int,
+       (SELECT sum(setting::int) FROM pg_settings WHERE name IN ('max_connections', 'max_prepared_transactions',
+           'autovacuum_max_workers', 'max_worker_processes', 'max_wal_senders'))::int,
+       (SELECT count(*) FROM pg_inherits WHERE inhparent = 'message'::regclass), (SELECT count(*) FROM lane)
+"""
+
+
+class LockNeed(NamedTuple):
+    """``allowed``: max_locks_per_transaction, for each of ``connections``. At most ``lanes`` processes work at once."""
+
+    allowed: int
+    connections: int
+    partitions: int
+    lanes: int
+    parks: int = 4
+    """Parks of one process at once."""
+
+    @property
+    def needed(self) -> int:
+        """What max_locks_per_transaction must be, at the worst: every park has keys and messages of every day.
+
+        Postgres keeps one entry for each locked thing, and twice as many for each holder of one.
+        """
+        of_days = self.partitions * _OF_A_PARTITION + _BESIDE
+        things = of_days + LOCKS + self.lanes
+        holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + _FAR_READERS * of_days
+        return max(_USUAL, math.ceil(max(things, holders / 2) / self.connections))
+
+    @property
+    def enough(self) -> bool:
+        return self.allowed >= self.needed
+
+
+async def looked(url: str) -> LockNeed:
+    """Raises StoreLost, BadStoreUrl."""
+    connection = await session.connect(url, "delayer check")
+    try:
+        with translated("look at the locks"):
+            return LockNeed(*await connection.fetchrow(_FOUND))
+    finally:
+        await session.close(connection)

@@ -1,0 +1,89 @@
+"""Locks of Postgres's lock table: few for each park, however many keys it has, and what `check` says of the table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import asyncpg
+import pytest
+
+from delayer.commands.check import _locks
+from delayer.store import keys, lock_need, parking, session, upgrades
+from delayer.store.lock_need import LockNeed
+from delayer.store.segments import Fence
+from tests.conformance.store_contract import parcel
+from tests.integration.test_store_lane import sql
+from tests.rig.postgres import Postgres
+
+LANE = Fence(1, 0)
+FAR_MS = 4_000_000_000_000
+_LANE = "INSERT INTO lane (number, epoch, owner) VALUES (1, 0, 'test')"
+_ADVISORY = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
+
+
+async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
+    """Park messages under so many keys. The advisory locks of the transaction."""
+    async with session.transaction(connection):
+        some = [parcel(FAR_MS + n, b"", key=b"order %d" % n) for n in range(first, last)]
+        await parking.park_keyed(connection, LANE, some, [])
+        locks: int = await connection.fetchval(_ADVISORY)
+    return locks
+
+
+async def test_a_park_takes_few_locks_for_many_keys(database: str) -> None:
+    await upgrades.upgrade(database)
+    async with sql(database) as connection:
+        await connection.execute(_LANE)
+        assert await park(connection, 0, 3) <= 3
+        assert await park(connection, 0, 2_000) == keys.LOCKS == 64
+        assert await connection.fetchval("SELECT count(*) FROM message_key") == 2_000
+
+
+@pytest.fixture
+def small_server() -> Iterator[Postgres]:
+    """Postgres's own max_locks_per_transaction, for few connections: a lock table of some thousand."""
+    with Postgres(settings={"max_connections": 20}) as server:
+        yield server
+
+
+@pytest.mark.slow
+async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(small_server: Postgres) -> None:
+    url, total, batch = small_server.url(small_server.add_database()), 100_000, 2_000
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        await admin.execute(_LANE)
+    left = [*range(0, total, batch)] * 2
+    left.sort(reverse=True)
+
+    async def process() -> None:
+        async with sql(url) as connection:
+            while left:
+                first = left.pop()
+                await park(connection, first, first + batch)
+
+    await asyncio.gather(*(process() for _ in range(8)))
+    async with sql(url) as admin:
+        assert await admin.fetchval("SELECT count(*) FROM message") == total
+        counted = dict(map(tuple, await admin.fetch("SELECT kind, n FROM counter")))
+        assert counted == {"parked": 2 * total, "cancelled": total}
+
+
+async def test_what_the_lock_table_must_hold(database: str) -> None:
+    await upgrades.upgrade(database)
+    found = await lock_need.looked(database)
+    assert (found.allowed, found.lanes, found.enough) == (64, 0, True)
+    assert 200 < found.connections < 300
+    year = found._replace(partitions=370, lanes=4, connections=122)
+    assert 64 < year.needed < 256
+    assert not year.enough
+    row = _locks(year)
+    assert (row.result, f"max_locks_per_transaction = {year.needed}" in row.advice) == ("note", True)
+    assert _locks(found).result == "ok"
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 40])
+def test_more_of_anything_needs_no_fewer_locks(lanes: int) -> None:
+    base = LockNeed(64, 122, 100, lanes)
+    for more in (base._replace(partitions=300), base._replace(lanes=lanes + 1), base._replace(connections=60)):
+        assert more.needed >= base.needed
