@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -13,7 +14,6 @@ import structlog
 from delayer import __version__, telemetry
 from delayer.broker.errors import TopologyMismatch
 from delayer.daemon import Daemon
-from delayer.early_signals import STOPS, hear_reload
 from delayer.ops import loop
 from delayer.ops.notify import Notifier
 from delayer.reload import Reload
@@ -22,6 +22,8 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 log = structlog.get_logger(__name__)
 
+STOPS: Final = (signal.SIGTERM, signal.SIGINT)
+
 
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again through ``load``.
@@ -29,10 +31,14 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     Ends the process with the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is
     logged). Raises ConfigError if the first ``load`` does.
     """
-    telemetry.never_wait()
     settings = load()
+    telemetry.log_in_background()
     telemetry.configure(settings.log.format, settings.log.level)
-    loop.end(_run(settings, load))
+    try:
+        code = _run(settings, load)
+    finally:
+        telemetry.finish()
+    os._exit(code)  # the interpreter's own end waits for threads that look a name up: 10 s beside a silent name server
 
 
 def _run(settings: Settings, load: Callable[[], Settings]) -> int:
@@ -80,7 +86,7 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     for signum in STOPS:
         running.add_signal_handler(signum, daemon.stop)
     running.add_signal_handler(signal.SIGHUP, reload.request)
-    hear_reload()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # delayer/commands/run.py blocked it
     log.info("starting", version=__version__, mode=settings.mode)
     daemon.life.add("reload", reload.run)
     if settings.http.listen:

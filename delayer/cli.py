@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from delayer import __version__, late_logs, streams
+from delayer import __version__, streams
 
 VERBS: Final = {
     "run": "run",
@@ -148,9 +148,10 @@ def cli(
     Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach, or
     something else that a command needs: what is not installed, or a disk that is full.
     """
+    from delayer import telemetry  # noqa: PLC0415 - not for --version
     from delayer.commands.options import Request  # noqa: PLC0415 - loaded with the verb, not for --version
 
-    late_logs.arrange()
+    telemetry.configure("console", "error")
     shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
     flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
     context.obj = Request(config, flags)

@@ -10,17 +10,19 @@ cleaned before they are written, so that no message can forge a line of the log.
 from __future__ import annotations
 
 import logging
+import queue
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, Final, Literal, TextIO
 
 import structlog
 
-from delayer.log_writer import LogWriter
 from delayer.settings.readable import readable
 
-__all__ = ["EVENTS", "clean_values", "configure", "never_wait", "readable"]
+__all__ = ["EVENTS", "clean_values", "configure", "finish", "log_in_background", "readable"]
 
 EVENTS: Final[Mapping[str, str]] = {
     # the daemon's life
@@ -95,7 +97,7 @@ _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 
 Event = MutableMapping[str, Any]
 
-_writer: LogWriter | None = None
+log = structlog.get_logger(__name__)
 
 
 def _clean(value: object, depth: int = 0) -> object:
@@ -131,34 +133,73 @@ def _ordered(_logger: object, _method: str, event: Event) -> Event:
     return {**first, **event}
 
 
-def never_wait() -> None:
-    """From now on no line on stderr waits for who reads it. For the daemon: see delayer/log_writer.py."""
-    global _writer  # noqa: PLW0603 - one for the life of the process: two would mix their lines
-    _writer = LogWriter.on(sys.stderr)
+class _Background(QueueHandler):
+    """A bounded queue of formatted lines. A thread writes them to stderr, and may wait there for the reader.
 
+    A pipe that has no reader takes 64 KiB; the writer of the next line waits, as long as the reader likes. When the
+    queue is full the handler drops lines and counts them, until the thread has written all others: one gap, and behind
+    it a line with the count.
+    """
 
-class _Handler(logging.StreamHandler[Any]):
-    """Writes to ``stream``; without one, to what is stderr at that moment, which is not always what it was before."""
+    queue: queue.Queue[logging.LogRecord]
 
-    def __init__(self, stream: TextIO | None) -> None:
-        super().__init__(stream)
-        self._fixed = stream
+    def __init__(self, lines: int) -> None:
+        super().__init__(queue.Queue(lines))
+        self.dropped = 0
+        writer = logging.StreamHandler(sys.stderr)
+        QueueListener(self.queue, writer).start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = self._fixed or _writer or sys.stderr
-        super().emit(record)
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """See QueueHandler."""
+        if self.dropped and not self.queue.empty():
+            raise queue.Full
+        self.report()
+        self.queue.put_nowait(record)
+
+    def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 - its name in the standard library
+        """Count a line that found no room; the standard library would print a traceback to stderr, and wait there."""
+        self.dropped += 1
+
+    def report(self) -> None:
+        """Log how many lines were dropped, if any were."""
+        if self.dropped:
+            lines, self.dropped = self.dropped, 0
+            log.error("log lines dropped", lines=lines)
 
     def close(self) -> None:
-        if self.stream is _writer and _writer is not None:
-            _writer.finish()
-        super().close()
+        """Nothing: logging.shutdown must not wait for the thread. See :func:`finish`."""
+
+
+_background: _Background | None = None
+
+
+def log_in_background(lines: int = 5_000) -> None:
+    """From now on a reader of stderr that stands still stops no caller: at most ``lines`` lines wait for it."""
+    global _background  # noqa: PLW0603 - one for the life of the process: two would mix their lines
+    _background = _Background(lines)
+
+
+def finish(seconds: float = 0.3) -> None:
+    """At the end of the process: wait for the lines that still wait, but no longer than these seconds.
+
+    The daemon promises to stop within ten seconds, and everything else takes 8.5 at most.
+    """
+    if _background is None:
+        return
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not _background.queue.unfinished_tasks:
+            if not _background.dropped:
+                return
+            _background.report()
+        time.sleep(0.005)
 
 
 def configure(
     form: Literal["json", "console"], level: Literal["debug", "info", "warning", "error"], stream: TextIO | None = None
 ) -> None:
-    """Send every log of this process to ``stream`` (stderr). Called again, it takes over at once, also for loggers
-    that exist already: that is how SIGHUP changes format and level."""
+    """Send every log of this process to ``stream`` (stderr). A second call changes format and level at once, also for
+    loggers that exist already."""
     coloured = (stream or sys.stderr).isatty()
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -174,7 +215,7 @@ def configure(
         if form == "json"
         else structlog.dev.ConsoleRenderer(colors=coloured, pad_event_to=24, sort_keys=False)
     )
-    handler = _Handler(stream)
+    handler: logging.Handler = _background if _background and stream is None else logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]

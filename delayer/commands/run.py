@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import click
 
-from delayer import early_signals
 from delayer.commands.options import Request
 
 
@@ -24,7 +26,10 @@ def run(request: Request) -> None:
       delayer --mode native --set log.format=console run
       delayer --set http.listen= run           without health, metrics and page: beside another daemon
     """
-    with early_signals.heeded():
-        from delayer import app  # noqa: PLC0415 - takes most of a second, in which somebody may want it to stop
+    # The import takes most of a second. Meanwhile an order to stop ends the process, and an order to reload waits.
+    for order in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(order, lambda *_: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    from delayer import app  # noqa: PLC0415
 
-        app.run_daemon(request.settings)
+    app.run_daemon(request.settings)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import sys
 from collections.abc import Coroutine
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 import uvloop
@@ -25,7 +22,8 @@ def run(main: Coroutine[Any, Any, T], *, leave: float = LEAVE) -> T:
 
     Tasks that it leaves behind are cancelled, and waited for ``leave`` seconds: asyncio's own runner waits as long as
     they like, and a driver that tidies up beside a server that hangs likes seconds (seen: five). Those that have not
-    gone by then end with the process. The loop is not closed; see :func:`end`.
+    gone by then end with the process. The loop is not closed: that would wait for
+    threads that look a name up.
     """
     loop = uvloop.new_event_loop()
     try:
@@ -34,18 +32,6 @@ def run(main: Coroutine[Any, Any, T], *, leave: float = LEAVE) -> T:
     finally:
         loop.run_until_complete(_send_away(leave))
         asyncio.set_event_loop(None)
-
-
-def end(code: int) -> NoReturn:
-    """End the process now, with this exit code.
-
-    Closing the loop, and the interpreter's own end, wait for threads that look a name up, which nobody can interrupt:
-    beside a name server that is silent that takes as long as the resolver likes, 10 s and more.
-    """
-    sys.stdout.flush()
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 async def _send_away(seconds: float) -> None:

@@ -49,13 +49,12 @@ HOUSE: Mapping[str, Layer] = {
     # The Spark job: nothing but the edge imports it, so that the daemon never starts a JVM.
     "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", "writing", never="sqlalchemy"),
     "writing": layer(never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
-    "log_writer": layer(never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
-    "telemetry": layer("core", "log_writer", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
 # The edge may import everything below it; what it may not is to be imported from below.
 EDGE = frozenset(
     {
-        "cli", "commands", "app", "daemon", "declaring", "early_signals", "in_force", "late_logs", "policies", "relays",
+        "cli", "commands", "app", "daemon", "declaring", "in_force", "policies", "relays",
         "reload", "serving", "streams", "takeovers", "wiring",
     }
 )  # fmt: skip

@@ -20,14 +20,14 @@ main()
 SLOW = frozenset(
     {
         "aio_pika", "aiormq", "alembic", "asyncmy", "jinja2", "matplotlib", "numpy", "pandas", "prometheus_client",
-        "pyarrow", "pyspark", "rich", "sqlalchemy", "starlette", "structlog", "uvicorn", "uvloop",
+        "pyarrow", "pyspark", "sqlalchemy", "starlette", "uvicorn", "uvloop",
     }
 )  # fmt: skip
 """Each takes between 20 and 500 ms."""
-DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon", "delayer.services.release", "delayer.telemetry"}
+DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon", "delayer.services.release"}
 STATUS = SLOW | DAEMON
 STORE = STATUS | {"pamqp", "delayer.wire.connection", "delayer.wiring"}
-ANY = STORE | {"asyncio", "asyncpg", "pydantic", "delayer.settings"}
+ANY = STORE | {"structlog", "rich", "asyncio", "asyncpg", "pydantic", "delayer.settings"}
 
 
 def loaded(tmp_path: Path, *arguments: str, expect: int = 3) -> frozenset[str]:
