@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from delayer.broker.publisher import RelayPublisher
 from delayer.core.cascade import Cascade
-from delayer.core.late import Limits
+from delayer.core.hold import Limits
 from delayer.core.pace import Pacer
 from delayer.core.plan import Policy
 from delayer.policies import policy_of, rates_of

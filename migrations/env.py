@@ -22,6 +22,4 @@ context.configure(
 )
 with context.begin_transaction():
     connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('delayer schema upgrade'))"))
-    # Behind it: whoever waits for another upgrade is in nobody's way.
-    connection.execute(text(f"SET LOCAL lock_timeout = {context.config.attributes['lock_ms']:d}"))
     context.run_migrations()

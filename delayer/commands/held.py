@@ -27,7 +27,6 @@ from delayer.commands.options import (
     yes_option,
 )
 from delayer.commands.output import address, iso, note, print_json, print_table
-from delayer.core import late, unanswered
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.store import acting, acts, heldback, listing
@@ -60,7 +59,7 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
     wanted = filter_of(given)
     page = asyncio.run(_page(store_url(request_of(context).settings()), wanted, limit, after))
     if as_json:
-        rows = [{**json_of(one.entry), "held": one.hold._asdict()} for one in page.messages]
+        rows = [{**json_of(one.entry), "held": one.held._asdict()} for one in page.messages]
         print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
         return
     if not page.messages:
@@ -78,7 +77,7 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
         iso(entry.place.due_us // 1000),
         address(entry.to_exchange, entry.to_key),
         hold.attempts,
-        "by hand" if late.by_hand(hold.retry_ms) else iso(hold.retry_ms),
+        "by hand" if hold.retry_ms is None else iso(hold.retry_ms),
         hold.reason,
     )
 
@@ -198,7 +197,7 @@ async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int], int]:
             messages += len(numbers)
             last = max([last, *numbers])
             missing -= set(numbers)
-            unsure += sum(unanswered.perhaps_out(one.hold.reason) for one in page)
+            unsure += sum(one.held.may_be_delivered for one in page)
     return messages, last, missing, unsure
 
 

@@ -219,14 +219,14 @@ def fate(found: Whole) -> str:
 
 
 def _json_of(found: Whole) -> dict[str, Any]:
-    hold = found.hold
+    held = found.held
     return {
         **json_of(found.entry),
         "where": found.where.value,
         "sound": found.sound,
         "owner": found.owner,
         "owner_alive": found.owned,
-        "held": None if hold is None else hold._asdict(),
+        "held": None if held is None else held._asdict(),
         "fate": fate(found),
         "body": reading.preview(found.body),
         "body_is_text": found.body[: reading.PREVIEW].hex(" ") != reading.preview(found.body),
@@ -234,7 +234,7 @@ def _json_of(found: Whole) -> dict[str, Any]:
 
 
 def _print(found: Whole) -> None:
-    entry, hold = found.entry, found.hold
+    entry, hold = found.entry, found.held
     said = reading.read(entry.properties)
     due_ms = entry.place.due_us // 1000
     where = found.where.value + ("" if entry.place.segment is None else f" {entry.place.segment}")

@@ -16,7 +16,7 @@ from delayer.commands.errors import FOUND, Misused
 from delayer.commands.options import all_option, as_json, dry_run_option, go_on, request_of, yes_option
 from delayer.commands.output import address, iso, note, print_json, print_table
 from delayer.commands.refused import KEPT, NoQueue, consuming, portions
-from delayer.core import late
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Confirmed, Outgoing, Target
 from delayer.policies import policy_of
 from delayer.services import envelopes, reading
@@ -25,7 +25,7 @@ from delayer.settings import Settings
 from delayer.wiring import cascade_of
 
 PAST: Final = {"retry": "To be tried again now", "drop": "Dropped"}
-UNKNOWN: Final = "the broker found no queue for it at the end of the cascade"
+UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
 class Seen(NamedTuple):
@@ -36,21 +36,19 @@ class Seen(NamedTuple):
     target: Target
     route: bytes
     attempts: int
-    retry_ms: int
-    reason: str
+    retry_ms: int | None
+    hold: Hold
     head: bytes
     size: int
 
     @classmethod
     def of(cls, stray: Stray) -> Seen:
         parcel = stray.parcel
-        # One that the broker itself put there has no note of ours, whatever its publisher's headers say.
-        reason = envelopes.reason_of(stray.delivery.properties) if stray.attempts else ""
+        hold, attempts, retry_ms = stray.held or envelopes.Held(UNKNOWN, 0, parcel.due_ms)
         # One byte more than anybody shows, so that a cut is seen. A copy: a piece of the body would keep all of it.
         head = bytes(parcel.body[: reading.PREVIEW + 1])
         return cls(
-            stray.id, parcel.due_ms, parcel.target, parcel.route, stray.attempts, stray.retry_ms, reason or UNKNOWN,
-            head, len(parcel.body),
+            stray.id, parcel.due_ms, parcel.target, parcel.route, attempts, retry_ms, hold, head, len(parcel.body),
         )  # fmt: skip
 
 
@@ -163,7 +161,7 @@ def _say_cut(found: Found) -> bool:
 
 def _means(ids: Sequence[str], reason: str) -> Callable[[Seen], bool]:
     named = frozenset(ids)
-    return lambda one: (not named or reading.text(one.id) in named) and reason in one.reason
+    return lambda one: (not named or reading.text(one.id) in named) and reason in one.hold.text
 
 
 async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "") -> Found:
@@ -203,7 +201,7 @@ async def _moved(some: Sequence[tuple[Stray, Seen]], publisher: RelayPublisher, 
     now_ms = time.time_ns() // 1_000_000
     batch = []
     for stray, shown in some:
-        note_ = envelopes.Held(shown.reason, max(stray.attempts, 1), now_ms)
+        note_ = envelopes.Held(shown.hold, max(stray.attempts, 1), now_ms)
         properties = envelopes.enveloped(stray.parcel, stray.id, note_)
         batch.append(Outgoing(queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id))
     outcomes = await publisher.publish(batch) if batch else []
@@ -229,8 +227,8 @@ async def _opened(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, 
 
 def _row(one: Seen) -> tuple[object, ...]:
     to = address(one.target.exchange, one.target.routing_key)
-    again = "by hand" if late.by_hand(one.retry_ms) else iso(one.retry_ms)
-    return reading.text(one.id), iso(one.due_ms), to, one.attempts, again, one.reason
+    again = "by hand" if one.retry_ms is None else iso(one.retry_ms)
+    return reading.text(one.id), iso(one.due_ms), to, one.attempts, again, one.hold.text
 
 
 def _json_of(one: Seen) -> dict[str, Any]:
@@ -242,7 +240,10 @@ def _json_of(one: Seen) -> dict[str, Any]:
         "route": reading.text(one.route),
         "attempts": one.attempts,
         "retry_ms": one.retry_ms,
-        "reason": one.reason,
+        "kind": one.hold.kind,
+        "reason": one.hold.text,
+        "may_be_delivered": one.hold.may_be_delivered,
+        "isolated": one.hold.isolated,
         "body_bytes": one.size,
         "body": reading.preview(one.head),
     }

@@ -6,11 +6,12 @@ decision reads :attr:`Hold.text`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from delayer.core import ending, unanswered
+from delayer.core.delay import in_words
 from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, Unanswered
 
 
@@ -74,6 +75,29 @@ class Hold:
         return None if self.for_a_person else again_ms
 
 
+Limits = Mapping[bytes, int]
+"""The ``late_limit`` of each route with ``late_action = "hold"``, in milliseconds."""
+
+
+def too_late(due_ms: int, now_ms: int, limit_ms: int | None) -> Hold | None:
+    """The Hold of a message that is later than its route allows; None if the daemon delivers it.
+
+    >>> too_late(0, 60_000, 60_000)
+    >>> too_late(0, 90_000, 60_000).text
+    'late: by 0:01:30, and late_limit of its route is 0:01:00'
+    """
+    late_ms = now_ms - due_ms
+    if limit_ms is None or late_ms <= limit_ms:
+        return None
+    text = f"late: by {in_words(late_ms)}, and late_limit of its route is {in_words(limit_ms)}"
+    return Hold(HoldKind.LATE, text)
+
+
+def unfit(text: str) -> Hold:
+    """The Hold of a message that cannot be published as it stands."""
+    return Hold(HoldKind.UNFIT, f"unfit: {text}")
+
+
 def hold_for(outcome: Outcome) -> Hold:
     """Why a message of this outcome is held. Raises ValueError for a confirmed publish."""
     match outcome:
@@ -83,11 +107,13 @@ def hold_for(outcome: Outcome) -> Hold:
             return Hold(HoldKind.NACKED, "nacked: the destination would not take it")
         case Unanswered(seconds, exchange, routing_key):
             where = f"exchange {_shown(exchange)!r}, key {_shown(routing_key)!r}"
-            return Hold(HoldKind.UNANSWERED, unanswered.reason(seconds, where), may_be_delivered=True)
+            text = f"no confirm within {seconds:g} s: {where}: a queue behind them does not answer"
+            return Hold(HoldKind.UNANSWERED, text, may_be_delivered=True)
         case ClosedChannel(code, text):
             return Hold(HoldKind.CLOSED_CHANNEL, f"the broker closed the channel: {code} {text}")
         case ClosedConnection(code, text):
-            return Hold(HoldKind.CLOSED_CONNECTION, ending.reason(code, text), isolated=True)
+            text = f"the broker ends the connection that it comes by: {code} {text}"
+            return Hold(HoldKind.CLOSED_CONNECTION, text, isolated=True)
         case _:
             raise ValueError("a confirmed message is not held")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from delayer.core.hold import Hold
 from delayer.core.message import Parcel, Target
 
 SOON_MS: Final = 60_000
@@ -54,10 +55,10 @@ class Phase(StrEnum):
 
 
 class Item(NamedTuple):
-    """One message. ``problem``: why it cannot be delivered as it stands, and is held instead; "" where it can."""
+    """One message. ``hold``: why the import holds it; None where it waits like others."""
 
     parcel: Parcel
-    problem: str = ""
+    hold: Hold | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,15 @@ A line is an object; a program that writes such lines may leave out what has a d
 
     {"v": 1, "due_ms": 1795604393876, "route": "mail.in", "exchange": "mail.in", "routing_key": "outbox",
      "to_exchange": "mail.out", "to_key": "outbox", "key": "order-7", "properties_b64": "EAAC", "body": "hello",
-     "crc": 3735928559, "held": "no confirm within 8 s", "token": "30a6aca3c8ea4ae8a9a83c9bd2a3c2ab"}
+     "crc": 3735928559, "token": "30a6aca3c8ea4ae8a9a83c9bd2a3c2ab",
+     "held": {"kind": "nacked", "text": "nacked", "may_be_delivered": true, "isolated": false}}
 
 Byte strings that are not UTF-8 stand under their name with ``_b64`` behind it, in base64. ``properties_b64`` is the
 payload of the content header after class, weight and body size; the default is a persistent message without any.
 Other fields are not taken: a misspelt one would be a message without its body. ``crc`` is the store's checksum over
 exchange, routing key, properties and body: a line whose bytes do not fit it is held, not sent. ``token``, only beside
-``held``, is the ``x-delayer-id`` of a message that was published before it was held: its copies are known by it. Before
-schema 0005 no program wrote it, and one of that age takes such a line for unreadable, and tells it. The last line,
+``held`` (core/hold.py), is the ``x-delayer-id`` of a message that was published before it was held: its copies are
+known by it. The last line,
 ``{"v": 1, "messages": 1000}``, says how many there are, so that a cut file is seen.
 
 The rule for changing this is envelope.py's: never change what a released version means, and read all of them for ever.
@@ -23,8 +24,10 @@ import base64
 import binascii
 import difflib
 import json
+from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.plain_json import escaped
 
@@ -35,6 +38,7 @@ _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "k
 _FIELDS: Final = frozenset(
     ("v", "due_ms", *_NAMES, *(f"{name}_b64" for name in (*_NAMES, "properties", "token")), "crc", "held", "token")
 )
+_HELD_FIELDS: Final = frozenset(("kind", "text", "may_be_delivered", "isolated"))
 _END_FIELDS: Final = frozenset(("v", "messages"))
 
 
@@ -47,7 +51,7 @@ class Line(NamedTuple):
 
     parcel: Parcel
     crc: int | None = None
-    held: str | None = None
+    held: Hold | None = None
 
 
 class End(NamedTuple):
@@ -71,7 +75,7 @@ def write(line: Line) -> bytes:
     if line.crc is not None:
         said["crc"] = line.crc
     if line.held is not None:
-        said["held"] = line.held
+        said["held"] = asdict(line.held)
         if parcel.token:
             _put(said, "token", parcel.token)
     return _dumped(said)
@@ -121,12 +125,25 @@ def read(text: bytes) -> Line | End:
         _get(said, "token", b""),
     )
     crc = _integer(said, "crc") if "crc" in said else None
-    held = said.get("held")
-    if held is not None and not isinstance(held, str):
-        raise NotALine(f"held: expected a string, found {_kind(held)}")
+    held = _hold(said["held"]) if "held" in said else None
     if parcel.token and held is None:
         raise NotALine("token: expected beside held, found without it")
     return Line(parcel, crc, held)
+
+
+def _hold(said: object) -> Hold:
+    if not isinstance(said, dict):
+        raise NotALine(f"held: expected an object, found {_kind(said)}")
+    _known(said, _HELD_FIELDS)
+    kind, text = said.get("kind"), said.get("text", "")
+    if kind not in tuple(HoldKind):
+        raise NotALine(f"held.kind: expected one of {', '.join(HoldKind)}, found {kind!r}")
+    if not isinstance(text, str):
+        raise NotALine(f"held.text: expected a string, found {_kind(text)}")
+    flags = [said.get(name, False) for name in ("may_be_delivered", "isolated")]
+    if not all(type(flag) is bool for flag in flags):
+        raise NotALine("held: expected true or false for may_be_delivered and isolated, found something else")
+    return Hold(HoldKind(kind), text, *flags)
 
 
 def _known(said: dict[str, Any], fields: frozenset[str]) -> None:

@@ -8,7 +8,10 @@ the property flags and the property list, as they stood on the wire.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from delayer.core.hold import Hold  # it imports the outcomes of this module
 
 
 class Delivery(NamedTuple):
@@ -134,5 +137,5 @@ class Due(NamedTuple):
     attempts: int
     parcel: Parcel
     sound: bool
-    held_for: str = ""
-    """Why it is held, where it is (``attempts`` is not 0)."""
+    hold: Hold | None = None
+    """Why the message is held; None for a message that was never held."""

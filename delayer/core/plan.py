@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from delayer.core import late, request
+from delayer.core import request
 from delayer.core.cascade import ADDRESS_BYTES, MAX_SECONDS, bindable
 from delayer.core.delay import seconds_until
 from delayer.core.forms import CANCEL, CONSULTED, DEFAULT_FORMS, DELAY, DELAY_FORMS, KEY, Ask
+from delayer.core.hold import Hold, too_late
 from delayer.core.message import Target
 from delayer.core.request import LATEST_MS, SHORT_STRING, Finish, Mode, Policy, Refused, Route
 from delayer.core.retrying import Failure, NoFailure, Retry, failure, wait_ms
@@ -57,11 +58,11 @@ class AtOnce(NamedTuple):
 
 
 class TooLate(NamedTuple):
-    """Due for so long that its route wants it held, for this reason."""
+    """Later than the ``late_limit`` of its route allows: hold it."""
 
     due_ms: int
     target: Target
-    reason: str
+    hold: Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +152,10 @@ def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) 
 
 
 def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
-    why = late.reason(due_ms, now_ms, route.late_limit_ms)
-    if why is None or request.wants_no_delay(ask, route):
+    hold = too_late(due_ms, now_ms, route.late_limit_ms)
+    if hold is None or request.wants_no_delay(ask, route):
         return AtOnce(due_ms, target)
-    return TooLate(due_ms, target, why)
+    return TooLate(due_ms, target, hold)
 
 
 def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Cascade:

@@ -73,7 +73,7 @@ class CascadeBook:
         kept: list[Item] = []
         outgoing: list[Outgoing] = []
         for item in batch.items:
-            carrier = None if item.problem else self._carrier(item.parcel, now_ms)
+            carrier = None if item.hold is not None else self._carrier(item.parcel, now_ms)
             if carrier is None:
                 kept.append(item)
             else:

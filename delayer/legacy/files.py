@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from delayer.core.hold import Hold
 from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
 from delayer.core.message import Target
 from delayer.core.plan import LATEST_MS
@@ -120,7 +121,7 @@ class FileSource(ABC):
         done = _BEFORE if unfinished is None or unfinished.progress is None else tuple(json.loads(unfinished.progress))
         portion: list[tuple[int, bytes]] = []
         for number, position, _, reading in self._records(None):
-            if not isinstance(reading, Item) or reading.problem or reading.parcel.key is None:
+            if not isinstance(reading, Item) or reading.hold is not None or reading.parcel.key is None:
                 continue
             parcel = reading.parcel
             if self._meant.includes(parcel.due_ms) and (parcel.due_ms, position) > done:
@@ -147,7 +148,7 @@ class FileSource(ABC):
             if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
                 found += 1
                 parcel = reading.parcel
-                seen = _Seen(-parcel.due_ms, -position, number, parcel.target, reading.problem)
+                seen = _Seen(-parcel.due_ms, -position, number, parcel.target, reading.hold)
                 if limit is None or limit > MOST_SOONEST:
                     seen.tell(survey)
                 elif len(soonest) < limit:
@@ -282,9 +283,10 @@ class _Seen(NamedTuple):
     minus_position: int
     number: int
     target: Target
-    problem: str
+    hold: Hold | None
 
     def tell(self, survey: Survey) -> None:
-        survey.add(self.target, -self.minus_due_ms, problem=self.problem)
-        if self.problem and len(survey.remarks) < NAMED:
-            survey.remarks.append(f"line {self.number}: will be held: {self.problem}")
+        problem = "" if self.hold is None else self.hold.text
+        survey.add(self.target, -self.minus_due_ms, problem=problem)
+        if problem and len(survey.remarks) < NAMED:
+            survey.remarks.append(f"line {self.number}: will be held: {problem}")

@@ -15,8 +15,8 @@ from typing import Any, Final
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management import Management
+from delayer.core import hold as core_hold
 from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
-from delayer.core.late import UNFIT
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.legacy.brokers import address_of, asked
 from delayer.legacy.drain import Queues
@@ -62,18 +62,18 @@ class Hold:
         """See the port."""
         own = delivery.routing_key if self.routing_key is None else self.routing_key
         wait_ms = self._wait_ms(properties)
-        problem = ""
+        hold: core_hold.Hold | None = None
         if wait_ms is None:
-            problem, wait_ms = f"{UNFIT}neither its queue nor the message says for how long it is held", 0
+            hold, wait_ms = core_hold.unfit("neither its queue nor the message says for how long it is held"), 0
         if (self.exchange, own) == (b"", self.queue.encode()):
-            problem = f"{UNFIT}its queue would give it back to itself"
+            hold = core_hold.unfit("its queue would give it back to itself")
         due_ms = self._due_ms(properties, wait_ms, now_ms)
         return Item(
             Parcel(
                 due_ms, self.queue.encode(), delivery.exchange, delivery.routing_key, Target(self.exchange, own),
                 _dead_lettered(delivery.properties, properties, rerouted=self.routing_key is not None), delivery.body,
             ),
-            problem,
+            hold,
         )  # fmt: skip
 
     def _wait_ms(self, properties: Properties | None) -> int | None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from delayer.core import lines
+from delayer.core.hold import Hold, unfit
 from delayer.core.importing import Item, Meant, Rewrite, Survey
-from delayer.core.late import UNFIT
 from delayer.core.lines import End, Line, NotALine
 from delayer.legacy.files import FileSource, Reading, Unreadable
 from delayer.legacy.ports import ImportImpossible
@@ -15,7 +15,7 @@ from delayer.store.envelope import checksum
 from delayer.wire.properties import MalformedProperties, Properties
 
 NAME = "jsonl"
-NOT_SOUND = f"{UNFIT}the bytes do not fit the checksum that was exported with them"
+NOT_SOUND = unfit("the bytes do not fit the checksum that was exported with them")
 
 
 def read(text: bytes) -> Item | End | None:
@@ -29,14 +29,14 @@ def read(text: bytes) -> Item | End | None:
         Properties.parse(line.parcel.properties)
     except (NotALine, MalformedProperties) as error:
         raise Unreadable(str(error)) from error
-    return Item(line.parcel, _problem(line))
+    return Item(line.parcel, _hold(line))
 
 
-def _problem(line: Line) -> str:
+def _hold(line: Line) -> Hold | None:
     parcel = line.parcel
     if line.crc not in (None, checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)):
-        return NOT_SOUND
-    return "" if line.held is None else line.held
+        return NOT_SOUND.after(line.held)
+    return line.held
 
 
 class JsonLines(FileSource):

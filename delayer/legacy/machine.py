@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import FOR_PEOPLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
 from delayer.core.message import Target
 from delayer.faultpoint import reach
@@ -78,10 +79,10 @@ class Report:
         self.again += batch.again
         self.superseded += superseded
         for item in batch.items:
-            if item.problem:
+            if item.hold is not None:
                 self.held += 1
-                count_reason(self.reasons, item.problem)
-        self.parked += sum(not item.problem for item in batch.items) - superseded
+                count_reason(self.reasons, item.hold.text)
+        self.parked += sum(item.hold is None for item in batch.items) - superseded
 
     @property
     def clean(self) -> bool:
@@ -206,7 +207,10 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
     if not problems:
         return batch
     items: Sequence[Item] = [
-        item if item.problem else Item(item.parcel, problems.get(item.parcel.target, "")) for item in batch.items
+        item
+        if item.hold is not None or item.parcel.target not in problems
+        else Item(item.parcel, Hold(HoldKind.RETURNED, problems[item.parcel.target]))
+        for item in batch.items
     ]
     return Batch(items, batch.progress, batch.again)
 

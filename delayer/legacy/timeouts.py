@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from delayer.core import nservicebus
 from delayer.core.delay import UnreadableDelay
+from delayer.core.hold import Hold, unfit
 from delayer.core.importing import Item, Rewrite
-from delayer.core.late import UNFIT
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS, SHORT_STRING
 from delayer.wire.fields import entry, long_string
@@ -65,10 +65,10 @@ def moment_of(epoch: int) -> datetime:
 
 def item_of(timeout: Timeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> Item:
     """The message, for ``queue`` through the default exchange; ``replies`` rename the address that answers go to.
-    Everything that is wrong with it becomes its problem."""
+    What is wrong with it becomes its Hold."""
     headers, unread = _read(timeout.headers)
     raw = str(timeout.headers).encode("utf-8", "surrogateescape") if unread else b""
-    problem = _problem(unread, queue)
+    hold = _hold(unread, queue)
     if not _is_name(queue):
         raw = raw or queue
         queue = queue[:SHORT_STRING]
@@ -77,18 +77,19 @@ def item_of(timeout: Timeout, source: bytes, queue: bytes, replies: Sequence[Rew
         due_ms = min(max(due_ms, 0), LATEST_MS)
     properties = _properties(timeout.id, headers, raw, replies)
     address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
-    return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), problem)
+    return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), hold)
 
 
 def problem_of(headers: str | Mapping[str, object] | None, queue: bytes) -> str:
-    """What would be wrong with the message: why it would be held. "" where nothing would."""
-    return _problem(_read(headers)[1], queue)
+    """Why the import would hold the message; "" where it would not."""
+    hold = _hold(_read(headers)[1], queue)
+    return "" if hold is None else hold.text
 
 
-def _problem(unread: str, queue: bytes) -> str:
+def _hold(unread: str, queue: bytes) -> Hold | None:
     if not _is_name(queue):
-        return f"{UNFIT}its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}"
-    return f"{UNFIT}its headers cannot be read: {unread}" if unread else ""
+        return unfit(f"its destination has {len(queue)} bytes, expected 1 to {SHORT_STRING}")
+    return unfit(f"its headers cannot be read: {unread}") if unread else None
 
 
 def _is_name(queue: bytes) -> bool:

@@ -10,8 +10,16 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.core.errors import BrokerLost, Unconfirmed
-from delayer.core.hold import hold_for
-from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Returned, is_direct_reply
+from delayer.core.hold import Hold, hold_for
+from delayer.core.message import (
+    Confirmed,
+    Delivery,
+    Outcome,
+    Outgoing,
+    Parcel,
+    Returned,
+    is_direct_reply,
+)
 from delayer.faultpoint import reach
 from delayer.services.counting import Counters, host_ms
 from delayer.services.ports import Holder, Publisher
@@ -67,10 +75,10 @@ class Dispatch:
         if stuck:
             raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
 
-    async def hold(self, late: Sequence[tuple[Delivery, Parcel, str]], settler: Settler) -> None:
-        """Set aside what its route wants held, without trying it. Raises BrokerLost, StoreLost."""
+    async def hold(self, late: Sequence[tuple[Delivery, Parcel, Hold]], settler: Settler) -> None:
+        """Hold messages without a publish. Raises BrokerLost, StoreLost."""
         if late:
-            await self._holder.hold([(parcel, reason) for _, parcel, reason in late])
+            await self._holder.hold([(parcel, hold) for _, parcel, hold in late])
             settler.accept(delivery.tag for delivery, _, _ in late)
 
     async def reply(self, answers: Sequence[Outgoing]) -> None:
@@ -107,7 +115,7 @@ class Dispatch:
 
     async def _take(self, answered: Sequence[tuple[Publication, Outcome]], settler: Settler) -> list[str]:
         through: list[Publication] = []
-        astray: list[tuple[Publication, Parcel, str]] = []
+        astray: list[tuple[Publication, Parcel, Hold]] = []
         stuck: list[str] = []
         for publication, outcome in answered:
             if isinstance(outcome, Confirmed):
@@ -116,14 +124,14 @@ class Dispatch:
             self._counters.objected(outcome, _route(publication))
             if publication.parcel is not None:
                 parcel = publication.parcel._replace(token=publication.outgoing.token)
-                astray.append((publication, parcel, hold_for(outcome).text))
+                astray.append((publication, parcel, hold_for(outcome)))
             else:
                 exchange = publication.outgoing.exchange.decode("utf-8", "replace")
                 stuck.append(f"exchange {exchange!r}: {hold_for(outcome).text}")
         settler.accept(publication.delivery.tag for publication in through)
         self._count(through)
         if astray:
-            await self._holder.hold([(parcel, reason) for _, parcel, reason in astray])
+            await self._holder.hold([(parcel, hold) for _, parcel, hold in astray])
             settler.accept(publication.delivery.tag for publication, _, _ in astray)
         return stuck
 

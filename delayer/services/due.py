@@ -8,7 +8,7 @@ from typing import Final
 
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.delay import seconds_until
-from delayer.core.late import Limits, reason
+from delayer.core.hold import Limits, too_late
 from delayer.core.message import Delivery
 from delayer.core.plan import Refuse
 from delayer.services import edits, envelopes
@@ -53,9 +53,9 @@ class DueCarrier:
         for delivery in batch:
             publication, due_ms = self._publication(delivery, now_ms)
             parcel = publication.parcel
-            why = None if parcel is None else reason(due_ms, now_ms, limits.get(parcel.route))
-            if parcel is not None and why is not None:
-                late.append((delivery, parcel._replace(token=publication.outgoing.token), why))
+            hold = None if parcel is None else too_late(due_ms, now_ms, limits.get(parcel.route))
+            if parcel is not None and hold is not None:
+                late.append((delivery, parcel._replace(token=publication.outgoing.token), hold))
                 continue
             publications.append(publication)
             if due_ms - now_ms <= MOMENT_MS:

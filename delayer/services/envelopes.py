@@ -2,28 +2,35 @@
 
 enveloped   properties of the carrier
 opened      the way back out of it
-tried       what a stray says of itself
+held        what a stray says of its Hold
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS, SHORT_STRING
 from delayer.services.edits import DUE, ENVELOPE, EXCHANGE, ID, PROPERTIES, ROOM, ROUTING_KEY, shown
+from delayer.wire.fields import boolean
 from delayer.wire.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 
 ID_BYTES: Final = 32
 """The longest id that we give: a UUID in hexadecimal."""
-REASON: Final = 440
-"""Bytes of a stray's reason: fewer than of another's, whose note takes less room."""
+REASON: Final = 300
+"""Bytes of a stray's text: the note of a stray takes more room than that of a refused message."""
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
 _HELD: Final = b"x-delayer-held"
+"""The kind of the objection (core/hold.py)."""
+_TEXT: Final = b"x-delayer-held-text"
+_MAY_BE_DELIVERED: Final = b"x-delayer-may-be-delivered"
+_ISOLATED: Final = b"x-delayer-isolated"
 _ATTEMPTS: Final = b"x-delayer-attempts"
 _RETRY: Final = b"x-delayer-retry"
+"""When the daemon retries the message, epoch milliseconds. Absent: a person decides."""
 _MOST_ATTEMPTS: Final = 1 << 31
 """Believed of what anybody can put there: one more must fit the header too."""
 
@@ -44,11 +51,12 @@ class Envelope(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Why a message was not taken, how often it was tried, and when it is tried again (epoch milliseconds)."""
+    """What a stray says of itself: why it is held, the number of attempts, and when the daemon retries it (epoch
+    milliseconds; None: a person decides)."""
 
-    reason: str
+    hold: Hold
     attempts: int
-    retry_ms: int
+    retry_ms: int | None
 
 
 def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
@@ -68,8 +76,7 @@ def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
         + entry(PROPERTIES, byte_array(parcel.properties))
     )
     if held is not None:
-        headers += entry(_HELD, long_string(shown(held.reason, REASON)))
-        headers += entry(_ATTEMPTS, int64(held.attempts)) + entry(_RETRY, int64(held.retry_ms))
+        headers += _note(held)
     return encode_headers(headers, delivery_mode=2)
 
 
@@ -108,18 +115,32 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
     return Envelope(content(ID, ID_BYTES), parcel)
 
 
-def reason_of(raw: bytes) -> str:
-    """Why a stray is one, as it says itself, cleaned; "" where it says nothing. Raises MalformedProperties,
-    MalformedTable."""
-    found = Properties.parse(raw).get(_HELD)
-    return "" if found is None else found.content[:REASON].decode("utf-8", "backslashreplace")
-
-
-def tried(properties: Properties) -> tuple[int, int]:
-    """What a stray says of itself: how often it was tried, and when it is tried again (epoch milliseconds). Zero where
-    it says nothing, or nothing that can be: then it is tried at once. Raises MalformedTable."""
-    attempts, retry_ms = (
-        0 if (found := properties.get(name)) is None else int.from_bytes(found.content[:8], "big", signed=True)
-        for name in (_ATTEMPTS, _RETRY)
+def _note(held: Held) -> bytes:
+    hold = held.hold
+    note = (
+        entry(_HELD, long_string(hold.kind.encode()))
+        + entry(_TEXT, long_string(shown(hold.text, REASON)))
+        + entry(_MAY_BE_DELIVERED, boolean(hold.may_be_delivered))
+        + entry(_ISOLATED, boolean(hold.isolated))
+        + entry(_ATTEMPTS, int64(held.attempts))
     )
-    return (attempts, retry_ms) if 0 < attempts < _MOST_ATTEMPTS and 0 <= retry_ms <= LATEST_MS else (0, 0)
+    return note if held.retry_ms is None else note + entry(_RETRY, int64(held.retry_ms))
+
+
+def held(properties: Properties) -> Held | None:
+    """What a stray says of itself; None where it says nothing, or nothing possible: then the daemon tries it at once.
+    Raises MalformedTable."""
+    found = {field.name: field for field in properties.headers_items()}
+    if _HELD not in found or _ATTEMPTS not in found:
+        return None
+    attempts = int.from_bytes(found[_ATTEMPTS].content[:8], "big", signed=True)
+    retry_ms = int.from_bytes(found[_RETRY].content[:8], "big", signed=True) if _RETRY in found else None
+    if not 0 < attempts < _MOST_ATTEMPTS or not 0 <= (retry_ms or 0) <= LATEST_MS:
+        return None
+    try:
+        kind = HoldKind(found[_HELD].content.decode("ascii", "replace"))
+    except ValueError:
+        return None
+    text = found[_TEXT].content[:REASON].decode("utf-8", "backslashreplace") if _TEXT in found else ""
+    flags = (name in found and found[name].content[:1] == b"\1" for name in (_MAY_BE_DELIVERED, _ISOLATED))
+    return Held(Hold(kind, text, *flags), attempts, retry_ms)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from delayer.core import late
-from delayer.core.hold import hold_for
+from delayer.core.hold import Hold, hold_for
 from delayer.core.message import Confirmed, Outgoing, Parcel
 from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
@@ -19,14 +18,15 @@ from delayer.services.ports import Holder, Publisher
 log = structlog.get_logger(__name__)
 
 
-def report(items: Sequence[tuple[Parcel, str]], counters: Counters) -> None:
+def report(items: Sequence[tuple[Parcel, Hold]], counters: Counters) -> None:
     """Count and log messages that are held now."""
     counters.add("held", len(items))
     counters.add_routes("held", [parcel.route for parcel, _ in items])
-    for parcel, reason in items:
+    for parcel, hold in items:
         log.warning(
             "message held",
-            reason=reason,
+            kind=hold.kind,
+            reason=hold.text,
             exchange=parcel.target.exchange,
             routing_key=parcel.target.routing_key,
             route=parcel.route,
@@ -40,10 +40,10 @@ class Notes:
     now_ms: Callable[[], int]
     pause_ms: Callable[[int, int], int]
 
-    def note(self, id: bytes, reason: str, attempts: int) -> envelopes.Held:
+    def note(self, id: bytes, hold: Hold, attempts: int) -> envelopes.Held:
         """It was tried ``attempts`` times, the last time now."""
         again_ms = self.now_ms() + self.pause_ms(attempts, int.from_bytes(id[-8:], "big"))
-        return envelopes.Held(reason, attempts, late.retry_ms(reason, again_ms))
+        return envelopes.Held(hold, attempts, hold.retry_ms(again_ms))
 
 
 class StraysHolder:
@@ -62,23 +62,24 @@ class StraysHolder:
         self._counters = counters
         self._notes = notes
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         begin = 0
         while begin < len(items):
             end = begin + self._publisher.batch_limit
             await self._hold(items[begin:end])
             begin = end
 
-    async def _hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def _hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         batch = []
-        for parcel, reason in items:
+        for parcel, hold in items:
             token = parcel.token or self._new_id()
-            properties = envelopes.enveloped(parcel, token, self._notes.note(token, reason, 1))
+            properties = envelopes.enveloped(parcel, token, self._notes.note(token, hold, 1))
             batch.append(Outgoing(self._exchange, parcel.target.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
             if not isinstance(outcome, Confirmed):
-                why = hold_for(outcome).text
-                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to hold: {why}")
+                raise NotTaken(
+                    f"exchange {self._exchange.decode()} did not take a message to hold: {hold_for(outcome).text}"
+                )
         report(items, self._counters)
 
 
@@ -92,27 +93,28 @@ class RefusedHolder:
         self._new_id = new_id
         self._counters = counters
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         begin = 0
         while begin < len(items):
             end = begin + self._publisher.batch_limit
             await self._refuse(items[begin:end])
             begin = end
 
-    async def _refuse(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def _refuse(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         batch = []
-        for parcel, reason in items:
+        for parcel, hold in items:
             id = parcel.token or self._new_id()
-            properties, token = edits.undelivered(parcel, reason, id, self._publisher.max_properties)
+            properties, token = edits.undelivered(parcel, hold.text, id, self._publisher.max_properties)
             batch.append(Outgoing(self._exchange, parcel.routing_key, properties, parcel.body, token))
         for outcome in await self._publisher.publish(batch):
             if not isinstance(outcome, Confirmed):
-                why = hold_for(outcome).text
-                raise NotTaken(f"exchange {self._exchange.decode()} did not take a message to refuse: {why}")
+                raise NotTaken(
+                    f"exchange {self._exchange.decode()} did not take a message to refuse: {hold_for(outcome).text}"
+                )
         self._counters.add("refused", len(items))
         self._counters.add_routes("refused", [parcel.route for parcel, _ in items])
-        for parcel, reason in items:
-            log.warning("message refused", reason=reason, exchange=parcel.exchange, routing_key=parcel.routing_key)
+        for parcel, hold in items:
+            log.warning("message refused", reason=hold.text, exchange=parcel.exchange, routing_key=parcel.routing_key)
 
 
 class Holding:
@@ -123,5 +125,5 @@ class Holding:
         self._store_usable = store_usable
         self._strays = strays
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         await (self._store if self._store_usable() else self._strays).hold(items)

@@ -22,6 +22,7 @@ import structlog
 
 from delayer.core.backoff import Sparing
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
@@ -114,7 +115,7 @@ class Lanes:
         """See ports.Parking."""
         return await self._write(lambda store, lane: store.park(lane, parcels, cancels), small=is_small(parcels))
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """Into the held table of a lane of ours. See ports.Holder."""
         small = is_small([parcel for parcel, _ in items])
         await self._write(lambda store, lane: store.hold(lane, items), small=small)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from delayer.core.hold import Hold
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 from delayer.core.pace import Scope
 from delayer.core.segment import Restoration
@@ -103,8 +104,8 @@ class Lane(Protocol):
         Raises LaneLost, StoreLost.
         """
 
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
-        """Put the ``held`` into the held table with their reasons, count, and commit.
+    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
+        """Put the ``held`` into the held table, count, and commit.
 
         Raises StoreLost: rolled back, or in doubt if the connection broke at the commit.
         """
@@ -156,8 +157,8 @@ class Store(Protocol):
         Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
         """
 
-    async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, str]]) -> None:
-        """Commit messages that never waited (due at once, or met in the cascade) straight into held, with reasons."""
+    async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
+        """Commit messages that never waited (due at once, or met in the cascade) straight into held."""
 
     async def restore(self, lane: Lane, horizon_ms: int) -> Restoration:
         """Restore the segment with the soonest first message into ``lane``, if that is due by ``horizon_ms``; skip what
@@ -226,5 +227,5 @@ class Parking(Protocol):
 class Holder(Protocol):
     """Where messages are set aside whose destination would not take them."""
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
-        """Safe and visible when this returns, each with its reason. Raises StoreLost, BrokerLost."""
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
+        """Safe and visible when this returns. Raises StoreLost, BrokerLost."""

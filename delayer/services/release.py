@@ -11,9 +11,8 @@ from typing import Final
 
 import structlog
 
-from delayer.core import ending, late, unanswered
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
-from delayer.core.hold import hold_for
+from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
 from delayer.core.message import Confirmed, Due, Outgoing
 from delayer.core.pace import Pacer, Scope
 from delayer.core.request import SHORT_STRING
@@ -63,7 +62,7 @@ class Release:
         pulse: Pulse,
         counters: Counters,
         now_ms: Callable[[], int] = host_ms,
-        late_limits: Callable[[], late.Limits] = dict,
+        late_limits: Callable[[], Limits] = dict,
         pacer: Pacer | None = None,
         room: Room | None = None,
     ) -> None:
@@ -219,16 +218,16 @@ class Release:
             if time.monotonic() - began < slice_:
                 return  # woken: something was parked that is due by now, or the lane is lost
 
-    async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, str]]]:
+    async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, Hold]]]:
         sendable: list[Due] = []
         batch: list[Outgoing] = []
-        held: list[tuple[Due, str]] = []
+        held: list[tuple[Due, Hold]] = []
         rows, too_late = sorted_out(rows, self._late_limits(), self._now_ms())
         held += too_late
         for row in rows:
             outgoing = prepared(row, self._publisher.max_properties)
-            if isinstance(outgoing, str):
-                held.append((row, unanswered.again(outgoing, row.held_for)))
+            if isinstance(outgoing, Hold):
+                held.append((row, outgoing))
             else:
                 sendable.append(row)
                 batch.append(outgoing)
@@ -240,18 +239,19 @@ class Release:
                 released.append(row)
             else:
                 self._counters.objected(outcome, row.parcel.route)
-                held.append((row, unanswered.again(hold_for(outcome).text, row.held_for)))
-        return released, [(row, ending.again(reason, row.held_for)) for row, reason in held]
+                held.append((row, hold_for(outcome)))
+        return released, [(row, hold.after(row.hold)) for row, hold in held]
 
-    def _report(self, held: Sequence[tuple[Due, str]]) -> None:
-        for row, reason in held:
+    def _report(self, held: Sequence[tuple[Due, Hold]]) -> None:
+        for row, hold in held:
             if row.attempts == 0:
                 self._counters.add("held", 1)
                 self._counters.add_routes("held", [row.parcel.route])
             log.warning(
                 "message held",
                 id=row.id,
-                reason=reason,
+                kind=hold.kind,
+                reason=hold.text,
                 attempts=row.attempts + 1,
                 exchange=row.parcel.target.exchange,
                 routing_key=row.parcel.target.routing_key,
@@ -259,33 +259,37 @@ class Release:
             )
 
 
-def sorted_out(rows: Sequence[Due], limits: late.Limits, now_ms: int) -> tuple[Sequence[Due], list[tuple[Due, str]]]:
-    """What goes out, and what its route wants held for being late, with the reason. What was held for that before is
-    here again because a person wants it delivered; what perhaps is delivered stays known as that. Pure."""
+def sorted_out(rows: Sequence[Due], limits: Limits, now_ms: int) -> tuple[Sequence[Due], list[tuple[Due, Hold]]]:
+    """The rows to publish, and the rows that are too late for their route. Pure.
+
+    A message that waited for a person is claimed again only after an operator retried it, so deliver it."""
     if not limits:
         return rows, []
-    whys = [
-        None if late.for_good(row.held_for) else late.reason(row.due_ms, now_ms, limits.get(row.parcel.route))
-        for row in rows
-    ]
-    both = list(zip(rows, whys, strict=True))
-    late_ones = [(row, unanswered.again(why, row.held_for)) for row, why in both if why is not None]
-    return [row for row, why in both if why is None], late_ones
+    on_time: list[Due] = []
+    late: list[tuple[Due, Hold]] = []
+    for row in rows:
+        by_hand = row.hold is not None and row.hold.for_a_person
+        hold = None if by_hand else too_late(row.due_ms, now_ms, limits.get(row.parcel.route))
+        if hold is None:
+            on_time.append(row)
+        else:
+            late.append((row, hold))
+    return on_time, late
 
 
-def prepared(row: Due, max_properties: int) -> Outgoing | str:
-    """The message as it leaves, or the reason why it cannot."""
+def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
+    """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
     if not row.sound:
-        return "checksum: the stored bytes are not the ones that were parked, or their format is not known here"
+        return unfit("the stored bytes do not fit their checksum, or a newer delayer wrote their format")
     token = row.parcel.token or b"%d" % row.id
     try:
         properties = edits.released(Properties.parse(row.parcel.properties), token, row.due_ms)
     except (MalformedProperties, MalformedTable) as broken:
-        return f"malformed properties: {broken}"
+        return unfit(f"malformed properties: {broken}")
     if len(properties) > max_properties:
-        return f"the properties are too long to publish: expected at most {max_properties}, found {len(properties)}"
+        return unfit(f"the properties are too long: expected at most {max_properties} bytes, found {len(properties)}")
     target = row.parcel.target
     if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
-        return f"the destination is too long to publish to: expected {SHORT_STRING} bytes at most, found {longest}"
-    isolated = ending.ends(row.held_for)
+        return unfit(f"the destination is too long: expected at most {SHORT_STRING} bytes, found {longest}")
+    isolated = row.hold is not None and row.hold.isolated
     return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, isolated)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from delayer.core.errors import StoreLost
+from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.values import TakenOut
 from delayer.services.lanes import Lanes
@@ -54,7 +55,7 @@ class Shelf:
         """See ports.Parking."""
         return await self._lanes().park(parcels, cancels)
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         """See ports.Holder."""
         await self._lanes().hold(items)
 

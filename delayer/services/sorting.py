@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from delayer.core import cascade
 from delayer.core.forms import CONSULTED
+from delayer.core.hold import Hold
 from delayer.core.message import Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, TooLate, decide
 from delayer.core.retrying import CONSULTED as RETRY_CONSULTED
@@ -47,8 +48,8 @@ class Work:
 
     steps: list[Step] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
-    late: list[tuple[Delivery, Parcel, str]] = field(default_factory=list)
-    """What is held at once, and why."""
+    late: list[tuple[Delivery, Parcel, Hold]] = field(default_factory=list)
+    """Messages that are held at once."""
 
     def park(self, delivery: Delivery, parcel: Parcel) -> None:
         step = self._step()
@@ -123,7 +124,7 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
                 ask = None if properties is None else replies.asked(delivery, properties, plan.key)
                 work.cancel(delivery, plan.key, ask)
             case TooLate():
-                work.late.append((delivery, parcel(delivery, plan.due_ms, plan.target), plan.reason))
+                work.late.append((delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
             case Refuse():
                 work.publications.append(to_refused(delivery, plan, names, new_id()))
             case AtOnce() if properties is not None:

@@ -20,10 +20,9 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.core import ending, unanswered
 from delayer.core.backoff import Sparing
 from delayer.core.cascade import leads_to, strip_prefix
-from delayer.core.hold import hold_for
+from delayer.core.hold import Hold, hold_for, unfit
 from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import Refuse
 from delayer.services import edits, envelopes
@@ -52,15 +51,20 @@ LONGEST_LOOK: Final = 120.0
 
 
 class Stray(NamedTuple):
-    """A message in the strays queue: what it is, how often it was tried, and when it is tried again (epoch ms)."""
+    """A message in the strays queue. ``held``: what a daemon noted on it; None where the broker put it there."""
 
     delivery: Delivery
     id: bytes
     parcel: Parcel
-    attempts: int
-    retry_ms: int
-    held_for: str = ""
-    """Why, as it says itself."""
+    held: envelopes.Held | None = None
+
+    @property
+    def attempts(self) -> int:
+        return 0 if self.held is None else self.held.attempts
+
+    def due(self, now_ms: int) -> bool:
+        """Whether the daemon retries it now."""
+        return self.held is None or (self.held.retry_ms is not None and self.held.retry_ms <= now_ms)
 
 
 class Reader(NamedTuple):
@@ -86,8 +90,7 @@ class Reader(NamedTuple):
                     f"{delivery.routing_key.decode('utf-8', 'backslashreplace')!r} without the headers of one"
                 )
             envelope = envelopes.opened(properties, delivery.body, self.max_properties())
-            why = envelopes.reason_of(delivery.properties)
-            return Stray(delivery, envelope.id, envelope.parcel, *envelopes.tried(properties), why)
+            return Stray(delivery, envelope.id, envelope.parcel, envelopes.held(properties))
         except (envelopes.NoEnvelope, MalformedProperties, MalformedTable) as broken:
             return f"not a stray of ours: {broken}"
 
@@ -112,7 +115,7 @@ class Reader(NamedTuple):
             kept,
             delivery.body,
         )
-        return Stray(delivery, id.content, parcel, 0, due_ms)
+        return Stray(delivery, id.content, parcel)
 
 
 class Strays:
@@ -207,16 +210,20 @@ class Strays:
             stray = self._reader.stray(delivery)
             if isinstance(stray, str):
                 foreign.append((delivery, stray))
-            elif stray.retry_ms <= now_ms:
+            elif stray.due(now_ms):
                 due.append(stray)
-            else:
-                self._soonest_ms = min(self._soonest_ms or stray.retry_ms, stray.retry_ms)
+            elif stray.held is not None:
+                self._expect(stray.held)
         await self._refuse(foreign, subscription)
         begin = 0
         while begin < len(due):
             end = begin + self._publisher.batch_limit
             await self._publish(due[begin:end], subscription)
             begin = end
+
+    def _expect(self, held: envelopes.Held) -> None:
+        if held.retry_ms is not None:
+            self._soonest_ms = min(self._soonest_ms or held.retry_ms, held.retry_ms)
 
     async def _refuse(self, foreign: Sequence[tuple[Delivery, str]], subscription: Subscription) -> None:
         """To the refused queue. Raises NotTaken: they stay where they are."""
@@ -240,40 +247,41 @@ class Strays:
         prepared = [self._prepared(stray) for stray in strays]
         outcomes = iter(await self._publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
         through: list[Stray] = []
-        failed: list[tuple[Stray, str]] = []
+        failed: list[tuple[Stray, Hold]] = []
         for stray, one in zip(strays, prepared, strict=True):
-            outcome: Outcome | str = next(outcomes) if isinstance(one, Outgoing) else one
+            outcome: Outcome | Hold = next(outcomes) if isinstance(one, Outgoing) else one
             if isinstance(outcome, Confirmed):
                 subscription.ack(stray.delivery.tag, multiple=False)
                 through.append(stray)
-            elif isinstance(outcome, str):
+            elif isinstance(outcome, Hold):
                 failed.append((stray, outcome))
             else:
                 self._counters.objected(outcome, stray.parcel.route)
-                failed.append((stray, hold_for(outcome).text))
+                failed.append((stray, hold_for(outcome)))
         self._counters.add("released", len(through))
         self._counters.add_routes("released", [stray.parcel.route for stray in through])
         self._counters.delivered([(stray.parcel.due_ms, stray.parcel.route) for stray in through], self._now_ms())
         await self._hold(failed, subscription)
 
-    def _prepared(self, stray: Stray) -> Outgoing | str:
-        """The message as it leaves, or the reason why it cannot."""
+    def _prepared(self, stray: Stray) -> Outgoing | Hold:
+        """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
         parcel = stray.parcel
         try:
             properties = edits.released(Properties.parse(parcel.properties), stray.id, parcel.due_ms)
         except (MalformedProperties, MalformedTable) as broken:
-            return f"malformed properties: {broken}"
+            return unfit(f"malformed properties: {broken}")
         most = self._reader.max_properties()
         if len(properties) > most:
-            return f"the properties are too long to publish: expected at most {most}, found {len(properties)}"
-        isolated = ending.ends(stray.held_for)
+            return unfit(f"the properties are too long: expected at most {most} bytes, found {len(properties)}")
+        isolated = stray.held is not None and stray.held.hold.isolated
         return Outgoing(parcel.target.exchange, parcel.target.routing_key, properties, parcel.body, stray.id, isolated)
 
-    async def _hold(self, failed: Sequence[tuple[Stray, str]], subscription: Subscription) -> None:
+    async def _hold(self, failed: Sequence[tuple[Stray, Hold]], subscription: Subscription) -> None:
         """To the end of the queue, before they are acknowledged where they were. Raises NotTaken: they stay there."""
         batch, notes = [], []
-        for stray, reason in failed:
-            note = self._notes.note(stray.id, again(reason, stray), stray.attempts + 1)
+        for stray, hold in failed:
+            earlier = None if stray.held is None else stray.held.hold
+            note = self._notes.note(stray.id, hold.after(earlier), stray.attempts + 1)
             properties = envelopes.enveloped(stray.parcel, stray.id, note)
             batch.append(
                 Outgoing(self._queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id)
@@ -286,11 +294,12 @@ class Strays:
                 stuck += 1
                 continue
             subscription.ack(stray.delivery.tag, multiple=False)
-            self._soonest_ms = min(self._soonest_ms or note.retry_ms, note.retry_ms)
+            self._expect(note)
             log.warning(
                 "message held",
                 id=stray.id,
-                reason=note.reason,
+                kind=note.hold.kind,
+                reason=note.hold.text,
                 attempts=note.attempts,
                 exchange=stray.parcel.target.exchange,
                 routing_key=stray.parcel.target.routing_key,
@@ -298,11 +307,3 @@ class Strays:
             )
         if stuck:
             raise NotTaken(f"{stuck} of {len(failed)} strays were not taken by their own queue")
-
-
-def again(reason: str, stray: Stray) -> str:
-    """Why a stray is held once more. That its destination perhaps has it stays said, however long the reason is; and
-    that it ended a connection."""
-    before = stray.held_for if stray.attempts else ""
-    short = edits.shown(reason, envelopes.REASON - len(unanswered.BEFORE) - len(ending.BEFORE)).decode()
-    return unanswered.again(ending.again(short, before), before)

@@ -33,7 +33,7 @@ async def begin(connection: asyncpg.Connection, who: str, verb: str, asked: Mapp
     if len(text) > LONGEST:
         text = json.dumps({"cut": text[:LONGEST]})
     number: int = await connection.fetchval(
-        "INSERT INTO act (who, verb, messages, asked) VALUES ($1, $2, 0, $3) RETURNING id", _kept(who), verb, text
+        "INSERT INTO audit_log (who, verb, messages, asked) VALUES ($1, $2, 0, $3) RETURNING id", _kept(who), verb, text
     )
     return number
 
@@ -41,13 +41,13 @@ async def begin(connection: asyncpg.Connection, who: str, verb: str, asked: Mapp
 async def add(connection: asyncpg.Connection, act: int, messages: int) -> None:
     """It was done to that many more, in the open transaction. Raises the driver's errors."""
     if messages:
-        await connection.execute("UPDATE act SET messages = messages + $2 WHERE id = $1", act, messages)
+        await connection.execute("UPDATE audit_log SET messages = messages + $2 WHERE id = $1", act, messages)
 
 
 async def listed(connection: asyncpg.Connection, limit: int, before: int | None = None) -> Sequence[Act]:
     """The latest first, from before the act ``before`` on. Raises the driver's errors."""
     rows = await connection.fetch(
-        "SELECT id, at, who, verb, messages, asked FROM act WHERE $2::bigint IS NULL OR id < $2"
+        "SELECT id, at, who, verb, messages, asked FROM audit_log WHERE $2::bigint IS NULL OR id < $2"
         " ORDER BY id DESC LIMIT $1",
         limit,
         before,

@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 
 import asyncpg
 
-from delayer.core import unanswered
 from delayer.store import acts, segments, session, statements, unpacking
 from delayer.store.errors import DAMAGED
 from delayer.store.keys import forget, lock_keys
@@ -58,7 +57,7 @@ Changes = Counter[tuple[int, str]]
 _LANES = "SELECT array(SELECT number FROM lane)"
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
-    " RETURNING id, lane, key, reason"
+    " RETURNING id, lane, key, may_be_delivered"
 )
 # As in sql/candidates.sql, without a look at their bytes.
 _RANGES = (
@@ -174,8 +173,8 @@ async def _cancel_rows(
         gone += [(*row, Found.WAITING) for row in rows]
     elif keys:
         await lock_keys(connection, keys)
-    for number, lane, key, why in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
-        gone.append((number, lane, key, Found.UNSURE if unanswered.perhaps_out(why) else Found.HELD))
+    for number, lane, key, unsure in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
+        gone.append((number, lane, key, Found.UNSURE if unsure else Found.HELD))
     for number, lane, _, where in gone:
         found[number] = where
         changes[lane, "cancelled"] += 1

@@ -142,7 +142,8 @@ async def take_scoped(
 
 
 def _held(record: asyncpg.Record) -> Due:
-    return envelope.read(record, record["attempts"], record["reason"], record["token"])
+    hold = envelope.read_hold(record["kind"], record["reason"], record["may_be_delivered"], record["isolated"])
+    return envelope.read(record, record["attempts"], hold, record["token"])
 
 
 def _look_behind(claim: Claim, held: Sequence[asyncpg.Record], place: Place, lower_ms: int) -> None:

@@ -18,6 +18,7 @@ from struct import Struct
 from typing import Any
 from zlib import crc32
 
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due, Parcel, Target
 
 FORMAT = 1
@@ -29,7 +30,7 @@ COLUMNS = ("due_at", "checksum", "lane", "format", *_CARRIED)
 COLUMNS_WITH_ID = (*COLUMNS, "id")
 # The order in which the claims give a row back; by position, because a name costs a look-up for each value.
 READ = ("id", "due_at", "checksum", "format", *_CARRIED)
-HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "reason", "token")
+HELD_COLUMNS = (*COLUMNS_WITH_ID, "retry_at", "attempts", "kind", "reason", "may_be_delivered", "isolated", "token")
 
 Row = tuple[int, int, int, int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes | None]
 
@@ -75,14 +76,24 @@ def row_again(due: Due, lane: int) -> Row:
     return (values[0], values[1] ^ 1, *values[2:])
 
 
-def read(record: Iterable[Any], attempts: int = 0, held_for: str = "", token: bytes | None = None) -> Due:
+def read(record: Iterable[Any], attempts: int = 0, hold: Hold | None = None, token: bytes | None = None) -> Due:
     """A message from its row: columns in the order of :data:`READ`, then any. ``sound``: format and checksum fit."""
     (id_, due_ms, found, version, route, exchange, routing_key, to_exchange, to_key, properties, body, key, *_) = record
     parcel = Parcel(
         due_ms, route, exchange, routing_key, Target(to_exchange, to_key), properties, body, key, token or b""
     )
     sound = version == FORMAT and found == checksum(exchange, routing_key, properties, body)
-    return Due(id_, due_ms, attempts, parcel, sound, held_for)
+    return Due(id_, due_ms, attempts, parcel, sound, hold)
+
+
+def hold_row(hold: Hold) -> tuple[str, str, bool, bool]:
+    """The values of the columns kind, reason, may_be_delivered and isolated."""
+    return hold.kind, reason_text(hold.text), hold.may_be_delivered, hold.isolated
+
+
+def read_hold(kind: str, reason: str, may_be_delivered: bool, isolated: bool) -> Hold:
+    """The Hold of a held row."""
+    return Hold(HoldKind(kind), reason, may_be_delivered, isolated)
 
 
 def reason_text(reason: str) -> str:

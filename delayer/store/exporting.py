@@ -12,8 +12,9 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.core.filters import Filter
+from delayer.core.hold import Hold
 from delayer.core.message import Parcel, Target
-from delayer.store import listing
+from delayer.store import envelope, listing
 from delayer.store.listing import BEGINNING, Place, Test
 
 PAGE: Final = 1_000
@@ -41,7 +42,8 @@ CROSS JOIN LATERAL (
 ) AS m
 """
 _HELD: Final = """
-SELECT id, due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key, reason, token
+SELECT id, due_at, checksum, route, exchange, routing_key, to_exchange, to_key, properties, body, key,
+       kind, reason, may_be_delivered, isolated, token
 FROM held WHERE id > $1 ORDER BY id LIMIT 100
 """
 
@@ -60,7 +62,7 @@ class Exported(NamedTuple):
 
     parcel: Parcel
     checksum: int
-    held: str | None = None
+    held: Hold | None = None
 
 
 class BrokenSegments(Exception):
@@ -112,10 +114,10 @@ async def held(connection: asyncpg.Connection) -> AsyncIterator[Sequence[Exporte
     after = 0
     while rows := await connection.fetch(_HELD, after):
         after = rows[-1]["id"]
-        yield [_exported(row, row["reason"], row["token"]) for row in rows]
+        yield [_exported(row, envelope.read_hold(*row[11:15]), row["token"]) for row in rows]
 
 
-def _exported(row: Mapping[str, Any], held: str | None = None, token: bytes | None = None) -> Exported:
+def _exported(row: Mapping[str, Any], held: Hold | None = None, token: bytes | None = None) -> Exported:
     parcel = Parcel(
         row["due_at"], row["route"], row["exchange"], row["routing_key"], Target(row["to_exchange"], row["to_key"]),
         row["properties"], row["body"], row["key"], token or b"",

@@ -11,14 +11,14 @@ from delayer.core.filters import Filter
 from delayer.store import acts, cancelling, session, telling
 from delayer.store.cancelling import Found
 from delayer.store.listing import Entry, Place, Test, meant
-from delayer.store.showing import Hold
+from delayer.store.showing import HELD, Held
 
 AT_ONCE: Final = 1000
 SCAN: Final = 20_000
 """Held messages that one page reads at most to find those that are meant."""
-_COLUMNS: Final = """
+_COLUMNS: Final = f"""
 SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
-       to_exchange, to_key, key, octet_length(body) AS size, properties, reason, attempts, held_at, retry_at
+       to_exchange, to_key, key, octet_length(body) AS size, properties, {HELD}
 FROM held
 """
 _NEXT: Final = f"{_COLUMNS} WHERE id > $1 ORDER BY id LIMIT $2"
@@ -33,7 +33,7 @@ class HeldEntry(NamedTuple):
     """A held message without its body, and why it is held."""
 
     entry: Entry
-    hold: Hold
+    held: Held
 
 
 class Page(NamedTuple):
@@ -70,7 +70,7 @@ async def named(connection: asyncpg.Connection, ids: Collection[int]) -> list[He
 
 
 def _read(row: asyncpg.Record) -> HeldEntry:
-    return HeldEntry(Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12]), Hold(*row[12:16]))
+    return HeldEntry(Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12]), Held(*row[12:19]))
 
 
 async def retry(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:

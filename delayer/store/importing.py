@@ -120,7 +120,7 @@ class ImportStore:
     async def commit(self, run: Run, batch: Batch, published: int = 0) -> Run:
         """Park and hold the batch, with its progress: all of it, or nothing. ``published``: how many of the source's
         messages went elsewhere, into a cascade, and count as parked."""
-        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if not item.problem})
+        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None})
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self._commit(run, batch, published)
@@ -160,8 +160,8 @@ class ImportStore:
 
         Raises LaneLost, StoreLost, the driver's errors.
         """
-        parcels = [item.parcel for item in batch.items if not item.problem]
-        held = [(item.parcel, item.problem) for item in batch.items if item.problem]
+        parcels = [item.parcel for item in batch.items if item.hold is None]
+        held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
         fence = await self._lane()
         async with session.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")

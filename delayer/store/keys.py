@@ -19,13 +19,12 @@ from zlib import crc32
 
 import asyncpg
 
-from delayer.core import unanswered
 from delayer.core.message import Due
 from delayer.core.values import KeyGroup
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
-_DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING reason"
+_DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING may_be_delivered"
 _LAST_BYTE = 0xFF
 
 
@@ -74,9 +73,9 @@ async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]
         of = cancelled.keys
         if await _delete_message(connection, lane, due_at, message_id):
             pass
-        elif (why := await connection.fetchval(_DELETE_HELD, message_id)) is not None:
+        elif (may_be_delivered := await connection.fetchval(_DELETE_HELD, message_id)) is not None:
             cancelled.held[lane] += 1
-            of = cancelled.unsure if unanswered.perhaps_out(why) else of
+            of = cancelled.unsure if may_be_delivered else of
         elif not await _delete_message(connection, lane, due_at, message_id):
             # Else it was on its way out of the default partition when we looked first.
             continue

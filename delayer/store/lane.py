@@ -19,6 +19,7 @@ import asyncpg
 import structlog
 
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.hold import Hold
 from delayer.core.message import Due, Parcel
 from delayer.core.pace import Scope
 from delayer.faultpoint import reach
@@ -108,7 +109,7 @@ class PostgresLane:
             reach("release.claimed")
         return self._claim.rows
 
-    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, str]]) -> None:
+    async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
         """See the port. ``released`` and ``held`` together are what was claimed: committing less would lose some."""
         claim = self._claim
         if claim is None:

@@ -1,9 +1,5 @@
-"""What living owners of lanes say of themselves, in the name of the session that holds a lane's lock: the schema that
-their program works with, and a mark of the broker and virtual host that they publish to.
-
-A daemon compares the schema when it starts, and not when somebody upgrades it under it. So daemons of an older version
-may go on beside a newer schema, and do not know what came with that. And daemons of two brokers on one store adopt each
-other's lanes, and publish each other's messages where nobody expects them.
+"""What living owners of lanes say of themselves, in the name of the session that holds a lane's lock: a mark of the
+broker and virtual host that they publish to. Daemons of two brokers on one store would publish each other's messages.
 """
 
 from __future__ import annotations
@@ -14,11 +10,6 @@ from collections.abc import Mapping
 from typing import Final
 
 import asyncpg
-
-from delayer.store import schema
-
-SEGMENTS: Final = "0002"
-"""The schema from which on a daemon restores segments."""
 
 APART: Final = (
     "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
@@ -43,12 +34,12 @@ def mark_of(cluster: str, vhost: str) -> str:
 
 def application_of(lane: int, broker: str = "") -> str:
     """The name of the session that holds the lock of ``lane``. ``broker``: its mark, where it is known."""
-    return f"delayer lane {lane}{f', broker {broker}' if broker else ''}, schema {schema.HEAD}"
+    return f"delayer lane {lane}{f', broker {broker}' if broker else ''}"
 
 
 def broker_of(application: str) -> str:
     """The mark of the broker that the owner publishes to; "" where it does not say. Pure."""
-    found = re.search(r", broker ([0-9a-f]{8}),", application)
+    found = re.search(r", broker ([0-9a-f]{8})$", application)
     return found[1] if found else ""
 
 
@@ -56,15 +47,3 @@ async def brokers(connection: asyncpg.Connection) -> Mapping[int, str]:
     """The marks of the lanes whose living owners say one. Raises the driver's errors."""
     rows = await connection.fetch(_SESSIONS)
     return {lane: mark for lane, application in rows if (mark := broker_of(application))}
-
-
-def schema_of(application: str) -> str:
-    """The schema that the owner works with; "" for versions that did not say. Pure."""
-    found = re.search(r", schema (\d{4})$", application)
-    return found[1] if found else ""
-
-
-async def without_segments(connection: asyncpg.Connection) -> list[int]:
-    """The lanes whose living owners restore no segments. Raises the driver's errors."""
-    rows = await connection.fetch(_SESSIONS)
-    return [lane for lane, application in rows if schema_of(application) < SEGMENTS]

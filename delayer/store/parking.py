@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import asyncpg
 
-from delayer.core import late
 from delayer.core.errors import LaneLost
+from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.values import KeyGroup, TakenOut
 from delayer.faultpoint import reach
@@ -65,23 +65,24 @@ async def park_keyed(
 
 
 async def hold_new(
-    connection: asyncpg.Connection, lane: Into, parcels: Sequence[tuple[Parcel, str]], now_ms: int
-) -> int:
-    """Messages that never waited, straight into held. Returns when the first of them is tried (epoch ms): what is not
-    due yet is not tried before it is."""
+    connection: asyncpg.Connection, lane: Into, parcels: Sequence[tuple[Parcel, Hold]], now_ms: int
+) -> int | None:
+    """Put messages that never waited into held. Returns when the daemon retries the first of them (epoch ms), never
+    before it is due; None where a person decides about all of them."""
     number = lane.number
     records = []
-    soonest = 0
-    for (parcel, reason), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
-        retry_ms = late.retry_ms(reason, max(now_ms + pause_ms(1, new), parcel.due_ms))
-        soonest = min(soonest or retry_ms, retry_ms)
+    retries = []
+    for (parcel, hold), new in zip(parcels, await _new_ids(connection, len(parcels)), strict=True):
+        retry_ms = hold.retry_ms(max(now_ms + pause_ms(1, new), parcel.due_ms))
+        if retry_ms is not None:
+            retries.append(retry_ms)
         records.append(
-            (*envelope.row(parcel, number), new, retry_ms, 1, envelope.reason_text(reason), parcel.token or None)
+            (*envelope.row(parcel, number), new, retry_ms, 1, *envelope.hold_row(hold), parcel.token or None)
         )
     await connection.copy_records_to_table("held", records=records, columns=envelope.HELD_COLUMNS)
     reach("park.copied")
     await _count(connection, lane, Counter({(number, "parked"): len(records), (number, "held"): len(records)}))
-    return soonest
+    return min(retries, default=None)
 
 
 async def _new_ids(connection: asyncpg.Connection, count: int) -> list[int]:

@@ -13,6 +13,7 @@ import asyncpg
 import structlog
 
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
@@ -138,19 +139,20 @@ class PostgresStore:
                 ours.note_parcels(parcels)
         return taken_out
 
-    async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, lane: object, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         """See the port. Counts them as parked, and as held."""
         if not parcels:
             return
         ours = _ours(lane)
-        soonest = 0
+        soonest: int | None = None
 
         async def work(connection: asyncpg.Connection) -> None:
             nonlocal soonest
             soonest = await parking.hold_new(connection, ours, parcels, self._clock.now_ms())
 
         await self._write("hold", ours, work)
-        ours.note_held(soonest)
+        if soonest is not None:
+            ours.note_held(soonest)
 
     async def restore(self, lane: object, horizon_ms: int) -> Restoration:
         """See the port."""

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
-from delayer.core import late
 from delayer.store import acts, cancelling, segments, session, statements, telling, unpacking
 from delayer.store.cancelling import LOOKS, NO_DUES, Changes, Dues, Found
 
-# What was imported may be held before it is due: then that is its due instant as well. What is held for good is tried
-# at no time: by so much later is from now, or from when it is due.
+# An imported message may be held before it is due: then the new instant is its due instant as well. Where a person
+# decides there is no retry_at: "later by" counts from now, or from the due instant.
 _HELD = (
-    "UPDATE held SET retry_at = coalesce($2::timestamptz, CASE"
-    f" WHEN retry_at >= 'epoch'::timestamptz + {late.FOR_GOOD_MS // 1000} * interval '1 second'"
-    " THEN greatest(due_at, statement_timestamp()) ELSE retry_at END + $3::bigint * interval '1 millisecond'),"
+    "UPDATE held SET retry_at = coalesce($2::timestamptz, coalesce(retry_at, greatest(due_at, statement_timestamp()))"
+    " + $3::bigint * interval '1 millisecond'),"
     " due_at = CASE WHEN due_at > statement_timestamp()"
     " THEN coalesce($2::timestamptz, due_at + $3::bigint * interval '1 millisecond') ELSE due_at END"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"

@@ -11,10 +11,8 @@ from delayer.store import session
 from delayer.store.errors import SchemaOutdated, translated
 
 VERSION_TABLE: Final = "delayer_schema_version"
-REVISIONS: Final = ("0001", "0002", "0003", "0004", "0005")
-"""Every schema upgrade, oldest first. A test compares this with migrations/."""
-HEAD: Final = REVISIONS[-1]
-"""The revision that this program works with."""
+HEAD: Final = "0001"
+"""The revision that this program works with: the newest of migrations/."""
 
 # Storage options of everything that messages pass through; the reasons stand in migrations/versions/0001.
 CHURN_OPTIONS = "autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 50000, vacuum_truncate = off"
@@ -48,4 +46,4 @@ def outdated(found: str | None) -> SchemaOutdated | None:
     """What is wrong with a store of this revision, and what to do; None where it is ours."""
     if found == HEAD:
         return None
-    return SchemaOutdated(found, HEAD, newer=found is not None and found not in REVISIONS)
+    return SchemaOutdated(found, HEAD, newer=found is not None)

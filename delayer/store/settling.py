@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import asyncpg
 
-from delayer.core import late
+from delayer.core.hold import Hold
 from delayer.core.message import Due
 from delayer.store import envelope, statements
 from delayer.store.keys import forget_released
@@ -17,7 +17,7 @@ async def write(
     connection: asyncpg.Connection,
     lane: int,
     released: Sequence[Due],
-    held: Sequence[tuple[Due, str]],
+    held: Sequence[tuple[Due, Hold]],
     now_ms: int,
 ) -> None:
     """Settle a claim of ``lane`` in its open transaction. The rows that waited are deleted already; those that were
@@ -35,16 +35,15 @@ async def write(
         await connection.execute(statements.COUNT, [lane] * len(kinds), kinds, numbers)
 
 
-async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, str]], now_ms: int) -> None:
-    """Put what would not go into held, or leave it there, with its next pause."""
+async def _hold(connection: asyncpg.Connection, lane: int, held: Sequence[tuple[Due, Hold]], now_ms: int) -> None:
+    """Put claimed rows into held, or update them there, each with its next retry."""
     first, again = [], []
-    for due, reason in held:
-        retry_ms = late.retry_ms(reason, now_ms + pause_ms(due.attempts + 1, due.id))
-        text = envelope.reason_text(reason)
+    for due, hold in held:
+        retry_ms = hold.retry_ms(now_ms + pause_ms(due.attempts + 1, due.id))
         if due.attempts:
-            again.append((due.id, text, retry_ms))
+            again.append((due.id, *envelope.hold_row(hold), retry_ms))
         else:
-            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, text, None))
+            first.append((*envelope.row_again(due, lane), due.id, retry_ms, 1, *envelope.hold_row(hold), None))
     if first:
         await connection.copy_records_to_table("held", records=first, columns=envelope.HELD_COLUMNS)
     if again:

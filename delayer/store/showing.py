@@ -7,19 +7,19 @@ from typing import Final, NamedTuple
 
 import asyncpg
 
-from delayer.core import late
 from delayer.core.filters import Token
 from delayer.store import cancelling, envelope, unpacking
 from delayer.store.cancelling import Found
 from delayer.store.listing import Entry, Place
 
+HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
 _COLUMNS: Final = (
     "lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, checksum, format, route, exchange,"
     " routing_key, to_exchange, to_key, properties, octet_length(body) AS size, key,"
     " CASE WHEN octet_length(body) <= $2 THEN body ELSE substring(body FROM 1 FOR $3) END AS body"
 )
 _ROW: Final = f"SELECT {_COLUMNS} FROM message WHERE lane = $4 AND due_at >= $5 AND due_at < $6 AND id = $1"
-_HELD: Final = f"SELECT {_COLUMNS}, reason, attempts, held_at, retry_at FROM held WHERE id = $1"
+_HELD: Final = f"SELECT {_COLUMNS}, {HELD} FROM held WHERE id = $1"
 _WHOLE: Final = (1 << 31) - 1
 BEGINNING: Final = 4096
 """Bytes of a body that are read where it is not read whole."""
@@ -29,13 +29,16 @@ _NAMES: Final = (
 )  # fmt: skip
 
 
-class Hold(NamedTuple):
-    """Why a message is held, and when it is tried again (epoch ms)."""
+class Held(NamedTuple):
+    """Why a message is held (core/hold.py), and when the daemon retries it (epoch ms; None: a person decides)."""
 
+    kind: str
     reason: str
+    may_be_delivered: bool
+    isolated: bool
     attempts: int
     held_ms: int
-    retry_ms: int
+    retry_ms: int | None
 
 
 class Whole(NamedTuple):
@@ -46,7 +49,7 @@ class Whole(NamedTuple):
     entry: Entry
     body: bytes
     sound: bool | None
-    hold: Hold | None
+    held: Held | None
     owner: str
     """Who has the lane, or had it last."""
     owned: bool
@@ -59,7 +62,7 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = _WHOLE)
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         held = await connection.fetchrow(_HELD, token.id, most, BEGINNING)
         if held is not None:
-            return await _whole(connection, Found.HELD, held, Hold(*held[15:19]))
+            return await _whole(connection, Found.HELD, held, Held(*held[15:22]))
         places = await cancelling.find_rows(connection, [token.id], dues)
         if places is not None:
             lane, due_ms = places.lanes[0], places.dues[0]
@@ -110,7 +113,7 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
 
 
 async def _whole(
-    connection: asyncpg.Connection, where: Found, row: asyncpg.Record, hold: Hold | None, segment: int | None = None
+    connection: asyncpg.Connection, where: Found, row: asyncpg.Record, held: Held | None, segment: int | None = None
 ) -> Whole:
     owner = await connection.fetchrow(
         "SELECT owner, EXISTS (SELECT FROM pg_locks AS k WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2"
@@ -136,7 +139,7 @@ async def _whole(
         fits = row["checksum"] == envelope.checksum(row["exchange"], row["routing_key"], properties, body)
         sound = fits and row["format"] == envelope.FORMAT
     name, owned = (owner[0], owner[1]) if owner is not None else ("", False)
-    return Whole(where, entry, body, sound, hold, name, owned)
+    return Whole(where, entry, body, sound, held, name, owned)
 
 
 def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> str:
@@ -146,10 +149,10 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
     """
     if found.sound is False:
         return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
-    if found.hold is not None and late.by_hand(found.hold.retry_ms):
+    if found.held is not None and found.held.retry_ms is None:
         return f"nothing, until somebody says so (`delayer held retry`): then it is published to {to}"
-    if found.hold is not None:
-        return f"it is published to {to} again at {instant(found.hold.retry_ms)}: attempt {found.hold.attempts + 1}"
+    if found.held is not None and found.held.retry_ms is not None:
+        return f"it is published to {to} again at {instant(found.held.retry_ms)}: attempt {found.held.attempts + 1}"
     who = f"by {owner}" if found.owned else "by the daemon that adopts its lane"
     if found.where is Found.SEGMENT:
         who = "after a daemon has restored its segment"

@@ -2,16 +2,17 @@
 compares both catalogs).
 
 message      a waiting message, partitioned by the day that it is due; ``id`` is the order of arrival
-held         a message whose destination would not take it, with the reason and the time of the next attempt;
-             ``token`` is the x-delayer-id that it had before it was held, and leaves with
+held         a message that its destination did not take: ``kind``, ``reason``, ``may_be_delivered``, ``isolated`` are
+             those of a Hold (core/hold.py), ``retry_at`` is the daemon's next attempt (null: a person decides), and
+             ``token`` is the x-delayer-id of a message that was published before it was held
 message_key  which message a key (header ``x-delay-key``) stands for at present
 lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
-             ``watermark`` is where the next owner starts to look
+             ``watermark`` is where the next owner starts to look, and ``route`` the limited route whose lane it is
 counter      what happened to how many messages, a row for each lane and kind
 segment      a run of far-future messages of one lane, compacted and compressed (packing.py); ``messages`` were packed,
              ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
 segment_cancelled  which messages of a segment were cancelled: they do not come back
-act          what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)
+audit_log    what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)
 import_run   a legacy import: from what, by which parameters (JSON, without passwords), how far it is; ``progress`` is
              what its source needs to go on behind the last commit. One at a time is open (``ended_at`` is null)
 import_item  records of a file that is being imported, by the order in which they are due: where they stand in it
@@ -24,6 +25,8 @@ from typing import Any
 from sqlalchemy import (
     DDL,
     BigInteger,
+    Boolean,
+    CheckConstraint,
     Column,
     DateTime,
     Index,
@@ -35,11 +38,13 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
+    UniqueConstraint,
     event,
     func,
     text,
 )
 
+from delayer.core.hold import HoldKind
 from delayer.store.schema import CHURN_OPTIONS
 
 COUNT_OPTIONS = {
@@ -51,7 +56,7 @@ COUNT_OPTIONS = {
 metadata = MetaData()
 message_id = Sequence("message_id", data_type=BigInteger(), metadata=metadata)
 segment_id = Sequence("segment_id", data_type=BigInteger(), metadata=metadata)
-act_id = Sequence("act_id", data_type=BigInteger(), metadata=metadata)
+audit_log_id = Sequence("audit_log_id", data_type=BigInteger(), metadata=metadata)
 import_run_id = Sequence("import_run_id", data_type=BigInteger(), metadata=metadata)
 
 Instant = DateTime(timezone=True)
@@ -96,12 +101,16 @@ held = Table(
     _column("due_at", Instant),
     _column("parked_at", Instant, server_default=func.now()),
     _column("held_at", Instant, server_default=func.now()),
-    _column("retry_at", Instant),
+    Column("retry_at", Instant),
     _column("attempts", Integer),
     *_content(),
+    _column("kind", Text),
     _column("reason", Text),
+    _column("may_be_delivered", Boolean),
+    _column("isolated", Boolean),
     Column("token", LargeBinary),
     PrimaryKeyConstraint("id", name="held_pkey"),
+    CheckConstraint(f"kind IN ({', '.join(f'{kind.value!r}' for kind in HoldKind)})", name="held_kind"),
     Index("held_lane_retry_at", "lane", "retry_at", "id"),
 )
 
@@ -122,7 +131,9 @@ lane = Table(
     _column("epoch", BigInteger),
     _column("owner", Text),
     _column("watermark", Instant, server_default=text("'-infinity'")),
+    Column("route", LargeBinary),
     PrimaryKeyConstraint("number", name="lane_pkey"),
+    UniqueConstraint("route", name="lane_route_key"),
 )
 
 counter = Table(
@@ -165,16 +176,16 @@ segment_cancelled = Table(
     PrimaryKeyConstraint("segment", "id", name="segment_cancelled_pkey"),
 )
 
-act = Table(
-    "act",
+audit_log = Table(
+    "audit_log",
     metadata,
-    _column("id", BigInteger, server_default=act_id.next_value()),
+    _column("id", BigInteger, server_default=audit_log_id.next_value()),
     _column("at", Instant, server_default=func.now()),
     _column("who", Text),
     _column("verb", Text),
     _column("messages", BigInteger),
     _column("asked", Text),
-    PrimaryKeyConstraint("id", name="act_pkey"),
+    PrimaryKeyConstraint("id", name="audit_log_pkey"),
 )
 
 import_run = Table(

@@ -15,7 +15,6 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from delayer.core import unanswered
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.ops.http import asked, forms, render
@@ -152,7 +151,7 @@ class Deeds:
             else:
                 some = await heldback.named(connection, ids)
                 done = await acting.patiently(lambda: heldback.drop(connection, some, act))
-                unsure = sum(unanswered.perhaps_out(one.hold.reason) for one in some)
+                unsure = sum(one.held.may_be_delivered for one in some)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         lines += [f"{unsure} {PERHAPS_OUT}"] if unsure else []
         return Told(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from delayer.core import horizon, late
+from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.filters import Filter
 from delayer.ops.http import asked, recent, render, words
@@ -221,7 +221,7 @@ class Pages:
         except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = "" if page.after is None else f"/held?after={page.after}"
-        return self.html(request, "held.html", rows=page.messages, next=more, for_good_ms=late.FOR_GOOD_MS)
+        return self.html(request, "held.html", rows=page.messages, next=more)
 
     async def refused(self, request: Request) -> Response:
         """What could not be delayed."""

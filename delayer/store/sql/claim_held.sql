@@ -4,7 +4,8 @@
 --
 -- $1 lane, $2 rows, $3 bytes.
 SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
-       h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts, h.reason, h.token
+       h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts,
+       h.kind, h.reason, h.may_be_delivered, h.isolated, h.token
 FROM held AS h
 WHERE h.id IN (
     SELECT id

@@ -22,15 +22,16 @@ WITH soonest AS MATERIALIZED (
     ) AS meant
 ), taken AS MATERIALIZED (
     SELECT h.id, h.due_at, h.checksum, h.format, h.route, h.exchange, h.routing_key,
-           h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts, h.reason, h.token
+           h.to_exchange, h.to_key, h.properties, h.body, h.key, h.attempts,
+           h.kind, h.reason, h.may_be_delivered, h.isolated, h.token
     FROM held AS h
     WHERE h.id IN (SELECT id FROM soonest WHERE before < $3)
     ORDER BY h.id
     FOR UPDATE SKIP LOCKED
 )
 SELECT taken.id, taken.due_at, taken.checksum, taken.format, taken.route, taken.exchange, taken.routing_key,
-       taken.to_exchange, taken.to_key, taken.properties, taken.body, taken.key, taken.attempts, taken.reason,
-       taken.token,
+       taken.to_exchange, taken.to_key, taken.properties, taken.body, taken.key, taken.attempts, taken.kind, taken.reason,
+       taken.may_be_delivered, taken.isolated, taken.token,
        (extract(epoch FROM soonest.retry_at) * 1000000)::bigint AS meant_us, soonest.id AS meant_id,
        CASE WHEN (SELECT count(*) FROM soonest) < $2 THEN ARRAY(
            SELECT unnest(ARRAY[(extract(epoch FROM retry_at) * 1000000)::bigint, id]) FROM (

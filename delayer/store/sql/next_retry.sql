@@ -1,2 +1,2 @@
--- When the next held row of one lane is tried again. $1 lane.
-SELECT retry_at FROM held WHERE lane = $1 ORDER BY retry_at LIMIT 1
+-- When the daemon retries the next held row of one lane. $1 lane.
+SELECT retry_at FROM held WHERE lane = $1 AND retry_at IS NOT NULL ORDER BY retry_at LIMIT 1
