@@ -62,9 +62,10 @@ class Stray(NamedTuple):
     def attempts(self) -> int:
         return 0 if self.held is None else self.held.attempts
 
-    def due(self, now_ms: int) -> bool:
-        """Whether the daemon retries it now."""
-        return self.held is None or (self.held.retry_ms is not None and self.held.retry_ms <= now_ms)
+    @property
+    def retry_ms(self) -> int | None:
+        """When the daemon publishes it, epoch milliseconds; None: a person decides."""
+        return self.parcel.due_ms if self.held is None else self.held.retry_ms
 
 
 class Reader(NamedTuple):
@@ -210,10 +211,10 @@ class Strays:
             stray = self._reader.stray(delivery)
             if isinstance(stray, str):
                 foreign.append((delivery, stray))
-            elif stray.due(now_ms):
+            elif stray.retry_ms is not None and stray.retry_ms <= now_ms:
                 due.append(stray)
-            elif stray.held is not None:
-                self._expect(stray.held)
+            else:
+                self._expect(stray.retry_ms)
         await self._refuse(foreign, subscription)
         begin = 0
         while begin < len(due):
@@ -221,9 +222,9 @@ class Strays:
             await self._publish(due[begin:end], subscription)
             begin = end
 
-    def _expect(self, held: envelopes.Held) -> None:
-        if held.retry_ms is not None:
-            self._soonest_ms = min(self._soonest_ms or held.retry_ms, held.retry_ms)
+    def _expect(self, retry_ms: int | None) -> None:
+        if retry_ms is not None:
+            self._soonest_ms = min(self._soonest_ms or retry_ms, retry_ms)
 
     async def _refuse(self, foreign: Sequence[tuple[Delivery, str]], subscription: Subscription) -> None:
         """To the refused queue. Raises NotTaken: they stay where they are."""
@@ -294,7 +295,7 @@ class Strays:
                 stuck += 1
                 continue
             subscription.ack(stray.delivery.tag, multiple=False)
-            self._expect(note)
+            self._expect(note.retry_ms)
             log.warning(
                 "message held",
                 id=stray.id,

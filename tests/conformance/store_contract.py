@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from delayer.core.errors import LaneLost
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due, Parcel, Target
 from delayer.core.segment import Restored
 from delayer.core.values import KeyGroup
 from delayer.services.ports import Lane, Store
+from tests.rig.fakes import WHY
 
 MANY = 1_000_000
 ROOM = 1 << 30
@@ -200,14 +202,14 @@ class StoreContract:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await store.park(lane, [parcel(store.now_ms(), b"a"), parcel(store.now_ms(), b"b")], [])
             a, b = await lane.claim(MANY, ROOM)
-            await lane.settle([a], [(b, "returned: 312 NO_ROUTE\0\udcff")])
+            await lane.settle([a], [(b, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE\0\udcff", isolated=True))])
             assert await release_all(lane) == []
             assert 1.0 < await lane.sleep_hint() <= 10.0
 
     async def test_held_at_once(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await release_all(lane)
-            await store.hold(lane, [(parcel(store.now_ms()), "no such exchange")])
+            await store.hold(lane, [(parcel(store.now_ms()), WHY)])
             assert await release_all(lane) == []
             assert 1.0 < await lane.sleep_hint() <= 10.0
 
@@ -240,7 +242,7 @@ class StoreContract:
                 await one.park(now, [parcel(one.now_ms() + 60_000), parcel(one.now_ms() + 90_000)], [])
                 await one.park(later, [parcel(one.now_ms() + 150_000)], [])
                 await one.park(soon, [parcel(one.now_ms() + SOON_MS + 2_000), parcel(one.now_ms() + 150_000)], [])
-                await one.hold(held, [(parcel(one.now_ms()), "why")])
+                await one.hold(held, [(parcel(one.now_ms()), WHY)])
             adopted = await two.adopt(1)
             assert [lane.number for lane in adopted] == [held.number], "the soonest first"
             adopted += await two.adopt(MANY)
@@ -279,7 +281,7 @@ class StoreContract:
                 with pytest.raises(LaneLost):
                     await one.park(lane, [parcel(one.now_ms())], [])
                 with pytest.raises(LaneLost):
-                    await one.hold(lane, [(parcel(one.now_ms()), "why")])
+                    await one.hold(lane, [(parcel(one.now_ms()), WHY)])
                 for doing in (lane.claim(1, 1), lane.sleep_hint(), lane.settle([], [])):
                     with pytest.raises(LaneLost):
                         await doing

@@ -12,6 +12,7 @@ from delayer.store.postgres import PostgresStore
 from delayer.store.rescheduling import When, reschedule
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel
 from tests.integration.test_store_lane import sql
+from tests.rig.fakes import NO_CONFIRM, WHY
 
 SOON_MS = 300
 SLOWLY = "SELECT retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 1) AS h RIGHT JOIN pg_sleep(1) ON true"
@@ -28,7 +29,7 @@ async def test_a_sleeping_lane_wakes_for_what_is_held(database: str) -> None:
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
         sleeper = asyncio.create_task(lane.wait(3600.0))
-        await store.hold(lane, [(parcel(store.now_ms(), b"held"), "why")])
+        await store.hold(lane, [(parcel(store.now_ms(), b"held"), WHY)])
         await sleeper
         assert bodies(await lane.claim(MANY, ROOM)) == [b"held"]
         await lane.give_up()
@@ -41,7 +42,7 @@ async def test_an_id_that_it_was_published_under_before_stays(database: str) -> 
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
         before = parcel(store.now_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
-        await store.hold(lane, [(before, "no confirm"), (parcel(store.now_ms(), b"never"), "why")])
+        await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_ms(), b"never"), WHY)])
         for scope in (None, Scope(frozenset({before.route}), only=True)):
             lane.pace([scope] if scope else [])
             tokens: dict[bytes, bytes] = {}
@@ -49,7 +50,7 @@ async def test_an_id_that_it_was_published_under_before_stays(database: str) -> 
                 await lane.wait(await lane.sleep_hint())
                 rows = await (lane.claim(MANY, ROOM, scope) if scope else lane.claim(MANY, ROOM))
                 tokens |= {row.parcel.body: row.parcel.token for row in rows if row.sound}
-                await lane.settle([], [(row, "still not") for row in rows])
+                await lane.settle([], [(row, WHY) for row in rows])
             assert tokens == {b"before": before.token, b"never": b""}
     await store.close()
 
@@ -61,13 +62,13 @@ async def test_what_is_held_while_the_lane_looks_at_its_retries_is_not_forgotten
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
-        await store.hold(lane, [(parcel(store.now_ms(), b"first"), "why")])
+        await store.hold(lane, [(parcel(store.now_ms(), b"first"), WHY)])
         await lane.wait(3600.0)
         rows = await lane.claim(MANY, ROOM)
         assert bodies(rows) == [b"first"]
         monkeypatch.setattr(statements, "NEXT_RETRY", SLOWLY)
         settling = asyncio.create_task(lane.settle(rows, []))
-        await store.hold(lane, [(parcel(store.now_ms(), b"second"), "why")])
+        await store.hold(lane, [(parcel(store.now_ms(), b"second"), WHY)])
         await settling
         await lane.wait(3600.0)
         assert bodies(await lane.claim(MANY, ROOM)) == [b"second"]
@@ -82,7 +83,7 @@ async def test_what_is_not_due_yet_is_not_tried_even_if_a_person_says_so(databas
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,), sql(database) as admin:
         month = store.now_ms() + 30 * 86_400_000
-        held = [(parcel(month, b"in a month"), "import: no such queue"), (parcel(store.now_ms(), b"now"), "why")]
+        held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_ms(), b"now"), WHY)]
         await store.hold(lane, held)
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert await heldback.retry(admin, ids, await acts.begin(admin, "test", "held retry", {})) == 2

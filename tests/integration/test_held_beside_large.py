@@ -8,6 +8,7 @@ from delayer.core.pace import Scope
 from delayer.store import retry, upgrades
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, bodies, owned, parcel
+from tests.rig.fakes import WHY
 
 ROOM = 100_000
 BACKLOG = 60
@@ -27,7 +28,7 @@ async def test_held_messages_have_their_turn(
         if scope is not None:
             lane.pace([scope])
         now_ms = store.now_ms()
-        await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), "why") for number in range(HELD)])
+        await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), WHY) for number in range(HELD)])
         await store.park(lane, [parcel(now_ms - 1000, bytes(size))] * BACKLOG, [])
         came: list[bytes] = []
         claims = 0

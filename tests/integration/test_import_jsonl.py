@@ -16,7 +16,8 @@ import asyncpg
 import pytest
 
 from delayer.commands.errors import DONE, FOUND, OUT_OF_REACH, USAGE
-from delayer.core import importing, late
+from delayer.core import importing
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.legacy import files
 from delayer.store import upgrades
@@ -47,7 +48,7 @@ async def other_store(postgres: Postgres) -> AsyncIterator[str]:
 async def content(admin: asyncpg.Connection) -> list[tuple[object, ...]]:
     """What waits and what is held, without what a store adds of its own."""
     waiting = await admin.fetch(f"SELECT {_CONTENT}, NULL AS reason, NULL AS token FROM message")
-    held = await admin.fetch(f"SELECT {_CONTENT}, reason, token FROM held")
+    held = await admin.fetch(f"SELECT {_CONTENT}, kind, reason, may_be_delivered, isolated, token FROM held")
     return sorted((tuple(row) for row in (*waiting, *held)), key=repr)
 
 
@@ -76,7 +77,13 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
         await compact(admin, after_ms=place.now_ms() + 100 * DAY_MS)
         held = letters(5, 0, random.Random(2))
         held[0] = held[0]._replace(token=b"30a6aca3c8ea4ae8a9a83c9bd2a3c2ab")  # as it was published before it was held
-        await place.hold(lane, [(one, f"reason {n} ☃") for n, one in enumerate(held)])
+        await place.hold(
+            lane,
+            [
+                (one, Hold(kind, f"reason {n} ☃", may_be_delivered=n % 2 == 0, isolated=n % 3 == 0))
+                for n, (one, kind) in enumerate(zip(held, HoldKind, strict=False))
+            ],
+        )
         await place.park(lane, letters(30, place.now_ms() + DAY_MS, random.Random(3)), [])
         there = {"message": await admin.fetchval("SELECT count(*) FROM message"), "in segments": 0}
         there["in segments"] = await admin.fetchval("SELECT sum(messages) FROM segment")
@@ -140,7 +147,7 @@ async def test_what_was_damaged_is_held_and_not_made_sound(delayer: Run, tmp_pat
         assert await admin.fetchval("SELECT count(*) FROM message") == 4
         [(body, reason, retry_ms)] = await admin.fetch("SELECT body, reason, retry_at FROM held")
         assert (body, "checksum" in reason) == (b"tampered", True)
-        assert retry_ms == late.FOR_GOOD_MS, "sent by itself it would be taken for sound"
+        assert retry_ms is None, "sent by itself it would be taken for sound"
 
 
 async def test_destinations_and_what_is_meant(delayer: Run, database: str, tmp_path: Path) -> None:
@@ -301,7 +308,10 @@ def test_a_look_ends_as_the_run_will(delayer: Run, tmp_path: Path) -> None:
 def test_the_soonest_of_a_file_are_told_of_and_no_others(delayer: Run, tmp_path: Path) -> None:
     delayer("db", "upgrade")
     file = tmp_path / "backlog.jsonl"
-    rows = [{"v": 1, "due_ms": 4_000_000_000_000 - n, "to_key": f"{n}", "held": f"why {n}"} for n in range(300)]
+    rows = [
+        {"v": 1, "due_ms": 4_000_000_000_000 - n, "to_key": f"{n}", "held": {"kind": "nacked", "text": f"why {n}"}}
+        for n in range(300)
+    ]
     del rows[-1]["held"]
     file.write_text("\n".join(map(json.dumps, rows)))
     words = ("import", "jsonl", "preview", str(file), "--unverified", "--json", "--limit")

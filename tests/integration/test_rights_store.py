@@ -35,6 +35,7 @@ from tests.integration.rights import (
     store,
 )
 from tests.integration.test_store_lane import sql
+from tests.rig.fakes import WHY
 from tests.rig.rows import compact, put, row
 from tests.rig.servers import Postgres
 
@@ -88,11 +89,11 @@ async def work(url: str) -> None:
             await store.park(lane, [parcel(now + 500, key=b"k"), parcel(now - 1, key=b"released")], [])
             await store.park(lane, [parcel(now + 600, key=b"k")], [])
             await store.park(lane, [], [b"k"])
-            await store.hold(lane, [(parcel(now), "why")])
+            await store.hold(lane, [(parcel(now), WHY)])
             first, *rest = await claim_when_due(lane)
-            await lane.settle(rest, [(first, "why")])
+            await lane.settle(rest, [(first, WHY)])
             again = await claim_when_due(lane)
-            await lane.settle([], [(due, "why") for due in again])
+            await lane.settle([], [(due, WHY) for due in again])
             await claim_when_due(lane)
             await lane.give_up()
             await release_all(lane)
@@ -169,7 +170,7 @@ async def press(url: str) -> None:
         async with owned(store) as [lane]:
             due_ms = store.now_ms() + 3 * DAY_MS
             await store.park(lane, [parcel(due_ms, key=b"k"), parcel(due_ms), parcel(due_ms)], [])
-            await store.hold(lane, [(parcel(store.now_ms()), "why") for _ in range(3)])
+            await store.hold(lane, [(parcel(store.now_ms()), WHY) for _ in range(3)])
     finally:
         await store.close()
     async with acting.acting(url, "test") as connection:
@@ -202,7 +203,9 @@ async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgre
         await asyncio.wait_for(press(page), 20)
 
 
-@pytest.mark.parametrize("statement", ["UPDATE act SET who = 'eve'", "DELETE FROM act", "TRUNCATE act"])
+@pytest.mark.parametrize(
+    "statement", ["UPDATE audit_log SET who = 'eve'", "DELETE FROM audit_log", "TRUNCATE audit_log"]
+)
 async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: str, statement: str) -> None:
     connection = await session.connect(page, "test")
     try:

@@ -19,6 +19,7 @@ from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.integration.segments_store import INTO, START_MS, apart, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import WHY
 from tests.rig.rows import compact, conserved, everything, packed, put, row, rows, waiting
 
 NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted": 0, "held": 0}
@@ -44,7 +45,7 @@ async def test_held_and_keyed_ones(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a", key=b"a"), parcel(now + DAY_MS, b"b", key=b"b")], [])
-        await place.hold(lane, [(parcel(now, b"c"), "why"), (parcel(now, b"d", key=b"d"), "why")])
+        await place.hold(lane, [(parcel(now, b"c"), WHY), (parcel(now, b"d", key=b"d"), WHY)])
         of = {one.body: one.id for one in (await waiting(admin)).values()}
         of |= dict(await admin.fetch("SELECT body, id FROM held"))
         found = await cancel(admin, [of[b"a"], of[b"c"], of[b"d"]])

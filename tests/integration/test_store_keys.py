@@ -8,7 +8,7 @@ import random
 import asyncpg
 import pytest
 
-from delayer.core import unanswered
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.values import TakenOut
 from delayer.store import cancelling
 from delayer.store.cancelling import Found
@@ -16,6 +16,7 @@ from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import NO_CONFIRM, WHY
 
 # In order: two hands that lock the same rows in different orders would meet in a ring.
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"
@@ -25,7 +26,7 @@ async def test_a_cancel_removes_the_held_message(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_ms(), key=b"k")], [])
         rows = await lane.claim(MANY, ROOM)
-        await lane.settle([], [(rows[0], "returned")])
+        await lane.settle([], [(rows[0], WHY)])
         assert await admin.fetchval("SELECT count(*) FROM message_key") == 1
         await store.park(lane, [], [b"k"])
         for table in ("message", "held", "message_key"):
@@ -35,19 +36,14 @@ async def test_a_cancel_removes_the_held_message(database: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "unsure"),
-    [
-        ("returned: 312 NO_ROUTE", False),
-        (unanswered.reason(8.0, "exchange 'x', key 'k'"), True),
-        (unanswered.again("nacked", unanswered.reason(8.0, "exchange 'x', key 'k'")), True),
-    ],
+    ("hold", "unsure"), [(WHY, False), (NO_CONFIRM, True), (Hold(HoldKind.LATE, "late", may_be_delivered=True), True)]
 )
-async def test_nobody_says_of_what_is_perhaps_out_that_it_is_cancelled(database: str, why: str, unsure: bool) -> None:
+async def test_nobody_says_of_what_is_perhaps_out_that_it_is_cancelled(database: str, hold: Hold, unsure: bool) -> None:
     """Not by its key, nor by its id. It is not tried again."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_ms(), key=key) for key in (b"k", b"l")], [])
         rows = await lane.claim(MANY, ROOM)
-        await lane.settle([], [(row, why) for row in rows])
+        await lane.settle([], [(row, hold) for row in rows])
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
         taken = await store.park(lane, [], [b"k"])
         assert taken == (TakenOut(unsure=frozenset({b"k"})) if unsure else TakenOut(frozenset({b"k"})))
@@ -79,7 +75,7 @@ async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(d
         cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
         while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
             assert not cancelling.done()
-        await lane.settle([], [(rows[0], "returned")])
+        await lane.settle([], [(rows[0], WHY)])
         await cancelling
         assert await admin.fetchval("SELECT count(*) FROM held") == 0
 
@@ -103,7 +99,7 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                             some = [parcel(store.now_ms(), key=chance.choice(keys)) for _ in range(chance.randrange(5))]
                             await store.park(lane, some, chance.sample(keys, chance.randrange(3)))
                         case 4:
-                            await store.hold(lane, [(parcel(store.now_ms()), "why")] * 2)
+                            await store.hold(lane, [(parcel(store.now_ms()), WHY)] * 2)
                         case 5:
                             await lane.claim(chance.randrange(1, 40), ROOM)
                             await lane.give_up()
@@ -111,7 +107,7 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                             rows = await lane.claim(chance.randrange(1, 40), ROOM)
                             split = chance.randrange(len(rows) + 1)
                             released += split
-                            await lane.settle(rows[:split], [(due, "returned") for due in rows[split:]])
+                            await lane.settle(rows[:split], [(due, WHY) for due in rows[split:]])
                     if chance.random() < 0.1:
                         async with sql(database) as hand:
                             await hand.execute(HURRY)

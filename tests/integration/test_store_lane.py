@@ -12,12 +12,14 @@ import asyncpg
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.hold import Hold, HoldKind
 from delayer.store import envelope, schema, session, upgrades
 from delayer.store.lane import PostgresLane
 from delayer.store.owners import application_of
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
+from tests.rig.fakes import NO_CONFIRM, WHY
 from tests.rig.proxy import Proxy
 
 
@@ -129,7 +131,7 @@ async def test_parks_of_an_older_epoch_commit_nothing(database: str) -> None:
             store.park(lane, [parcel(store.now_ms())], []),
             store.park(lane, [parcel(store.now_ms(), key=b"k")], []),
             store.park(lane, [], [b"k"]),
-            store.hold(lane, [(parcel(store.now_ms()), "why")]),
+            store.hold(lane, [(parcel(store.now_ms()), WHY)]),
         ):
             with pytest.raises(LaneLost, match="owner"):
                 await doing
@@ -196,7 +198,7 @@ async def test_damaged_rows_are_not_sound(database: str) -> None:
             await admin.execute(f"UPDATE message SET {damage} WHERE body = '{n}'")
         rows = await lane.claim(MANY, ROOM)
         assert [due.sound for due in rows] == [False] * 6 + [True]
-        await lane.settle(rows[6:], [(due, "checksum") for due in rows[:6]])
+        await lane.settle(rows[6:], [(due, WHY) for due in rows[:6]])
         await admin.execute("UPDATE held SET retry_at = now()")
         await lane.look_back()
         rows = await claim_when_due(lane)
@@ -208,13 +210,16 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_ms() - 9 + n, b"%d" % n) for n in range(3)], [])
         rows = await lane.claim(MANY, ROOM)
-        await lane.settle(rows[:1], [(due, "returned: 312") for due in rows[1:]])
-        await store.hold(lane, [(parcel(store.now_ms(), b"3"), "returned: 404")])
-        pauses = "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, reason FROM held ORDER BY id"
+        await lane.settle(rows[:1], [(due, WHY) for due in rows[1:]])
+        await store.hold(lane, [(parcel(store.now_ms(), b"3"), NO_CONFIRM)])
+        pauses = (
+            "SELECT (extract(epoch FROM retry_at - now()) / 5)::int, attempts, kind, reason, may_be_delivered, isolated"
+            " FROM held ORDER BY id"
+        )
         assert [tuple(row) for row in await admin.fetch(pauses)] == [
-            (2, 1, "returned: 312"),
-            (2, 1, "returned: 312"),
-            (2, 1, "returned: 404"),
+            (2, 1, "nacked", "why", False, False),
+            (2, 1, "nacked", "why", False, False),
+            (2, 1, "unanswered", "no confirm", True, False),
         ]
         await admin.execute("UPDATE held SET retry_at = now()")
         await lane.look_back()
@@ -222,9 +227,14 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
         assert await lane.sleep_hint() == 0.0
         rows = await lane.claim(MANY, ROOM)
         assert [(due.parcel.body, due.attempts) for due in rows] == [(b"fresh", 0), (b"1", 1), (b"2", 1), (b"3", 1)]
-        await lane.settle(rows[:2], [(due, "nacked") for due in rows[2:]])
-        held = await admin.fetch("SELECT attempts, reason, (extract(epoch FROM retry_at - now()) / 10)::int FROM held")
-        assert {tuple(row) for row in held} == {(2, "nacked", 2)}
+        assert [due.hold for due in rows] == [None, WHY, WHY, NO_CONFIRM]
+        closed = Hold(HoldKind.CLOSED_CONNECTION, "so", may_be_delivered=True, isolated=True)
+        await lane.settle(rows[:2], [(due, closed) for due in rows[2:]])
+        held = await admin.fetch(
+            "SELECT attempts, kind, reason, may_be_delivered, isolated,"
+            " (extract(epoch FROM retry_at - now()) / 10)::int FROM held"
+        )
+        assert {tuple(row) for row in held} == {(2, "closed_connection", "so", True, True, 2)}
         [of] = (await overview(database)).lanes
         assert dict(of.counters) == {
             "parked": 5,
@@ -240,7 +250,7 @@ async def test_held_rows_come_again_until_they_are_released(database: str) -> No
 async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
     async with opened(database) as store, sql(database) as admin:
         async with owned(store) as [lane]:
-            await store.hold(lane, [(parcel(store.now_ms()), "why") for _ in range(100)])
+            await store.hold(lane, [(parcel(store.now_ms()), WHY) for _ in range(100)])
             await store.park(lane, [parcel(store.now_ms()) for _ in range(100)], [])
         await admin.execute("UPDATE held SET retry_at = now()")
         async with owned(store) as [lane]:
@@ -254,7 +264,7 @@ async def test_held_rows_cannot_crowd_out_the_waiting(database: str) -> None:
 
 async def test_a_locked_held_row_is_not_asked_for_without_a_pause(database: str) -> None:
     async with opened(database) as store, owned(store) as [lane], sql(database) as other:
-        await store.hold(lane, [(parcel(store.now_ms(), b"held"), "why")])
+        await store.hold(lane, [(parcel(store.now_ms(), b"held"), WHY)])
         await other.execute("UPDATE held SET retry_at = now()")
         await lane.look_back()
         async with other.transaction():

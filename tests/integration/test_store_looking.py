@@ -22,6 +22,7 @@ from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_cancelling import NO_ONE
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import WHY
 from tests.rig.raw import Props, text
 from tests.rig.rows import Row, compact, conserved, everything, put, row, rows, waiting
 
@@ -140,7 +141,7 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a"), parcel(now + 2 * DAY_MS, b"b", key=b"k")], [])
-        await place.hold(lane, [(parcel(now, b"c"), "why")])
+        await place.hold(lane, [(parcel(now, b"c"), WHY)])
         ids = {one.body: one.id for one in (await waiting(admin)).values()}
         ids |= dict(await admin.fetch("SELECT body, id FROM held"))
         await compact(admin)  # the one with a key stays
@@ -170,7 +171,7 @@ async def test_of_a_large_body_the_beginning_is_read(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         body = bytes(range(256)) * 100
         await place.park(lane, [parcel(place.now_ms() + DAY_MS, body)], [])
-        await place.hold(lane, [(parcel(place.now_ms(), body), "why")])
+        await place.hold(lane, [(parcel(place.now_ms(), body), WHY)])
         for number in (1, 2):
             whole = await showing.show(admin, Token(number), len(body))
             part = await showing.show(admin, Token(number), len(body) - 1)

@@ -1,4 +1,4 @@
-"""A daemon that was started before the store knew segments restores none: compaction waits until it is gone."""
+"""What living owners of lanes say of themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import structlog.testing
 
 from delayer.audit import compact, restore
-from delayer.store import owners, schema, session
+from delayer.store import owners, session
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned, parcel
@@ -18,30 +18,15 @@ from tests.integration.test_store_lane import opened
 WEEK_MS = 7 * DAY_MS
 
 
-@pytest.mark.parametrize(
-    ("application", "revision"),
-    [
-        ("delayer lane 7", ""),
-        ("delayer lane 7, schema 0001", "0001"),
-        ("delayer lane 12, schema 0002", "0002"),
-        ("delayer lane 7, schema 0002 ", ""),
-        ("delayer lane 7, broker 0123abcd, schema 0002", "0002"),
-        ("", ""),
-    ],
-)
-def test_what_a_session_says(application: str, revision: str) -> None:
-    assert owners.schema_of(application) == revision
-
-
 def test_a_mark_is_the_brokers_and_the_virtual_hosts() -> None:
     marks = {owners.mark_of(cluster, vhost) for cluster in ("rabbit@a", "rabbit@b") for vhost in ("/", "work")}
     assert len(marks) == 4
     assert owners.mark_of("", "work") == ""
     for mark in ("", *marks):
         name = owners.application_of(32_767, mark)
-        assert (owners.broker_of(name), owners.schema_of(name)) == (mark, schema.HEAD)
+        assert owners.broker_of(name) == mark
         assert len(name) < 64, "Postgres cuts longer ones"
-    assert owners.broker_of("delayer lane 7, schema 0001") == ""
+    assert owners.broker_of("delayer lane 7") == ""
 
 
 async def test_daemons_of_another_broker_are_told(database: str) -> None:
@@ -57,10 +42,6 @@ async def test_daemons_of_another_broker_are_told(database: str) -> None:
         with structlog.testing.capture_logs() as logs:
             await store.maintain()
         assert [event for event in logs if event["event"] == "store shared"] == []
-
-
-def test_ours_says_that_it_restores() -> None:
-    assert owners.schema_of(owners.application_of(3)) >= owners.SEGMENTS
 
 
 async def test_what_was_perhaps_undone_is_in_no_total(database: str, monkeypatch: pytest.MonkeyPatch) -> None:

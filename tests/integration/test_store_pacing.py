@@ -24,7 +24,7 @@ from delayer.store.telling import Told
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import Pulse, ScriptedPublisher
+from tests.rig.fakes import WHY, Pulse, ScriptedPublisher
 
 SLOW = frozenset({b"slow"})
 LIMITED, OTHERS = Scope(SLOW, only=True), Scope(SLOW, only=False)
@@ -138,7 +138,7 @@ async def test_held_rows_are_tried_in_their_scope(database: str) -> None:
         now = store.now_ms()
         await store.park(lane, [of(b"slow", now - 9), of(b"any", now - 8)], [])
         rows = await lane.claim(10, ROOM)
-        await lane.settle([], [(row, "returned: 312 NO_ROUTE") for row in rows])
+        await lane.settle([], [(row, WHY) for row in rows])
         async with sql(database) as admin:
             await admin.execute("UPDATE held SET retry_at = now() - interval '1 second'")
         await lane.look_back()  # type: ignore[attr-defined]

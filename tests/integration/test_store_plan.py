@@ -24,6 +24,7 @@ from delayer.store.partitions import DAY_MS
 from delayer.store.status import overview
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import WHY
 from tests.rig.servers import Postgres
 
 Plan = dict[str, Any]
@@ -217,7 +218,7 @@ async def test_a_release_reads_the_index_of_the_days_that_are_due(server: Postgr
         now = store.now_ms()
         rows = await lane.claim(500, ROOM)
         assert len(rows) == 500 and sum(due.attempts > 0 for due in rows) == 50
-        await lane.settle(rows[1:], [(rows[0], "returned")])
+        await lane.settle(rows[1:], [(rows[0], WHY)])
         found = plans.take()  # not before: the last statement's plan is logged when the next one comes
         passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
         for plan in one_of(found, statements.CLAIM):

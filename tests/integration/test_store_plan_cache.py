@@ -19,6 +19,7 @@ from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.integration.test_store_plan import CANCEL, CANCEL_HELD, fill
+from tests.rig.fakes import WHY
 
 TIMES = 15
 # One without arguments has nothing to plan for: it counts as generic.
@@ -59,7 +60,7 @@ async def work(store: PostgresStore, lane: PostgresLane) -> None:
         await store.park(lane, [parcel(store.now_ms() + n * DAY_MS)], [])
         rows = await lane.claim(20, ROOM)
         assert sum(due.attempts > 0 for due in rows) == 2
-        await lane.settle(rows[1:-1], [(rows[0], "returned"), (rows[-1], "returned")])
+        await lane.settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
         await lane.look_back()
     while lane.more:
         await lane.settle(await lane.claim(1000, ROOM), [])

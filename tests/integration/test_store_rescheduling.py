@@ -10,6 +10,7 @@ import asyncpg
 import pytest
 
 from delayer.core.filters import Token
+from delayer.core.hold import Hold, unfit
 from delayer.store import cancelling, segments, showing, telling
 from delayer.store.cancelling import Found
 from delayer.store.partitions import DAY_MS
@@ -20,6 +21,7 @@ from tests.faults.place import eventually
 from tests.integration.segments_store import INTO, START_MS, apart, blocked, store
 from tests.integration.test_store_cancelling import NO_ONE, patiently
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import LATE, WHY
 from tests.rig.rows import compact, conserved, everything, put, row, rows, waiting
 
 SOON = 0.9
@@ -30,7 +32,7 @@ async def test_waiting_held_and_keyed_ones(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()
         await place.park(lane, [parcel(now + DAY_MS, b"a", key=b"a"), parcel(now + DAY_MS, b"b")], [])
-        await place.hold(lane, [(parcel(now, b"c"), "why")])
+        await place.hold(lane, [(parcel(now, b"c"), WHY)])
         of = {one.body: one.id for one in (await waiting(admin)).values()}
         of |= dict(await admin.fetch("SELECT body, id FROM held"))
         at = now + 5 * DAY_MS
@@ -44,12 +46,12 @@ async def test_waiting_held_and_keyed_ones(database: str) -> None:
         assert (await waiting(admin)).keys() == {of[b"b"]}
 
 
-@pytest.mark.parametrize("why", ["late: by 2:00:00, and late_limit of its route is 1:00:00", "unfit: no destination"])
-async def test_what_is_held_for_good_is_tried_when_a_person_says(database: str, why: str) -> None:
+@pytest.mark.parametrize("hold", [LATE, unfit("no destination")])
+async def test_what_is_held_for_good_is_tried_when_a_person_says(database: str, hold: Hold) -> None:
     """By so much later than never is from now; and it is said when that is."""
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()
-        await place.hold(lane, [(parcel(now - DAY_MS, b"late"), why), (parcel(now + DAY_MS, b"imported"), why)])
+        await place.hold(lane, [(parcel(now - DAY_MS, b"late"), hold), (parcel(now + DAY_MS, b"imported"), hold)])
         late_one, imported = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
         assert "until somebody says so" in await fate(admin, late_one)
         await reschedule(admin, [late_one, imported], When(by_ms=600))
@@ -118,7 +120,7 @@ async def test_a_lane_is_told_and_releases_in_time(database: str) -> None:
         await sleeping
         assert [due.id for due in await release_all(lane)] == [one]
         assert time.monotonic() - began < SOON
-        await place.hold(lane, [(parcel(place.now_ms()), "why")])
+        await place.hold(lane, [(parcel(place.now_ms()), WHY)])
         assert await release_all(lane) == []
         [held] = [number for (number,) in await admin.fetch("SELECT id FROM held")]
         sleeping = asyncio.create_task(lane.wait(30.0))

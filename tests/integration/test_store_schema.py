@@ -1,9 +1,8 @@
-"""The schema upgrades add up to the models, and go down again."""
+"""The schema upgrades add up to the models."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,16 +15,12 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from delayer.commands.errors import Unreached, failure
 from delayer.core.errors import StoreLost
-from delayer.store import brief_locks, schema, segments, session, tables, upgrades
+from delayer.store import schema, session, tables, upgrades
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 from delayer.store.status import overview
-from tests.conformance.store_contract import owned, parcel
-from tests.faults.place import eventually
-from tests.integration.test_store_lane import opened, sql
-from tests.rig.rows import compact, conserved, everything, put, row, waiting
+from tests.integration.test_store_lane import sql
 
 CATALOG = {
     "columns": """
@@ -43,11 +38,6 @@ CATALOG = {
         FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind <> 't'""",
     "sequences": "SELECT sequencename, data_type::text, increment_by, cache_size FROM pg_sequences",
 }
-WAITS = """
-    SELECT EXISTS (
-        SELECT FROM pg_stat_activity
-        WHERE datname = current_database() AND application_name = 'delayer schema' AND wait_event_type = 'Lock'
-    )"""
 
 
 async def catalog(url: str) -> dict[str, list[tuple[object, ...]]]:
@@ -80,35 +70,15 @@ async def test_models_equal_the_sum_of_the_upgrades(database: str) -> None:
         options = {"include_object": partition_or_version, "compare_type": True}
         return compare_metadata(MigrationContext.configure(connection, opts=options), tables.metadata)
 
+    await on_engine(database, tables.metadata.create_all)
+    created = await catalog(database)
+    await on_engine(database, tables.metadata.drop_all)
     await upgrades.upgrade(database)
     assert await on_engine(database, differences) == []
     upgraded = await catalog(database)
-    await upgrades.downgrade(database, "base")
-    await on_engine(database, tables.metadata.create_all)
-    created = await catalog(database)
     for name, rows in upgraded.items():
         assert created[name] == rows, name
         assert rows, name
-
-
-async def test_every_upgrade_goes_down(database: str) -> None:
-    revisions = upgrades.revisions()
-    assert tuple(revisions) == schema.REVISIONS
-    before = await catalog(database)
-    seen = [before]
-    for revision in revisions:
-        await upgrades.upgrade(database, revision)
-        seen.append(await catalog(database))
-    assert revisions[-1] == await schema.current(database) == schema.HEAD
-    store = await PostgresStore.connect(database)
-    await store.maintain()
-    await store.close()
-    for revision, expected in zip([*reversed(revisions[:-1]), "base"], reversed(seen[:-1]), strict=True):
-        await upgrades.downgrade(database, revision)
-        left = await catalog(database)
-        for name, rows in expected.items():
-            assert [one for one in left[name] if "message_p2" not in repr(one)] == rows, name  # but days' partitions
-    assert await schema.current(database) is None
 
 
 async def test_upgrading_twice_at_once_is_upgrading_once(database: str) -> None:
@@ -130,12 +100,6 @@ async def test_an_outdated_store_is_refused_and_says_what_to_do(database: str) -
         await admin.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(SchemaOutdated, match=r"9999.*newer delayer"):
         await PostgresStore.connect(database)
-
-
-async def test_an_unknown_revision_is_a_plain_error(database: str) -> None:
-    with pytest.raises(ValueError, match="no-such"):
-        await upgrades.upgrade(database, "no-such")
-    assert await schema.current(database) is None
 
 
 async def test_the_shipped_upgrades_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,95 +130,3 @@ async def test_a_store_out_of_reach_is_lost(database: str) -> None:
                 await doing
             assert "s3cret" not in str(caught.value)
             assert caught.value.__cause__ is not None
-
-
-async def test_a_store_of_the_first_schema_is_upgraded_with_its_messages(database: str) -> None:
-    """By `delayer db upgrade`, as a user does it; and its daemon then goes on."""
-    await upgrades.upgrade(database, "0001")
-    async with sql(database) as admin:
-        await put(admin, [row(n, 1_900_000_000_000 + n, key=b"%d" % n if n % 3 == 0 else None) for n in range(30)])
-        before = await waiting(admin)
-    with pytest.raises(SchemaOutdated, match=r"0001, expected .*: run `delayer db upgrade`"):
-        await PostgresStore.connect(database)
-    upgrading = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from delayer.cli import main; main()", "db", "upgrade",
-        env={**os.environ, "DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database},
-    )  # fmt: skip
-    assert await upgrading.wait() == 0
-    async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
-        assert await waiting(admin) == before
-        assert (lane.number, (await overview(database)).waiting) == (1, 30)
-        assert sum(one.messages for one in await compact(admin)) == 20
-        await conserved(admin)
-
-
-async def test_going_down_keeps_every_message_or_refuses(database: str) -> None:
-    await upgrades.upgrade(database)
-    async with sql(database) as admin:
-        await put(admin, [row(n, 1_900_000_000_000 + n) for n in range(30)])
-        before = await waiting(admin)
-        await compact(admin, rows=10)
-        await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
-        with pytest.raises(StoreLost, match=r"30 messages stand in 3 segments.*`delayer restore` first"):
-            await upgrades.downgrade(database, "0001")
-        assert await schema.current(database) == schema.HEAD
-        assert len(await everything(admin)) == 30
-        for segment in await segments.listed(admin):
-            await segments.restore(admin, segments.Fence(1, 0), segment.id)
-        await upgrades.downgrade(database, "0001")
-        assert await schema.current(database) == "0001"
-        assert await waiting(admin) == before
-        # What was compacted and restored is in the counters, and the first schema's law holds with it.
-        counters = dict(await admin.fetch("SELECT kind, n FROM counter"))
-        assert counters == {"parked": 30, "compacted": 30, "restored": 30}
-    await upgrades.upgrade(database)
-    async with sql(database) as admin:
-        assert await waiting(admin) == before
-
-
-async def test_an_upgrade_that_has_to_wait_lets_others_pass(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside pg_dump, or anybody who read `held` and goes on: until that ends, others wait for a moment only."""
-    monkeypatch.setattr(upgrades, "LOCK_SECONDS", 0.5)
-    monkeypatch.setattr(brief_locks, "PAUSE_SECONDS", 0.3)
-    monkeypatch.setattr(brief_locks, "TRIES", 100)
-    await upgrades.upgrade(database, "0004")
-    async with sql(database) as dump, sql(database) as daemon, sql(database) as admin:
-        async with dump.transaction():
-            await dump.execute("SELECT FROM held")
-            upgrading = asyncio.create_task(upgrades.upgrade(database))
-            for _ in range(2):
-                await eventually(lambda: admin.fetchval(WAITS), bool)
-                await daemon.execute("UPDATE held SET attempts = attempts", timeout=5.0)
-            assert not upgrading.done()
-        await upgrading
-    assert await schema.current(database) == schema.HEAD
-
-
-async def test_an_upgrade_that_waited_in_vain_says_for_whom(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrades, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(brief_locks, "PAUSE_SECONDS", 0.0)
-    await upgrades.upgrade(database, "0004")
-    dump = await session.connect(database, "pg_dump")
-    async with dump.transaction():
-        await dump.execute("SELECT FROM held")
-        with pytest.raises(StoreLost, match="lock timeout") as caught:
-            await upgrades.upgrade(database)
-        assert f"pg_dump (process {dump.get_server_pid()})" in caught.value.advice
-        assert isinstance(failure(caught.value), Unreached)
-        assert await schema.current(database) == "0004"
-    await session.close(dump)
-    await upgrades.upgrade(database)
-
-
-async def test_going_down_refuses_where_a_held_message_keeps_an_id(database: str) -> None:
-    async with opened(database) as store, owned(store) as [lane]:
-        held = parcel(store.now_ms(), b"held")._replace(token=b"0123456789abcdef0123456789abcdef")
-        await store.hold(lane, [(held, "no confirm"), (parcel(store.now_ms(), b"never published"), "why")])
-    with pytest.raises(StoreLost, match=r"1 held messages keep an x-delayer-id.*retry or drop them"):
-        await upgrades.downgrade(database, "0004")
-    assert await schema.current(database) == schema.HEAD
-    async with sql(database) as admin:
-        await admin.execute("UPDATE held SET token = NULL")
-    await upgrades.downgrade(database, "0004")
-    async with sql(database) as admin:
-        assert await admin.fetchval("SELECT count(*) FROM held") == 2

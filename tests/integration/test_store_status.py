@@ -7,6 +7,7 @@ from delayer.store.status import RESTORED_MS, overview, restored_ms
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import WHY
 
 
 async def test_lanes_counters_and_what_is_next(database: str) -> None:
@@ -17,7 +18,7 @@ async def test_lanes_counters_and_what_is_next(database: str) -> None:
             await store.park(
                 far, [parcel(now + 900 * DAY_MS), parcel(now + 30 * DAY_MS), parcel(now + 800 * DAY_MS)], []
             )
-            await store.hold(far, [(parcel(now), "why")])
+            await store.hold(far, [(parcel(now), WHY)])
             rows = await near.claim(MANY, ROOM)
             await near.settle(rows, [])
             whole = await overview(database)

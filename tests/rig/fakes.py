@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import count
 
 from delayer.core.errors import BrokerLost
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
 from delayer.core.segment import Broken, Restoration
 from delayer.services.edits import ID
@@ -26,6 +27,11 @@ def delivery(
 ) -> Delivery:
     """A delivery with these encoded header entries."""
     return Delivery(tag, False, exchange, key, encode_headers(b"".join(headers)), body)
+
+
+WHY = Hold(HoldKind.NACKED, "why")
+LATE = Hold(HoldKind.LATE, "too late")
+NO_CONFIRM = Hold(HoldKind.UNANSWERED, "no confirm", may_be_delivered=True)
 
 
 def due(id: int, *, attempts: int = 0, sound: bool = True, properties: bytes = b"\0\0", key: bytes = b"k") -> Due:
@@ -164,9 +170,9 @@ class ScriptedHolder:
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
-        self.held: list[tuple[Parcel, str]] = []
+        self.held: list[tuple[Parcel, Hold]] = []
 
-    async def hold(self, items: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
         if self.failure is not None:
             raise self.failure
         self.held += items
@@ -271,7 +277,7 @@ class ScriptedStore:
             await self.on_write(lane.number)
         self.parked.append((lane.number, list(parcels), list(cancels)))
 
-    async def hold(self, lane: ScriptedLane, parcels: Sequence[tuple[Parcel, str]]) -> None:
+    async def hold(self, lane: ScriptedLane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         if self.on_write is not None:
             await self.on_write(lane.number)
         self.held += [(lane.number, reason) for _, reason in parcels]

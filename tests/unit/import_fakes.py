@@ -63,7 +63,7 @@ class FakeBook:
     async def commit(self, run: Run, batch: Batch) -> Run:
         self.switch.step()
         assert run == self.run
-        held = sum(bool(item.problem) for item in batch.items)
+        held = sum(item.hold is not None for item in batch.items)
         parked = len(batch.items) - held
         self.parked += batch.items
         self.run = replace(run, parked=run.parked + parked, held=run.held + held, progress=batch.progress)

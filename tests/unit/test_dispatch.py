@@ -28,7 +28,7 @@ from delayer.services.refusals import Doors, again, told
 from delayer.services.settle import Settler
 from delayer.services.sorting import sort
 from delayer.wire.properties import Properties
-from tests.rig.fakes import NOW, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids, outgoing
+from tests.rig.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids, outgoing
 from tests.rig.raw import Header, Props, number, text
 
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
@@ -82,8 +82,8 @@ async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None
     it = Scene({b"gone": NO_ROUTE, b"full": NACKED})
     await it.run(publication(1, b"gone"), publication(2), publication(3, b"full"))
     assert it.holder.held == [
-        (PARCEL._replace(token=b"1"), "returned: 312 NO_ROUTE"),
-        (PARCEL._replace(token=b"3"), "nacked: the destination would not take it"),
+        (PARCEL._replace(token=b"1"), hold_for(NO_ROUTE)),
+        (PARCEL._replace(token=b"3"), hold_for(NACKED)),
     ]
     assert it.acks.acked == [(3, True)]
     assert it.settler.outstanding == 0
@@ -117,7 +117,7 @@ async def test_what_is_known_of_a_batch_in_doubt_is_settled() -> None:
     assert it.accepted == [1, 3, 4, 6]
     assert it.settler.outstanding == 2
     assert [reason for _, reason in it.holder.held] == [
-        hold_for(one).text for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
+        hold_for(one) for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
     ]
     assert it.counted() == {"released": 2}
 
@@ -152,17 +152,14 @@ async def test_what_cannot_be_held_is_given_back() -> None:
 async def test_strays_are_held_in_their_envelope() -> None:
     publisher, counters = ScriptedPublisher(), Counters()
     holder = StraysHolder(publisher, b"delayer.delay-strays", ids(), counters, NOTES)
-    await holder.hold([(PARCEL, "why"), (PARCEL, "so")])
+    await holder.hold([(PARCEL, WHY), (PARCEL, WHY)])
     assert [(one.exchange, one.token, one.body) for one in publisher.published] == [
         (b"delayer.delay-strays", b"id-0", b"body"),
         (b"delayer.delay-strays", b"id-1", b"body"),
     ]
     found = Properties.parse(publisher.published[0].properties)
     assert envelopes.opened(found, b"body", 10_000) == (b"id-0", PARCEL)
-    reason = found.get(b"x-delayer-held")
-    assert reason is not None
-    assert reason.value == "why"
-    assert envelopes.tried(found) == (1, NOW + 10_000)
+    assert envelopes.held(found) == envelopes.Held(WHY, 1, NOW + 10_000)
     assert counters.as_dict()["held"] == 2
 
 
@@ -173,7 +170,7 @@ async def test_what_was_published_is_held_under_the_id_that_it_has() -> None:
     [(parcel, _)] = it.holder.held
     assert parcel == PARCEL._replace(token=b"7")
     publisher = ScriptedPublisher()
-    await StraysHolder(publisher, b"strays", ids(), Counters(), NOTES).hold([(parcel, "why"), (PARCEL, "so")])
+    await StraysHolder(publisher, b"strays", ids(), Counters(), NOTES).hold([(parcel, WHY), (PARCEL, WHY)])
     assert [one.token for one in publisher.published] == [b"7", b"id-0"]
     envelope = envelopes.opened(Properties.parse(publisher.published[0].properties), b"body", 10_000)
     assert envelope.id == b"7"
@@ -182,7 +179,7 @@ async def test_what_was_published_is_held_under_the_id_that_it_has() -> None:
 async def test_strays_are_held_as_many_at_a_time_as_the_publisher_wants() -> None:
     publisher, counters = ScriptedPublisher(), Counters()
     publisher.batch_limit = 2
-    await StraysHolder(publisher, b"strays", ids(), counters, NOTES).hold([(PARCEL, "why")] * 5)
+    await StraysHolder(publisher, b"strays", ids(), counters, NOTES).hold([(PARCEL, WHY)] * 5)
     assert publisher.batches == 3
     assert len(publisher.published) == counters.as_dict()["held"] == 5
 
@@ -196,7 +193,7 @@ async def test_where_there_are_no_strays_it_is_refused_and_can_be_tried_again() 
     )  # fmt: skip
     props = Props(headers=headers, message_id=b"m", expiration=b"60000")
     parcel = PARCEL._replace(properties=props.encode(), token=b"before")
-    await RefusedHolder(publisher, b"delays.refused", ids(), counters).hold([(parcel, "returned: 312 NO_ROUTE")] * 2)
+    await RefusedHolder(publisher, b"delays.refused", ids(), counters).hold([(parcel, hold_for(NO_ROUTE))] * 2)
     refused = publisher.published[0]
     assert (refused.exchange, refused.body, refused.token) == (b"delays.refused", b"body", b"before")
     stands = Delivery(1, False, b"", b"delays.refused", refused.properties, refused.body)
@@ -238,14 +235,14 @@ async def test_strays_that_are_not_taken() -> None:
     counters = Counters()
     holder = StraysHolder(ScriptedPublisher({b"k": NACKED}), b"strays", ids(), counters, NOTES)
     with pytest.raises(NotTaken, match="exchange strays did not take a message to hold"):
-        await holder.hold([(PARCEL, "why")])
+        await holder.hold([(PARCEL, WHY)])
     assert counters.as_dict()["held"] == 0
 
 
 @pytest.mark.parametrize("usable", [True, False])
 async def test_held_in_the_store_where_there_is_one(usable: bool) -> None:
     store, strays = ScriptedHolder(), ScriptedHolder()
-    await Holding(store, lambda: usable, strays).hold([(PARCEL, "why")])
+    await Holding(store, lambda: usable, strays).hold([(PARCEL, WHY)])
     assert (len(store.held), len(strays.held)) == ((1, 0) if usable else (0, 1))
 
 

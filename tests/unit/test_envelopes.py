@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.services import envelopes
@@ -63,7 +66,10 @@ parcels = st.builds(
 
 
 held = st.none() | st.builds(
-    envelopes.Held, st.text(max_size=600), st.integers(1, (1 << 31) - 1), st.integers(0, LATEST_MS)
+    envelopes.Held,
+    st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=600), st.booleans(), st.booleans()),
+    st.integers(1, (1 << 31) - 1),
+    st.none() | st.integers(0, LATEST_MS),
 )
 
 
@@ -71,7 +77,12 @@ held = st.none() | st.builds(
 def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: envelopes.Held | None) -> None:
     raw = envelopes.enveloped(parcel, id, held)
     assert opened(raw, parcel.body) == (id, parcel)
-    assert envelopes.tried(Properties.parse(raw)) == ((0, 0) if held is None else held[1:])
+    found = envelopes.held(Properties.parse(raw))
+    assert (found is None) == (held is None)
+    if found is not None and held is not None:
+        text = found.hold.text
+        assert found == held._replace(hold=replace(held.hold, text=text))
+        assert held.hold.text.encode("utf-8", "replace").startswith(text.encode())
     assert Properties.parse(raw).delivery_mode == 2
     assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # nothing that acts on the way
 

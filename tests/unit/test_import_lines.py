@@ -7,6 +7,7 @@ import random
 import pytest
 
 from delayer.core import lines
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import Item, NotARewrite, read_rewrite, redirected, renamed
 from delayer.core.lines import End, Line, NotALine
 from delayer.core.message import Parcel, Target
@@ -66,9 +67,12 @@ def random_parcel(chance: random.Random) -> Parcel:
 
 def test_lines_are_exact_to_the_byte() -> None:
     chance = random.Random(6)
+    held = Hold(HoldKind.LATE, "why\n", isolated=True)
     for _ in range(500):
         line = Line(
-            random_parcel(chance), chance.choice([None, chance.getrandbits(32)]), chance.choice([None, "why\n"])
+            random_parcel(chance),
+            chance.choice([None, chance.getrandbits(32)]),
+            chance.choice([None, held]),
         )
         if line.held is not None:
             line = line._replace(parcel=line.parcel._replace(token=chance.choice([b"", b"30a6aca3", b"\xff"])))
@@ -110,11 +114,15 @@ def test_what_has_a_default_may_be_left_out() -> None:
         (b'{"v":1,"due_ms":1,"body_b64":"*"}', "body_b64: expected base64"),
         (b'{"v":1,"due_ms":1,"body_b64":7}', "body_b64: expected a string"),
         (b'{"v":1,"due_ms":1,"body":"\\ud800"}', "half of one"),
-        (b'{"v":1,"due_ms":1,"held":1}', "held: expected a string"),
+        (b'{"v":1,"due_ms":1,"held":1}', "held: expected an object"),
+        (b'{"v":1,"due_ms":1,"held":{"kind":"why"}}', "held.kind: expected one of returned, "),
+        (b'{"v":1,"due_ms":1,"held":{"kind":"late","text":1}}', "held.text: expected a string"),
+        (b'{"v":1,"due_ms":1,"held":{"kind":"late","isolated":1}}', "held: expected true or false"),
+        (b'{"v":1,"due_ms":1,"held":{"kind":"late","why":1}}', "expected a known field, found 'why'"),
         (b'{"v":1,"due_ms":1,"crc":"x"}', "crc: expected an integer"),
         (b'{"v":1,"due_ms":1,"to_key":"' + b"k" * 256 + b'"}', "to_key: expected at most 255 bytes, found 256"),
         (b'{"v":1,"due_ms":1,"token":"x"}', "token: expected beside held"),
-        (b'{"v":1,"due_ms":1,"held":"why","token":1}', "token: expected a string"),
+        (b'{"v":1,"due_ms":1,"held":{"kind":"late"},"token":1}', "token: expected a string"),
         (b'{"v":1,"messages":"x"}', "messages: expected an integer"),
         (b'{"v":1,"due_ms":1,"boddy":"x"}', r"expected a known field, found 'boddy' \(did you mean body\?\)"),
         (
@@ -138,10 +146,11 @@ def test_bytes_of_the_first_version() -> None:
     kept = (
         b'{"v":1,"due_ms":1795604393876,"route":"mail.in","exchange":"mail.in","routing_key":"outbox",'
         b'"to_exchange":"mail.out","to_key_b64":"/w==","key":"order-7","body":"hell\xc3\xb6",'
-        b'"properties_b64":"EAAC","crc":3735928559,"held":"returned: 312 NO_ROUTE"}\n'
+        b'"properties_b64":"EAAC","crc":3735928559,"held":{"kind":"returned","text":"returned: 312 NO_ROUTE",'
+        b'"may_be_delivered":true,"isolated":false}}\n'
     )
     target = Target(b"mail.out", b"\xff")
     of = Parcel(1795604393876, b"mail.in", b"mail.in", b"outbox", target, b"\x10\0\2", "hellö".encode(), b"order-7")
-    line = Line(of, 3735928559, "returned: 312 NO_ROUTE")
+    line = Line(of, 3735928559, Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE", may_be_delivered=True))
     assert lines.read(kept) == line
     assert lines.write(line) == kept

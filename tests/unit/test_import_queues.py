@@ -24,7 +24,7 @@ def delivery(props: Props, body: bytes = b"body", redelivered: bool = False) -> 
 def item(hold: Hold, props: Props, now_ms: int = NOW) -> tuple[int, str]:
     one = delivery(props)
     found = hold.item(one, Properties.parse(one.properties), now_ms)
-    return found.parcel.due_ms, found.problem
+    return found.parcel.due_ms, "" if found.hold is None else found.hold.text
 
 
 def died(
@@ -136,7 +136,7 @@ def test_where_it_goes() -> None:
     one = delivery(Props(expiration=b"5"))
     properties = Properties.parse(one.properties)
     assert Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel.target == Target(b"x", b"work")
-    assert "to itself" in Hold("hold", b"", None, 5).item(one, properties, NOW).problem
+    assert "to itself" in Hold("hold", b"", None, 5).item(one, properties, NOW).hold.text  # type: ignore[union-attr]
     own = Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel
     assert (own.target, own.route, own.properties) == (Target(b"x", b"hold"), b"hold", Props().encode())
 

@@ -33,7 +33,7 @@ def test_a_document() -> None:
     parcel = item.parcel  # type: ignore[union-attr]
     assert (parcel.due_ms, parcel.target, parcel.body) == (DUE_MS, Target(b"", b"sales.orders"), b"\0body")
     assert Properties.parse(parcel.properties).message_id == b"4711"
-    assert item.problem == ""  # type: ignore[union-attr]
+    assert item.hold is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def made(headers: object = HEADERS, replies: Sequence[Rewrite] = (), **more: obj
     given = headers if headers is None or isinstance(headers, str) else json.dumps(headers)
     values = {"id": "id-1", "address": "sales", "due_ms": DUE_MS, "headers": given, "body": b"\0body"} | more
     item = item_of(Timeout(**values), b"nservicebus-sql", str(values["address"]).encode(), replies)  # type: ignore[arg-type]
-    return Properties.parse(item.parcel.properties), item.problem
+    return Properties.parse(item.parcel.properties), "" if item.hold is None else item.hold.text
 
 
 def test_properties_and_headers() -> None:

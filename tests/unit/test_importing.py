@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import Batch, Item, Phase
 from delayer.legacy import machine
 from delayer.legacy.ahead import Ahead
@@ -46,7 +47,7 @@ async def test_all_of_it_the_soonest_first() -> None:
     check_all_in(shelf, book, items)
     assert (report.parked, report.held, report.resumed) == (8, 3, False)
     assert report.reasons == {"no such queue": 3}
-    assert {item.problem for item in book.parked} == {"", "no such queue"}
+    assert {item.hold for item in book.parked} == {None, Hold(HoldKind.RETURNED, "no such queue")}
 
 
 async def test_killed_at_every_step_and_again_while_it_goes_on() -> None:

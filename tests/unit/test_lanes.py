@@ -12,7 +12,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.services import in_hand
 from delayer.services import lanes as module
 from delayer.services.shelf import Shelf
-from tests.rig.fakes import NOW, ScriptedLane, ScriptedStore, due, until
+from tests.rig.fakes import NOW, WHY, ScriptedLane, ScriptedStore, due, until
 from tests.unit.lanes_scene import quick, scene
 
 __all__ = ["quick"]
@@ -39,8 +39,8 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
         for _ in range(4):
             await it.lanes.park([due(n).parcel for n in range(in_hand.TOGETHER)], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
-        await it.lanes.hold([(due(5).parcel, "why")])
-        assert it.store.held == [(1, "why")]
+        await it.lanes.hold([(due(5).parcel, WHY)])
+        assert it.store.held == [(1, WHY)]
         assert it.counters.as_dict()["held"] == 1
 
 
@@ -104,8 +104,8 @@ async def test_a_lane_lost_under_a_write_costs_one_try(write: str) -> None:
             await it.lanes.park([due(1).parcel], [])
             assert [number for number, _, _ in store.parked] == [2]
         else:
-            await it.lanes.hold([(due(1).parcel, "why")])
-            assert store.held == [(2, "why")]
+            await it.lanes.hold([(due(1).parcel, WHY)])
+            assert store.held == [(2, WHY)]
 
 
 async def test_all_lanes_lost_is_a_lost_store() -> None:
@@ -298,6 +298,6 @@ async def test_the_shelf_with_lanes() -> None:
         assert shelf.usable
         assert shelf.now_ms() == NOW
         await shelf.park([due(1).parcel], [b"key"])
-        await shelf.hold([(due(2).parcel, "why")])
+        await shelf.hold([(due(2).parcel, WHY)])
         assert [(len(parcels), cancels) for _, parcels, cancels in it.store.parked] == [(1, [b"key"])]
         assert it.store.held

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayer.core import late, unanswered
+from delayer.core.hold import Hold, HoldKind, too_late, unfit
 from delayer.core.message import Due, Target
 from delayer.core.plan import Ask, AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.services.release import sorted_out
@@ -28,24 +28,9 @@ TARGET = Target(b"out", b"k")
     ],
 )
 def test_the_rule(late_ms: int, limit_ms: int | None, held: bool) -> None:
-    why = late.reason(NOW - late_ms, NOW, limit_ms)
-    assert (why is not None) == held
-    assert why is None or late.for_good(why)
-
-
-@pytest.mark.parametrize(
-    ("why", "for_good"),
-    [
-        ("late: by 2 s, and late_limit of its route is 1 s", True),
-        ("unfit: its headers cannot be read", True),
-        ("returned: 312 NO_ROUTE", False),
-        ("import: there is no such queue or exchange", False),
-        ("", False),
-    ],
-)
-def test_only_what_time_does_not_mend_waits_for_a_person(why: str, for_good: bool) -> None:
-    assert late.for_good(why) == for_good
-    assert late.retry_ms(why, NOW) == (late.FOR_GOOD_MS if for_good else NOW)
+    hold = too_late(NOW - late_ms, NOW, limit_ms)
+    assert (hold is not None) == held
+    assert hold is None or hold.for_a_person
 
 
 def policy(limit_ms: int | None, mode: Mode = Mode.STORE, **more: Any) -> Policy:
@@ -84,10 +69,10 @@ def test_a_keyed_message_is_parked_however_late_and_judged_at_its_release() -> N
     assert isinstance(decide(keyed, policy(HOUR), NOW), Park)
 
 
-def row(id: int, route: bytes, late_ms: int, *, attempts: int = 0, held_for: str = "") -> Due:
+def row(id: int, route: bytes, late_ms: int, *, attempts: int = 0, hold: Hold | None = None) -> Due:
     whole = due(id, attempts=attempts)
     parcel = whole.parcel._replace(route=route, due_ms=NOW - late_ms)
-    return whole._replace(due_ms=NOW - late_ms, parcel=parcel, held_for=held_for)
+    return whole._replace(due_ms=NOW - late_ms, parcel=parcel, hold=hold)
 
 
 def test_a_release_holds_what_its_route_wants_held() -> None:
@@ -95,24 +80,14 @@ def test_a_release_holds_what_its_route_wants_held() -> None:
         row(1, b"strict", 2 * HOUR),
         row(2, b"strict", 1),
         row(3, b"patient", 9 * HOUR),
-        row(4, b"strict", 2 * HOUR, attempts=3, held_for="returned: 312 NO_ROUTE"),
-        row(5, b"strict", 2 * HOUR, attempts=1, held_for="late: by 1:00:01, …"),
+        row(4, b"strict", 2 * HOUR, attempts=3, hold=Hold(HoldKind.RETURNED, "late: not")),
+        row(5, b"strict", 2 * HOUR, attempts=1, hold=Hold(HoldKind.LATE, "x")),
     ]
+    rows.append(row(6, b"strict", 2 * HOUR, attempts=1, hold=unfit("x")))
     out, held = sorted_out(rows, {b"strict": HOUR}, NOW)
-    assert [one.id for one in out] == [2, 3, 5], "what a person wants delivered goes, however late"
+    assert [one.id for one in out] == [2, 3, 5, 6], "what a person wants delivered goes, however late"
     assert [one.id for one, _ in held] == [1, 4]
-    assert all(late.for_good(why) for _, why in held)
-
-
-def test_what_is_late_now_and_perhaps_delivered_stays_known_as_that() -> None:
-    """Or a cancel would say that it is cancelled. It waits for a person all the same."""
-    said = unanswered.reason(8.0, "exchange 'x', key 'k'")
-    rows = [row(1, b"strict", 2 * HOUR, attempts=1, held_for=said), row(2, b"strict", 2 * HOUR)]
-    _, held = sorted_out(rows, {b"strict": HOUR}, NOW)
-    assert [unanswered.perhaps_out(why) for _, why in held] == [True, False]
-    assert all(late.for_good(why) and late.by_hand(late.retry_ms(why, NOW)) for _, why in held)
-    again = row(1, b"strict", 2 * HOUR, attempts=2, held_for=held[0][1])
-    assert sorted_out([again], {b"strict": HOUR}, NOW) == ([again], [])
+    assert all(hold.kind is HoldKind.LATE for _, hold in held)
 
 
 def test_without_limits_nothing_is_looked_at() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from delayer.core import unanswered
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
+from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import NACKED, Outcome, Outgoing, Returned
 from delayer.services import release as module
 from delayer.services.counting import Counters
@@ -60,7 +60,7 @@ async def test_what_its_destination_does_not_take_is_held_with_the_reason() -> N
     assert it.lane.settled == [
         (
             [rows[0]],
-            [(rows[1], "returned: 312 NO_ROUTE"), (rows[2], "nacked: the destination would not take it")],
+            [(rows[1], hold_for(Returned(312, "NO_ROUTE"))), (rows[2], hold_for(NACKED))],
         )
     ]
     assert it.count("released") == 1
@@ -83,20 +83,28 @@ async def test_what_cannot_leave_is_held_and_stops_nobody() -> None:
     [(released, held)] = it.lane.settled
     assert released == [rows[5]]
     assert [row for row, _ in held] == rows[:5]
-    beginnings = ["checksum", "malformed properties", "malformed properties", "the properties are too long"]
-    for (_, reason), beginning in zip(held, [*beginnings, "the destination is too long to publish to"], strict=True):
-        assert reason.startswith(beginning)
+    assert {hold.kind for _, hold in held} == {HoldKind.UNFIT}
+    says = ["checksum", "malformed properties", "malformed properties", "properties are too long"]
+    for (_, hold), said in zip(held, [*says, "destination is too long"], strict=True):
+        assert said in hold.text
 
 
-async def test_what_cannot_leave_any_more_is_perhaps_delivered_still() -> None:
-    """Its publish was not answered once: a cancel must not say that it is cancelled."""
-    said = unanswered.reason(8.0, "exchange 'x', key 'k'")
-    rows = [due(1, sound=False, attempts=1)._replace(held_for=said), due(2, sound=False)]
-    it = Scene(ScriptedLane(claims=[rows]))
-    await it.release.tick()
-    [(_, held)] = it.lane.settled
-    assert [unanswered.perhaps_out(reason) for _, reason in held] == [True, False]
-    assert all(reason.startswith("checksum") for _, reason in held)
+@pytest.mark.parametrize("late_limits", [{}, {b"orders.in": 0}])
+async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> None:
+    """An unanswered publish may arrive, and a message that closed a connection would close one again."""
+    earlier = Hold(HoldKind.NACKED, "why", may_be_delivered=True, isolated=True)
+    rows = [due(1, sound=False, attempts=1)._replace(hold=earlier), due(2, sound=False)]
+    rows.append(due(3, attempts=1, key=b"gone")._replace(hold=earlier))
+    lane, publisher = ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE")})
+    await Release(
+        lane, publisher, portion=Portion(10, 1000), pulse=Pulse(), counters=Counters(),
+        now_ms=lambda: NOW + 10_000, late_limits=lambda: late_limits,
+    ).tick()  # fmt: skip
+    [(_, held)] = lane.settled
+    assert {row.id: (hold.may_be_delivered, hold.isolated) for row, hold in held} == {
+        1: (True, True), 2: (False, False), 3: (True, True),
+    }  # fmt: skip
+    assert [one.isolated for one in publisher.published] == ([] if late_limits else [True])
 
 
 def test_a_row_leaves_under_its_number_and_its_due_instant() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from delayer.core import unanswered
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import NACKED, Delivery, Outcome, Outgoing, Parcel, Returned, Target
 from delayer.services import edits, envelopes
 from delayer.services.counting import Counters
@@ -18,7 +18,17 @@ from delayer.services.sorting import Names
 from delayer.services.strays import LONGEST_REST, SHARE, Reader, Strays
 from delayer.store.retry import pause_ms
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
-from tests.rig.fakes import NOW, Pulse, ScriptedConsumer, ScriptedPublisher, ScriptedSubscription, delivery, ids, until
+from tests.rig.fakes import (
+    NOW,
+    WHY,
+    Pulse,
+    ScriptedConsumer,
+    ScriptedPublisher,
+    ScriptedSubscription,
+    delivery,
+    ids,
+    until,
+)
 
 QUEUE = "delayer.delay-strays"
 REFUSED = b"delays.refused"
@@ -38,10 +48,16 @@ class ByExchange(ScriptedPublisher):
 
 
 def stray(
-    tag: int, key: bytes = b"k", *, attempts: int = 1, retry_ms: int = NOW, id: bytes = b"id", why: str = "why"
+    tag: int,
+    key: bytes = b"k",
+    *,
+    attempts: int = 1,
+    retry_ms: int | None = NOW,
+    id: bytes = b"id",
+    hold: Hold = WHY,
 ) -> Delivery:
     parcel = Parcel(NOW - 5, b"orders.in", b"orders.in", b"k", Target(b"out", key), INNER, b"body")
-    held = envelopes.Held(why, attempts, retry_ms) if attempts else None
+    held = envelopes.Held(hold, attempts, retry_ms) if attempts else None
     properties = envelopes.enveloped(parcel, id + b"%d" % tag, held)
     return delivery(tag, exchange=QUEUE.encode(), body=b"body")._replace(properties=properties)
 
@@ -111,26 +127,42 @@ async def test_what_is_not_taken_goes_to_the_end_with_a_longer_pause() -> None:
     assert it.acked == [2, 1]
     [again] = it.sent(QUEUE.encode())
     properties = Properties.parse(again.properties)
-    attempts, retry_ms = envelopes.tried(properties)
-    assert attempts == 4
-    assert NOW + 64_000 <= retry_ms <= NOW + 80_000
+    held = envelopes.held(properties)
+    assert held is not None
+    assert held.attempts == 4
+    assert NOW + 64_000 <= (held.retry_ms or 0) <= NOW + 80_000
     envelope = envelopes.opened(properties, again.body, 10_000)
     assert (envelope.id, envelope.parcel.properties, again.token) == (b"id1", INNER, b"id1")
     assert it.strays._rest(0.0) == LONGEST_REST
 
 
+def note_of(properties: bytes) -> envelopes.Held:
+    held = envelopes.held(Properties.parse(properties))
+    assert held is not None
+    return held
+
+
 @pytest.mark.parametrize("objection", ["NO_ROUTE", "é" * 300])
 async def test_one_that_was_not_answered_stays_known_as_that(objection: str) -> None:
     """Whatever it is held for next, and however long that is."""
-    said = unanswered.reason(8.0, "exchange 'out', key 'gone'")
+    before = Hold(HoldKind.CLOSED_CONNECTION, "x", may_be_delivered=True, isolated=True)
     it = Scene(
-        [stray(1, b"gone", why=said), stray(2, b"gone"), stray(3, b"gone", attempts=0)],
+        [stray(1, b"gone", hold=before), stray(2, b"gone"), stray(3, b"gone", attempts=0)],
         answers={b"out/gone": Returned(312, objection)},
     )
     await it.look()
-    reasons = [envelopes.reason_of(one.properties) for one in it.sent(QUEUE.encode())]
-    assert all(reason.startswith("returned: 312") for reason in reasons)
-    assert [unanswered.perhaps_out(reason) for reason in reasons] == [True, False, False]
+    assert [one.isolated for one in it.sent(b"out")] == [True, False, False]
+    assert not any(one.isolated for one in it.sent(QUEUE.encode())), "in its envelope nothing of it acts"
+    holds = [note_of(one.properties).hold for one in it.sent(QUEUE.encode())]
+    assert all(hold.kind is HoldKind.RETURNED for hold in holds)
+    assert [(hold.may_be_delivered, hold.isolated) for hold in holds] == [(True, True), (False, False), (False, False)]
+
+
+async def test_a_stray_for_a_person_is_left_alone() -> None:
+    it = Scene([stray(1, retry_ms=None), stray(2, retry_ms=NOW)])
+    await it.look()
+    assert it.acked == [2]
+    assert it.strays._rest(0.0) == LONGEST_REST
 
 
 async def test_it_is_acknowledged_after_it_is_held_again() -> None:
@@ -233,7 +265,7 @@ async def test_a_note_of_very_many_attempts_is_not_believed() -> None:
     it = Scene([stray(1, b"gone", attempts=(1 << 63) - 1)], answers={b"out/gone": NO_ROUTE})
     await it.look()
     assert it.acked == [1]
-    assert envelopes.tried(Properties.parse(it.publisher.published[-1].properties))[0] == 1
+    assert note_of(it.publisher.published[-1].properties).attempts == 1
 
 
 async def test_properties_that_cannot_be_read_are_a_reason() -> None:

@@ -11,7 +11,7 @@ from delayer.store import schema
 from delayer.store.status import StoreOverview
 from tests.unit.http.states import LINE, overview, state
 
-GOOD, OLD, NONE = overview(), overview("0001"), overview(None)
+GOOD, OLD, NONE = overview(), overview("9999"), overview(None)
 DUE = {"delays": True, "delays.due": False}
 BLOCKED, CUT = ({"publish": {**LINE, **line}} for line in ({"blocked": True}, {"connected": False}))
 STUCK = "nothing is delivered: "
@@ -26,7 +26,7 @@ AWAY: dict[str, Any] = {"consuming": {"delays": False}}
         (state(consuming={}), GOOD, ["queue 'delays' is not consumed"]),
         (state(usable=False), GOOD, ["no lane of the store is owned"]),
         (state(), None, ["the store is out of reach: connect: refused"]),
-        (state(), OLD, [f"the store's schema is 0001, expected {schema.HEAD}"]),
+        (state(), OLD, [f"the store's schema is 9999, expected {schema.HEAD}"]),
         (state(), NONE, [f"the store's schema is missing, expected {schema.HEAD}"]),
         (state(stalled=["lane 3"]), GOOD, ["loop 'lane 3' stands still"]),
         # In native mode the store is no condition: what it still holds is released when it is back.

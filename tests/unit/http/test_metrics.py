@@ -131,7 +131,7 @@ def test_what_is_out_of_reach_is_said_and_missing() -> None:
 
 
 def test_a_store_of_another_schema_is_told_apart_from_one_that_is_away() -> None:
-    seen = StoreSeen(overview("0001"), (0, 0))
+    seen = StoreSeen(overview("9999"), (0, 0))
     found = samples(sight(store=Seen(seen, "", 0.1)))
     assert (found["delayer_store_up",], found["delayer_store_schema_current",]) == (1, 0)
 
