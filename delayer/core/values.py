@@ -19,7 +19,7 @@ class KeyGroup(bytes):
 
 class TakenOut(NamedTuple):
     """The keys whose waiting messages were cancelled. ``unsure``: those of messages that are not tried any more, but
-    that their destination perhaps has (core/unanswered.py)."""
+    that their destination perhaps has (core/hold.py)."""
 
     keys: frozenset[bytes] = frozenset()
     unsure: frozenset[bytes] = frozenset()

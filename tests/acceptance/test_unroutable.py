@@ -80,7 +80,7 @@ def test_it_is_held_with_its_reason(played: World, case: str) -> None:
     assert all(one.reason in reason for reason in reasons()), reasons()
     if played.native:
         stray = played.boxes["delayer.delay-strays"].only(body_of(case))
-        assert one.reason in content(stray.props.one(b"x-delayer-held")).decode()
+        assert one.reason in content(stray.props.one(b"x-delayer-held-text")).decode()
         assert stray.props.expiration is None
         assert not stray.props.all(b"x-death")
         inner = Props.decode(content(stray.props.one(b"x-delayer-properties")))

@@ -361,7 +361,7 @@ async def test_what_waits_under_a_key_wins_and_the_imported_one_is_told(
             b"2 old",
             b"3 old",
         ]
-        [(verb, messages, asked)] = await admin.fetch("SELECT verb, messages, asked FROM act")
+        [(verb, messages, asked)] = await admin.fetch("SELECT verb, messages, asked FROM audit_log")
         assert (verb, messages) == ("import superseded", 2)
         assert json.loads(asked) == {"import": report["id"], "keys": ["order-0", "order-3"]}
         assert (await conserved(admin))["cancelled"] == 0

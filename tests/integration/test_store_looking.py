@@ -12,6 +12,7 @@ import asyncpg
 import pytest
 
 from delayer.core.filters import Filter, Token
+from delayer.core.hold import Hold, HoldKind
 from delayer.services import reading
 from delayer.store import acting, acts, heldback, listing, segments, showing, unpacking
 from delayer.store.cancelling import Found
@@ -153,7 +154,7 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
                 assert not isinstance(found, Found)
                 assert (found.where, found.body, found.sound, found.owned) == (where, body, True, True)
                 assert found.entry.place.due_us == dues[body] * 1000
-                assert (found.hold is not None) == (where is Found.HELD)
+                assert (found.held is not None) == (where is Found.HELD)
         assert await showing.show(admin, Token(ids[b"b"], now)) is Found.NOWHERE
         assert await showing.show(admin, Token(999)) is Found.NOWHERE
         do = acting.canceller()
@@ -230,11 +231,13 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
 async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()
-        await place.hold(lane, [(parcel(now, b"%d" % n, key=b"k%d" % n), f"why {n}") for n in range(5)])
+        await place.hold(
+            lane, [(parcel(now, b"%d" % n, key=b"k%d" % n), Hold(HoldKind.NACKED, f"why {n}")) for n in range(5)]
+        )
         page = await heldback.listed(admin, Filter(), None, 2)
-        assert [one.hold.reason for one in page.messages] == ["why 0", "why 1"]
+        assert [one.held.reason for one in page.messages] == ["why 0", "why 1"]
         rest = await heldback.listed(admin, Filter(), None, 9, page.after or 0)
-        assert [one.hold.reason for one in rest.messages] == ["why 2", "why 3", "why 4"]
+        assert [one.held.reason for one in rest.messages] == ["why 2", "why 3", "why 4"]
         assert rest.after is None
         assert [len((await heldback.listed(admin, Filter(key=key), None, 9)).messages) for key in (b"k3", b"x")] == [
             1,
