@@ -141,7 +141,11 @@ _SPECIAL: Final[Mapping[str, Column]] = {
     "due_ms": instant("due_at"),
     "parked_ms": instant("parked_at"),
     "held_ms": instant("held_at"),
-    "retry_ms": instant("retry_at"),
+    "retry_ms": Column(
+        pa.int64(),
+        {"retry_at": f"CASE WHEN retry_at IS NOT NULL THEN {CLAMPED.format('retry_at')} END"},
+        lambda given, _origin, _rows: epoch_ms(given["retry_at"]),
+    ),
     "first_due_ms": instant("first_due"),
     "last_due_ms": instant("last_due"),
     "made_ms": instant("made_at"),

@@ -23,7 +23,7 @@ from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS, name_of
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
+from tests.rig.fakes import LATE, WHY
 from tests.rig.postgres import Postgres
 
 WEEK_MS = 7 * DAY_MS
@@ -69,7 +69,7 @@ def fill(url: str, count: int = 3000) -> None:
             ]
             for turn, start in enumerate(range(0, count, 300)):
                 await store.park(lanes[turn % 2], parcels[start : start + 300], [])
-            await store.hold(lanes[0], [(parcel(now + 5), WHY), (parcel(now + 6), WHY)])
+            await store.hold(lanes[0], [(parcel(now + 5), WHY), (parcel(now + 6), LATE)])
 
     asyncio.run(work())
 
