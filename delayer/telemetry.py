@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TextIO
 
 import structlog
 
-from delayer.settings.readable import readable
+from delayer.settings.errors import readable
 
 __all__ = ["EVENTS", "clean_values", "configure", "finish", "log_in_background", "readable"]
 

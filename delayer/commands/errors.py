@@ -12,7 +12,7 @@ from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
 from delayer.core import certificates
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError
-from delayer.settings.readable import readable
+from delayer.settings.errors import readable
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3

@@ -21,9 +21,9 @@ from delayer import settings as configuration
 from delayer.commands.errors import DONE, FOUND, Misused
 from delayer.commands.output import note, quoted
 from delayer.core.filters import Filter, Token, read_token
+from delayer.core.secret import SecretUrl
 from delayer.settings import Settings, duration_ms, values
 from delayer.settings.errors import Expected, show
-from delayer.settings.secret import SecretUrl
 
 _DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 

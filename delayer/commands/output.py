@@ -13,7 +13,7 @@ import click
 from delayer.commands import tables
 from delayer.core.plain_json import escaped
 from delayer.services import reading
-from delayer.settings.readable import readable
+from delayer.settings.errors import readable
 
 WIDTH_WITHOUT_TERMINAL = tables.WIDTH_WITHOUT_TERMINAL
 

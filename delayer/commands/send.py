@@ -24,7 +24,7 @@ from delayer.commands.options import Request, instant_ms
 from delayer.commands.output import note, quoted, roughly
 from delayer.core.errors import BrokerLost
 from delayer.settings import Route, Settings, duration_ms, duration_text
-from delayer.settings.readable import readable
+from delayer.settings.errors import readable
 
 SECONDS = 30.0
 WINDOW: Final = 500

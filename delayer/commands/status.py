@@ -20,7 +20,7 @@ from delayer.commands.output import depth_text, note, print_json, print_table, w
 from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings
-from delayer.settings.service import same, service_of
+from delayer.settings.model import same_service, service_of
 from delayer.store import schema
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
@@ -47,7 +47,7 @@ async def look(settings: Settings) -> dict[str, Any]:
         return {"error": f"{listen} answers {status}", "last": {}}
     try:
         said = json.loads(body)
-        if not same(said["service"], service_of(settings)):
+        if not same_service(said["service"], service_of(settings)):
             # Of two services on one host, only one has this address; and a configuration may have been copied.
             return {"error": f"what answers at {listen} works with another broker or store", "last": {}}
         return {"error": None, "last": said["last"], "blocked": said["blocked"]}

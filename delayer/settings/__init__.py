@@ -1,5 +1,6 @@
-"""Configuration: defaults < TOML file < environment < flags, merged raw, typed once, every mistake named at once."""
+"""The configuration: flags win over the environment, the environment over the TOML file. All mistakes come at once."""
 
+from delayer.core.secret import SecretUrl, mask
 from delayer.settings.errors import ConfigError, Problem
 from delayer.settings.loading import SYSTEM_FILE, config_file, load
 from delayer.settings.model import (
@@ -16,7 +17,6 @@ from delayer.settings.model import (
     Store,
     Takeover,
 )
-from delayer.settings.secret import SecretUrl, mask
 from delayer.settings.values import duration_ms, duration_text
 
 __all__ = [

@@ -1,19 +1,24 @@
-"""What is wrong with a configuration: every problem, and nothing secret in any of them."""
+"""Mistakes in a configuration, and texts from outside made printable. Neither shows a secret."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from delayer.settings.secret import concealed
+from delayer.core.secret import concealed, mask
 
 _LONGEST_FOUND = 80
+_LONGEST_BYTES = 512
+_LONGEST_TEXT = 16_384
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+_UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: where it stands (a file, an environment variable or a flag), which key, expected, found."""
+    """One mistake: its source (a file, an environment variable or a flag), the key, expected, found."""
 
     source: str
     key: str
@@ -58,3 +63,20 @@ def show(value: object, *, is_url: bool = False) -> str:
     except TypeError:
         text = str(value)  # TOML's dates and times
     return text if len(text) <= _LONGEST_FOUND else text[: _LONGEST_FOUND - 1] + "…"
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = match[0]
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False) -> str:
+    """``value`` as one printable line: other bytes and characters as escapes, passwords masked."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        whole = bytes(value)
+        rest = len(whole) - _LONGEST_BYTES
+        value = whole[:_LONGEST_BYTES].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
+    elif len(value) > _LONGEST_TEXT:
+        value = value[:_LONGEST_TEXT] + f"… ({len(value) - _LONGEST_TEXT} more characters)"
+    value = mask(value)
+    return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)

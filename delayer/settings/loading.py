@@ -1,4 +1,4 @@
-"""From files, environment and flags to one :class:`Settings`, or to the list of everything that is wrong."""
+"""The settings, from file, environment and flags; or the list of all mistakes in them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from delayer.settings import layers, store_address
-from delayer.settings.collisions import circles, exhausted_elsewhere, into_the_cascade, takeovers
+from delayer.settings import checks
+from delayer.settings.checks import value_at
 from delayer.settings.errors import ConfigError, Expected, Problem, show
-from delayer.settings.layers import Key, Merged
-from delayer.settings.model import Destination, Native, Refused, Retry, Route, Settings, Takeover
-from delayer.settings.values import duration_ms, duration_text
-from delayer.wire.address import Address
+from delayer.settings.model import Destination, Retry, Route, Settings, Takeover
+from delayer.settings.sources import Environment, File, Flags, Merged, keys_of, known_keys, unknown_key
 
 SYSTEM_FILE = Path("/etc/delayer/delayer.toml")
 _FILES = ("url_file", "ca_file", "cert_file", "key_file", "token_file")
 _CONTENTS = {"url_file": "url", "token_file": "token"}
-"""What stands in the file, for those of which the content is a value of its own."""
+"""The keys whose value stands in such a file."""
 _CREDENTIALS = "${CREDENTIALS_DIRECTORY}"
 _CREDENTIALS_HINT = (
     "LoadCredential= in the unit sets it for the daemon; in a shell: "
@@ -43,7 +41,7 @@ _EXPECTED = {
 
 
 def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else /etc/delayer/delayer.toml if there is one.
+    """The file to read: ``config`` (--config), else ``DELAYER_CONFIG``, else /etc/delayer/delayer.toml if it exists.
 
     None: the defaults, the environment and the flags are all there is.
     """
@@ -54,57 +52,34 @@ def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
     try:
         return SYSTEM_FILE if SYSTEM_FILE.exists() else None
     except PermissionError:
-        return SYSTEM_FILE  # in a directory that is closed to us: reading it says so
+        return SYSTEM_FILE  # in a directory that is closed to us: reading it reports that
 
 
 def load(
     config: Path | None, environ: Mapping[str, str], flags: Mapping[str, str], sealed: list[str] | None = None
 ) -> Settings:
-    """Read every layer and build the settings. ``flags`` maps dotted keys to texts, as ``--set`` takes them.
+    """Read every source and build the settings. ``flags`` maps dotted keys to texts, as ``--set`` takes them.
 
-    ``sealed`` gets the credentials that we may not read, where that shall be no problem: systemd hands them to the
-    daemon, and not to what a unit runs at a reload. What they would have said is left out, and not looked at.
+    systemd gives credentials to the daemon, and not to the commands that a unit runs at a reload. If ``sealed`` is
+    given, it collects the credential files that this process may not read; their values are left out unchecked.
 
-    Raises ConfigError with every problem of every layer.
+    Raises ConfigError with every mistake of every source.
     """
-    merged = Merged()
-    path = config_file(config, environ)
-    if path is not None:
-        merged.lay(layers.read_file(path, merged.problems), lambda key: str(path))
-    merged.lay(*layers.environment(environ, merged.problems))
-    merged.lay(*layers.flags(flags, merged.problems))
+    merged = Merged(Flags(flags), Environment(environ), File(config_file(config, environ)))
     _read_named_files(merged, environ, sealed)
-    problems = merged.problems
     settings = None
     try:
         settings = Settings.model_validate(merged.values)
     except ValidationError as error:
-        problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
-    problems += _between_keys(merged)
+        merged.problems += [_problem(merged, one) for one in error.errors(include_url=False, include_input=False)]
+    merged.problems += checks.between_keys(merged, sealed=bool(sealed))
     if settings is not None and not sealed:
-        problems += _store_address(merged, settings, environ)
-    if settings is not None and not sealed and not problems:
-        problems += _broker_address(merged, settings)
-    if problems or settings is None:
-        raise ConfigError(problems)
+        merged.problems += checks.store_address(merged, settings, environ)
+        if not merged.problems:
+            merged.problems += checks.broker_address(merged, settings)
+    if merged.problems or settings is None:
+        raise ConfigError(merged.problems)
     return settings
-
-
-def _broker_address(merged: Merged, settings: Settings) -> list[Problem]:
-    """What only shows when everything about the broker is put together: its parameters, certificates and keys."""
-    try:
-        Address.parse(settings.broker_url)
-    except ValueError as error:  # names what was expected, and never shows the URL
-        expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
-        found = found or show(str(settings.broker.url))
-        return [Problem(merged.origin(("broker", "url")), "broker.url", expected, found)]
-    return []
-
-
-def _store_address(merged: Merged, settings: Settings, environ: Mapping[str, str]) -> list[Problem]:
-    source = merged.origin(("store", "url"))
-    found = [] if settings.store_url is None else store_address.mistakes(settings.store_url, environ)
-    return [Problem(source, "store.url", *mistake) for mistake in found]
 
 
 def _read_named_files(merged: Merged, environ: Mapping[str, str], sealed: list[str] | None) -> None:
@@ -120,7 +95,7 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str], sealed: list[s
                 continue
             key = (section, name)
             if _CREDENTIALS in given and not environ.get("CREDENTIALS_DIRECTORY"):
-                _note(merged, key, "CREDENTIALS_DIRECTORY to be set", show(given), _CREDENTIALS_HINT)
+                merged.note(key, "CREDENTIALS_DIRECTORY to be set", show(given), _CREDENTIALS_HINT)
                 continue
             table[name] = given.replace(_CREDENTIALS, environ.get("CREDENTIALS_DIRECTORY", ""))
             try:
@@ -131,27 +106,23 @@ def _read_named_files(merged: Merged, environ: Mapping[str, str], sealed: list[s
                     del table[name]
                     continue
                 reason = error.strerror if isinstance(error, OSError) else "not text"
-                _note(merged, key, "a file that can be read", show(table[name]), str(reason))
+                merged.note(key, "a file that can be read", show(table[name]), str(reason))
                 continue
             if name in _CONTENTS and _CONTENTS[name] not in table:
                 merged.put(section, _CONTENTS[name], content.strip(), table[name])
 
 
-def _note(merged: Merged, key: Key, expected: str, found: str, hint: str = "") -> None:
-    merged.problems.append(Problem(merged.origin(key), ".".join(key), expected, found, hint))
-
-
 def _problem(merged: Merged, error: Mapping[str, Any]) -> Problem:
-    """One error of pydantic in our words."""
+    """An error of pydantic as a Problem."""
     loc: tuple[str | int, ...] = error["loc"]
     key = tuple(str(part) for part in loc)
     source, dotted = merged.origin(key), _dotted(loc)
     if error["type"] == "extra_forbidden":
         siblings = list(_keys_at(loc[:-1]))
-        elsewhere = [".".join(known) for known in layers.known_keys() if known[-1] == loc[-1]]
+        elsewhere = [".".join(known) for known in known_keys() if known[-1] == loc[-1]]
         hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(siblings)}"
-        return layers.unknown_key(source, dotted, str(loc[-1]), siblings, hint)
-    found = show(_at(merged.values, loc), is_url=str(loc[-1]).endswith("url"))
+        return unknown_key(source, dotted, str(loc[-1]), siblings, hint)
+    found = show(value_at(merged.values, loc), is_url=str(loc[-1]).endswith("url"))
     if loc[-1] == "token":
         found = "something else (not shown)"
     cause = error.get("ctx", {}).get("error")
@@ -172,73 +143,11 @@ def _dotted(loc: Sequence[str | int]) -> str:
     return text
 
 
-def _at(values: Any, loc: Sequence[str | int]) -> object:
-    for part in loc:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values
-
-
 def _keys_at(loc: Sequence[str | int]) -> dict[str, Any]:
     model: type[BaseModel] = Settings
     for part in loc:
         if isinstance(part, str) and part in _TABLES_WITHIN:
             model = _TABLES_WITHIN[part]
         elif isinstance(part, str):
-            model = layers.keys_of(model)[part].annotation  # type: ignore[assignment]  # sections only
-    return dict(layers.keys_of(model))
-
-
-def _between_keys(merged: Merged) -> list[Problem]:
-    """What no single table can see. Works on raw values, so it finds its mistakes beside those of the tables."""
-    problems: list[Problem] = []
-    intake = merged.values.get("intake", {})
-    intake = intake if isinstance(intake, dict) else {}
-    queues: dict[tuple[str, str], str] = {("intake", "queue"): intake.get("queue", "delays")}
-    for key, default in ((("native", "due_queue"), Native().due_queue), (("refused", "queue"), Refused().queue)):
-        name = _at(merged.values, key) or default
-        other = next((one for one, taken in queues.items() if taken == name), None)
-        if other is not None:
-            where = merged.origin(key) if _at(merged.values, key) else merged.origin(other)
-            problems.append(Problem(where, ".".join(key), f"another queue than {'.'.join(other)}", show(name)))
-        queues[key] = str(name)
-    routes = merged.values.get("route", [])
-    seen: dict[object, int] = {}
-    for index, route in enumerate(routes if isinstance(routes, list) else []):
-        if isinstance(route, dict):
-            problems += _route_problems(merged, index, route, seen, queues)
-    tables = [route if isinstance(route, dict) else {} for route in routes] if isinstance(routes, list) else []
-    problems += circles(tables, merged.origin(("route",))) + into_the_cascade(merged, queues, tables)
-    return problems + exhausted_elsewhere(merged, queues, tables) + takeovers(merged, queues, tables)
-
-
-def _route_problems(
-    merged: Merged, index: int, route: Mapping[str, Any], seen: dict[object, int], queues: Mapping[tuple[str, str], str]
-) -> list[Problem]:
-    source, at, problems = merged.origin(("route",)), f"route[{index}]", []
-    start = route.get("from")
-    if isinstance(start, str) and seen.setdefault(start, index) != index:
-        problems.append(
-            Problem(source, f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start))
-        )
-    refused = queues["refused", "queue"]
-    problems += [
-        Problem(source, f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused))
-        for end in ("from", "to")
-        if route.get(end) == refused
-    ]
-    if not route.get("to", "") and route.get("routing_key") == queues["intake", "queue"]:
-        problems.append(
-            Problem(source, f"{at}.routing_key", "a queue other than the intake queue", show(route["routing_key"]))
-        )
-    try:
-        longest_ms = duration_ms(_at(merged.values, ("intake", "max_delay")) or "3650d")
-        too_long = duration_ms(route.get("default_delay", "0s")) > longest_ms
-    except Expected:
-        return problems  # said already, by the tables
-    if too_long:
-        limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
-        problems.append(Problem(source, f"{at}.default_delay", limit, show(route["default_delay"])))
-    return problems
+            model = keys_of(model)[part].annotation  # type: ignore[assignment]  # sections only
+    return dict(keys_of(model))

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator
 
 from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, bindable
+from delayer.core.secret import Secret, SecretUrl
 from delayer.settings.errors import Expected
-from delayer.settings.secret import Secret, SecretUrl
 
 SHORT_STRING_BYTES = 255  # an AMQP name or routing key
 LONGEST_DELAY_MS = 36_500 * 86_400_000

@@ -15,7 +15,7 @@ from delayer.audit import job
 from delayer.audit.findings import Finding, Report
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from delayer.store import cancelling, segments, unpacking
 from delayer.store.partitions import DAY_MS
 from tests.audit.rows import brief

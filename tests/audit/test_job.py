@@ -24,7 +24,7 @@ from delayer.audit.findings import Report
 from delayer.audit.tasks import Watching
 from delayer.cli import cli
 from delayer.commands import submit
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.rig.daemon import EXECUTABLE
 

@@ -17,7 +17,7 @@ from delayer.audit import columns, extract, source
 from delayer.audit.frames import SCHEMAS, Frames
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from delayer.store import compacting, session
 from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS, name_of

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 
 from delayer.audit import extract
 from delayer.audit.frames import Facts
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
 from tests.faults.place import eventually

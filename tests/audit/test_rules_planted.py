@@ -11,7 +11,7 @@ import pytest
 from delayer.audit import job
 from delayer.audit.findings import Report
 from delayer.audit.rules import checks as rules
-from delayer.settings.secret import SecretUrl
+from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
 from tests.integration.test_store_lane import sql

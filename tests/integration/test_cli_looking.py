@@ -13,7 +13,7 @@ from delayer.commands import held, refused
 from delayer.core.filters import Filter
 from delayer.core.message import Parcel
 from delayer.services import reading
-from delayer.settings.loading import load
+from delayer.settings import load
 from delayer.store import heldback
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel

@@ -110,6 +110,7 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
             )
         ],
     ),
+    ('[intake]\nqueue = ["a"]', [("intake.queue", "the name of a queue", "a list of 1", "")]),
     (
         '[intake]\nqueue = "a\\nb"',
         [("intake.queue", "the name of a queue without control characters", '"a\\nb"', "")],
@@ -239,6 +240,13 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     (
         'mode = "native"\n[[takeover]]\ncascade = "celery"',
         [("takeover", "a store for what is taken over: store.url, where the mode is native", "none", "")],
+    ),
+    (
+        'mode = "native"\nstore = 1\n[[takeover]]\ncascade = "celery"',
+        [
+            ("store", "a table", "1", ""),
+            ("takeover", "a store for what is taken over: store.url, where the mode is native", "none", ""),
+        ],
     ),
     (
         '[[takeover]]\ncascade = "celery"\n[[route]]\nfrom = "celery_delayed_27"\n[intake]\nqueue = "celery_delayed_3"',

@@ -35,10 +35,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(CONFIG.replace("/nowhere/client.pem", str(path)))
     read = Path.read_text
 
-    def closed(self: Path, *how: str) -> str:
+    def closed(self: Path, *how: str, **more: str) -> str:
         if self.parent == place:
             raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return read(self, *how)
+        return read(self, *how, **more)
 
     monkeypatch.setattr(Path, "read_text", closed)
     return path
@@ -70,3 +70,11 @@ def test_other_mistakes_are_told_all_the_same(config: Path) -> None:
 def test_the_daemon_needs_them(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"broker\.url_file: expected a file that can be read.*Permission denied"):
         load(config, {"CREDENTIALS_DIRECTORY": str(config.parent / "credentials")}, {})
+
+
+def test_a_sealed_store_is_enough_for_a_takeover(config: Path) -> None:
+    config.write_text(
+        f'mode = "native"\n{CONFIG}[[takeover]]\ncascade = "celery"\n'.replace("/nowhere/client.pem", str(config))
+    )
+    code, output = checked(config)
+    assert code == 0, output

@@ -22,7 +22,7 @@ from delayer.settings import (
     load,
     loading,
 )
-from delayer.settings.layers import env_name, keys_of, known_keys
+from delayer.settings.sources import env_name, keys_of, known_keys
 
 ROOT = Path(__file__).parents[2]
 DAY_MS = 86_400_000

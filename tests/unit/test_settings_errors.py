@@ -70,9 +70,11 @@ def test_everything_at_once(tmp_path: Path) -> None:
         (b'mode = "store', ", end", "a syntax error: Unterminated string"),
         (b"[a]\n[a]\n", ", line 2", "a syntax error: Cannot declare ('a',) twice"),
         (b"[intake]\nprefetch = " + b"9" * 5_000, "", "Exceeds the limit (4300 digits) for integer string conversion"),
-        (b"a = " + b"[" * 5_000, "", "deeper ones"),
-        (b"a = " + b"[" * 40 + b"]" * 40, "", "deeper ones"),
-        (b".".join([b"a"] * 5_000) + b" = 1", "", "deeper ones"),
+        (b"a = " + b"[" * 5_000, "", "thousands of brackets"),
+        (b"a = " + b"[" * 40 + b"]" * 40, "", "an unknown one"),
+        (b".".join([b"a"] * 5_000) + b" = 1", "", "an unknown one"),
+        (b".".join([b"broker", *[b"a"] * 5_000]) + b" = 1", "", "an unknown one"),
+        (b"[http]\ntoken = " + b"[" * 90 + b"]" * 90, "", "something else (not shown)"),
         (b'mode = "\xff"\n', "", "other bytes from position 8 on"),
     ],
 )
@@ -207,3 +209,12 @@ def test_an_at_sign_in_a_vhost_is_escaped_as_well() -> None:
         "amqp://me:secret@host/a%40b"
     )
     assert load(None, {}, {"store.url": "postgresql://host/d?user=me@azure"}).store_url is not None
+
+
+def test_the_debug_log_of_the_library_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYDANTIC_SETTINGS_DEBUG", "1")
+    caplog.set_level("DEBUG", "pydantic_settings")
+    load(None, {}, {"broker.url": "amqp://u:hunter2@h"})
+    assert "hunter2" not in caplog.text + "".join(capfd.readouterr())

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from delayer.settings import ConfigError, load, loading
-from delayer.settings.store_address import mistakes
+from delayer.settings.checks import mistakes
 
 URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
 

@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from delayer.core.hosts import is_loopback
-from delayer.settings.secret import Secret
+from delayer.core.secret import Secret
 
 WHO: Final = "x-delayer-who"
 """The header in which a program says who acts by it, as a person does who unlocks the page."""

@@ -18,7 +18,7 @@ from delayer.ops.http.asked import Wrong
 from delayer.ops.http.forms import said
 from delayer.ops.http.guard import Doors, cookie_name
 from delayer.services import reading
-from delayer.settings.service import service_of
+from delayer.settings.model import service_of
 from delayer.store import acts, heldback, listing, showing
 from delayer.store.cancelling import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated

@@ -9,9 +9,9 @@ import pytest
 from starlette.requests import Request
 
 from delayer.core.hosts import is_loopback
+from delayer.core.secret import Secret
 from delayer.ops.http import guard
 from delayer.ops.http.guard import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours
-from delayer.settings.secret import Secret
 
 TOKEN = "open-sesame-open-sesame"
 
