@@ -150,6 +150,20 @@ class StoreContract:
             await lane.settle(rows, [])
             assert await lane.sleep_hint() == 60.0
 
+    async def test_a_claim_leaves_what_is_due_a_moment_later(self, place: str) -> None:
+        """Claims without a pause: one that sleeps until a row is due hides that it would have taken the row early."""
+        async with self.daemon(place) as store, owned(store) as [lane]:
+            first_ms = store.now_ms()
+            await store.park(lane, [parcel(first_ms + 7 * n) for n in range(60)], [])
+            claimed, early = 0, []
+            while claimed < 60:
+                rows = await lane.claim(MANY, ROOM)
+                now_ms = store.now_ms()  # an upper bound: the store's clock shows no more
+                early += [due.due_ms - now_ms for due in rows if due.due_ms > now_ms]
+                claimed += len(rows)
+                await lane.settle(rows, [])
+            assert early == []
+
     async def test_wait_ends_when_something_nearer_is_parked(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             await release_all(lane)

@@ -1,0 +1,83 @@
+"""What holds the store's promises together in one word or one line: taken out, one of these tests fails.
+
+Each was a mutant that every other test let live (make mutants).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import asyncpg
+import pytest
+
+from delayer.store import dropping, parking, partitions, session, upgrades
+from delayer.store.partitions import DAY_MS
+from delayer.store.segments import Fence
+from tests.conformance.store_contract import parcel
+from tests.integration.test_store_lane import sql
+from tests.rig.rows import put, row
+
+_WAITS = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+
+
+@asynccontextmanager
+async def open_transaction(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection whose transaction is committed at the end."""
+    async with sql(url) as connection, connection.transaction():
+        yield connection
+
+
+async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database: str) -> None:
+    """It comes in between the first look and the lock, so the second look is what keeps it."""
+    await upgrades.upgrade(database)
+    async with sql(database) as admin, sql(database) as dropper:
+        day = await admin.fetchval("SELECT now()") // DAY_MS + 3
+        assert await partitions.make(admin, day, day - 3) is partitions.Making.DONE
+        async with open_transaction(database) as slow:
+            await put(slow, [row(1, day * DAY_MS)])
+            dropping_it = asyncio.create_task(dropping.drop_empty(dropper, partitions.name_of(day), lock_ms=10_000))
+            while not await admin.fetchval(_WAITS):
+                assert not dropping_it.done()
+        assert not await dropping_it
+        assert await admin.fetchval("SELECT count(*) FROM message") == 1
+
+
+async def test_nobody_raises_the_epoch_before_a_park_is_committed(database: str) -> None:
+    """The next owner begins at the watermark that it reads then: a park of the last owner must be seen by it."""
+    await upgrades.upgrade(database)
+    async with sql(database) as admin, sql(database) as taker:
+        await put(admin, [row(1, 4_000_000_000_000)])
+        await taker.execute("SET lock_timeout = '200ms'")
+        take = "UPDATE lane SET epoch = epoch + 1 WHERE number = 1"
+        async with open_transaction(database) as parker:
+            await parking.park_plain(parker, Fence(1, 0), [parcel(4_000_000_000_000)])
+            with pytest.raises(asyncpg.LockNotAvailableError):
+                await taker.execute(take)
+        await taker.execute(take)
+
+
+async def test_commits_wait_for_the_disk_whatever_is_set_for_the_database(database: str) -> None:
+    await upgrades.upgrade(database)
+    shown = "SHOW synchronous_commit"
+    async with sql(database) as admin:
+        name = await admin.fetchval("SELECT current_database()")
+        await admin.execute(f'ALTER DATABASE "{name}" SET synchronous_commit = off')
+    plain = await asyncpg.connect(database)
+    try:
+        assert await plain.fetchval(shown) == "off"
+    finally:
+        await plain.close()
+    for connect in (session.connect, session.connect_plain):
+        connection = await connect(database, "test")
+        try:
+            assert await connection.fetchval(shown) == "on"
+        finally:
+            await session.close(connection)
+    pool = await session.open_pool(database, "test", 1, {})
+    try:
+        async with session.borrowed(pool) as connection:
+            assert await connection.fetchval(shown) == "on"
+    finally:
+        await pool.close()
