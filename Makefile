@@ -39,6 +39,10 @@ test-slow: ready ## those that are too slow for that: Spark, every import, and w
 test-faults: ready ## every fault, overload and clock, those that take a minute too; a quarter of an hour
 	@$(PYTHON_OF_VENV) -m pytest $(PYTEST_SPREAD) -m 'long or not long' tests/faults $(PYTEST_ARGS)
 
+.PHONY: mutants
+mutants: ready ## break one line at a time and see that its tests notice (MUTANTS=NAMES to choose); long
+	@$(PYTHON_OF_VENV) -m tests.mutants $(MUTANTS)
+
 .PHONY: soak
 soak: ready ## two daemons in both modes while everything breaks, and an account of every message (SOAK_MINUTES=10)
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
