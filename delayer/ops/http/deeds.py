@@ -20,7 +20,6 @@ from delayer.core.filters import Token
 from delayer.ops.http import asked, forms, render
 from delayer.ops.http.asked import Asked, Wrong
 from delayer.ops.http.pages import STORE_ERRORS, Pages
-from delayer.ops.http.turns import Busy, Turns
 from delayer.services import reading
 from delayer.store import acting, acts, cancelling, heldback
 from delayer.store.acting import Do
@@ -53,7 +52,7 @@ class Deeds:
     """The handlers of everything that changes something."""
 
     pages: Pages
-    turns: Turns
+    turns: asyncio.Semaphore
 
     async def messages(self, request: Request) -> Response:
         """Messages by their ids: cancel, reschedule, retry."""
@@ -90,7 +89,7 @@ class Deeds:
                 told = self._mend(request, form, str(wrong), back)
             else:
                 told = Told("Not understood", [str(wrong)], 0, back, 400)
-        except (BrokerLost, Busy, *STORE_ERRORS) as error:
+        except (BrokerLost, *STORE_ERRORS) as error:
             told = Told("Not done", [str(error)], 0, "/", 503)
         if isinstance(told, Response):
             return told
@@ -108,7 +107,7 @@ class Deeds:
         )
 
     async def _in_turn(self, deed: Awaitable[Told | Response]) -> Told | Response:
-        async with self.turns.one():
+        async with self.turns:
             return await deed
 
     async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:

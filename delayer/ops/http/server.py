@@ -1,36 +1,105 @@
-"""The part of a daemon's life that serves HTTP: in the daemon's own loop, with none of uvicorn's signal handlers.
+"""The HTTP server: its paths, and the part of the daemon's life that runs uvicorn in the daemon's own loop.
 
-A port that is taken, or any other failure of this part, is told and tried again; it never stops the daemon.
+A port that is taken, or any other failure of this part, is logged and tried again; it never stops the daemon.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
 import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from delayer.core.backoff import Sparing
 from delayer.core.hosts import is_loopback
-from delayer.ops.http import lines
 from delayer.ops.http.app import Answers
+from delayer.ops.http.deeds import Deeds
+from delayer.ops.http.guard import Doors, Guard
+from delayer.ops.http.pages import Pages
 from delayer.ops.http.ports import Inside
-from delayer.ops.http.site import application
 from delayer.ops.http.view import View
 
 log = structlog.get_logger(__name__)
 
 AGAIN: Final = 5.0
 """Seconds until a port that could not be had is tried again."""
-AT_ONCE: Final = 2 * lines.MOST
-"""Connections that are served side by side, once none of them is silent any more; the next hear 503."""
+AT_ONCE: Final = 128
+"""Connections and requests that are served side by side; the next are answered 503."""
+LOOK: Final = 1.0
+"""Seconds between two looks at the connections."""
 OPEN: Final = "not loopback: who reaches this address reads messages without a token, by whatever name he calls it"
-FAREWELL: Final = 1
-"""Seconds for answers under way, once told to stop."""
+Handler = Callable[[Request], Awaitable[Response]]
+STATIC: Final = Path(__file__).parent / "static"
+
+
+class Files(StaticFiles):
+    """Style, scripts and their licences: asked for again only after an upgrade."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        answer = await super().get_response(path, scope)
+        answer.headers["Cache-Control"] = "public, max-age=300"
+        return answer
+
+
+def application(answers: Answers, at_once: int = 4) -> Starlette:
+    """The paths and their handlers. So many looks at the store run at once, and as many acts; the others wait."""
+    settings = answers.inside
+    doors = Doors(lambda: settings.settings.http.token)
+    pages = Pages(answers, doors)
+    deeds = Deeds(pages, asyncio.Semaphore(at_once))
+
+    async def nowhere(request: Request, _error: Exception) -> Response:
+        line = "No page of delayer has this address."
+        return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
+
+    # Two looks into the refused queue would see half of it each.
+    looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
+
+    def in_turn(turns: asyncio.Semaphore, answer: Handler) -> Handler:
+        async def answered(request: Request) -> Response:
+            async with turns:
+                return await answer(request)
+
+        return answered
+
+    return Starlette(
+        routes=[
+            Route("/health/live", answers.live),
+            Route("/health/ready", answers.ready),
+            Route("/metrics", answers.metrics),
+            Route("/", pages.overview),
+            Route("/parts/overview", pages.part),
+            Route("/api/live", pages.live_json),
+            Route("/api/backlog", pages.backlog_json),
+            Route("/waiting", in_turn(looks, pages.waiting)),
+            Route("/find", in_turn(looks, pages.find)),
+            Route("/message/{token}", in_turn(looks, pages.message)),
+            Route("/held", in_turn(looks, pages.held)),
+            Route("/refused", in_turn(queues, pages.refused)),
+            Route("/acts", in_turn(looks, pages.acts)),
+            Route("/login", pages.login, methods=["GET", "POST"]),
+            Route("/logout", pages.logout, methods=["POST"]),
+            Route("/deeds/messages", deeds.messages, methods=["POST"]),
+            Route("/deeds/held", deeds.held, methods=["POST"]),
+            Route("/deeds/refused", deeds.refused, methods=["POST"]),
+            Route("/deeds/filtered", deeds.filtered, methods=["POST"]),
+            Mount("/static", Files(directory=STATIC)),
+        ],
+        middleware=[Middleware(Guard, listen=lambda: settings.settings.http.listen)],
+        exception_handlers={404: nowhere},
+    )
 
 
 class HttpPart:
@@ -63,11 +132,15 @@ class HttpPart:
                 log.info("http served", addresses=addresses)
             else:
                 log.warning("http served", addresses=addresses, reason=OPEN)
-            server = _Server(_config(application(Answers(self._inside, view))))
+            server = uvicorn.Server(_config(application(Answers(self._inside, view))))
+            server.capture_signals = nullcontext  # type: ignore[assignment,method-assign] # the daemon's
+            connections = Connections()
             serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
             stop = asyncio.create_task(stopping.wait(), name="stopping")
             try:
-                await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
+                while not (serving.done() or stop.done()):
+                    await asyncio.wait([serving, stop], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+                    connections.sweep(server.server_state.connections, asyncio.get_running_loop().time())
                 server.should_exit = True
                 await serving
             finally:
@@ -80,19 +153,39 @@ class HttpPart:
             await view.close()
 
 
-class _Server(uvicorn.Server):
-    """Signals are the daemon's."""
+class Connections:
+    """The connections of a server that wait for their client: for a request, for the rest of one, or for a reader.
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    uvicorn's own limit of time begins with the end of the first answer. :meth:`sweep` ends connections that keep the
+    server waiting before that, so that no client holds connections for long.
+    """
+
+    def __init__(self, quiet: float = 10.0, most: int = AT_ONCE // 2) -> None:
+        self._quiet = quiet
+        self._most = most
+        self._waiting: dict[Any, float] = {}
+
+    def sweep(self, connections: Iterable[Any], now: float) -> None:
+        """End connections that have waited for ``quiet`` seconds, and the oldest of more than ``most``."""
+        waiting = {one: self._waiting.get(one, now) for one in connections if _waits_for_client(one)}
+        self._waiting = dict(sorted(waiting.items(), key=lambda item: item[1]))
+        for at, (one, since) in enumerate(self._waiting.items()):
+            if now - since > self._quiet or at < len(waiting) - self._most:
+                one.transport.abort()
+
+
+def _waits_for_client(one: Any) -> bool:
+    """Whether this connection of uvicorn's waits for its client, and not by uvicorn's own limit (keep-alive)."""
+    cycle = one.cycle
+    at_work = cycle is not None and not cycle.response_complete and not cycle.more_body and not one.flow.write_paused
+    return not at_work and one.timeout_keep_alive_task is None
 
 
 def _config(app: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
-        http=lines.Line,
+        http="h11",
         ws="none",
         log_config=None,
         log_level="warning",
@@ -101,7 +194,7 @@ def _config(app: Any) -> uvicorn.Config:
         server_header=False,
         limit_concurrency=AT_ONCE,
         backlog=AT_ONCE,
-        timeout_graceful_shutdown=FAREWELL,
+        timeout_graceful_shutdown=1,
     )
 
 

@@ -7,12 +7,13 @@ import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from delayer.core.errors import BrokerLost
-from delayer.ops.http import guard, lines, server, turns
+from delayer.ops.http import guard, server
 from delayer.ops.http.guard import HEADERS
 from delayer.ops.http.ports import Depths, RefusedRow, State
 from delayer.ops.http.server import HttpPart
@@ -255,8 +256,9 @@ async def opened(web: Web, said: bytes = b"") -> tuple[asyncio.StreamReader, asy
     """A connection that says this and then nothing."""
     host, _, port = web.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(said)
-    await writer.drain()
+    if said:
+        writer.write(said)
+        await writer.drain()
     return reader, writer
 
 
@@ -282,8 +284,8 @@ HEAD = b"POST /deeds/refused HTTP/1.1\r\nHost: localhost\r\n"
     ids=["nothing", "a line", "a head", "a body", "the second time"],
 )  # fmt: skip
 async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "QUIET", 0.2)
-    monkeypatch.setattr(lines, "LOOK", 0.05)
+    monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
+    monkeypatch.setattr(server, "LOOK", 0.05)
     async with served(Inside(), monkeypatch) as web:
         reader, writer = await opened(web, said)
         assert await ended(reader)
@@ -291,8 +293,8 @@ async def test_who_says_nothing_keeps_no_connection(said: bytes, monkeypatch: py
 
 
 async def test_who_does_not_hear_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "QUIET", 0.2)
-    monkeypatch.setattr(lines, "LOOK", 0.05)
+    monkeypatch.setattr(server, "Connections", partial(server.Connections, quiet=0.2))
+    monkeypatch.setattr(server, "LOOK", 0.05)
     async with served(Inside(), monkeypatch) as web:
         _, writer = await opened(web)
         ask = b"GET /static/htmx.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -309,41 +311,45 @@ async def test_who_does_not_hear_keeps_no_connection(monkeypatch: pytest.MonkeyP
 
 
 async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LOOK", 0.05)
     async with served(Inside(), monkeypatch) as web:
-        silent = [await opened(web) for _ in range(3 * lines.MOST)]
+        silent = [await opened(web) for _ in range(2 * server.AT_ONCE)]
+        assert await ended(silent[0][0]), "the one that was silent for longest"
         for path in ("/health/live", "/health/ready", "/metrics", "/"):
             assert (await web.get(path)).status == 200
-        assert await ended(silent[0][0]), "the one that was silent for longest"
         for _, writer in silent:
             writer.close()
 
 
-async def test_who_looks_for_long_is_one_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_looks_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = Inside()
-    go, at_once = asyncio.Event(), []
+    began, go, at_once = asyncio.Event(), asyncio.Event(), []
 
     async def refused(limit: int) -> tuple[list[RefusedRow], int]:
         at_once.append(1)
+        began.set()
         await go.wait()
         return [], 0
 
     inside.refused = refused  # type: ignore[method-assign]
 
-    async def look(web: Web) -> int:
-        reader, writer = await opened(web, b"GET /refused HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    async def status(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         answer = await reader.read(-1)
         writer.close()
         return int(answer.split()[1])
 
+    ask = b"GET /refused HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     async with served(inside, monkeypatch) as web:
-        asking = [asyncio.create_task(look(web)) for _ in range(turns.WAITING + 4)]
-        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        assert {task.result() for task in done} == {503}
+        asking = [await opened(web, ask) for _ in range(server.AT_ONCE - 2)]
+        await began.wait()
         assert (await web.get("/health/live")).status == 200
+        more = [asyncio.create_task(status(*await opened(web, ask))) for _ in range(20)]
+        done, _ = await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result() for task in done} == {503}, "by uvicorn's own limit"
         assert len(at_once) == 1
         go.set()
-        statuses = sorted([await task for task in asking])
-        assert statuses == [200] * (turns.WAITING + 1) + [503] * 3
+        assert {await status(*one) for one in asking} == {200}
+        await asyncio.wait(more)
 
 
 async def test_an_address_that_others_reach_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
