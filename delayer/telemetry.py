@@ -80,7 +80,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
     # messages that need somebody's attention
     "segment broken": "a segment does not read back: its bytes are kept; at starts and hourly again, as a warning",
-    "reply not delivered": "the queue in the reply_to of a cancel did not take its outcome; the cancel stands",
+    "reply not confirmed": "the broker did not confirm the reply to a cancel; the cancel stands",
     "message refused": "set aside in the refused queue, with the reason",
     "refused acted on": "somebody retried or dropped refused messages over HTTP, and no store has a trail to say it in",
     "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -17,8 +17,6 @@ from delayer.core.message import (
     Outcome,
     Outgoing,
     Parcel,
-    Returned,
-    is_direct_reply,
 )
 from delayer.faultpoint import reach
 from delayer.services.counting import Counters, host_ms
@@ -26,9 +24,6 @@ from delayer.services.ports import Holder, Publisher
 from delayer.services.settle import Settler
 
 log = structlog.get_logger(__name__)
-
-
-NO_ROUTE: Final = 312
 
 
 class NotTaken(BrokerLost):
@@ -82,7 +77,10 @@ class Dispatch:
             settler.accept(delivery.tag for delivery, _, _ in late)
 
     async def reply(self, answers: Sequence[Outgoing]) -> None:
-        """Publish answers that nobody's delivery depends on: one that does not get through is told, and that is all."""
+        """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it.
+
+        The broker may return a direct reply that its client got, so the daemon logs those too.
+        """
         if not answers:
             return
         failed, reason = len(answers), "the broker takes no publishes"
@@ -92,11 +90,10 @@ class Dispatch:
             except BrokerLost as lost:
                 reason = str(lost)
             else:
-                pairs = zip(answers, outcomes, strict=True)
-                unhappy = [hold_for(outcome).text for answer, outcome in pairs if not _perhaps_heard(answer, outcome)]
+                unhappy = [hold_for(outcome).text for outcome in outcomes if not isinstance(outcome, Confirmed)]
                 failed, reason = len(unhappy), unhappy[0] if unhappy else ""
         if failed:
-            log.warning("reply not delivered", replies=failed, reason=reason)
+            log.info("reply not confirmed", replies=failed, reason=reason)
 
     async def _settle(self, publications: Sequence[Publication], settler: Settler) -> list[str]:
         """Returns by whom what was not taken that had to be."""
@@ -152,12 +149,6 @@ class Dispatch:
             )
         out = [(one.parcel.due_ms, one.parcel.route) for one in through if one.parcel is not None and not one.refusal]
         self._counters.delivered(out, self._now_ms())
-
-
-def _perhaps_heard(answer: Outgoing, outcome: Outcome) -> bool:
-    """Up to RabbitMQ 4.x a direct reply is returned whether somebody heard it or not."""
-    direct = is_direct_reply(answer.exchange, answer.routing_key)
-    return isinstance(outcome, Confirmed) or (direct and isinstance(outcome, Returned) and outcome.code == NO_ROUTE)
 
 
 def _kind(publication: Publication) -> str:

@@ -121,7 +121,7 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
             case Park():
                 work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
             case Cancel():
-                ask = None if properties is None else replies.asked(delivery, properties, plan.key)
+                ask = None if properties is None else replies.asked(properties, plan.key)
                 work.cancel(delivery, plan.key, ask)
             case TooLate():
                 work.late.append((delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))

@@ -85,7 +85,7 @@ async def test_what_nobody_waits_for_and_where_nobody_listens(place: Place, stor
         assert await answers.until(lambda: len(answers.arrivals) == 1, 30)
         (arrival,) = answers.arrivals
         assert json.loads(arrival.delivery.body) == {"outcome": "too late", "key": "never there"}
-        assert (await daemon.event("reply not delivered"))["replies"] == 1
+        assert (await daemon.event("reply not confirmed"))["replies"] == 1
         await inbox.got([b"after all of that", b"held"])
 
         async def depth() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from structlog.testing import capture_logs
 
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery, Returned
@@ -23,30 +22,24 @@ from tests.rig.fakes import NOW, Acks, ScriptedPublisher, ids
 from tests.unit.test_sorting import NAMES
 
 
-def cancel(
-    tag: int, key: bytes, reply_to: bytes = b"answers", *, redelivered: bool = False, correlation: bytes = b""
-) -> Delivery:
+def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: bytes = b"") -> Delivery:
     raw = encode_headers(entry(b"x-delay-cancel", long_string(key)))
     for name, value in (("reply_to", reply_to), ("correlation_id", correlation), ("message_id", b"m-%d" % tag)):
         raw = with_short(raw, name, value) if value else raw
-    return Delivery(tag, redelivered, b"in", b"k", raw, b"")
+    return Delivery(tag, False, b"in", b"k", raw, b"")
 
 
-@pytest.mark.parametrize(
-    ("found", "redelivered", "said"),
-    [(True, False, "cancelled"), (True, True, "cancelled"), (False, False, "too late"), (False, True, "unknown")],
-)
-def test_outcomes(found: bool, redelivered: bool, said: str) -> None:
-    ask = Asked(b"a", b"answers", None, redelivered)
+@pytest.mark.parametrize(("found", "said"), [(True, "cancelled"), (False, "too late")])
+def test_outcomes(found: bool, said: str) -> None:
+    ask = Asked(b"a", b"answers", None)
     assert replies.outcome(ask, TakenOut(frozenset({b"a", b"b"} if found else {b"b"}))) == said
-    # Held for want of an answer: perhaps it is out.
     assert replies.outcome(ask, TakenOut(frozenset({b"b"}), frozenset({b"a"}))) == "unknown"
 
 
 def test_a_reply_is_known_by_what_the_cancel_said() -> None:
     for correlation, known in ((b"c-1", b"c-1"), (b"", b"m-7")):
         delivery = cancel(7, b"caf\xc3\xa9", correlation=correlation)
-        ask = replies.asked(delivery, Properties.parse(delivery.properties), b"caf\xc3\xa9")
+        ask = replies.asked(Properties.parse(delivery.properties), b"caf\xc3\xa9")
         assert ask is not None
         answer = replies.reply(ask, "too late", b"t")
         said = Properties.parse(answer.properties)
@@ -61,7 +54,7 @@ def test_a_reply_is_known_by_what_the_cancel_said() -> None:
 
 def test_who_names_no_queue_hears_nothing() -> None:
     delivery = cancel(1, b"a", reply_to=b"")
-    assert replies.asked(delivery, Properties.parse(delivery.properties), b"a") is None
+    assert replies.asked(Properties.parse(delivery.properties), b"a") is None
 
 
 class Parking:
@@ -114,20 +107,6 @@ async def test_nobody_puts_anything_into_our_own_queues_by_it(ours: bytes) -> No
     publisher = ScriptedPublisher()
     await carried(publisher, Parking(b"a"), cancel(1, b"a", reply_to=ours))
     assert publisher.published == []
-
-
-@pytest.mark.parametrize(
-    ("reply_to", "outcome", "told"),
-    [
-        (b"answers", Returned(312, "NO_ROUTE"), 1),
-        (b"amq.rabbitmq.reply-to.x", Returned(312, "NO_ROUTE"), 0),
-        (b"amq.rabbitmq.reply-to.x", Returned(541, "INTERNAL_ERROR"), 1),
-    ],
-)
-async def test_a_direct_reply_may_be_heard_though_it_is_returned(reply_to: bytes, outcome: Returned, told: int) -> None:
-    with capture_logs() as logs:
-        await carried(ScriptedPublisher({reply_to: outcome}), Parking(b"a"), cancel(1, b"a", reply_to=reply_to))
-    assert [line["event"] for line in logs].count("reply not delivered") == told
 
 
 @pytest.mark.parametrize("failure", [Returned(312, "NO_ROUTE"), BrokerLost("gone"), None])
