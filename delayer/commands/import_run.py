@@ -11,8 +11,8 @@ from delayer.broker.relay import Relay
 from delayer.commands.errors import Failure, Misused, Off, Unreached
 from delayer.core.importing import Run
 from delayer.legacy.brokers import HEARTBEAT, NAME
-from delayer.legacy.carrying import CascadeBook
-from delayer.legacy.ports import BadSource, ImportImpossible, Source, SourceLost
+from delayer.legacy.cascade import CascadeBook
+from delayer.legacy.machine import BadSource, ImportImpossible, Source, SourceLost
 from delayer.services import envelopes
 from delayer.settings import Settings
 from delayer.store.importing import ImportBusy, ImportStore

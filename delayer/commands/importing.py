@@ -17,9 +17,8 @@ from delayer.commands.output import note
 from delayer.commands.progress import progress
 from delayer.core.importing import Meant, NotARewrite, Rewrite, read_rewrite
 from delayer.legacy import machine
-from delayer.legacy.destinations import Destinations
-from delayer.legacy.machine import Preview, Report
-from delayer.legacy.ports import CountMismatch, ImportImpossible, Source, SourceLost
+from delayer.legacy.brokers import Destinations
+from delayer.legacy.machine import CountMismatch, ImportImpossible, Preview, Report, Source, SourceLost
 from delayer.settings import Settings
 from delayer.store.importing import ImportBusy, ImportStore
 

@@ -14,7 +14,7 @@ from delayer.core.cascade import KINDS, LEVELS, Cascade
 from delayer.core.message import Delivery, Parcel
 from delayer.legacy.cascade import CascadeLevels
 from delayer.legacy.hold_queues import HoldQueues, Said
-from delayer.legacy.ports import BadSource, Source
+from delayer.legacy.machine import BadSource, Source
 from delayer.services.draining import carried
 from delayer.settings import duration_ms
 from delayer.settings.values import broker_url, management_url

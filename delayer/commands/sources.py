@@ -10,9 +10,8 @@ import click
 from delayer.commands import queue_sources
 from delayer.commands.importing import Wanted, import_, rewrites_of, source
 from delayer.core.message import Target
-from delayer.legacy.delayed_exchange import DelayedExchange, Plan
-from delayer.legacy.jsonl import JsonLines
-from delayer.legacy.ports import Source
+from delayer.legacy.files import DelayedExchange, JsonLines, Plan
+from delayer.legacy.machine import Source
 from delayer.legacy.raven import RavenExport
 from delayer.settings import Settings
 from delayer.store.importing import ImportStore
@@ -77,7 +76,7 @@ _database_options = (
 
 
 def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
-    from delayer.legacy.nservicebus_sql import sql_persistence  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
+    from delayer.legacy.sql import sql_persistence  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
     return sql_persistence(
         given["url"],
@@ -91,7 +90,7 @@ def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) 
 
 
 def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
-    from delayer.legacy.nservicebus_sql import nhibernate  # noqa: PLC0415
+    from delayer.legacy.sql import nhibernate  # noqa: PLC0415
 
     return nhibernate(
         given["url"],

@@ -26,7 +26,7 @@ from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from delayer.core.values import Timestamp
-from delayer.legacy.leading import Leads
+from delayer.legacy.hold_queues import Leads
 from delayer.services.envelopes import enveloped
 from delayer.settings import Settings
 from delayer.wiring import topology_of
