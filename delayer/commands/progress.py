@@ -20,7 +20,7 @@ def progress() -> Iterator[Say]:
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("starting", total=None)
 
         def say(what: str, done: int, of: int | None) -> None:
             bar.update(task, description=what, completed=done, total=of)
