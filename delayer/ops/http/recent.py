@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Final, NamedTuple
 
-from delayer.core.tally import LATENESS
+from delayer.core.horizon import LATENESS
 from delayer.services.counting import Counters, host_ms
 
 STEP_MS: Final = 5_000
