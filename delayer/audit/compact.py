@@ -20,14 +20,15 @@ from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
-from delayer.store import compacting, schema, session, shrinking
+from delayer.store import compacting, schema, session
 from delayer.store.compacting import Compacted, Window
 from delayer.store.days import DAY_MS
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.shrinking import Shrunk
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from delayer.store.shrinking import Shrunk
 
 
 class Packed(NamedTuple):
@@ -221,6 +222,8 @@ async def numbers(url: str, planned: Plan) -> Numbers:
             )
     finally:
         await session.close(connection)
+    from delayer.store import shrinking  # noqa: PLC0415 - structlog, as below
+
     return Numbers(messages, keyed, large, raw, await shrinking.size(url))
 
 
@@ -241,6 +244,8 @@ def nothing(url: str, planned: Plan) -> Done:
 
 
 def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
+    from delayer.store import shrinking  # noqa: PLC0415 - structlog, which executors need not load
+
     began = time.monotonic()
     touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
     shrunk = asyncio.run(shrinking.shrink(url, touched, planned.now_ms // DAY_MS, say))

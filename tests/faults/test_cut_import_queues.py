@@ -142,7 +142,7 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
         await eventually(lambda: depth(vhost, "hold"), lambda count: count == COUNT)
         code, out, told = await delayer(store, "import", *OUT_OF_HOLD, *LAST, **url)
     assert code == 0, told
-    assert json.loads(out)["this_time"] == {"parked": BATCH, "held": 0, "already_committed": 2 * BATCH}
+    assert json.loads(out)["this_time"] == {"parked": BATCH, "held": 0, "superseded": 0, "already_committed": 2 * BATCH}
     assert set((found := await copies(store)).values()) == {1}
     assert len(found) == COUNT
     assert await depth(vhost, "hold") == 0
