@@ -13,8 +13,8 @@ from delayer.commands.errors import DONE, FOUND, Failure, Misused
 from delayer.commands.jobs import conf_option, json_option, master_option
 from delayer.commands.options import request_of, store_url, store_url_of_hosts, url_of
 from delayer.commands.output import WIDTH_WITHOUT_TERMINAL, note
-from delayer.core.secret import SecretUrl
 from delayer.commands.progress import progress
+from delayer.core.secret import SecretUrl
 from delayer.settings import Settings
 from delayer.store.status import restored_ms
 
