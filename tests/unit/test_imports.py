@@ -159,7 +159,7 @@ def test_imports_go_down_only() -> None:
         ("delayer.store.x", "from delayer.wire import fields"),
         ("delayer.broker.x", "if TYPE_CHECKING:\n    from delayer.store import postgres"),
         ("delayer.settings.model", "import delayer.cli"),
-        ("delayer.ops.pulse", "import delayer.ops.http.app"),
+        ("delayer.ops.notify", "import delayer.ops.http.app"),
         ("delayer.ops.http.x", "from delayer.broker import admin"),
         ("delayer.services.x", "import starlette"),
         ("delayer.cli", "import pyspark"),
