@@ -200,7 +200,11 @@ def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
 
 
 def back(form: Mapping[str, Sequence[str]], path: str) -> str:
-    """Where a form wants to go on: a path of ours, and nobody else's. Without a wish: the list that it belongs to."""
+    """The path that a form goes on to, on this server only; without a valid wish, the list that the form belongs to.
+
+    Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
+    """
     wish = form.get("back", [""])[0]
     list_of = {"/deeds/held": "/held", "/deeds/refused": "/refused"}.get(path, "/waiting")
-    return wish if wish.startswith("/") and not wish.startswith(("//", "/\\")) else list_of
+    local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
+    return wish if local else list_of

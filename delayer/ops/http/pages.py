@@ -23,9 +23,6 @@ from delayer.store.cancelling import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
-CHECKED: Final = 1 << 20
-"""Bytes up to which a body is read whole, to see whether its checksum fits."""
-SUMMARY_SECONDS: Final = 60.0
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 FIELDS: Final = (
     ("route", "Route (the exchange it came through)", "delayer.in"),
@@ -96,7 +93,7 @@ class Pages:
             "has_store": view.has_store,
             "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
             "always": (settings.intake.queue, settings.refused.queue),
-            "now": recent.summary(recent.steps(state["recent"]), SUMMARY_SECONDS),
+            "now": recent.summary(recent.steps(state["recent"]), 60.0),
         }
 
     async def live_json(self, _request: Request) -> Response:
@@ -188,7 +185,7 @@ class Pages:
         try:
             token = asked.token(text)
             async with listing.looking(self._url(), "show") as connection:
-                found = await showing.show(connection, token, CHECKED)
+                found = await showing.show(connection, token, most=1 << 20)
         except (Wrong, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
         if isinstance(found, Found):

@@ -72,7 +72,7 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     told = addresses
     monkeypatch.setattr(server, "log", Log())
     monkeypatch.setattr(server, "AGAIN", 0.05)
-    monkeypatch.setattr(guard, "WRONG_SECONDS", 0.0)
+    monkeypatch.setattr(server, "Doors", partial(guard.Doors, wrong_seconds=0.0))
     stopping = asyncio.Event()
     part = asyncio.create_task(HttpPart(inside).run(stopping))
     try:
