@@ -20,7 +20,7 @@ from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.errors import DONE, FOUND, Misused
 from delayer.commands.options import agreed, dry_run_option, request_of, whoami, yes_option
-from delayer.commands.output import Progress, note, print_table
+from delayer.commands.output import Say, note, print_table, progress
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
@@ -86,17 +86,18 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     try:
         (lane,) = await store.own_lanes(1)
         try:
-            async with acting.acting(url, "drain") as connection, relay_of(settings) as relay:
-                act = await acts.begin(connection, whoami(), "drain to store", {})
-                # From the top: what goes down meanwhile is met again below.
-                for level in reversed(range(LOWEST, LEVELS)):
-                    if not (await look_around(settings, levels)).levels[level]:
-                        continue
-                    due_queue = settings.native.due_queue.encode()
-                    async for moved in _portions_in(store, lane, relay, levels, level, due_queue=due_queue):
-                        await acts.add(connection, act, moved)
-                        done += moved
-                        Progress()(done)
+            with progress("draining") as say:
+                async with acting.acting(url, "drain") as connection, relay_of(settings) as relay:
+                    act = await acts.begin(connection, whoami(), "drain to store", {})
+                    # From the top: what goes down meanwhile is met again below.
+                    for level in reversed(range(LOWEST, LEVELS)):
+                        if not (await look_around(settings, levels)).levels[level]:
+                            continue
+                        due_queue = settings.native.due_queue.encode()
+                        async for moved in _portions_in(store, lane, relay, levels, level, due_queue=due_queue):
+                            await acts.add(connection, act, moved)
+                            done += moved
+                            say("draining", done, None)
         finally:
             await lane.release()
     finally:
@@ -159,15 +160,16 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
         publisher = RelayPublisher(relay)
         act = await acts.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
         try:
-            return await _portions_out(connection, publisher, settings, act, keys_too=keys_too)
+            with progress("draining") as say:
+                return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
         finally:
             await publisher.close()
 
 
 async def _portions_out(
-    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int, *, keys_too: bool
+    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
 ) -> Moved:
-    progress, done = Progress(), 0
+    done = 0
     left: set[int] = set()
     now_ms = await connection.fetchval("SELECT now()")
     wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
@@ -184,7 +186,7 @@ async def _portions_out(
             except draining.Unsound as unsound:
                 left |= unsound.ids
                 places = [place for place in places if place.id not in left]
-        progress(done)
+        say("draining", done, None)
         after = found.after
     return Moved(done, len(left))
 

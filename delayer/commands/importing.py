@@ -15,8 +15,7 @@ from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.errors import DONE, FOUND, Failure, Misused, Off, Unreached
 from delayer.commands.options import agreed, as_json, instant_ms, request_of, whoami, yes_option
-from delayer.commands.output import address, iso, note, print_json, print_table
-from delayer.commands.progress import progress
+from delayer.commands.output import address, iso, note, print_json, print_table, progress
 from delayer.core.importing import OTHER_REASONS, Goal, Meant, NotARewrite, Rewrite, Run, Survey, read_rewrite
 from delayer.core.message import Target
 from delayer.legacy import machine

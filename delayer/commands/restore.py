@@ -18,8 +18,7 @@ from delayer.commands.jobs import (
     per_second,
 )
 from delayer.commands.options import request_of, store_url
-from delayer.commands.output import note, print_json, when
-from delayer.commands.progress import Say, progress
+from delayer.commands.output import Say, note, print_json, progress, when
 
 if TYPE_CHECKING:
     from delayer.audit.restore import Done, Plan
