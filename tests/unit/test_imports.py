@@ -47,8 +47,7 @@ HOUSE: Mapping[str, Layer] = {
     # Services and their relay are the daemon's; an import parks through the store, and asks the broker.
     "legacy": layer("core", "store", "broker", "wire", never="aio_pika aiormq pyspark"),
     # The Spark job: nothing but the edge imports it, so that the daemon never starts a JVM.
-    "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", "writing", never="sqlalchemy"),
-    "writing": layer(never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", never="sqlalchemy"),
     "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
 # The edge may import everything below it; what it may not is to be imported from below.
