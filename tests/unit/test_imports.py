@@ -54,7 +54,7 @@ HOUSE: Mapping[str, Layer] = {
 EDGE = frozenset(
     {
         "cli", "commands", "app", "daemon", "declaring", "in_force", "policies", "relays",
-        "reload", "serving", "streams", "takeovers", "wiring",
+        "reload", "serving", "takeovers", "wiring",
     }
 )  # fmt: skip
 # What only the HTTP layer knows of.
