@@ -4,7 +4,7 @@
     spark.read.format("delayer").option("url_file", PATH).option("relation", "message").load()
 
 =============  =========================================================================================================
-relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (columns.KINDS)
+relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (relations.KINDS)
 columns        which ones, with commas; all but ``body`` and ``damage`` if nothing is said. Only what these need is read
 snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
 url_file       a file with the store's URL, at the same path on every machine

@@ -17,7 +17,7 @@ from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hosts import is_loopback
 from delayer.settings import Settings, duration_text
-from delayer.store import lock_need, roles, schema
+from delayer.store import schema, server_checks
 from delayer.store import status as store_status
 from delayer.store.errors import BadStoreUrl
 from delayer.store.owners import APART, mark_of
@@ -286,11 +286,11 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
     if (wrong := schema.outdated(seen.schema_found)) is not None:
         return [*rows, Row("schema", "off", f"{wrong.found or 'missing'}; needed: {wrong.expected}", wrong.advice)]
     rows.append(Row("schema", "ok", schema.HEAD))
-    if (wrong_owner := await roles.mistaken(url)) is not None:
+    if (wrong_owner := await server_checks.mistaken(url)) is not None:
         found = f"its tables belong to {wrong_owner.tables}, and the database to {wrong_owner.database}"
         advice = f"`db upgrade` is {wrong_owner.database}'s to run; docs/security.md says how to give the tables back"
         rows.append(Row("schema", "note", found, advice))
-    rows.append(_locks(await lock_need.looked(url)))
+    rows.append(_locks(await server_checks.looked(url)))
     rows += _lanes(seen) + _shared_lanes(seen, mark)
     if seen.held:
         advice = "`delayer held list` has the reasons; they are tried again by themselves, those marked *by hand* not"
@@ -304,7 +304,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
     return rows
 
 
-def _locks(need: lock_need.LockNeed) -> Row:
+def _locks(need: server_checks.LockNeed) -> Row:
     """Whether the server's lock table holds what the store may lock at once."""
     found = f"max_locks_per_transaction is {need.allowed}"
     if need.enough:

@@ -9,6 +9,7 @@ import click
 
 from delayer.commands.errors import FOUND, Misused, Unreached
 from delayer.commands.jobs import (
+    Say,
     Spark,
     conf_option,
     duration,
@@ -16,9 +17,10 @@ from delayer.commands.jobs import (
     json_option,
     master_option,
     per_second,
+    progress,
 )
 from delayer.commands.options import request_of, store_url
-from delayer.commands.output import Say, note, print_json, progress, when
+from delayer.commands.output import note, print_json, when
 
 if TYPE_CHECKING:
     from delayer.audit.restore import Done, Plan

@@ -234,7 +234,7 @@ async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry
 def _of_table(table: Any, lane: int, segment: int) -> list[Entry]:
     import pyarrow.compute as pc  # noqa: PLC0415
 
-    from delayer.store.arrays import integers  # noqa: PLC0415
+    from delayer.store.packing import integers  # noqa: PLC0415
 
     columns = [integers(table[name]).to_pylist() for name in ("due_at", "id", "parked_at")]
     columns += [table[name].to_pylist() for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")]

@@ -1,5 +1,5 @@
-"""Partitions by due day: made ahead of need, and dropped (dropping.py) when passed and empty. What they are called:
-days.py.
+"""Partitions by due day: their names, made ahead of need, and dropped when passed and empty. Days are UTC, numbered
+from 1970. One daemon at a time does the upkeep.
 
 Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
 left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
@@ -15,23 +15,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
+from datetime import date, timedelta
 from enum import Enum
+from typing import Final
 
 import asyncpg
 import structlog
 
 from delayer.store import session
-from delayer.store.days import DAY_MS, bounds_of, day_of, existing, name_of
+from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
-__all__ = [
-    "DAYS_AHEAD", "DAY_MS", "FARTHEST_DAYS", "Days", "Making",
-    "bound", "bounds_of", "day_of", "existing", "make", "make_ahead", "name_of",
-]  # fmt: skip
-
 log = structlog.get_logger()
 
+DAY_MS = 86_400_000
+
+_PREFIX = "message_p"
+_EPOCH = date(1970, 1, 1)
+_KNOWN = (
+    "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
+)
 DAYS_AHEAD = 7
 FARTHEST_DAYS = 400
 """Days later than this wait in the default partition: every partition costs every session some memory."""
@@ -59,9 +63,50 @@ SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
 WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
 """
 """Whom the partitions belong to, unless it is us."""
+_OWNED = "ALTER TABLE {} OWNER TO the role that owns the table message"
+LOOK_SECONDS = 0.2
+"""How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
+FROZEN_SECONDS: Final = 60.0
+"""After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""
+IDLE: Final = "15s"
+
+_LOCK: Final = "('message'::regclass::oid::int, 2)"
+_END_FROZEN: Final = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user AND application_name = 'delayer park'
+  AND state = 'active' AND wait_event = 'ClientRead' AND query_start < clock_timestamp() - make_interval(secs => $1)
+"""
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
 _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
+
+
+def name_of(day: int) -> str:
+    """The partition of a day: ``message_pYYYYMMDD``."""
+    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
+
+
+def day_of(name: str) -> int | None:
+    """The day of a partition's name; None for the default one, and for what is not ours."""
+    digits = name.removeprefix(_PREFIX)
+    if digits == name or len(digits) != len("YYYYMMDD") or not (digits.isascii() and digits.isdigit()):
+        return None
+    try:
+        found = date.fromisoformat(digits)
+    except ValueError:
+        return None
+    return (found - _EPOCH).days
+
+
+def bounds_of(day: int) -> tuple[str, str]:
+    """First instant of the day and of the next, as SQL literals' text."""
+    first = _EPOCH + timedelta(days=day)
+    return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
+
+
+async def existing(connection: asyncpg.Connection) -> set[int]:
+    """The days that have a partition."""
+    return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
 class Making(Enum):
@@ -249,3 +294,72 @@ class Days:
         if days and self._said.may(reason, at):
             self._said.done(reason, at)
             log.warning("partition not made", days=days, reason=reason)
+
+
+async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
+    """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
+    passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
+    dropped = []
+    for position, name in enumerate(passed, 1):
+        try:
+            if await drop_empty(connection, name):
+                log.info("partition dropped", partition=name)
+                dropped.append(name)
+        except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
+            # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
+            log.info("partition not dropped", partition=name, reason=describe(error), skipped=len(passed) - position)
+            break
+        except asyncpg.InsufficientPrivilegeError as error:  # somebody made it by hand; the others are ours
+            log.warning("partition not dropped", partition=name, reason=describe(error), next_step=_OWNED.format(name))
+    return dropped
+
+
+async def drop_empty(
+    connection: asyncpg.Connection, name: str, lock_ms: int = 200, look_seconds: float = LOOK_SECONDS
+) -> bool:
+    """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
+    ``look_seconds`` to see. Raises LockNotAvailableError, and the driver's other errors."""
+    try:
+        if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
+            return False
+        async with session.transaction(connection):
+            # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
+            await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
+            await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
+            await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
+            await bound(connection, look_seconds)  # many empty pages, which VACUUM did not cut off
+            if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
+                return False
+            await connection.execute(f"DROP TABLE {name}")
+    except (asyncpg.UndefinedTableError, asyncpg.QueryCanceledError) as error:
+        log.info("partition not dropped", partition=name, reason=describe(error))
+        return False
+    return True
+
+
+async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days) -> None:
+    """One round, unless another daemon is at it. Raises the driver's errors."""
+    await session.sample(connection, clock)
+    try:
+        # The lock is the session's. A process that froze while it has it would keep the upkeep from everybody.
+        await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
+        if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
+            await end_frozen(connection)
+            today = clock.now_ms() // DAY_MS
+            await make_ahead(connection, today, days, clock.monotonic())
+            await drop_passed(connection, today)
+            days.learn(await existing(connection))
+            await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
+        await connection.execute("RESET idle_session_timeout")
+    except BaseException:
+        session.end(connection)  # and with it the lock, and what was set
+        raise
+
+
+async def end_frozen(connection: asyncpg.Connection) -> int:
+    """End parks whose process froze (or is stopped) in the middle of a COPY: how many.
+
+    None of the server's timeouts acts there, and they hold locks on partitions, and back what VACUUM may remove.
+    """
+    ended: int = await connection.fetchval(_END_FROZEN, FROZEN_SECONDS)
+    return ended

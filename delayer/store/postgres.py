@@ -28,7 +28,6 @@ from delayer.store import (
     schema,
     segments,
     session,
-    upkeep,
 )
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
@@ -271,7 +270,7 @@ class PostgresStore:
         """See the port. Raises StoreLost."""
         with translated("maintain"):
             async with session.borrowed(self._pool) as connection:
-                await upkeep.keep_up(connection, self._clock, self._days)
+                await partitions.keep_up(connection, self._clock, self._days)
                 await self._look_for_strangers(connection)
 
     async def _look_for_strangers(self, connection: asyncpg.Connection) -> None:

@@ -78,7 +78,7 @@ async def _restore(
 ) -> Restored | Broken | None:
     first_ms, last_ms = dues
     # The first time it takes half a second, and would be the event loop's.
-    await asyncio.to_thread(import_module, "delayer.store.copying")
+    await asyncio.to_thread(import_module, "delayer.store.packing")
     # Days that are passed, or too far, have none in any case.
     await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
     try:

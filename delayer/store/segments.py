@@ -212,16 +212,16 @@ async def write_rows(
 ) -> str:
     """Rows of ``message`` from a table of packing.SCHEMA, in the open transaction. The server's answer. Raises the
     driver's errors."""
-    from delayer.store.copying import COLUMNS  # noqa: PLC0415 - pyarrow
+    from delayer.store.packing import COPIED  # noqa: PLC0415 - pyarrow
 
     source = _portions(table, lane, portion_bytes, pause)
-    status: str = await connection.copy_to_table("message", source=source, columns=COLUMNS, format="binary")
+    status: str = await connection.copy_to_table("message", source=source, columns=COPIED, format="binary")
     return status
 
 
 async def _portions(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[bytes]:
     """One is encoded, in a thread, when it is wanted: all of them at once took as much memory as everything else."""
-    from delayer.store.copying import copy_stream  # noqa: PLC0415 - pyarrow
+    from delayer.store.packing import copy_stream  # noqa: PLC0415 - pyarrow
 
     stream = copy_stream(table, lane, portion_bytes)
     while (portion := await asyncio.to_thread(next, stream, None)) is not None:

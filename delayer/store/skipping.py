@@ -6,14 +6,21 @@ released out of it (a backup, a standby that lagged) would give the numbers of m
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 import asyncpg
 
 from delayer.core.errors import StoreLost
-from delayer.store import brief_locks, schema, session
-from delayer.store.errors import translated
+from delayer.store import schema, session
+from delayer.store.errors import WORTH_REPEATING, translated
 
+T = TypeVar("T")
+
+TRIES: Final = 10
+PAUSE_SECONDS: Final = 2.0
+IN_THE_WAY: Final = (asyncpg.LockNotAvailableError, *WORTH_REPEATING)
 FAR: Final = 1_000_000_000
 """More than any store gives while a backup or a standby is behind, and nothing beside the 2^63 that there are."""
 
@@ -38,9 +45,9 @@ async def skip_ids(url: str, by: int) -> int:
     try:
         with translated("move the ids on"):
             await schema.check(connection)
-            return await brief_locks.patiently(lambda: _skip(connection, by))
+            return await patiently(lambda: _skip(connection, by))
     except StoreLost as error:
-        if isinstance(error.__cause__, brief_locks.IN_THE_WAY):
+        if isinstance(error.__cause__, IN_THE_WAY):
             raise StoreLost(str(error), _WAY_OUT) from error
         raise
     finally:
@@ -54,3 +61,14 @@ async def _skip(connection: asyncpg.Connection, by: int) -> int:
         await connection.execute(_ALONE)
         last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
     return last + 1
+
+
+async def patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Do ``work``, up to :data:`TRIES` times: a transaction that waits for its lock for a moment only, as the traffic
+    waits behind it. Raises what it raises; IN_THE_WAY only of the last time."""
+    for _ in range(TRIES - 1):
+        try:
+            return await work()
+        except IN_THE_WAY:
+            await asyncio.sleep(PAUSE_SECONDS)
+    return await work()

@@ -14,7 +14,7 @@ import pytest
 
 from delayer.commands.errors import DONE
 from delayer.core.filters import Filter
-from delayer.store import dropping, exporting, partitions, segments, upgrades
+from delayer.store import exporting, partitions, segments, upgrades
 from delayer.store.partitions import DAY_MS
 from tests.integration.test_store_lane import sql
 from tests.rig.daemon import EXECUTABLE
@@ -112,11 +112,11 @@ async def test_partitions_stay_until_the_export_ends(database: str) -> None:
             await reading.fetchval("SELECT count(*) FROM lane")  # the snapshot is taken, and no message is read yet
             await admin.execute("DELETE FROM message WHERE id < 100")
             with pytest.raises(asyncpg.LockNotAvailableError):
-                await dropping.drop_empty(admin, partitions.name_of(today + 1))
+                await partitions.drop_empty(admin, partitions.name_of(today + 1))
             assert await partitions.make(admin, today + 2, today) is not partitions.Making.DONE
             found = [len(portion) async for portion in exporting.waiting(reading, Filter(), None)]
             assert sum(found) == 12
-        assert await dropping.drop_empty(admin, partitions.name_of(today + 1))
+        assert await partitions.drop_empty(admin, partitions.name_of(today + 1))
 
 
 async def test_the_last_line_counts_the_snapshot(database: str, tmp_path: Path) -> None:

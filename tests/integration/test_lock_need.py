@@ -9,9 +9,9 @@ import asyncpg
 import pytest
 
 from delayer.commands.check import _locks
-from delayer.store import keys, lock_need, parking, session, upgrades
-from delayer.store.lock_need import LockNeed
+from delayer.store import keys, parking, server_checks, session, upgrades
 from delayer.store.segments import Fence
+from delayer.store.server_checks import LockNeed
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
 from tests.rig.postgres import Postgres
@@ -48,6 +48,7 @@ def small_server() -> Iterator[Postgres]:
 
 
 @pytest.mark.slow
+@pytest.mark.deadline(300)
 async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(small_server: Postgres) -> None:
     url, total, batch = small_server.url(small_server.add_database()), 100_000, 2_000
     await upgrades.upgrade(url)
@@ -71,7 +72,7 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
 
 async def test_what_the_lock_table_must_hold(database: str) -> None:
     await upgrades.upgrade(database)
-    found = await lock_need.looked(database)
+    found = await server_checks.looked(database)
     assert (found.allowed, found.lanes, found.enough) == (64, 0, True)
     assert 200 < found.connections < 300
     year = found._replace(partitions=370, lanes=4, connections=122)

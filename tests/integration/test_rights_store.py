@@ -13,7 +13,7 @@ from delayer.audit import compact as compaction
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
-from delayer.store import acting, acts, cancelling, dropping, heldback, partitions, retry, roles, session, upgrades
+from delayer.store import acting, acts, cancelling, heldback, partitions, retry, server_checks, session, upgrades
 from delayer.store.cancelling import Found
 from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS
@@ -59,14 +59,14 @@ async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str,
         daemon, owner = postgres.url(name, user=DAEMON), postgres.url(name, user=OWNER)
         await upgrades.upgrade(daemon)
         await as_owner(owner, statements_of(2))
-        assert await roles.mistaken(daemon) == await roles.mistaken(owner) == (DAEMON, OWNER)
+        assert await server_checks.mistaken(daemon) == await server_checks.mistaken(owner) == (DAEMON, OWNER)
         reassign, list_them = re.findall(r"`(REASSIGN .*?;)` then `(.*?) \\gexec`", " ".join(PAGE.split()))[0]
         await as_owner(owner, [reassign])
         async with sql(owner) as connection:
             await as_owner(owner, [alter for (alter,) in await connection.fetch(list_them)])
             assert await connection.fetchval("SELECT tableowner FROM pg_tables WHERE tablename = 'message'") == DAEMON
         await as_owner(owner, statements_of(2))
-        assert await roles.mistaken(daemon) is None
+        assert await server_checks.mistaken(daemon) is None
     finally:
         postgres.drop_database(name)
 
@@ -263,9 +263,9 @@ async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postg
         await owner.close()
     connection = await session.connect(store, "test")
     try:
-        assert await dropping.drop_passed(connection, today + 30) == [], "it has a row"
+        assert await partitions.drop_passed(connection, today + 30) == [], "it has a row"
         await connection.execute("DELETE FROM message")
-        assert await dropping.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
+        assert await partitions.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
     finally:
         await session.close(connection)
 
@@ -279,7 +279,7 @@ async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(s
         theirs = partitions.name_of(101)
         await asyncio.to_thread(postgres.execute, f"ALTER TABLE {theirs} OWNER TO postgres", database=DATABASE)
         with capture_logs() as logged:
-            dropped = await dropping.drop_passed(connection, 200)
+            dropped = await partitions.drop_passed(connection, 200)
         assert dropped == [partitions.name_of(100), partitions.name_of(102)]
         assert [entry["partition"] for entry in logged if entry["event"] == "partition not dropped"] == [theirs]
     finally:

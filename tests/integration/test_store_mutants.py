@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from delayer.store import dropping, parking, partitions, session, upgrades
+from delayer.store import parking, partitions, session, upgrades
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import parcel
@@ -37,7 +37,7 @@ async def test_a_row_that_comes_in_while_its_partition_is_dropped_stays(database
         assert await partitions.make(admin, day, day - 3) is partitions.Making.DONE
         async with open_transaction(database) as slow:
             await put(slow, [row(1, day * DAY_MS)])
-            dropping_it = asyncio.create_task(dropping.drop_empty(dropper, partitions.name_of(day), lock_ms=10_000))
+            dropping_it = asyncio.create_task(partitions.drop_empty(dropper, partitions.name_of(day), lock_ms=10_000))
             while not await admin.fetchval(_WAITS):
                 assert not dropping_it.done()
         assert not await dropping_it

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.store import dropping, partitions
+from delayer.store import partitions
 from delayer.store.partitions import DAY_MS, Making, name_of
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
@@ -142,9 +142,9 @@ async def test_dropping_waits_for_nobody(database: str) -> None:
         async with reader.transaction():
             await reader.fetch("SELECT FROM message LIMIT 1")
             with capture_logs() as logged:
-                assert await dropping.drop_passed(admin, today) == []
+                assert await partitions.drop_passed(admin, today) == []
         assert [(entry["partition"], entry["skipped"]) for entry in logged] == [(name_of(today - 7), 2)]
-        assert await dropping.drop_passed(admin, today) == [name_of(today - n) for n in (7, 6, 5)]
+        assert await partitions.drop_passed(admin, today) == [name_of(today - n) for n in (7, 6, 5)]
 
 
 FILL = """

@@ -11,7 +11,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from delayer.store import partitions, session, upkeep
+from delayer.store import partitions, session
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import opened, sql
 
@@ -66,7 +66,7 @@ async def test_a_park_that_froze_in_its_copy_is_ended(database: str, monkeypatch
             os.kill(parking.pid, signal.SIGSTOP)
             await store.maintain()
             assert await admin.fetchval(copies) == "ClientRead", "it may be slow"
-            monkeypatch.setattr(upkeep, "FROZEN_SECONDS", 0.0)
+            monkeypatch.setattr(partitions, "FROZEN_SECONDS", 0.0)
             await store.maintain()
             await eventually(lambda: admin.fetchval(copies), lambda found: found is None)
         finally:

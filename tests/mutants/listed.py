@@ -21,7 +21,7 @@ class Mutant(NamedTuple):
 MUTANTS: Sequence[Mutant] = (
     Mutant(
         "drop-empty-looks-once",
-        "delayer/store/dropping.py",
+        "delayer/store/partitions.py",
         """            if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP""",

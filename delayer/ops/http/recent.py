@@ -12,10 +12,12 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Final, NamedTuple
 
-from delayer.core.horizon import LATENESS
+from delayer.core.tally import LATENESS
 from delayer.services.counting import Counters, host_ms
 
 STEP_MS: Final = 5_000
+KEPT: Final = 181
+"""Notes that are kept: a quarter of an hour, and the one before."""
 KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
@@ -40,11 +42,11 @@ def note(counters: Counters, now_ms: int) -> Note:
 
 
 class Recent:
-    """The notes of this process: those of the last quarter of an hour, and the one before."""
+    """The notes of this process."""
 
-    def __init__(self, counters: Counters, kept: int = 181) -> None:
+    def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self.notes: deque[Note] = deque([note(counters, host_ms())], kept)
+        self.notes: deque[Note] = deque([note(counters, host_ms())], KEPT)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Note until stopping is set."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store import copying, packing
+from delayer.store import packing
 from tests.unit.store.test_packing import Row, row, rows_of, table
 
 EPOCH_US = 946_684_800_000_000
@@ -38,7 +38,7 @@ def as_copy(rows: Sequence[Row], lane: int) -> bytes:
     """What a binary COPY expects."""
     stream = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
     for id_, due_us, parked_us, checksum, format_, *strings in rows:
-        stream += struct.pack(">h", len(copying.COLUMNS))
+        stream += struct.pack(">h", len(packing.COPIED))
         for number in (id_, due_us - EPOCH_US, parked_us - EPOCH_US, checksum):
             stream += struct.pack(">iq", 8, number)
         stream += struct.pack(">ihih", 2, lane, 2, format_)
@@ -49,7 +49,7 @@ def as_copy(rows: Sequence[Row], lane: int) -> bytes:
 @settings(deadline=None)
 @given(ROWS)
 def test_from_postgres(rows: list[Row]) -> None:
-    found = copying.table_of(as_one_row(rows))
+    found = packing.table_of(as_one_row(rows))
     assert found.schema == packing.SCHEMA
     assert rows_of(found) == rows
 
@@ -57,7 +57,7 @@ def test_from_postgres(rows: list[Row]) -> None:
 @settings(deadline=None)
 @given(ROWS, st.integers(1, (1 << 15) - 1), st.integers(1, 500))
 def test_to_postgres(rows: list[Row], lane: int, portion: int) -> None:
-    portions = list(copying.copy_stream(table(rows), lane, portion))
+    portions = list(packing.copy_stream(table(rows), lane, portion))
     assert b"".join(portions) == as_copy(rows, lane)
     assert max(map(len, portions)) <= max(portion, 19)
 
@@ -67,10 +67,10 @@ def test_a_piece_of_a_table() -> None:
     rows = [row(n, n, b"%d" % n * n) for n in range(10)]
     some = [one for one in rows if one[0] not in (0, 5)]
     for whole, expected in ((table(rows).slice(3, 4), rows[3:7]), (packing.without(table(rows), [0, 5]), some)):
-        assert b"".join(copying.copy_stream(whole, 7, 1 << 20)) == as_copy(expected, 7)
+        assert b"".join(packing.copy_stream(whole, 7, 1 << 20)) == as_copy(expected, 7)
 
 
 def test_lengths_that_do_not_fit() -> None:
     columns = as_one_row([row(1), row(2)])
     with pytest.raises(ValueError, match="expected 8 bytes by the lengths, found 9"):
-        copying.table_of(columns | {"body": columns["body"] + b"x"})
+        packing.table_of(columns | {"body": columns["body"] + b"x"})

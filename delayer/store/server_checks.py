@@ -1,4 +1,6 @@
-"""How many locks the server must be able to keep at once for this store, and how many it can.
+"""What `delayer check` asks of the server: whose the tables are, and how many locks it can keep at once.
+
+One role may upgrade the store and another one run the daemon: docs/security.md.
 
 Postgres keeps the locks of a whole cluster in one table, of fixed size: max_locks_per_transaction for each connection
 or process of the server. When it is full, a transaction of any database may fail with "out of shared memory".
@@ -13,6 +15,13 @@ from delayer.store import session
 from delayer.store.errors import translated
 from delayer.store.keys import LOCKS
 
+_OWNERS: Final = """
+SELECT tables.rolname, base.rolname
+FROM pg_class AS c JOIN pg_roles AS tables ON tables.oid = c.relowner
+CROSS JOIN pg_database AS d JOIN pg_roles AS base ON base.oid = d.datdba
+WHERE c.oid = 'lane'::regclass AND d.datname = current_database() AND tables.oid <> base.oid
+  AND NOT base.rolsuper AND pg_has_role(base.oid, tables.oid, 'MEMBER')
+"""
 _BESIDE: Final = 16
 """Locks of one transaction on tables and indexes that are no partitions: lane, counter, message_key, held, segment."""
 _OF_A_PARTITION: Final = 4
@@ -63,3 +72,22 @@ async def looked(url: str) -> LockNeed:
             return LockNeed(*await connection.fetchrow(_FOUND))
     finally:
         await session.close(connection)
+
+
+class Mistaken(NamedTuple):
+    """The role that owns the tables, and the one that should."""
+
+    tables: str
+    database: str
+
+
+async def mistaken(url: str) -> Mistaken | None:
+    """Both, where the daemon's role upgraded a store that has an owner: that of the database, a member of the other and
+    no superuser. None where all is well. Raises StoreLost, BadStoreUrl."""
+    connection = await session.connect(url, "delayer check")
+    try:
+        with translated("look at the owner"):
+            row = await connection.fetchrow(_OWNERS)
+    finally:
+        await session.close(connection)
+    return None if row is None else Mistaken(*row)
