@@ -1,20 +1,18 @@
 """The store as a Spark data source, "delayer": Arrow batches from Postgres, many tasks on one snapshot.
 
-    spark.dataSource.register(StoreSource)
-    spark.read.format("delayer").option("url_file", PATH).option("relation", "message").load()
+    spark.dataSource.register(bound(url))
+    spark.read.format("delayer").option("relation", "message").load()
 
 =============  =========================================================================================================
 relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (relations.KINDS)
 columns        which ones, with commas; all but ``body`` and ``damage`` if nothing is said. Only what these need is read
 snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
-url_file       a file with the store's URL, at the same path on every machine
-url            the URL, if it has no password in it
 sample         the share of the pages to read, 0 to 1; ``seed`` chooses other ones
 split_bytes    what one task reads; ``batch_bytes`` what it has in memory at a time
 =============  =========================================================================================================
 
-Spark shows options in plans, pages and logs, so no password may stand in one: such a URL is refused. The job itself
-uses :func:`bound`, whose class carries the URL inside; Spark keeps that as a pickle, and shows it nowhere.
+Spark shows options in plans, pages and logs, so no password may stand in one: :func:`bound` makes a class that carries
+the URL inside. Spark keeps it as a pickle, and shows it nowhere.
 
 A page or a value that Postgres cannot read ends the reading. With the column ``damage`` it ends the reading of its
 piece (some megabytes) alone: a row that has nothing but this column names the piece and the reason.
@@ -28,7 +26,6 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import pyarrow as pa
@@ -40,7 +37,7 @@ from delayer.audit.columns import KINDS, Column, Kind, Origin, epoch_ms, made, s
 from delayer.audit.connection import Reading, Unreadable
 from delayer.audit.rules.checks import Damage
 from delayer.core.errors import StoreLost
-from delayer.core.secret import SecretUrl, mask
+from delayer.core.secret import SecretUrl
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -226,7 +223,7 @@ ORDER BY c.relname
 class StoreSource(DataSource):
     """The data source; see the module."""
 
-    url: ClassVar[SecretUrl | None] = None
+    url: ClassVar[SecretUrl]
 
     @classmethod
     def name(cls) -> str:
@@ -263,7 +260,7 @@ class _Asked:
     batch_bytes: int
 
     @classmethod
-    def of(cls, options: Any, url: SecretUrl | None) -> _Asked:
+    def of(cls, options: Any, url: SecretUrl) -> _Asked:
         relation = options.get("relation", "message")
         if relation not in KINDS:
             raise ValueError(f"no relation {relation!r}; there are {', '.join(KINDS)}")
@@ -272,7 +269,7 @@ class _Asked:
         columns = tuple(named or (name for name in kind.columns if name not in ("body", "damage")))
         kind.chosen(columns)
         return cls(
-            url=url or _url_of(options),
+            url=url,
             kind=kind,
             columns=columns,
             snapshot=options.get("snapshot", ""),
@@ -286,16 +283,6 @@ class _Asked:
     def ddl(self) -> str:
         types = dict(field.split() for field in self.kind.ddl.split(","))
         return ", ".join(f"{name} {types[name]}" for name in self.columns)
-
-
-def _url_of(options: Any) -> SecretUrl:
-    if path := options.get("url_file"):
-        return SecretUrl(Path(path).read_text(encoding="utf-8").strip())
-    if url := options.get("url"):
-        if mask(url) != url:
-            raise ValueError("the option url has a password in it, which Spark would show: use url_file")
-        return SecretUrl(url)
-    raise ValueError("where is the store? Expected the option url_file, or url without a password")
 
 
 @dataclass

@@ -155,18 +155,6 @@ def test_relations_and_columns_that_are_not_there_are_named(spark: SparkSession,
             load(spark, database, **options)
 
 
-def test_a_url_with_a_password_is_no_option(spark: SparkSession, filled: str, tmp_path: Path) -> None:
-    spark.dataSource.register(source.StoreSource)
-    read = spark.read.format("delayer").option("relation", "held").option("columns", "id")
-    with pytest.raises(PySparkException, match="use url_file"):
-        read.option("url", filled.replace("@", ":hunter2@")).load()
-    assert read.option("url", filled).load().count() == 2
-    file = tmp_path / "url"
-    file.write_text(filled.replace("@", ":hunter2@") + "\n")
-    again = spark.read.format("delayer").option("relation", "held").option("columns", "id")
-    assert again.option("url_file", str(file)).load().count() == 2
-
-
 def test_a_store_that_goes_away_is_a_loss_of_the_store(spark: SparkSession) -> None:
     with Postgres() as server:
         url = server.url(server.add_database())
