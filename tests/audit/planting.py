@@ -18,6 +18,7 @@ from tests.audit.backlog import fill
 from tests.audit.rows import properties
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import WHY
 from tests.rig.rows import put, row
 
 Findings = list[tuple[str, str, str, int]]
@@ -49,7 +50,7 @@ async def build(database: str) -> None:
             keyed = [parcel(now + 2 * DAY_MS + n, b"keyed %d" % n, key=b"key %d" % n) for n in range(6)]
             await store.park(lanes[1], keyed, [])
             await store.park(lanes[1], [parcel(now + 2 * DAY_MS, b"later", key=b"key 0")], [b"key 5"])
-            await store.hold(lanes[0], [(parcel(now - 9, b"held %d" % n), "no route") for n in range(3)])
+            await store.hold(lanes[0], [(parcel(now - 9, b"held %d" % n), WHY) for n in range(3)])
             await connection.execute("UPDATE held SET retry_at = now() + interval '1 day'")
             await cancel_in_segment(connection)
 
@@ -83,10 +84,11 @@ class Planting:
     async def everything(self) -> Findings:
         near = await self._connection.fetch("SELECT id FROM message WHERE lane = 1 AND body LIKE 'near %' ORDER BY id")
         self._near = [id_ for (id_,) in near]
-        found: Findings = []
+        found: dict[tuple[str, str, str], int] = {}
         for plant in self.plants:
-            found += await plant()
-        return found
+            for rule, severity, subject, count in await plant():
+                found[rule, severity, subject] = found.get((rule, severity, subject), 0) + count
+        return [(*finding, count) for finding, count in found.items()]
 
     @property
     def plants(self) -> tuple[Callable[[], Awaitable[Findings]], ...]:

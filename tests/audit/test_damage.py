@@ -23,6 +23,7 @@ from tests.audit.test_job import audit
 from tests.audit.test_reading import execute, fetch, load
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened, sql
+from tests.rig.fakes import WHY
 from tests.rig.postgres import Postgres
 from tests.rig.rows import compact
 
@@ -98,7 +99,7 @@ async def fill(url: str) -> None:
                     [parcel(start + n * 1000, chance.randbytes(100 if n % 10 else LARGE)) for n in range(ROWS)],
                     [],
                 )
-            await store.hold(lane, [(parcel(day + n, chance.randbytes(LARGE)), "no queue") for n in range(HELD)])
+            await store.hold(lane, [(parcel(day + n, chance.randbytes(LARGE)), WHY) for n in range(HELD)])
         async with sql(url) as admin:
             await admin.execute("UPDATE held SET retry_at = now() + interval '1 day'")
             await compact(admin, after_ms=day + 2 * DAY_MS - 1, rows=300)
