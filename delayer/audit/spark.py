@@ -7,6 +7,7 @@ log and its plans. See delayer/audit/source.py for how the URL travels.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -195,6 +196,12 @@ def _hush(spark: SparkSession) -> None:
             tell(request, address)
 
     server.handle_error = handle_error
+    logging.root.addFilter(_not_of_py4j)
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    """Py4J logs a lost JVM by the root logger, with a traceback; the error that it raises says the same."""
+    return record.msg != "Exception while sending command."
 
 
 def _stop(spark: SparkSession) -> None:
