@@ -6,21 +6,23 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Callable
-from typing import Final, NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
+import uvloop
 
 from delayer import __version__, telemetry
 from delayer.broker.errors import TopologyMismatch
 from delayer.daemon import Daemon
-from delayer.ops import loop
 from delayer.ops.notify import Notifier
 from delayer.reload import Reload
 from delayer.settings import Settings
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -43,7 +45,7 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
 
 def _run(settings: Settings, load: Callable[[], Settings]) -> int:
     try:
-        loop.run(_serve(settings, load))
+        run_loop(_serve(settings, load))
     except TopologyMismatch as wrong:
         log.error("start refused", reason=str(wrong), next_step="delayer topology verify")
         return 1
@@ -97,3 +99,33 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
         await daemon.run()
     finally:
         _heed_no_signals()
+
+
+def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
+    """Run ``main`` in a new loop, and return its result.
+
+    Tasks that ``main`` leaves behind are cancelled, and get ``leave`` seconds to end. asyncio's own runner waits
+    without limit, and a driver that closes connections to a server that hangs takes seconds (seen: five). The other
+    tasks end with the process. The loop stays open: closing it would wait for threads that look up names.
+    """
+    loop = uvloop.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        loop.run_until_complete(_send_away(leave))
+        asyncio.set_event_loop(None)
+
+
+async def _send_away(seconds: float) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    done, left = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
+    for task in done:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            log.error("part failed too", reason=repr(failure))
+    if left:
+        # They are destroyed while pending, which would be reported once more for each of them.
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        log.warning("tasks left behind", tasks=sorted(task.get_name() for task in left), after_seconds=seconds)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import errno
-import gc
 import importlib
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from delayer import __version__, streams
+from delayer import __version__
 
 VERBS: Final = {
     "run": "run",
@@ -43,7 +42,7 @@ VERBS: Final = {
 }
 """Where the verbs are, in the order of their use: the module in delayer.commands, and the name in it if another."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk, or of what stands for one, that takes no more."""
+"""Errors of a full disk or file system."""
 
 
 class Verbs(click.Group):
@@ -57,9 +56,6 @@ class Verbs(click.Group):
             module, _, name = VERBS[cmd_name].partition(":")
             verb: click.Command = getattr(importlib.import_module(f"delayer.commands.{module}"), name or module)
             self.add_command(verb)
-            if not gc.isenabled():
-                gc.freeze()  # nor is it looked through as soon as there may be some, which took 15 ms
-                gc.enable()
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(
@@ -159,41 +155,41 @@ def cli(
 
 def main() -> None:
     """Entry point of the ``delayer`` command."""
-    gc.disable()  # nothing of what is loaded is garbage, and looking for some takes a tenth of the time
-    streams.open_closed()
+    _open_closed_streams()
     try:
-        cli(prog_name="delayer")
-    except SystemExit as end:
-        _leave(end.code)
-        raise
-    except OSError as full:
-        if full.errno not in NO_ROOM:
-            raise
-        _cut_off(full)
-
-
-def _cut_off(full: OSError) -> NoReturn:
-    """End with a word about what could not be written."""
-    from delayer.commands.errors import OUT_OF_REACH  # noqa: PLC0415 - as above
-
-    where = f" to {full.filename}" if full.filename else ""
-    what = "What was asked for may be done; what was printed is cut off."
-    with suppress(OSError):  # stderr may lead there too
-        click.echo(f"delayer: nothing more can be written{where}: {full.strerror}. {what}", err=True)
-    if "pyspark" in sys.modules:
-        sys.exit(OUT_OF_REACH)  # Spark has a process of its own to end
-    os._exit(OUT_OF_REACH)  # the interpreter would try to write the rest once more, and complain
-
-
-def _leave(code: object) -> None:
-    """End the process now, if nothing is against it: taking the interpreter apart takes as long as asking a store."""
-    if not isinstance(code, int) or "pyspark" in sys.modules:
-        return  # as above
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        try:
+            cli(prog_name="delayer")
+        finally:
+            sys.stdout.flush()
     except OSError as unwritten:
-        if unwritten.errno in NO_ROOM:
-            _cut_off(unwritten)
-        code = code or 1  # the reader has gone: what click ends with where it sees that
-    os._exit(code)
+        _end(unwritten)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed.
+
+    Otherwise a connection would get the number of the stream, and a message of a library to stderr would go to the
+    broker.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number: that of this stream
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def _end(unwritten: OSError) -> NoReturn:
+    """End after output that could not be written: a full disk (3), or a reader that has gone (1)."""
+    from delayer.commands.errors import FOUND, OUT_OF_REACH  # noqa: PLC0415 - as above
+
+    if unwritten.errno not in NO_ROOM and unwritten.errno != errno.EPIPE:
+        raise unwritten
+    if unwritten.errno in NO_ROOM:
+        where = f" to {unwritten.filename}" if unwritten.filename else ""
+        what = "The command may have done its work; its output is cut off."
+        with suppress(OSError):  # stderr may be on the same disk
+            click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter would try to write the rest, and complain
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    sys.exit(OUT_OF_REACH if unwritten.errno in NO_ROOM else FOUND)

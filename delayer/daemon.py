@@ -19,9 +19,7 @@ from delayer.broker.publisher import RelayPublisher
 from delayer.core.errors import BrokerLost
 from delayer.declaring import connect_admin, declare_in_detail
 from delayer.in_force import InForce
-from delayer.ops.condition import Condition, Seen
-from delayer.ops.notify import Notifier
-from delayer.ops.pulse import WatchedPulse
+from delayer.ops.notify import Condition, Notifier, Seen, WatchedPulse
 from delayer.relays import Relays
 from delayer.services.carry import IntakeCarrier
 from delayer.services.counting import Counters

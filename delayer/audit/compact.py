@@ -1,7 +1,7 @@
 """`delayer compact`: rows that are due in the far future become segments.
 
 The driver cuts the backlog into windows, executors make segments of them (:func:`work`), and in the end the
-partitions that lost their rows give their room back (store/compacting.py). Nothing is kept beside the store: a job that
+partitions that lost their rows give their room back (store/shrinking.py). Nothing is kept beside the store: a job that
 was killed is simply started again, and so is a task.
 """
 
@@ -21,12 +21,14 @@ from delayer.audit.errors import JobMisused
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.store import compacting, schema, session
-from delayer.store.compacting import Compacted, Shrunk, Window
+from delayer.store.compacting import Compacted, Window
+from delayer.store.days import DAY_MS
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.partitions import DAY_MS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from delayer.store.shrinking import Shrunk
 
 
 class Packed(NamedTuple):
@@ -220,7 +222,9 @@ async def numbers(url: str, planned: Plan) -> Numbers:
             )
     finally:
         await session.close(connection)
-    return Numbers(messages, keyed, large, raw, await compacting.disk_bytes(url))
+    from delayer.store import shrinking  # noqa: PLC0415 - structlog, as below
+
+    return Numbers(messages, keyed, large, raw, await shrinking.size(url))
 
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
@@ -240,9 +244,11 @@ def nothing(url: str, planned: Plan) -> Done:
 
 
 def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
+    from delayer.store import shrinking  # noqa: PLC0415 - structlog, which executors need not load
+
     began = time.monotonic()
     touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
-    shrunk = asyncio.run(compacting.shrink(url, touched, planned.now_ms // DAY_MS, say))
+    shrunk = asyncio.run(shrinking.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return Done(packed, shrunk, seconds, time.monotonic() - began)
 
 

@@ -15,7 +15,7 @@ import adbc_driver_manager as adbc
 import adbc_driver_postgresql
 import pyarrow as pa
 
-from delayer.core import certificates
+from delayer.core import errors
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
 
@@ -220,4 +220,4 @@ def advice_for(text: str) -> str:
         )
     if "invalid snapshot identifier" in text:
         return "the connection that held the snapshot is gone: run the job again"
-    return certificates.advice(text, *certificates.STORE)
+    return errors.certificate_advice(text, *errors.OF_STORE)

@@ -227,7 +227,7 @@ def take(
 ) -> Frames:
     """Write the extract into ``place`` (a URL of a directory) and give the frames over it.
 
-    Raises StoreLost, BadStoreUrl, SchemaOutdated; Spark's errors, see job.translated.
+    Raises StoreLost, BadStoreUrl, SchemaOutdated; Spark's errors, see tasks.translated.
     """
     from delayer.audit import source  # noqa: PLC0415  (needs the extra)
 

@@ -131,7 +131,7 @@ class Standout:
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """What is coming. Minutes and hours only of the near future (rules.calendar), days of all of it. ``…_more`` is how
+    """What is coming. Minutes and hours only of the near future (rules.judge), days of all of it. ``…_more`` is how
     many routes and destinations there are beyond those listed, which are the ones with the most messages."""
 
     release_rate: float

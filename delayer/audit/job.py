@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -19,10 +20,10 @@ from delayer.audit.findings import Report
 from delayer.audit.rules import judge
 from delayer.audit.rules.judge import growth_of
 from delayer.audit.tasks import Say, Watching
+from delayer.core.files import replacing
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.status import RESTORED_MS
-from delayer.writing import replaced, replacing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,21 +42,13 @@ def check_places(state: Path | None, out: str | None) -> None:
     Raises JobMisused.
     """
     if state is not None:
-        _try(_beside(state), f"--state {state}")
+        _try(Path(os.path.realpath(state)).parent, f"--state {state}")
     if out is not None and not urlsplit(out).scheme:
         try:
             Path(out).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise JobMisused(f"--out {out}: {error.strerror}") from error
         _try(Path(out), f"--out {out}")
-
-
-def _beside(state: Path) -> Path:
-    """The directory that the file is made in: of what a symlink leads to."""
-    try:
-        return (replaced(state) or state).parent
-    except OSError as error:
-        raise JobMisused(f"--state {state}: {error.strerror}") from error
 
 
 def _try(directory: Path, option: str) -> None:

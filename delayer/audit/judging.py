@@ -197,7 +197,7 @@ def run(
     restored_ms: int = RESTORED_MS,
     paced: Mapping[bytes, int] | None = None,
 ) -> Report:
-    """Judge the frames; ``paced`` as in rules.message.Context. Raises ValueError for a release rate that is none;
+    """Judge the frames; ``paced`` as in rules.model.Context. Raises ValueError for a release rate that is none;
     Spark's errors."""
     began = time.monotonic()
     facts = frames.facts

@@ -19,7 +19,7 @@ from delayer.audit import words
 from delayer.audit.findings import Bar, Finding, Growth, LaneFigures, Report, Severity, Share, Standout
 from delayer.audit.words import Advice, advice
 from delayer.broker.routing import Verdict
-from delayer.writing import replacing
+from delayer.core.files import replacing
 
 KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")
 _TONES: Final = {

@@ -24,10 +24,9 @@ from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.core.giving_way import Pace
 from delayer.core.segment import Broken, Restored
-from delayer.store import pagewise, partitions, schema, segments, session, traffic
+from delayer.store import pagewise, schema, segments, session, traffic
+from delayer.store.days import DAY_MS
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.partitions import DAY_MS, Days
-from delayer.store.quiet import quiet_lane
 from delayer.store.segments import Fence, Listed
 
 if TYPE_CHECKING:
@@ -241,8 +240,10 @@ async def _prepare(url: str, left: Sequence[Listed]) -> tuple[Sequence[Listed], 
 
 
 async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], today: int, pace: Pace) -> None:
+    from delayer.store import partitions  # noqa: PLC0415 - structlog, which executors need not load
+
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
-    days = Days(await partitions.existing(connection))
+    days = partitions.Days(await partitions.existing(connection))
     # For the making of partitions before a round; rows of a day without one wait in the default partition.
     until = time.monotonic() + 20.0
     while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
@@ -255,7 +256,8 @@ async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], tod
 
 async def _round(spark: SparkSession, url: str, part: Sequence[Listed], soon: bool, say: Say) -> list[Back]:
     """One round, in a lane that is ours meanwhile. The loop goes on beside Spark: it is what keeps the lane."""
-    from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
+
+    from delayer.store.quiet import quiet_lane  # noqa: PLC0415 - structlog, as above
 
     async with quiet_lane(url, f"restore {socket.gethostname()}:{os.getpid()}") as lane:
         fence = Fence(lane.number, lane.epoch)

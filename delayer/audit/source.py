@@ -4,7 +4,7 @@
     spark.read.format("delayer").option("relation", "message").load()
 
 =============  =========================================================================================================
-relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (relations.KINDS)
+relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (columns.KINDS)
 columns        which ones, with commas; all but ``body`` and ``damage`` if nothing is said. Only what these need is read
 snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
 sample         the share of the pages to read, 0 to 1; ``seed`` chooses other ones

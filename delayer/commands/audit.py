@@ -10,9 +10,9 @@ import click
 from rich.console import Console
 
 from delayer.commands.errors import DONE, FOUND, Failure, Misused
-from delayer.commands.jobs import conf_option, json_option, master_option, progress
+from delayer.commands.jobs import conf_option, json_option, master_option
 from delayer.commands.options import request_of, store_url, store_url_of_hosts, url_of
-from delayer.commands.output import WIDTH_WITHOUT_TERMINAL, note
+from delayer.commands.output import note, progress
 from delayer.core.secret import SecretUrl
 from delayer.settings import Settings
 from delayer.store.status import restored_ms
@@ -190,5 +190,5 @@ def _tell(report: Report, *, as_json: bool) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = WIDTH_WITHOUT_TERMINAL
+        console.width = 160
     report_console.show(report, console)

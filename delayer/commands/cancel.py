@@ -25,7 +25,7 @@ from delayer.commands.options import (
     whoami,
     yes_option,
 )
-from delayer.commands.output import Progress, iso, note, print_json
+from delayer.commands.output import iso, note, print_json, progress
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.settings import duration_ms, duration_text
@@ -234,8 +234,13 @@ def _filtered(
     async def work() -> Counter[Found]:
         async with acting.acting(url, verb) as connection:
             act = await acts.begin(connection, whoami(), verb, {**wanted.as_dict(), **new})
-            said = Progress()
-            return await acting.every(connection, do, wanted, test, act=act, say=said)
+            with progress() as say:
+                step = f"{verb.capitalize()} messages"
+
+                def done_so_far(done: int) -> None:
+                    say(step, done, meant.messages)
+
+                return await acting.every(connection, do, wanted, test, act=act, say=done_so_far)
 
     done = asyncio.run(work())
     late = done[Found.NOWHERE]

@@ -1,20 +1,205 @@
-"""delayer drain: move what waits to the other side, after the mode was switched."""
+"""delayer drain: move what waits to the other side, after the mode was switched: rows of the store into the cascade, or
+levels of the cascade into the store.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
 
+import asyncpg
 import click
 
-from delayer.commands import drain_in, drain_out
+from delayer.broker.admin import Admin
+from delayer.broker.brief import briefly
+from delayer.broker.consumer import RelayConsumer
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.publisher import RelayPublisher
+from delayer.broker.relay import Relay
 from delayer.commands.errors import DONE, FOUND, Misused
-from delayer.commands.options import agreed, dry_run_option, request_of, yes_option
-from delayer.commands.output import note, print_table
+from delayer.commands.options import agreed, dry_run_option, request_of, whoami, yes_option
+from delayer.commands.output import Say, note, print_table, progress
+from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.errors import BrokerLost
+from delayer.core.filters import Filter
+from delayer.core.message import Confirmed, Due
+from delayer.faultpoint import reach
 from delayer.services import draining as rules
 from delayer.services.draining import Left
 from delayer.settings import Settings
-from delayer.wiring import cascade_of
+from delayer.store import acting, acts, draining, listing
+from delayer.store.postgres import PostgresStore
+from delayer.wire.address import Address
+from delayer.wiring import cascade_of, native_of
+
+NAME: Final = "delayer drain"
+PORTION: Final = 500
+"""Messages of one transaction, or of one acknowledgement."""
+
+
+@asynccontextmanager
+async def relay_of(settings: Settings) -> AsyncIterator[Relay]:
+    """Closed at the end."""
+    relay = Relay(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
+    relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+LOWEST: Final = 5
+"""The lowest level that is emptied, of 32 seconds: what stands below comes out before anybody is done here."""
+
+
+class Around(NamedTuple):
+    """Depths in the broker: of the levels by number, of the due queue, of the strays. What is missing has none."""
+
+    levels: dict[int, int]
+    due: int
+    strays: int
+
+
+async def look_around(settings: Settings, levels: Cascade) -> Around:
+    """What stands there. Raises BrokerLost, BrokerRefused."""
+    due = settings.native.due_queue
+    async with briefly(settings.broker_url, NAME) as broker:
+        seen = await broker.picture(levels, [due])
+    if seen.hidden:
+        # What is not shown must not count as nothing: whoever drains removes the cascade next.
+        raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
+    depths = {name: depth or 0 for name, depth in seen.queues.items()}
+    return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays or "", 0))
+
+
+def left_of(around: Around) -> list[Left]:
+    """What of that does not go into the store, and why."""
+    return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST)
+
+
+async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
+    """How many were moved."""
+    store = await PostgresStore.connect(url)
+    done = 0
+    try:
+        (lane,) = await store.own_lanes(1)
+        try:
+            with progress("draining") as say:
+                async with acting.acting(url, "drain") as connection, relay_of(settings) as relay:
+                    act = await acts.begin(connection, whoami(), "drain to store", {})
+                    # From the top: what goes down meanwhile is met again below.
+                    for level in reversed(range(LOWEST, LEVELS)):
+                        if not (await look_around(settings, levels)).levels[level]:
+                            continue
+                        due_queue = settings.native.due_queue.encode()
+                        async for moved in _portions_in(store, lane, relay, levels, level, due_queue=due_queue):
+                            await acts.add(connection, act, moved)
+                            done += moved
+                            say("draining", done, None)
+        finally:
+            await lane.release()
+    finally:
+        await store.close()
+    return done
+
+
+async def _portions_in(
+    store: PostgresStore, lane: object, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
+) -> AsyncIterator[int]:
+    """Park what stands in one level, portion by portion; each is acknowledged when it is committed."""
+    connection = await relay.connection(10.0)
+    subscription = await RelayConsumer(relay).subscribe(levels.level(level), PORTION)
+    try:
+        empty = 0
+        # Seconds without a message after which a level counts as empty: what was there is gone, or in other hands.
+        while empty < 2:
+            batch = await subscription.next_batch(PORTION, 0.02)
+            empty = 0 if batch else empty + 1
+            if batch:
+                now_ms = store.now_ms()
+                most = connection.frame_max - 20
+                parcels = [
+                    rules.into_store(one, levels, level, now_ms, due_queue=due_queue, max_properties=most)
+                    for one in batch
+                ]
+                reach("drain.read")
+                await store.park(lane, parcels, [])
+                reach("drain.parked")
+                subscription.ack(batch[-1].tag, multiple=True)
+                reach("drain.acked")
+                yield len(batch)
+    finally:
+        await subscription.close()
+
+
+MARGIN_MS: Final = 60_000
+"""What is due sooner is left to the daemon, which is about to release it."""
+
+
+class Moved(NamedTuple):
+    """How many were moved, and how many rows stay because their bytes do not fit their checksum."""
+
+    messages: int
+    unsound: int = 0
+
+
+async def standing(url: str, *, keys_too: bool) -> draining.Standing:
+    """What waits in the store."""
+    async with listing.looking(url, "count what waits") as connection:
+        now_ms = await connection.fetchval("SELECT now()")
+        return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
+
+
+async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Moved:
+    """Each portion is confirmed by the cascade before it leaves the store. Raises BrokerLost where it is not."""
+    async with await Admin.connect(settings.broker_url, name=NAME) as admin:
+        await admin.declare(native_of(settings))
+    async with relay_of(settings) as relay, acting.acting(url, "drain") as connection:
+        publisher = RelayPublisher(relay)
+        act = await acts.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
+        try:
+            with progress("draining") as say:
+                return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
+        finally:
+            await publisher.close()
+
+
+async def _portions_out(
+    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
+) -> Moved:
+    done = 0
+    left: set[int] = set()
+    now_ms = await connection.fetchval("SELECT now()")
+    wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
+    after: tuple[int, int] | None = listing.BEGINNING
+    while after is not None:
+        found = await listing.find(connection, wanted, None, PORTION, after)
+        places = [place for place in found.places if place.segment is None]
+        while places:
+            try:
+                async with draining.taken(connection, places, act, keys_too=keys_too) as rows:
+                    await _publish(connection, rows, publisher, settings)
+                    done += len(rows)
+                break
+            except draining.Unsound as unsound:
+                left |= unsound.ids
+                places = [place for place in places if place.id not in left]
+        say("draining", done, None)
+        after = found.after
+    return Moved(done, len(left))
+
+
+async def _publish(
+    connection: asyncpg.Connection, rows: Sequence[Due], publisher: RelayPublisher, settings: Settings
+) -> None:
+    now_ms = await connection.fetchval("SELECT clock_timestamp()")
+    queue, levels = settings.native.due_queue.encode(), cascade_of(settings)
+    outcomes = await publisher.publish([rules.into_cascade(row, levels, queue, now_ms) for row in rows])
+    refused = [outcome for outcome in outcomes if not isinstance(outcome, Confirmed)]
+    if refused:
+        raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)} messages: {refused[0]}; they stay")
 
 
 @click.command(short_help="Move what waits into the cascade, or into the store.")
@@ -62,25 +247,25 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
 def _to_native(
     context: click.Context, settings: Settings, url: str, *, keys_too: bool, dry_run: bool, yes: bool
 ) -> None:
-    before = asyncio.run(drain_out.standing(url, keys_too=keys_too))
+    before = asyncio.run(standing(url, keys_too=keys_too))
     count = before.rows - before.soon - (0 if keys_too else before.keyed)
     stays = rules.left_in_store(before._replace(rows=before.rows - count), 0, keys_too=keys_too)
     if _asked(context, f"{count:,} messages into the cascade", stays, any_there=count > 0, dry_run=dry_run, yes=yes):
-        moved = asyncio.run(drain_out.rows_to_cascade(settings, url, keys_too=keys_too))
+        moved = asyncio.run(rows_to_cascade(settings, url, keys_too=keys_too))
         click.echo(f"Moved into the cascade: {moved.messages:,}.")
-        after = asyncio.run(drain_out.standing(url, keys_too=keys_too))
+        after = asyncio.run(standing(url, keys_too=keys_too))
         stays = rules.left_in_store(after, moved.unsound, keys_too=keys_too)
     context.exit(_told(stays, "the store", dry_run=dry_run))
 
 
 def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool) -> None:
     levels = cascade_of(settings)
-    before = asyncio.run(drain_in.look_around(settings, levels))
-    count = sum(depth for level, depth in before.levels.items() if level >= drain_in.LOWEST)
-    stays = drain_in.left_of(before._replace(levels={n: of for n, of in before.levels.items() if n < drain_in.LOWEST}))
+    before = asyncio.run(look_around(settings, levels))
+    count = sum(depth for level, depth in before.levels.items() if level >= LOWEST)
+    stays = left_of(before._replace(levels={n: of for n, of in before.levels.items() if n < LOWEST}))
     if _asked(context, f"{count:,} messages into the store", stays, any_there=count > 0, dry_run=dry_run, yes=yes):
-        click.echo(f"Moved into the store: {asyncio.run(drain_in.levels_to_store(settings, url, levels)):,}.")
-        stays = drain_in.left_of(asyncio.run(drain_in.look_around(settings, levels)))
+        click.echo(f"Moved into the store: {asyncio.run(levels_to_store(settings, url, levels)):,}.")
+        stays = left_of(asyncio.run(look_around(settings, levels)))
     context.exit(_told(stays, "the cascade", dry_run=dry_run))
 
 

@@ -9,7 +9,7 @@ import click
 
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
 from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
-from delayer.core import certificates
+from delayer.core import errors
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import ConfigError
 from delayer.settings.errors import readable
@@ -25,7 +25,7 @@ STORE_RUNS = "check store.url, and that Postgres runs"
 
 def broker_advice(lost: Exception) -> str:
     """What to do about a broker that is out of reach for this reason."""
-    return certificates.advice(str(lost), *certificates.BROKER) or BROKER_RUNS
+    return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
 
 
 class Failure(click.ClickException):

@@ -15,12 +15,12 @@ from delayer.commands.errors import Failure, Misused, Off, Unreached
 from delayer.commands.options import filter_of, filter_options, request_of, store_url
 from delayer.commands.output import note
 from delayer.core import lines
+from delayer.core.files import replacing
 from delayer.core.filters import Filter
 from delayer.core.lines import Line
 from delayer.services import reading
 from delayer.store import exporting
 from delayer.store.exporting import BrokenSegments, Exported
-from delayer.writing import replacing
 
 PRIVATE: Final = 0o600
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})

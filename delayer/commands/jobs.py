@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from delayer.commands.options import assignments
 from delayer.settings import duration_ms
-
-Say = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
 
 
 class Spark(NamedTuple):
@@ -46,26 +39,6 @@ def duration(_context: click.Context, _option: click.Parameter, text: str | None
         return None if text is None else duration_ms(text)
     except ValueError as error:
         raise click.BadParameter(f"expected {error}, found {text!r}") from None
-
-
-@contextmanager
-def progress() -> Iterator[Say]:
-    """A bar on stderr while somebody watches a terminal; nothing else."""
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting Spark", total=None)
-
-        def say(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        yield say
 
 
 def in_bytes(count: float) -> str:

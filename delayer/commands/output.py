@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import click
 
-from delayer.commands import tables
 from delayer.core.plain_json import escaped
 from delayer.services import reading
 from delayer.settings.errors import readable
 
-WIDTH_WITHOUT_TERMINAL = tables.WIDTH_WITHOUT_TERMINAL
+Say = Callable[[str, int, int | None], None]
+"""Reports progress: the present step, how much of it is done, and how much it is if that is known."""
 
 
 def print_json(value: object) -> None:
@@ -27,9 +28,62 @@ def _plain(value: object) -> object:
     return readable(value) if isinstance(value, bytes) else str(value)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> None:
-    """A table on stdout. ``right``: the columns with numbers. Nothing in a cell is taken for markup."""
-    tables.show(columns, [[readable(str(cell)) for cell in row] for row in rows], frozenset(right))
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:
+    """A table on stdout. ``right``: the columns with numbers.
+
+    On a terminal, rich folds wide cells. Elsewhere each row is one line, without trailing blanks, and nothing is cut.
+    """
+    texts = [[readable(str(cell)) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _on_terminal(columns, texts, right)
+    else:
+        _as_lines(columns, texts, right)
+
+
+def _on_terminal(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int]) -> None:
+    from rich.console import Console  # noqa: PLC0415 - takes as long to load as a store takes to answer
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(highlight=False).print(table)
+
+
+def _as_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int]) -> None:
+    """By hand: for 10,000 rows of 7 cells a table of rich takes 14 s."""
+    from rich.cells import cell_len  # noqa: PLC0415 - as above
+
+    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        cells = (
+            gap + cell if at in right else cell + gap for at, (cell, gap) in enumerate(zip(row, gaps, strict=True))
+        )
+        click.echo("  ".join(cells).rstrip())
+
+
+@contextmanager
+def progress(step: str = "starting") -> Iterator[Say]:
+    """A progress bar on stderr if that is a terminal; otherwise nothing. ``step``: the first step."""
+    from rich import progress as bars  # noqa: PLC0415 - as above
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    parts = (
+        bars.SpinnerColumn(), bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+    )  # fmt: skip
+    with bars.Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(step, total=None)
+
+        def say(what: str, done: int, of: int | None) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        yield say
 
 
 def note(text: str) -> None:
@@ -85,11 +139,3 @@ def address(exchange: bytes, routing_key: bytes) -> str:
     """A destination: the exchange and the key, or the queue."""
     key = reading.text(routing_key)
     return f"{reading.text(exchange)} / {key}" if exchange else f"queue {key}"
-
-
-class Progress:
-    """How far it is, on one line of a terminal."""
-
-    def __call__(self, done: int) -> None:
-        if sys.stderr.isatty():
-            click.echo(f"\r{done:,} …", err=True, nl=False)

@@ -9,7 +9,6 @@ import click
 
 from delayer.commands.errors import FOUND, Misused, Unreached
 from delayer.commands.jobs import (
-    Say,
     Spark,
     conf_option,
     duration,
@@ -17,10 +16,9 @@ from delayer.commands.jobs import (
     json_option,
     master_option,
     per_second,
-    progress,
 )
 from delayer.commands.options import request_of, store_url
-from delayer.commands.output import note, print_json, when
+from delayer.commands.output import Say, note, print_json, progress, when
 
 if TYPE_CHECKING:
     from delayer.audit.restore import Done, Plan

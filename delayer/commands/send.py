@@ -21,7 +21,7 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.link import Link
 from delayer.commands.errors import Misused, Off
 from delayer.commands.options import Request, instant_ms
-from delayer.commands.output import note, quoted, roughly
+from delayer.commands.output import note, progress, quoted, roughly
 from delayer.core.errors import BrokerLost
 from delayer.settings import Route, Settings, duration_ms, duration_text
 from delayer.settings.errors import readable
@@ -259,8 +259,6 @@ def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -
 
 def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
     """The same with many, and for somebody who wonders how far it is."""
-    from delayer.commands.progress import progress  # noqa: PLC0415 - rich, which takes a while to load
-
     confirmed = 0
     with progress() as say:
 

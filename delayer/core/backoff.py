@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-FIRST: Final = 0.2
-LONGEST: Final = 15.0
-
-SPOKEN_FIRST: Final = 10.0
-SPOKEN_LONGEST: Final = 300.0
-
 
 def pause(attempt: int, random: float) -> float:
     """Seconds before attempt ``attempt`` + 1 (counted from 0), doubling from 0.2 s to 15 s.
 
     ``random`` in [0, 1) spreads it over the upper half, so that a fleet does not come back in step.
     """
-    ceiling = min(LONGEST, FIRST * 2.0 ** min(attempt, 16))
+    ceiling = min(15.0, 0.2 * 2.0 ** min(attempt, 16))
     return ceiling * (0.5 + 0.5 * random)
 
 
@@ -26,15 +18,15 @@ class Sparing:
 
     def __init__(self) -> None:
         self._said: str | None = None
-        self._interval = SPOKEN_FIRST
+        self._interval = 10.0
         self._next = 0.0
 
     def worth(self, reason: str, now: float) -> bool:
         """``now``: monotonic seconds."""
         if reason != self._said:
-            self._said, self._interval = reason, SPOKEN_FIRST
+            self._said, self._interval = reason, 10.0
         elif now >= self._next:
-            self._interval = min(SPOKEN_LONGEST, 2 * self._interval)
+            self._interval = min(300.0, 2 * self._interval)
         else:
             return False
         self._next = now + self._interval

@@ -14,9 +14,31 @@ from typing import Final, TypeVar
 
 from delayer.core import nservicebus
 from delayer.core.cascade import LEVELS, Cascade
-from delayer.core.celery import ETA, eta_ms
-from delayer.core.delay import UnreadableDelay
+from delayer.core.delay import UnreadableDelay, read_instant_ms, shown
 from delayer.core.values import Timestamp
+
+ETA: Final = b"eta"
+
+
+def eta_ms(value: object) -> int | None:
+    """The instant that an ``eta`` header says, in epoch ms, rounded up. Every task has the header; that of a task which
+    is not delayed is void, and this is None.
+
+    Without a zone it is UTC, as Celery's own setting ``enable_utc`` has it. Raises UnreadableDelay.
+
+    >>> eta_ms("1970-01-01T00:00:01.000001"), eta_ms("1970-01-01T01:00:02+01:00"), eta_ms(None)
+    (1001, 2000, None)
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        for spelled in (value, value + "Z"):
+            try:
+                return read_instant_ms(spelled)
+            except UnreadableDelay:
+                continue
+    raise UnreadableDelay(f"expected an instant in ISO 8601, found {shown(value)}")
+
 
 T = TypeVar("T")
 X_DEATH: Final = b"x-death"

@@ -20,7 +20,6 @@ from delayer.core.retrying import Retry
 from delayer.core.values import KeyGroup
 
 SHORT_STRING: Final = 255
-SHORT_NAME: Final = 160
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999: later instants fit neither every store nor every program that reads one."""
 
@@ -227,7 +226,7 @@ def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> byt
 def _name(raw: bytes) -> str:
     text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in raw.decode("ascii", "backslashreplace"))
     # A name of other letters may take a thousand: what is wrong with it must still fit behind it in a reason.
-    return f"'{text}'" if len(text) <= SHORT_NAME else f"'{text[: SHORT_NAME - 3]}...'"
+    return f"'{text}'" if len(text) <= 160 else f"'{text[: 160 - 3]}...'"
 
 
 def _names(raw: Mapping[bytes, Route]) -> str:

@@ -19,8 +19,6 @@ RETRIES: Final = b"x-delayer-retries"
 FAILED_IN: Final = b"x-delayer-failed-in"
 CONSULTED: Final = frozenset({X_DEATH, RETRIES, FAILED_IN})
 """The headers that :func:`failure` looks at."""
-MOST_RETRIES: Final = 1 << 31
-LONGEST_NAME: Final = 255
 """Bytes of a queue's name: of a longer one there is no queue, and nothing can be published to it."""
 
 
@@ -82,10 +80,8 @@ def failure(headers: Mapping[bytes, object], retry: Retry) -> Failure:
             "retry: expected x-death, the broker's note of the queue that gave the message up: found "
             f"{shown(deaths)}. Only dead letters come back; set the queue's x-dead-letter-exchange"
         )
-    if len(queue) > LONGEST_NAME:
-        raise NoFailure(
-            f"retry: expected x-death to name a queue of at most {LONGEST_NAME} bytes, found one of {len(queue)}"
-        )
+    if len(queue) > 255:
+        raise NoFailure(f"retry: expected x-death to name a queue of at most 255 bytes, found one of {len(queue)}")
     keys, at = last.get("routing-keys"), last.get("time")
     retries = _so_far(headers, queue) + 1
     return Failure(
@@ -105,7 +101,7 @@ def _so_far(headers: Mapping[bytes, object], queue: bytes) -> int:
     if _bytes(headers.get(FAILED_IN)) != queue or RETRIES not in headers:
         return 0
     said = headers[RETRIES]
-    if type(said) is not int or not 0 <= said < MOST_RETRIES:
+    if type(said) is not int or not 0 <= said < (1 << 31):
         raise NoFailure(f"{RETRIES.decode()}: expected a whole number, found {shown(said)}")
     return said
 

@@ -13,7 +13,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from delayer.legacy.ports import BadSource, ImportImpossible, SourceLost
+from delayer.legacy.machine import BadSource, ImportImpossible, SourceLost
 
 DRIVERS: Final = {
     "postgresql": "postgresql+asyncpg",
@@ -36,7 +36,6 @@ SHOWN: Final = frozenset(
 """What of a URL's parameters, and of an ODBC connection string, says which database it is. Nothing else is shown or
 kept: drivers take passwords there under many names."""
 ODBC: Final = "odbc_connect"
-LAST_PORT: Final = 65_535
 _FILES: Final = ("ssl_ca", "ssl_cert", "ssl_key")
 """Parameters of MySQL's drivers that name files; the error about one that is not there does not say which."""
 _LIBPQ_TLS: Final = "sslmode"
@@ -55,7 +54,7 @@ def database_url(text: str) -> URL:
         url = make_url(text)
     except (ArgumentError, ValueError):
         raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
-    if url.port is not None and not 0 < url.port <= LAST_PORT:  # the network takes it modulo 65536
+    if url.port is not None and not 0 < url.port <= 65_535:  # the network takes it modulo 65536
         raise BadSource("the source's URL: expected a port from 1 to 65535")
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
     if url.drivername == DRIVERS["postgresql"] and _LIBPQ_TLS in url.query:

@@ -1,36 +1,80 @@
-"""Sources that are files: a record a line, read twice, in constant memory.
+"""Sources that are files, a record a line, read twice, in constant memory: `jsonl` (our own export, core/lines.py) and
+`delayed-exchange` (a dump of what the delayed-message plugin holds).
 
 *Staging* reads the whole file once and notes in the store where each record stands and when it is due; the run then
-reads the records in that order. The file itself is never changed: it may be kept, and it must stay as it is until the
-run is done. Its digest stands among the parameters, for whoever goes on with a run; and before a batch is given out the
-file must be as it was, by its size and the time of its last change, when that digest was made.
+reads the records in that order. The file itself is never changed, and must stay as it is until the run is done: its
+digest stands among the parameters, and before a batch is given out its size and the time of its last change must be
+those of when the digest was made.
+
+A dump is made on each node of the broker by one `rabbitmqctl eval` (docs/importing.md). A line is a message, fields
+between blanks: the due instant in epoch milliseconds, then base64 of virtual host, exchange, routing keys with NUL
+between them, property bytes, and body. The last line says how many there are.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from delayer.core.hold import Hold
+from delayer.core import lines
+from delayer.core.hold import Hold, unfit
 from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
-from delayer.core.message import Target
+from delayer.core.lines import End, Line, NotALine
+from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.legacy import paths
-from delayer.legacy.ports import ImportImpossible, Notes, SourceLost
+from delayer.legacy.machine import ImportImpossible, Notes, SourceLost
+from delayer.store.envelope import checksum
+from delayer.wire.fields import entry, long_string
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties, splice
 
-PORTION: Final = 10_000
-"""Records that are noted at once."""
+
+def opened(path: Path) -> BufferedReader:
+    """At its beginning."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise SourceLost(f"{path}: {error.strerror}") from error
+
+
+def lines_in(path: Path) -> Iterator[bytes]:
+    """All of them, with their ends."""
+    with opened(path) as file:
+        try:
+            yield from file
+        except OSError as error:
+            raise SourceLost(f"{path}: {error.strerror}") from error
+
+
+def seen_now(path: Path) -> tuple[int, int, int]:
+    """What differs where the file is another one, or was written to."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SourceLost(f"{path}: {error.strerror}") from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def digest(path: Path) -> str:
+    """By which it is known again."""
+    with opened(path) as file:
+        try:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise SourceLost(f"{path}: {error.strerror}") from error
+
+
 BATCH: Final = 2_000
 BATCH_BYTES: Final = 8 << 20
-MOST_SOONEST: Final = 100_000
-"""Records that a look keeps in mind at most, to tell of the soonest only. Of a limit beyond that it tells what all of
-the file has."""
 NAMED: Final = 10
 """Unreadable lines that are told one by one."""
 _BEFORE: Final = (-(1 << 62), -1)
@@ -92,10 +136,10 @@ class FileSource(ABC):
     def parameters(self) -> dict[str, object]:
         """Raises SourceLost."""
         if self._parameters is None:
-            self._state = paths.seen_now(self.path)
+            self._state = seen_now(self.path)
             self._parameters = {
                 "file": str(self.path.resolve()),
-                "sha256": paths.digest(self.path),
+                "sha256": digest(self.path),
                 **self._more,
                 **self._meant.as_dict(),
             }
@@ -126,7 +170,8 @@ class FileSource(ABC):
             parcel = reading.parcel
             if self._meant.includes(parcel.due_ms) and (parcel.due_ms, position) > done:
                 portion.append((number, reading.parcel.key))
-            if len(portion) == PORTION:
+            # Records that are noted at once.
+            if len(portion) == 10_000:
                 await self._supersede(survey, notes, portion)
                 portion = []
         await self._supersede(survey, notes, portion)
@@ -149,7 +194,9 @@ class FileSource(ABC):
                 found += 1
                 parcel = reading.parcel
                 seen = _Seen(-parcel.due_ms, -position, number, parcel.target, reading.hold)
-                if limit is None or limit > MOST_SOONEST:
+                # Records that a look keeps in mind at most, to tell of the soonest only. Of a limit beyond that it
+                # tells what all of the file has.
+                if limit is None or limit > 100_000:
                     seen.tell(survey)
                 elif len(soonest) < limit:
                     heappush(soonest, seen)
@@ -170,7 +217,7 @@ class FileSource(ABC):
         """Every line's number, place, length, and what it is. ``survey`` hears of the unreadable ones."""
         position = 0
         unreadable = 0
-        for number, line in enumerate(paths.lines(self.path), 1):
+        for number, line in enumerate(lines_in(self.path), 1):
             self.records += bool(line.strip())
             try:
                 yield number, position, len(line), self._checked(line)
@@ -203,7 +250,7 @@ class FileSource(ABC):
         for _, position, size, reading in self._records(None):
             if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
                 portion.append((reading.parcel.due_ms, position, size))
-                if len(portion) == PORTION:
+                if len(portion) == 10_000:
                     yield portion
                     portion = []
         if portion:
@@ -233,13 +280,13 @@ class FileSource(ABC):
             size += length
             if size >= BATCH_BYTES:
                 break
-        if self._state not in (None, paths.seen_now(self.path)):
+        if self._state not in (None, seen_now(self.path)):
             raise ImportImpossible(f"{self.path}: it changed since it was staged")
         return Batch(items, json.dumps(self._after))
 
     def _read_at(self, position: int, length: int) -> Reading:
         if self._file is None:
-            self._file = paths.opened(self.path)
+            self._file = opened(self.path)
         try:
             self._file.seek(position)
             return self._checked(self._file.read(length))
@@ -290,3 +337,158 @@ class _Seen(NamedTuple):
         survey.add(self.target, -self.minus_due_ms, problem=problem)
         if problem and len(survey.remarks) < NAMED:
             survey.remarks.append(f"line {self.number}: will be held: {problem}")
+
+
+JSONL = "jsonl"
+NOT_SOUND = unfit("the bytes do not fit the checksum that was exported with them")
+
+
+def read_exported(text: bytes) -> Item | End | None:
+    """The message of one line. Raises Unreadable."""
+    if not text.strip():
+        return None
+    try:
+        line = lines.read(text)
+        if isinstance(line, End):
+            return line
+        Properties.parse(line.parcel.properties)
+    except (NotALine, MalformedProperties) as error:
+        raise Unreadable(str(error)) from error
+    return Item(line.parcel, _hold(line))
+
+
+def _hold(line: Line) -> Hold | None:
+    parcel = line.parcel
+    if line.crc not in (None, checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)):
+        return NOT_SOUND.after(line.held)
+    return line.held
+
+
+class JsonLines(FileSource):
+    """The file, and what its last line says of it."""
+
+    def __init__(self, path: Path, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
+        super().__init__(JSONL, path, meant, rewrites)
+        self._ends: list[int] = []
+
+    def read(self, line: bytes) -> Reading:
+        """See FileSource."""
+        found = read_exported(line)
+        if isinstance(found, End):
+            self._ends.append(found.messages)
+            return None
+        return found
+
+    def look(self) -> Survey:
+        """See FileSource. Raises ImportImpossible for a file that was cut."""
+        self._ends.clear()
+        survey = super().look()
+        found = self.records - len(self._ends)
+        if not self._ends:
+            survey.doubt("the file does not say how many messages it has: whether it was cut is not known")
+        elif sum(self._ends) != found:
+            raise ImportImpossible(
+                f"{self.path}: expected {sum(self._ends)} messages by its last line, found {found}: it was cut, or "
+                "lines are missing"
+            )
+        return survey
+
+
+DELAYED_EXCHANGE: Final = "delayed-exchange"
+_NOTHING: Final = (b"", b"ok")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of a dump is meant, and where it goes: messages of ``vhost``; those of an exchange in ``exchanges`` to the
+    target there (an empty key keeps the message's own), those of any other to the exchange of the same name."""
+
+    vhost: bytes
+    exchanges: Mapping[bytes, Target] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, object]:
+        to = {
+            _text(name): [_text(target.exchange), _text(target.routing_key)] for name, target in self.exchanges.items()
+        }
+        return {"vhost": _text(self.vhost), "exchanges": to}
+
+    def target(self, exchange: bytes, routing_key: bytes) -> Target:
+        found = self.exchanges.get(exchange)
+        return (
+            Target(exchange, routing_key) if found is None else Target(found.exchange, found.routing_key or routing_key)
+        )
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+def read_dumped(line: bytes, plan: Plan) -> Item | Skipped | int | None:
+    """The message of a line; the number that the last one says; None for one that says nothing. Raises Unreadable."""
+    if line.strip() in _NOTHING:
+        return None
+    if line.strip().isdigit():
+        return int(line)
+    fields = line.split(b" ")
+    if len(fields) != 6:
+        raise Unreadable(f"expected {6} fields between blanks, found {len(fields)}")
+    if not fields[0].isdigit():
+        raise Unreadable("expected the due instant in milliseconds in the first field")
+    try:
+        vhost, exchange, keys, properties, body = (base64.b64decode(text, validate=True) for text in fields[1:])
+    except (binascii.Error, ValueError):
+        raise Unreadable("expected base64 behind the first field") from None
+    if vhost != plan.vhost:
+        return Skipped(f"of virtual host {_text(vhost)!r}")
+    routing_keys = keys.split(b"\0")
+    if max(map(len, (exchange, *routing_keys))) > 255:
+        raise Unreadable(f"expected names of at most {255} bytes")
+    try:
+        properties = _with_blind_copies(properties, routing_keys[1:])
+    except (MalformedProperties, MalformedTable) as error:
+        raise Unreadable(f"the property bytes are broken: {error}") from error
+    target = plan.target(exchange, routing_keys[0])
+    return Item(Parcel(int(fields[0]), exchange, exchange, routing_keys[0], target, properties, body))
+
+
+def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
+    """A message has more keys than one by its headers CC and BCC. The broker took the second away when it came in."""
+    found = Properties.parse(properties)
+    field_of_copies = found.get(b"CC")
+    told = field_of_copies.value if field_of_copies is not None else []
+    copies = {one.encode() if isinstance(one, str) else one for one in told} if isinstance(told, list) else set()
+    blind = [key for key in more_keys if key not in copies]
+    if not blind:
+        return properties
+    content = b"".join(map(long_string, blind))
+    return splice(found, append=entry(b"BCC", b"A" + len(content).to_bytes(4, "big") + content))
+
+
+class DelayedExchange(FileSource):
+    """The dump; several of several nodes may be put one behind the other."""
+
+    def __init__(self, path: Path, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
+        super().__init__(DELAYED_EXCHANGE, path, meant, rewrites, plan.as_dict())
+        self._plan = plan
+        self._ends: list[int] = []
+
+    def read(self, line: bytes) -> Reading:
+        """See FileSource."""
+        found = read_dumped(line, self._plan)
+        if isinstance(found, int):
+            self._ends.append(found)
+            return None
+        return found
+
+    def look(self) -> Survey:
+        """See FileSource. Raises ImportImpossible for a dump that was cut."""
+        self._ends.clear()
+        survey = super().look()
+        found = (survey.messages or 0) + sum(survey.left.values())
+        if not self._ends:
+            survey.doubt("the dump does not say how many messages it has: whether it was cut is not known")
+        elif sum(self._ends) != found:
+            raise ImportImpossible(
+                f"{self.path}: expected {sum(self._ends)} messages by its last line, found {found}: it was cut"
+            )
+        return survey

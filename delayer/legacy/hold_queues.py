@@ -7,7 +7,8 @@ arguments or its policy say, as the management API tells them; or a person says 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -15,28 +16,84 @@ from typing import Any, Final
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.management import Management
+from delayer.broker.routing import ExchangeTold, Stop, queues_of
 from delayer.core import hold as core_hold
 from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.topology import Binding
+from delayer.core.values import Timestamp
 from delayer.legacy.brokers import address_of, asked
-from delayer.legacy.drain import Queues
-from delayer.legacy.known import X_DEATH, decoded
-from delayer.legacy.leading import Leads
-from delayer.legacy.ports import ImportImpossible, SourceLost
-from delayer.legacy.visiting import Reader
+from delayer.legacy.machine import ImportImpossible, SourceLost
+from delayer.legacy.queues import X_DEATH, Queues, Reader, decoded
 from delayer.wire.properties import Properties, splice
+
+Death = Mapping[str, object]
+"""An entry of ``x-death``, decoded."""
+
+
+class Leads:
+    """``queues``: the arguments of every queue, a policy's among them."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, Mapping[str, Any]],
+        exchanges: Iterable[ExchangeTold],
+        bindings: Sequence[tuple[Binding, Mapping[str, Any]]],
+    ) -> None:
+        out_of: dict[str, list[tuple[Binding, Mapping[str, Any]]]] = defaultdict(list)
+        for binding, arguments in bindings:
+            out_of[binding.source].append((binding, arguments))
+        self._queues = queues
+        # The default exchange is bound to every queue by its name, and the queues are known.
+        self._stops = {told.name: Stop.of(told, out_of[told.name]) for told in exchanges if told.name}
+        self._known: dict[tuple[str, bytes], frozenset[str]] = {}
+
+    def came_at(self, death: Death, queue: str) -> int | None:
+        """The second, rounded down, in which a message came into ``queue`` whose last note this is; None where the note
+        does not tell.
+
+        What expired before was let out of a queue such as this one and sent again since, by nobody knows whom; and of
+        what happened several times only the first time is noted.
+        """
+        at, given_up_by = death.get("time"), death.get("queue")
+        if death.get("reason") == "expired" or death.get("count") != 1:
+            return None
+        if not isinstance(at, Timestamp) or not isinstance(given_up_by, str):
+            return None
+        return int(at) if queue in self._next(given_up_by, death) else None
+
+    def _next(self, queue: str, death: Death) -> frozenset[str]:
+        """Where this queue's dead letters go."""
+        arguments = self._queues.get(queue, {})
+        exchange = arguments.get("x-dead-letter-exchange")
+        if not isinstance(exchange, str):
+            return frozenset()
+        key = arguments.get("x-dead-letter-routing-key")
+        keys = [key] if isinstance(key, str) else death.get("routing-keys")
+        if not isinstance(keys, list):
+            return frozenset()
+        return frozenset().union(*(self._reached(exchange, one) for one in keys if isinstance(one, str)))
+
+    def _reached(self, exchange: str, key: str) -> frozenset[str]:
+        if not exchange:
+            return frozenset({key})
+        raw = key.encode("utf-8", "surrogateescape")
+        if len(self._known) > 10_000:
+            self._known.clear()
+        if (exchange, raw) not in self._known:
+            self._known[exchange, raw] = frozenset(queues_of(exchange, raw, self._stops))
+        return self._known[exchange, raw]
+
 
 NAME: Final = "hold-queues"
 COPIES: Final = b"CC"
 SENT_AGAIN: Final = "_retry"
 """What Symfony's names of queues end with whose messages its workers sent once more, with the timestamp they had."""
-_LONGEST_MS: Final = 315_360_000_000
-"""Ten years: RabbitMQ's own limit for a TTL."""
 
 
 @dataclass(slots=True)
 class Hold:
-    """Satisfies visiting.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``:
+    """Satisfies queues.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``:
     what is known of the way that dead letters go; None where that is not asked. ``stamped``: whether the timestamps of
     messages say when they came."""
 
@@ -81,7 +138,8 @@ class Hold:
         said = [] if self.ttl_ms is None else [self.ttl_ms]
         expiration = None if properties is None else properties.expiration
         if expiration is not None and expiration.isdigit():
-            said.append(min(int(expiration), _LONGEST_MS))
+            # Ten years: RabbitMQ's own limit for a TTL.
+            said.append(min(int(expiration), 315_360_000_000))
         return min(said, default=None)
 
     def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:

@@ -25,8 +25,6 @@ SAVED_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
 UNREAD: Final = b"x-delayer-import-headers"
 """Carries a headers column that cannot be read, as it is."""
 NET_TYPE: Final = "$type"
-ROUNDED_MS: Final = 1_000
-"""Databases round the due instant: SQL Server to 3 ms, MySQL to a second. The header has it exactly."""
 _ALWAYS: Final = FLAGS["headers"] | FLAGS["delivery_mode"]
 _CONTENT_TYPE: Final = FLAGS["content_type"]
 # The rest of what a timeout has, in the order of the wire: all of it behind the delivery mode.
@@ -135,7 +133,8 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
         exact = nservicebus.read_wire_instant_ms(expire)
     except UnreadableDelay:
         return column_ms
-    return exact if 0 < exact - column_ms <= ROUNDED_MS else column_ms
+    # Databases round the due instant: SQL Server to 3 ms, MySQL to a second. The header has it exactly.
+    return exact if 0 < exact - column_ms <= 1_000 else column_ms
 
 
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Sequence[Rewrite]) -> bytes:

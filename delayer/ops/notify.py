@@ -1,4 +1,4 @@
-"""Telling systemd how we are (``Type=notify``), and the decision whether its watchdog may be fed.
+"""systemd: the daemon's reports of its state (``Type=notify``), the watchdog, and the status line.
 
 The protocol is a datagram of ``KEY=value`` lines to the socket that ``NOTIFY_SOCKET`` names; without that variable
 nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3).
@@ -6,23 +6,23 @@ nothing is sent. See sd_notify(3) and sd_watchdog_enabled(3).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 import structlog
 
 log = structlog.get_logger(__name__)
 
 FEEDS: Final = 3
-"""How often the watchdog is fed in the time that it allows: a word that is lost, or late, does no harm."""
+"""Feedings in the time that the watchdog allows: one lost or late datagram does no harm."""
 
 
 class Notifier:
-    """The line to systemd. Never raises: a daemon that works must not fall over a socket that does not."""
+    """The socket to systemd. Never raises: a daemon must not stop because of this socket."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
@@ -77,7 +77,7 @@ class Notifier:
         self._send("", self._words)
 
     def trouble(self, text: str) -> None:
-        """What keeps us from our work, for the end of that line; nothing once it is over."""
+        """The daemon's trouble, for the end of that line; empty once it is over."""
         if text != self._trouble:
             self._trouble = text
             self._send("", self._words)
@@ -87,8 +87,7 @@ class Notifier:
         return "; ".join(text for text in (self._status, self._trouble) if text)
 
     def feed_watchdog(self) -> None:
-        """With the state that we are in, if it is one that lasts: the word for it may have been lost, and a start that
-        is never known to be over is waited for without end."""
+        """Feed, and repeat READY=1: the first may have been lost, and systemd would wait for it without end."""
         if self._ready and not self._reloading:
             self._send("WATCHDOG=1\nREADY=1", self._words)
         else:
@@ -126,35 +125,96 @@ def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
     return microseconds / 1e6 if microseconds > 0 and watched == os.getpid() else None
 
 
-@dataclass(slots=True)
-class Watchdog:
-    """Which loops made progress lately. Pure: the time, in seconds of any steady clock, is passed in.
+class WatchedPulse:
+    """The watchdog's feeder: it feeds while every loop of the daemon made progress lately. Satisfies ports.Pulse.
 
-    One loop that stands still is enough to stop the feeding; systemd then kills and restarts the daemon, and the
-    guarantees hold as after any crash.
+    One loop that stands still ends the feeding. systemd then kills and restarts the daemon, and the promises hold as
+    after any crash.
     """
 
-    _limits: dict[str, float] = field(default_factory=dict)
-    _seen: dict[str, float] = field(default_factory=dict)
+    def __init__(self, notifier: Notifier, limit: float = 120.0) -> None:
+        """``limit``: the seconds of one round of a loop. The longest allowed wait is a park that is tried three times,
+        each ended by the statement timeout."""
+        self._notifier = notifier
+        self._limit = limit
+        self._last: dict[str, float] = {}
 
-    def register(self, loop: str, limit: float, now: float) -> None:
-        """Expect progress of ``loop`` at least every ``limit`` seconds, from ``now`` on."""
-        self._limits[loop] = limit
-        self._seen[loop] = now
+    def beat(self, loop: str) -> None:
+        """See services.ports.Pulse."""
+        self._last[loop] = time.monotonic()
 
     def forget(self, loop: str) -> None:
-        """``loop`` ended because it was meant to."""
-        self._limits.pop(loop, None)
-        self._seen.pop(loop, None)
+        """See services.ports.Pulse."""
+        self._last.pop(loop, None)
 
-    def progress(self, loop: str, now: float) -> None:
-        """``loop`` went round. An unregistered one is nobody's concern: it may have ended a moment ago."""
-        if loop in self._limits:
-            self._seen[loop] = max(now, self._seen[loop])
+    def stalled(self) -> list[str]:
+        """The loops that are behind their limit."""
+        now = time.monotonic()
+        return sorted(loop for loop, last in self._last.items() if now - last > self._limit)
 
-    def stalled(self, now: float) -> list[str]:
-        """The loops that are behind their limit, by name. Feed only if there is none."""
-        return sorted(loop for loop, limit in self._limits.items() if now - self._seen[loop] > limit)
+    async def feed(self, stopping: asyncio.Event) -> None:
+        """Feed until stopping is set; returns at once where no watchdog watches."""
+        interval = self._notifier.watchdog_interval
+        while interval is not None and not stopping.is_set():
+            stalled = self.stalled()
+            if stalled:
+                log.error("loops stalled", loops=stalled, limit_seconds=self._limit)
+            else:
+                self._notifier.feed_watchdog()
+            await _set_within(stopping, interval)
 
-    def may_feed(self, now: float) -> bool:
-        return not self.stalled(now)
+
+class Seen(NamedTuple):
+    """The state of the daemon. ``blocked``: by a resource alarm of the broker. ``store``: whether one is configured,
+    ``usable``: whether the daemon owns a lane of it."""
+
+    connected: bool
+    blocked: bool
+    store: bool
+    usable: bool
+    consuming: bool
+
+
+def trouble(seen: Seen) -> str:
+    """The reasons why the daemon does not do its work, in words; empty where all is well. Pure.
+
+    >>> trouble(Seen(connected=False, blocked=False, store=True, usable=False, consuming=False))
+    'the broker is out of reach; the store is out of reach, or gives us no lane'
+    """
+    found = []
+    if not seen.connected:
+        found.append("the broker is out of reach")
+    elif seen.blocked:
+        found.append("the broker takes no publishes (a resource alarm)")
+    if seen.store and not seen.usable:
+        found.append("the store is out of reach, or gives us no lane")
+    if not seen.consuming and not found:
+        found.append("nothing is consumed yet")
+    return "; ".join(found)
+
+
+class Condition:
+    """Reports the daemon's trouble for ``systemctl status``, whenever it changes. ``every``: seconds between looks."""
+
+    def __init__(self, notifier: Notifier, look: Callable[[], Seen], every: float = 1.0) -> None:
+        self._notifier = notifier
+        self._look = look
+        self._every = every
+
+    def tell(self) -> None:
+        """Look now."""
+        self._notifier.trouble(trouble(self._look()))
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until stopping is set."""
+        while not stopping.is_set():
+            self.tell()
+            await _set_within(stopping, self._every)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for ``event``, but no longer than this."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from delayer.core.horizon import LATENESS, SECONDS, SIZES, Tally
 from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned
-from delayer.core.tally import LATENESS, SECONDS, SIZES, Tally
 
 KINDS: Final = (
     "parked",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import asyncpg
 
-from delayer.core import certificates
+from delayer.core import errors
 from delayer.core.errors import StoreLost
 
 # Everything that asyncpg raises when server, network or transaction fail. TimeoutError is an OSError.
@@ -68,7 +68,7 @@ def lost(doing: str, error: BaseException) -> StoreLost:
     driver = driver_error(error)
     told = describe(driver or error)
     advice = next((text for kind, text in _ADVICE if isinstance(driver, kind)), "")
-    return StoreLost(f"{doing}: {told}", advice or certificates.advice(told, *certificates.STORE))
+    return StoreLost(f"{doing}: {told}", advice or errors.certificate_advice(told, *errors.OF_STORE))
 
 
 def driver_error(error: BaseException) -> BaseException | None:

@@ -1,5 +1,5 @@
-"""Partitions by due day: their names, made ahead of need, and dropped when passed and empty. Days are UTC, numbered
-from 1970. One daemon at a time does the upkeep.
+"""Partitions by due day: made ahead of need, and dropped when passed and empty. One daemon at a time does the upkeep.
+days.py has their names.
 
 Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
 left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Sequence
-from datetime import date, timedelta
 from enum import Enum
 from typing import Final
 
@@ -24,18 +23,17 @@ import structlog
 
 from delayer.store import session
 from delayer.store.clock import StoreClock
+from delayer.store.days import DAY_MS, bounds_of, day_of, existing, name_of
 from delayer.store.errors import describe
 from delayer.store.schema import CHURN_OPTIONS
 
+__all__ = [
+    "DAYS_AHEAD", "DAY_MS", "FARTHEST_DAYS", "Days", "Making", "bound", "bounds_of", "day_of", "drop_empty",
+    "drop_passed", "existing", "keep_up", "make", "make_ahead", "name_of",
+]  # fmt: skip
+
 log = structlog.get_logger()
 
-DAY_MS = 86_400_000
-
-_PREFIX = "message_p"
-_EPOCH = date(1970, 1, 1)
-_KNOWN = (
-    "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'message'::regclass"
-)
 DAYS_AHEAD = 7
 FARTHEST_DAYS = 400
 """Days later than this wait in the default partition: every partition costs every session some memory."""
@@ -79,34 +77,6 @@ WHERE datname = current_database() AND usename = current_user AND application_na
 _STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
 _SLOW = "the default partition takes too long to read"
 _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
-
-
-def name_of(day: int) -> str:
-    """The partition of a day: ``message_pYYYYMMDD``."""
-    return f"{_PREFIX}{_EPOCH + timedelta(days=day):%Y%m%d}"
-
-
-def day_of(name: str) -> int | None:
-    """The day of a partition's name; None for the default one, and for what is not ours."""
-    digits = name.removeprefix(_PREFIX)
-    if digits == name or len(digits) != len("YYYYMMDD") or not (digits.isascii() and digits.isdigit()):
-        return None
-    try:
-        found = date.fromisoformat(digits)
-    except ValueError:
-        return None
-    return (found - _EPOCH).days
-
-
-def bounds_of(day: int) -> tuple[str, str]:
-    """First instant of the day and of the next, as SQL literals' text."""
-    first = _EPOCH + timedelta(days=day)
-    return f"{first} 00:00:00+00", f"{first + timedelta(days=1)} 00:00:00+00"
-
-
-async def existing(connection: asyncpg.Connection) -> set[int]:
-    """The days that have a partition."""
-    return {day for (name,) in await connection.fetch(_KNOWN) if (day := day_of(name)) is not None}
 
 
 class Making(Enum):

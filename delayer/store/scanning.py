@@ -9,7 +9,7 @@ import asyncpg
 
 from delayer.core.filters import Filter, Token
 from delayer.store import segments, session
-from delayer.store.partitions import DAY_MS
+from delayer.store.days import DAY_MS
 
 LAST_ID: Final = (1 << 63) - 1
 _LANES: Final = (

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import asyncpg
 
-from delayer.store import owners, partitions, schema, segments, session, statements
+from delayer.store import days, owners, schema, segments, session, statements
+from delayer.store.days import DAY_MS
 from delayer.store.errors import translated
-from delayer.store.partitions import DAY_MS
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = 3_600_000
@@ -152,11 +152,11 @@ async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> di
     until every lane has its answer: one statement over all of them would open hundreds to read one entry."""
     # The default one may have rows of any time, so it is always probed.
     found = await _probe(connection, "message_default", lanes)
-    for day in sorted(await partitions.existing(connection)):
+    for day in sorted(await days.existing(connection)):
         later = [number for number in lanes if number not in found or found[number] >= day * DAY_MS]
         if not later:
             break
-        for number, due_ms in (await _probe(connection, partitions.name_of(day), later)).items():
+        for number, due_ms in (await _probe(connection, days.name_of(day), later)).items():
             found[number] = min(due_ms, found.get(number, due_ms))
     return found
 

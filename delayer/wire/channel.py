@@ -25,7 +25,7 @@ from delayer.wire.errors import (
     again,
 )
 from delayer.wire.framing import ReturnedMessage
-from delayer.wire.outlet import WRITE_BYTES
+from delayer.wire.serialize import WRITE_BYTES
 
 if TYPE_CHECKING:
     from delayer.wire.connection import Connection

@@ -1,24 +1,185 @@
-"""One AMQP connection, as an asyncio protocol. Nothing is awaited for a frame or a message that comes in."""
+"""One AMQP connection, as an asyncio protocol: its channel numbers, its heartbeats, the broker's resource alarm.
+
+Nothing is awaited for a frame or a message that comes in.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
 from typing import Self, cast
 
 from delayer.core.message import Delivery
 from delayer.wire import handshake, methods
 from delayer.wire.address import Address
-from delayer.wire.alarm import Alarm
-from delayer.wire.channel import Channel
-from delayer.wire.dialogue import Dialogue
-from delayer.wire.errors import REPLY_SUCCESS, UNEXPECTED_FRAME, AccessRefused, ConnectionLost, ProtocolError, again
-from delayer.wire.framing import DEFAULT_FRAME_MAX, Parser, ReturnedMessage
+from delayer.wire.channel import Channel, ClosingChannel
+from delayer.wire.errors import (
+    REPLY_SUCCESS,
+    UNEXPECTED_FRAME,
+    AccessRefused,
+    ConnectionLost,
+    NoFreeChannel,
+    ProtocolError,
+    again,
+)
+from delayer.wire.framing import DEFAULT_FRAME_MAX, Parser, Receiver, ReturnedMessage
+from delayer.wire.handshake import Dialogue
 from delayer.wire.methods import commands
-from delayer.wire.numbers import Numbers
-from delayer.wire.outlet import Outlet
-from delayer.wire.pulse import Pulse
+from delayer.wire.serialize import HEARTBEAT_FRAME, Outlet
+
+
+class Alarm:
+    """``raised``, and the broker's word for it, until it is cleared or the connection is lost."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.raised = False
+        self.reason = ""
+        self.heard: Callable[[str], object] = lambda _reason: None
+        """Told the broker's word whenever it is raised, and "" when it is cleared."""
+        self._loop = loop
+        self._loss: ConnectionLost | None = None
+        self._over: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> Awaitable[None]:
+        """Done as soon as there is no alarm: at once while none is raised. Raises ConnectionLost."""
+        if self._over is None or (self._over.done() and (self.raised or self._loss is not None)):
+            self._over = self._loop.create_future()
+            self._over.add_done_callback(_look_at)
+            if self._loss is not None:
+                self._over.set_exception(again(self._loss))
+            elif not self.raised:
+                self._over.set_result(None)
+        return asyncio.shield(self._over)
+
+    def sound(self, reason: str) -> None:
+        self.raised, self.reason = True, reason
+        self.heard(reason)
+
+    def clear(self) -> None:
+        self.raised, self.reason = False, ""
+        self.heard("")
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def fail(self, loss: ConnectionLost) -> None:
+        """The connection is gone: whoever waits hears of it."""
+        self._loss = loss
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(again(loss))
+
+
+def _look_at(future: asyncio.Future[None]) -> None:
+    """Tell asyncio that a failure was not overlooked, also when nobody waits any more."""
+    if not future.cancelled():
+        future.exception()
+
+
+class Numbers:
+    """``receivers``: by number, for the parser; 0 is the connection itself. ``write`` hands bytes to the transport."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, zero: Receiver, write: Callable[[bytes], None]) -> None:
+        self.receivers: dict[int, Receiver] = {0: zero}
+        self.released: dict[int, asyncio.Future[None]] = {}
+        self._loop = loop
+        self._write = write
+
+    def free(self, channel_max: int) -> int:
+        """The lowest number that nobody has. Raises NoFreeChannel."""
+        number = next(one for one in count(1) if one not in self.receivers)
+        if number > channel_max:
+            raise NoFreeChannel(f"all {channel_max} channels of the connection are in use")
+        return number
+
+    def release(self, number: int) -> None:
+        """We close this channel: ignore what comes for it, and keep its number until the broker agrees."""
+        self.released[number] = self._loop.create_future()
+        self.receivers[number] = ClosingChannel(
+            number,
+            on_closed=lambda: self.forget(number),
+            answer=lambda: self._write(methods.marshal(commands.Channel.CloseOk(), number)),
+        )
+
+    def forget(self, number: int) -> None:
+        """The number is free again."""
+        del self.receivers[number]
+        released = self.released.pop(number, None)
+        if released is not None and not released.done():
+            released.set_result(None)
+
+    async def wait_released(self, number: int, seconds: float) -> None:
+        """Until the broker agreed that a channel is closed, or the connection is lost, or the time is over."""
+        released = self.released.get(number)
+        if released is not None:
+            await asyncio.wait({released}, timeout=seconds)
+
+    def fail(self, loss: ConnectionLost) -> None:
+        """The connection is gone: every channel hears of it, and nobody waits for a number."""
+        for number, receiver in list(self.receivers.items()):
+            if isinstance(receiver, Channel):
+                self.receivers[number] = ClosingChannel(number, _nothing, _nothing)
+                receiver.fail(loss)
+        for released in self.released.values():
+            if not released.done():
+                released.set_result(None)
+
+
+def _nothing() -> None:
+    """The connection is gone: there is no number to free, and nobody to answer."""
+
+
+class Pulse:
+    """Beats when nothing was written for half of ``heartbeat`` seconds; calls ``lost``, once, when nothing was read for
+    twice as long as ``heartbeat``. Whoever reads sets ``read_at`` (loop time), and ``reading`` while it does.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, outlet: Outlet, lost: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._outlet = outlet
+        self._lost = lost
+        self._heartbeat = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._overdue = False
+        self.read_at = loop.time()
+        self.reading = True
+
+    def start(self, heartbeat: float) -> None:
+        """Begin; 0 is no heartbeat."""
+        self._heartbeat = heartbeat
+        if heartbeat:
+            self._look()
+
+    def stop(self) -> None:
+        """Safe to call twice, or without start."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._heartbeat = 0.0
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        half, deadline = self._heartbeat / 2, 2 * self._heartbeat
+        if now - self._outlet.written_at >= half:
+            self._outlet.write(HEARTBEAT_FRAME)
+        due = self._outlet.written_at + half
+        next_look = due if due > now else now + half  # a closing transport takes no write
+        if not self.reading:
+            self._overdue = False  # we do not listen: silence means nothing
+        elif now - self.read_at < deadline:
+            self._overdue = False
+            next_look = min(next_look, self.read_at + deadline)
+        elif self._overdue:
+            self._lost(f"nothing was heard from the broker for {now - self.read_at:.1f} s")
+            return
+        else:
+            # After a stop of the whole process this may run before the socket is looked at. One more turn shows.
+            self._overdue = True
+            next_look = now + self._heartbeat / 10
+        if self._heartbeat:
+            self._timer = self._loop.call_at(next_look, self._look)
+
 
 # How long a peer may take to agree that the connection ends before we end it without.
 _CLOSE_SECONDS = 5.0

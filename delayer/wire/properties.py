@@ -67,7 +67,6 @@ _LAYOUT = (
 )
 FLAGS = {name: 1 << (15 - position) for position, (name, _) in enumerate(_LAYOUT)}
 NAMES = tuple(FLAGS)
-_UNDEFINED = 0b11
 _HEADERS = FLAGS["headers"]
 _DELIVERY_MODE = FLAGS["delivery_mode"]
 _U32 = struct.Struct(">I")
@@ -77,7 +76,7 @@ _FLAGS_AND_LENGTH = struct.Struct(">HI")
 @lru_cache(maxsize=1 << 14)
 def _present(flags: int) -> tuple[tuple[str, int], ...]:
     """Name and kind of what ``flags`` announce. A fleet uses a handful of the 16,384 combinations."""
-    if flags & _UNDEFINED:
+    if flags & 0b11:
         raise MalformedProperties(f"undefined property flags in {flags:#06x}")
     return tuple((name, kind) for name, kind in _LAYOUT if flags & FLAGS[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Sequence
 
@@ -25,7 +26,6 @@ _SETTLE = struct.Struct(">BHIIQBB")  # a whole ack or nack frame
 _PUBLISH_HEAD = struct.Struct(">BHIIHB")  # frame head, method, reserved, length of the exchange's name
 _HEADER_HEAD = struct.Struct(">BBBHIHHQ")  # mandatory bit and end of the method frame; frame head, class, weight, size
 _BODY_HEAD = struct.Struct(">BBHI")  # end of the header frame; frame head
-_MANDATORY = 1
 _PUBLISH_ARGUMENTS = 4 + 2 + 1 + 1 + 1
 _CONTENT_BYTES = 12
 _MULTIPLE, _REQUEUE = 1, 2
@@ -80,11 +80,7 @@ def publish(
         add(_PUBLISH_HEAD.pack(METHOD, channel, _PUBLISH_ARGUMENTS + names, BASIC_PUBLISH, 0, len(exchange)))
         add(b"%b%c%b" % (exchange, len(routing_key), routing_key))
         length = len(body)
-        add(
-            _HEADER_HEAD.pack(
-                _MANDATORY, FRAME_END, HEADER, channel, _CONTENT_BYTES + len(properties), CLASS_BASIC, 0, length
-            )
-        )
+        add(_HEADER_HEAD.pack(1, FRAME_END, HEADER, channel, _CONTENT_BYTES + len(properties), CLASS_BASIC, 0, length))
         add(properties)
         if length <= body_max:
             if length:
@@ -99,3 +95,63 @@ def publish(
         add(_END)
         size += names + len(properties) + length + 60
     return parts, index
+
+
+# Publishes are handed over in runs of about this many bytes, and the room in the buffer is looked at between them:
+# few enough writes to be cheap, small enough that a blocked broker costs little memory.
+WRITE_BYTES = 1 << 18
+
+
+class Outlet:
+    """``written_at`` is the loop time of the last write."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.written_at = loop.time()
+        self._loop = loop
+        self._transport: asyncio.WriteTransport | None = None
+        self._full = False
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def attach(self, transport: asyncio.WriteTransport) -> None:
+        """The transport is there: from now on writes go somewhere."""
+        self._transport = transport
+        # Bytes that the transport may hold before writers are asked to wait.
+        transport.set_write_buffer_limits(high=(1 << 20))
+
+    def write(self, data: bytes) -> None:
+        """Hand over bytes; nothing happens when the transport is closing."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+            self.written_at = self._loop.time()
+
+    def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """The same for the pieces of many frames, joined to writes of a size that does not double their memory."""
+        size = start = 0
+        for index, part in enumerate(parts):
+            size += len(part)
+            if size >= WRITE_BYTES:
+                self.write(b"".join(parts[start : index + 1]))
+                size, start = 0, index + 1
+        if size:
+            self.write(b"".join(parts[start:]))
+
+    async def drain(self) -> None:
+        """Wait while the transport holds too much."""
+        while self._full:
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.add(future)
+            try:
+                await future
+            finally:
+                self._waiting.discard(future)
+
+    def pause(self) -> None:
+        """The transport holds more than the high-water mark."""
+        self._full = True
+
+    def resume(self) -> None:
+        """There is room again, or it does not matter any more."""
+        self._full = False
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)

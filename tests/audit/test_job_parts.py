@@ -75,7 +75,7 @@ def test_local_masters(master: str | None, local: bool) -> None:
     assert spark.is_local(tasks.with_retries("local[2]"))
 
 
-@pytest.mark.parametrize("module", ["source", "tasks", "compact_work", "restore_work"])
+@pytest.mark.parametrize("module", ["source", "tasks", "compact", "restore"])
 def test_what_executors_do_loads_little(module: str) -> None:
     """Each process of Spark's does it before its first row: with pandas and the settings it took half a second more."""
     look = f"import sys, delayer.audit.{module}; print(*{{'pandas', 'pydantic', 'structlog'}} & set(sys.modules))"

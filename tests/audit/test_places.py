@@ -13,8 +13,8 @@ from delayer.audit import spark
 _RUN = """
 import sys
 from pathlib import Path
-from delayer.audit import places
-with places.place(Path(sys.argv[1]), places.EXTRACT) as made:
+from delayer.audit import spark
+with spark.scratch_directory(Path(sys.argv[1]), spark.EXTRACT) as made:
     (made / "messages").mkdir()
     (made / "messages" / "part").write_text("keys and headers")
     print(made, flush=True)

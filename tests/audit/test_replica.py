@@ -22,7 +22,7 @@ from tests.rig.rows import put, row
 
 READER = "auditor"
 LATE_MS = 58_000
-"""Not overdue yet; and overdue two seconds later (rules.message.GRACE_MS)."""
+"""Not overdue yet; and overdue two seconds later (rules.model.GRACE_MS)."""
 
 
 @pytest.fixture(scope="module")

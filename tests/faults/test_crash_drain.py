@@ -18,9 +18,9 @@ PORTION = 100
 LOWEST = 2
 """The lowest level that is emptied, of 4 s: what stands below comes out meanwhile."""
 PROGRAM = f"""
-from delayer.commands import drain_in, drain_out
-drain_in.PORTION = drain_out.PORTION = {PORTION}
-drain_in.LOWEST, drain_out.MARGIN_MS = {LOWEST}, 2_000
+from delayer.commands import drain
+drain.PORTION = {PORTION}
+drain.LOWEST, drain.MARGIN_MS = {LOWEST}, 2_000
 from delayer.cli import main
 main()
 """

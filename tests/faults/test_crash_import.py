@@ -35,9 +35,9 @@ BATCH = 20
 FAR_MS = 4_000_000_000_000
 PROGRAM = f"""
 import sys
-from delayer.legacy import files, merging, sql, visiting
-visiting.BATCH = files.BATCH = sql.BATCH = {BATCH}
-merging.LEAST = merging.READ = 7
+from delayer.legacy import files, queues, sql
+queues.BATCH = files.BATCH = sql.BATCH = {BATCH}
+sql.LEAST = sql.READ = 7
 from delayer.cli import main
 main()
 """

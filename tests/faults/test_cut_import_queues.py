@@ -15,8 +15,8 @@ from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import BEHIND, Batch
 from delayer.core.topology import Queue, Topology, arguments
-from delayer.legacy import visiting
-from delayer.legacy.drain import Queues
+from delayer.legacy import queues
+from delayer.legacy.queues import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import delayer, gone
 from tests.faults.test_crash_import_queues import HOLD
@@ -58,9 +58,9 @@ async def copies(store: str) -> Counter[bytes]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visiting, "BATCH", BATCH)
-    monkeypatch.setattr(visiting, "PREFETCH", 2 * BATCH)
-    monkeypatch.setattr(visiting, "END_SECONDS", 1.0)
+    monkeypatch.setattr(queues, "BATCH", BATCH)
+    monkeypatch.setattr(queues, "PREFETCH", 2 * BATCH)
+    monkeypatch.setattr(queues, "END_SECONDS", 1.0)
 
 
 def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -142,7 +142,7 @@ async def test_acknowledgements_of_several_batches_that_went_nowhere(
         await eventually(lambda: depth(vhost, "hold"), lambda count: count == COUNT)
         code, out, told = await delayer(store, "import", *OUT_OF_HOLD, *LAST, **url)
     assert code == 0, told
-    assert json.loads(out)["this_time"] == {"parked": BATCH, "held": 0, "already_committed": 2 * BATCH}
+    assert json.loads(out)["this_time"] == {"parked": BATCH, "held": 0, "superseded": 0, "already_committed": 2 * BATCH}
     assert set((found := await copies(store)).values()) == {1}
     assert len(found) == COUNT
     assert await depth(vhost, "hold") == 0
@@ -168,8 +168,8 @@ async def test_what_fell_a_level_before_the_run_goes_on(store: str, vhost: str) 
 
 async def test_what_stands_behind_too_many_is_told(store: str, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the cutoff does not mean are in the way, and what is behind them was not looked at."""
-    monkeypatch.setattr(visiting, "KEPT", 30)
-    monkeypatch.setattr(visiting, "PREFETCH", 10)
+    monkeypatch.setattr(queues, "KEPT", 30)
+    monkeypatch.setattr(queues, "PREFETCH", 10)
     await fill(vhost, "hold", expiration=b"40000000")
     async with await Raw.connect(vhost) as raw:
         await raw.publish(Message("", b"hold", Props(message_id=b"behind", delivery_mode=2), b"behind"))

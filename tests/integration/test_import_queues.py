@@ -26,7 +26,7 @@ from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from delayer.core.values import Timestamp
-from delayer.legacy.leading import Leads
+from delayer.legacy.hold_queues import Leads
 from delayer.services.envelopes import enveloped
 from delayer.settings import Settings
 from delayer.wiring import topology_of
@@ -197,7 +197,7 @@ async def test_from_another_broker_and_a_resumed_drain(
     refused = delayer(*arguments, expect=1).stderr
     assert "begun with other parameters (broker: begun with" in refused
     report = json.loads(delayer(*arguments, DELAYER_IMPORT_URL=rabbitmq.url(other)).stdout)
-    assert report["this_time"] == {"parked": 2, "held": 0, "already_committed": 40}
+    assert report["this_time"] == {"parked": 2, "held": 0, "superseded": 0, "already_committed": 40}
     async with sql(database) as admin:
         bodies = [body for (body,) in await admin.fetch("SELECT body FROM message")]
     assert sorted(bodies) == sorted([*(b"%d" % n for n in range(40)), *[b"twin"] * 4])

@@ -15,7 +15,8 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from delayer.legacy import staging, surveying
+from delayer.legacy import sql as sources
+from delayer.legacy import tables
 from delayer.legacy.databases import database_url
 from delayer.wire.properties import Properties
 from tests.integration.test_cli import Run, delayer
@@ -137,7 +138,7 @@ async def test_all_tables_into_the_store(
     delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that is meant arrives once, when it is due, as it was; the rest stays where it was."""
-    monkeypatch.setattr(surveying, "LOOK_BYTES", 300)
+    monkeypatch.setattr(sources, "LOOK_BYTES", 300)
     delayer("db", "upgrade")
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
@@ -252,14 +253,14 @@ async def test_staging_that_takes_long_takes_nothing_that_is_due_by_then(
     And it may store timeouts meanwhile."""
     delayer("db", "upgrade")
     await source.create("Sales_TimeoutData")
-    monkeypatch.setattr(staging, "SOON_MS", 3_000)
+    monkeypatch.setattr(tables, "SOON_MS", 3_000)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None) + timedelta(seconds=6)
     await source.put("Sales_TimeoutData", [source.timeout(n, soon) for n in range(3)])
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3, 9)])
-    real = getattr(staging.Staging, slow)
+    real = getattr(tables.Staging, slow)
     calls = []
 
-    async def slowly(self: staging.Staging, *more: Any) -> Any:
+    async def slowly(self: tables.Staging, *more: Any) -> Any:
         done = await real(self, *more)
         calls.append(done)
         if len(calls) == 1:
@@ -269,7 +270,7 @@ async def test_staging_that_takes_long_takes_nothing_that_is_due_by_then(
             await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
         return done
 
-    monkeypatch.setattr(staging.Staging, slow, slowly)
+    monkeypatch.setattr(tables.Staging, slow, slowly)
     async with asyncio.timeout(30):
         report = await asyncio.to_thread(run_of(delayer, source), "run")
     assert len(calls) == (1 if slow == "_copy" else 2)

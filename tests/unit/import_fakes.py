@@ -9,7 +9,7 @@ from dataclasses import replace
 from delayer.core.importing import Batch, Goal, Item, Phase, Run, Survey
 from delayer.core.message import Parcel, Target
 from delayer.legacy import machine
-from delayer.legacy.ports import ImportImpossible
+from delayer.legacy.machine import ImportImpossible
 
 
 def parcel(due_ms: int, exchange: bytes = b"", routing_key: bytes = b"sales", body: bytes = b"body") -> Parcel:

@@ -8,7 +8,7 @@ import pytest
 
 from delayer.broker.errors import BrokerUnreachable
 from delayer.commands.errors import failure
-from delayer.core.certificates import advice
+from delayer.core.errors import certificate_advice
 from delayer.store.errors import lost
 
 SAID = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {} (_ssl.c:1006)"
@@ -27,7 +27,7 @@ SAID = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {} (_ssl.c:1
     ],
 )
 def test_advice(said: str, next_step: str) -> None:
-    found = advice(said, "FILE", "URL")
+    found = certificate_advice(said, "FILE", "URL")
     assert found.startswith(next_step)
     assert bool(found) is bool(next_step)
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from delayer.ops import condition
-from delayer.ops.condition import Condition, Seen, trouble
-from delayer.ops.notify import Notifier
+from delayer.ops import notify
+from delayer.ops.notify import Condition, Notifier, Seen, trouble
 
 WELL = Seen(connected=True, blocked=False, store=True, usable=True, consuming=True)
 
 
 def test_examples() -> None:
-    assert doctest.testmod(condition).failed == 0
+    assert doctest.testmod(notify).failed == 0
 
 
 @pytest.mark.parametrize(
@@ -36,8 +35,7 @@ def test_words(seen: Seen, words: str) -> None:
     assert trouble(seen) == words
 
 
-async def test_systemd_hears_what_changes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(condition, "LOOK", 0.001)
+async def test_systemd_hears_what_changes_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(str(path))
@@ -61,7 +59,7 @@ async def test_systemd_hears_what_changes_and_nothing_else(tmp_path: Path, monke
                     return " | ".join(heard)
 
         stopping = asyncio.Event()
-        running = asyncio.create_task(Condition(notifier, look).run(stopping))
+        running = asyncio.create_task(Condition(notifier, look, every=0.001).run(stopping))
         assert await looked() == "STATUS=starting | STATUS=starting; the broker is out of reach"
         now[0] = WELL
         assert await looked() == "STATUS=starting"

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from delayer.core.horizon import LATENESS, Tally
 from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
-from delayer.core.tally import LATENESS, Tally
 from delayer.services.counting import KINDS, MOST_ROUTES, OTHERS, Counters
 
 

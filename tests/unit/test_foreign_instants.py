@@ -8,17 +8,17 @@ import json
 
 import pytest
 
-from delayer.core import celery, pointer
-from delayer.core.celery import eta_ms
+from delayer.core import forms, levels
 from delayer.core.delay import UnreadableDelay
-from delayer.core.pointer import LONGEST_BODY, instant_in_json_ms, steps
+from delayer.core.forms import LONGEST_BODY, instant_in_json_ms, steps
+from delayer.core.levels import eta_ms
 
 AT = "/nextattempt/time"
 
 
 def test_the_examples_in_the_modules_are_true() -> None:
-    assert doctest.testmod(celery).failed == 0
-    assert doctest.testmod(pointer).failed == 0
+    assert doctest.testmod(levels).failed == 0
+    assert doctest.testmod(forms).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from delayer.core.cascade import MAX_SECONDS, Cascade
 from delayer.core.importing import Batch, Item, Phase, Run
 from delayer.core.message import CONFIRMED, NACKED, Outcome, Outgoing, Parcel, Target
-from delayer.legacy import carrying
-from delayer.legacy.carrying import CascadeBook
-from delayer.legacy.ports import ImportImpossible
+from delayer.legacy import cascade
+from delayer.legacy.cascade import CascadeBook
+from delayer.legacy.machine import ImportImpossible
 from delayer.services.envelopes import enveloped, opened
 from delayer.wire.properties import Properties
 
@@ -65,7 +65,7 @@ def book(store: Store, broker: Broker) -> CascadeBook:
 )
 async def test_what_a_cascade_cannot_take(item: Item, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of these among others stops nobody: it waits in the store."""
-    monkeypatch.setattr(carrying, "LARGEST_BODY", 100)
+    monkeypatch.setattr(cascade, "LARGEST_BODY", 100)
     store, broker = Store(), Broker()
     run = await book(store, broker).commit(RUN, Batch([Item(SMALL), item, Item(SMALL)], "progress"))
     assert (run.parked, run.progress) == (3, "progress")

@@ -7,8 +7,7 @@ import base64
 import pytest
 
 from delayer.core.message import Target
-from delayer.legacy.delayed_exchange import Plan, read
-from delayer.legacy.files import Skipped, Unreadable
+from delayer.legacy.files import Plan, Skipped, Unreadable, read_dumped
 from delayer.wire.properties import Properties, encode_headers, entry, long_string
 from tests.rig.raw import Props, number, text
 
@@ -21,23 +20,23 @@ def line(*fields: bytes, due_ms: int = 1_796_036_393_875) -> bytes:
 
 
 def test_a_message_goes_where_the_route_of_its_exchange_leads() -> None:
-    item = read(line(b"/", b"orders.delayed", b"orders.eu", HEADERS, b"\0body"), PLAN)
+    item = read_dumped(line(b"/", b"orders.delayed", b"orders.eu", HEADERS, b"\0body"), PLAN)
     parcel = item.parcel  # type: ignore[union-attr]
     assert (parcel.due_ms, parcel.exchange, parcel.routing_key) == (1_796_036_393_875, b"orders.delayed", b"orders.eu")
     assert (parcel.properties, parcel.body) == (HEADERS, b"\0body")
     assert parcel.target == Target(b"orders.out", b"orders.eu")
-    of_mail = read(line(b"/", b"mail.delayed", b"x", HEADERS, b""), PLAN)
+    of_mail = read_dumped(line(b"/", b"mail.delayed", b"x", HEADERS, b""), PLAN)
     assert of_mail.parcel.target == Target(b"mail", b"outbox")  # type: ignore[union-attr]
-    other = read(line(b"/", b"other", b"x", HEADERS, b""), PLAN)
+    other = read_dumped(line(b"/", b"other", b"x", HEADERS, b""), PLAN)
     assert other.parcel.target == Target(b"other", b"x")  # type: ignore[union-attr]
 
 
 def test_more_keys_are_copies_that_act_again() -> None:
     cc = entry(b"CC", b"A" + len(long_string(b"b")).to_bytes(4, "big") + long_string(b"b"))
     told = encode_headers(cc)
-    both = read(line(b"/", b"x", b"a\0b", told, b""), PLAN)
+    both = read_dumped(line(b"/", b"x", b"a\0b", told, b""), PLAN)
     assert both.parcel.properties == told  # type: ignore[union-attr]
-    blind = read(line(b"/", b"x", b"a\0b\0c", told, b""), PLAN)
+    blind = read_dumped(line(b"/", b"x", b"a\0b\0c", told, b""), PLAN)
     properties = Properties.parse(blind.parcel.properties)  # type: ignore[union-attr]
     bcc = properties.get(b"BCC")
     assert bcc is not None
@@ -46,11 +45,11 @@ def test_more_keys_are_copies_that_act_again() -> None:
 
 
 def test_what_rabbitmqctl_says_besides() -> None:
-    assert (read(b"", PLAN), read(b"ok", PLAN), read(b"12", PLAN)) == (None, None, 12)
+    assert (read_dumped(b"", PLAN), read_dumped(b"ok", PLAN), read_dumped(b"12", PLAN)) == (None, None, 12)
 
 
 def test_other_virtual_hosts_are_left() -> None:
-    assert read(line(b"other", b"x", b"a", HEADERS, b""), PLAN) == Skipped("of virtual host 'other'")
+    assert read_dumped(line(b"other", b"x", b"a", HEADERS, b""), PLAN) == Skipped("of virtual host 'other'")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_other_virtual_hosts_are_left() -> None:
 )
 def test_what_is_no_message(text: bytes, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
-        read(text, PLAN)
+        read_dumped(text, PLAN)
 
 
 def test_names_that_are_no_text_are_parameters_too() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from delayer.legacy import merging
-from delayer.legacy.layout import Place
-from delayer.legacy.merging import LEAST, READ, Merge
+from delayer.legacy import sql
+from delayer.legacy.sql import LEAST, READ, Merge
+from delayer.legacy.statements import Place
 
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
 Row = tuple[int, str, bytes, datetime, str]
@@ -110,7 +110,7 @@ async def test_behind_a_place() -> None:
 async def test_no_more_bytes_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among small rows are some that are as large as all that may be read at once, and larger."""
     room = 1_000
-    monkeypatch.setattr(merging, "READ_BYTES", 2 * room)
+    monkeypatch.setattr(sql, "READ_BYTES", 2 * room)
     tables = tables_of(2, 500, 100)
     chance = random.Random(1)
     for table in tables:

@@ -14,7 +14,7 @@ from delayer.core.importing import Meant, Phase, Run, Survey
 from delayer.core.message import Target
 from delayer.legacy import machine
 from delayer.legacy.hold_queues import HoldQueues
-from delayer.legacy.ports import BadSource, ImportImpossible
+from delayer.legacy.machine import BadSource, ImportImpossible
 from tests.unit.import_fakes import PARAMETERS, Died, FakeBook, FakeJudge, FakeSource, Shelf, Switch, run_once
 from tests.unit.test_importing import COUNT
 

@@ -7,9 +7,8 @@ import pytest
 from delayer.broker.routing import ExchangeTold
 from delayer.core.message import Delivery, Target
 from delayer.core.topology import Binding
-from delayer.legacy.hold_queues import Hold
-from delayer.legacy.known import fell, fingerprint
-from delayer.legacy.leading import Leads
+from delayer.legacy.hold_queues import Hold, Leads
+from delayer.legacy.queues import fell, fingerprint
 from delayer.wire.properties import Properties
 from tests.rig.raw import Props, Value, array, number, table, text
 

@@ -10,8 +10,8 @@ import pytest
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import Batch, Item, Phase
 from delayer.legacy import machine
-from delayer.legacy.ahead import Ahead
-from delayer.legacy.ports import CountMismatch, ImportImpossible, SourceLost
+from delayer.legacy.machine import CountMismatch, ImportImpossible, SourceLost
+from delayer.legacy.sql import Ahead
 from tests.unit.import_fakes import (
     PARAMETERS,
     Died,

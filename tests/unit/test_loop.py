@@ -9,7 +9,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.ops import loop
+from delayer.app import run_loop
 
 SHORT = 0.05
 
@@ -38,9 +38,9 @@ def test_what_main_returns_and_raises() -> None:
     async def fails() -> None:
         raise KeyError("main")
 
-    assert loop.run(seven()) == 7
+    assert run_loop(seven()) == 7
     with pytest.raises(KeyError, match="main"):
-        loop.run(fails())
+        run_loop(fails())
 
 
 def test_tasks_left_over_say_goodbye() -> None:
@@ -52,7 +52,7 @@ def test_tasks_left_over_say_goodbye() -> None:
         return task
 
     with capture_logs() as events:
-        assert loop.run(main()).cancelled()
+        assert run_loop(main()).cancelled()
     assert farewells == ["bye"]
     assert not events
 
@@ -65,7 +65,7 @@ def test_a_task_that_does_not_leave_is_named_and_left_behind(caplog: pytest.LogC
 
     began = time.monotonic()
     with capture_logs() as events, caplog.at_level(logging.ERROR):
-        assert loop.run(main(), leave=SHORT) == "done"
+        assert run_loop(main(), leave=SHORT) == "done"
     assert time.monotonic() - began < 100 * SHORT
     (event,) = events
     assert event["event"] == "tasks left behind"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from delayer.ops.notify import Notifier, Watchdog
+from delayer.ops.notify import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -130,29 +130,3 @@ def test_an_address_of_another_family_is_not_used(address: str) -> None:
 )
 def test_watchdog_interval(environ: dict[str, str], interval: float | None) -> None:
     assert Notifier({"NOTIFY_SOCKET": "@x", **environ}).watchdog_interval == interval
-
-
-def test_the_watchdog_is_fed_only_while_every_loop_goes_round() -> None:
-    watchdog = Watchdog()
-    assert watchdog.may_feed(0.0), "no loop, no complaint"
-    watchdog.register("intake", 10.0, 100.0)
-    watchdog.register("lane 1", 5.0, 100.0)
-    assert watchdog.may_feed(105.0)
-    assert watchdog.stalled(105.1) == ["lane 1"]
-    watchdog.progress("lane 1", 105.0)
-    assert watchdog.may_feed(110.0)
-    assert watchdog.stalled(110.1) == ["intake", "lane 1"]
-    watchdog.progress("intake", 111.0)
-    assert watchdog.stalled(111.0) == ["lane 1"], "the progress of one loop does not speak for another"
-    watchdog.forget("lane 1")
-    assert watchdog.may_feed(111.0)
-    watchdog.progress("lane 1", 112.0)
-    assert watchdog.may_feed(121.0), "a loop that ended is not watched"
-    assert watchdog.stalled(121.5) == ["intake"]
-
-
-def test_progress_does_not_go_back() -> None:
-    watchdog = Watchdog()
-    watchdog.register("loop", 1.0, 10.0)
-    watchdog.progress("loop", 9.0)
-    assert watchdog.may_feed(11.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delayer.core.secret import concealed, mask
 from delayer.legacy.databases import Database, database_url, shown
-from delayer.legacy.ports import BadSource
+from delayer.legacy.machine import BadSource
 from delayer.settings import ConfigError, SecretUrl, load
 from delayer.wire.address import Address
 

@@ -200,7 +200,7 @@ class Tallies:
 
 
 class Evidence:
-    """The merged tallies (rules.summary.merged) by kind, in their order there: by key, or what is most first."""
+    """The merged tallies (rules.counting.merged) by kind, in their order there: by key, or what is most first."""
 
     def __init__(self, partials: Iterable[Partial]) -> None:
         self._kinds: dict[str, dict[Key, Tally]] = {}

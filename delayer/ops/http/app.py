@@ -1,4 +1,4 @@
-"""Where answers come from, and those for programs: health and metrics."""
+"""Answers for programs: health and metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,45 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from delayer.ops.http import health, metrics
+from delayer.ops.http import metrics
 from delayer.ops.http.metrics import Sight
-from delayer.ops.http.ports import Inside
+from delayer.ops.http.ports import Inside, State
 from delayer.ops.http.view import View
+from delayer.store.status import StoreOverview
+
+
+def not_alive(state: State) -> list[str]:
+    """Why this process should be killed and started again; empty: it should not."""
+    return [f"loop {loop!r} stands still" for loop in state["stalled"]]
+
+
+def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
+    """Why the daemon does not do its work just now; empty: messages go in and come out.
+
+    ``intake``: the queue that is always consumed; ``state`` names the others that are. ``store`` is the last look at
+    the store, None if the store was out of reach, for the reason ``error``.
+    """
+    consumed = {intake: False} | state["consuming"]
+    found = [f"queue {queue!r} is not consumed" for queue, is_ in consumed.items() if not is_]
+    publishing = state["connections"]["publish"]
+    if not publishing["connected"]:
+        found.append("nothing is delivered: no connection to publish by")
+    elif publishing["blocked"]:
+        found.append("nothing is delivered: the broker takes no publishes (a resource alarm)")
+    if state["mode"] == "store" and not state["usable"]:
+        found.append("no lane of the store is owned")
+    found += not_alive(state)
+    if state["mode"] == "store":
+        if store is None:
+            found.append(f"the store is out of reach: {error or 'it was not looked at yet'}")
+        elif store.upgrade_pending:
+            found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Where answers come from."""
+    """The sources of all answers, and the handlers of health and metrics."""
 
     inside: Inside
     view: View
@@ -26,14 +56,14 @@ class Answers:
         """Why the daemon is not ready."""
         state, intake = self.inside.state(), self.inside.settings.intake.queue
         if not self.view.has_store:
-            return health.not_ready(state, intake, None, "")
+            return not_ready(state, intake, None, "")
         seen = await self.view.store.get()
         overview = None if seen.fresh is None else seen.fresh.overview
-        return health.not_ready(state, intake, overview, seen.error)
+        return not_ready(state, intake, overview, seen.error)
 
     async def live(self, _request: Request) -> Response:
         """Whether this process moves."""
-        reasons = health.not_alive(self.inside.state())
+        reasons = not_alive(self.inside.state())
         return JSONResponse({"alive": not reasons, "reasons": reasons}, status_code=503 if reasons else 200)
 
     async def ready(self, _request: Request) -> Response:

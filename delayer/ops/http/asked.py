@@ -1,4 +1,4 @@
-"""What a form asks for: filters, instants, names of messages. Pure: texts in, values or sentences out."""
+"""Forms and query strings: their fields, and the filters, instants and message ids in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
 
 from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
 from delayer.settings import duration_ms
@@ -16,6 +19,8 @@ FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_bef
 NAMES: Final = ("route", "to", "to_key")
 """Those of them whose text may be empty and mean something: messages that came straight to the queue, the default
 exchange, no routing key."""
+MOST_NAMED: Final = 1_000
+"""Messages that one form names."""
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
 _NUMBER: Final = re.compile(r"[0-9]{1,19}")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -159,3 +164,47 @@ def place_text(after: tuple[int, int]) -> str:
 
 def _raw(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
+
+
+async def said(request: Request) -> dict[str, list[str]]:
+    """The fields of a form. Raises Wrong."""
+    if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
+        raise Wrong("Expected a form (application/x-www-form-urlencoded).")
+    try:
+        return parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_NAMED + 20)
+    except ValueError as error:
+        raise Wrong(f"Expected a form: {error}") from None
+
+
+def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
+    """What is to be done. Raises Wrong."""
+    found = form.get("verb", [""])[0]
+    if found not in allowed:
+        raise Wrong(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
+    return found
+
+
+def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
+    """Which messages are chosen, each once. Raises Wrong."""
+    found = list(dict.fromkeys(form.get("id", [])))
+    if not found:
+        raise Wrong("Choose at least one message.")
+    if len(found) > MOST_NAMED:
+        raise Wrong(f"At most {MOST_NAMED} messages at once; use a filter, or the command line.")
+    return found
+
+
+def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
+    """The same, as names of messages. Raises Wrong."""
+    return [token(text) for text in ids(form)]
+
+
+def back(form: Mapping[str, Sequence[str]], path: str) -> str:
+    """The path that a form goes on to, on this server only; without a valid wish, the list that the form belongs to.
+
+    Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
+    """
+    wish = form.get("back", [""])[0]
+    list_of = {"/deeds/held": "/held", "/deeds/refused": "/refused"}.get(path, "/waiting")
+    local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
+    return wish if local else list_of

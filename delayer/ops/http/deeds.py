@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
-from delayer.ops.http import asked, forms, render
+from delayer.ops.http import asked, render
 from delayer.ops.http.asked import Asked, Wrong
 from delayer.ops.http.pages import STORE_ERRORS, Pages
 from delayer.services import reading
@@ -80,11 +80,11 @@ class Deeds:
             line = _WRONG if "authorization" in request.headers else _LOCKED
             told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:
-                form = await forms.said(request)
+                form = await asked.said(request)
                 # What was begun is finished, though the browser goes away: half an act helps nobody.
                 told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
-            back = forms.back(form, request.url.path)
+            back = asked.back(form, request.url.path)
             if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *asked.FIELDS} & form.keys():
                 told = self._mend(request, form, str(wrong), back)
             else:
@@ -112,8 +112,8 @@ class Deeds:
 
     async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
-        verb, tokens = forms.verb(form, "cancel", "reschedule", "retry"), forms.tokens(form)
-        back = forms.back(form, request.url.path)
+        verb, tokens = asked.verb(form, "cancel", "reschedule", "retry"), asked.tokens(form)
+        back = asked.back(form, request.url.path)
         if (question := self._sure(request, verb, form, back)) is not None:
             return question
         if verb == "retry":
@@ -136,7 +136,7 @@ class Deeds:
 
     async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "back", "confirmed"))
-        verb, tokens = forms.verb(form, "retry", "drop"), forms.tokens(form)
+        verb, tokens = asked.verb(form, "retry", "drop"), asked.tokens(form)
         if (question := self._sure(request, verb, form, "/held")) is not None:
             return question
         return await self._retry(who, verb, tokens, "/held")
@@ -157,8 +157,8 @@ class Deeds:
 
     async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", "id", "back", "confirmed"))
-        verb = forms.verb(form, "retry", "drop")
-        ids = forms.ids(form)
+        verb = asked.verb(form, "retry", "drop")
+        ids = asked.ids(form)
         if (question := self._sure(request, verb, form, "/refused")) is not None:
             return question
         done, left = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who)
@@ -170,7 +170,7 @@ class Deeds:
 
     async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         asked.known(form, ("verb", *asked.FIELDS, "all", "at", "by", "confirmed", "counted"))
-        verb = forms.verb(form, "cancel", "reschedule")
+        verb = asked.verb(form, "cancel", "reschedule")
         filter_ = asked.meant(form, _now_ms())
         do, new = _do(verb, form)
         test = reading.header_test(filter_.wanted)
@@ -242,7 +242,7 @@ class Deeds:
         for programs."""
         if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
             return None
-        ids = forms.ids(form)
+        ids = asked.ids(form)
         facts = [("id", one) for one in ids[:SHOWN]]
         facts += [("and", f"{len(ids) - SHOWN} more")] if len(ids) > SHOWN else []
         fields = [("back", back), *(("id", one) for one in ids)]

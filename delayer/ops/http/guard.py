@@ -1,9 +1,9 @@
-"""Who may look, and who may change something.
+"""Access control: hosts, origins, request sizes, and the token.
 
-Whoever reaches the address may look: it is loopback unless somebody says otherwise. But a page of the web must not,
-through somebody's browser: a name that a stranger pointed at 127.0.0.1 is not answered. To change anything takes the
-token: in the header ``Authorization: Bearer``, or through a session that the token has opened (a cookie that scripts do
-not see and other sites cannot send). It is never part of a URL.
+Every client that reaches the address may look; the address is loopback by default. A web page must not look through a
+browser: the daemon does not answer to a foreign name that points at 127.0.0.1. Changes need the token: in the header
+``Authorization: Bearer``, or through a session that the token has opened (a cookie that scripts do not see and other
+sites cannot send). The token is never part of a URL.
 """
 
 from __future__ import annotations
@@ -29,17 +29,10 @@ WHO: Final = "x-delayer-who"
 """The header in which a program says who acts by it, as a person does who unlocks the page."""
 COOKIE: Final = "delayer_session"
 LASTS: Final = 3600.0
-"""Seconds after which a session that nobody uses is over."""
+"""Seconds after which an unused session is over."""
 LONGEST: Final = 12 * 3600.0
-"""Seconds after which any session is over. Browsers send a cookie to every port of its host: on a machine where others
-run programs, whoever is visited beside us has seen it."""
-MOST: Final = 1_000
-"""Sessions that are remembered."""
-WRONG_SECONDS: Final = 0.5
-"""What a wrong token costs at least: who said one is answered one after another."""
-WAITING: Final = 8
-"""How many wait for that answer; the next hear it at once, or they would fill the server."""
-MAX_BODY: Final = 256 * 1024
+"""Seconds after which any session is over. Browsers send a cookie to every port of its host, so other programs of the
+machine may have seen it."""
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
@@ -106,9 +99,22 @@ class Session(NamedTuple):
 
 
 class Doors:
-    """Sessions, and the token that opens them."""
+    """Sessions, at most ``most`` of them, and the token that opens them.
 
-    def __init__(self, token: Callable[[], Secret | None], clock: Callable[[], float] = monotonic) -> None:
+    A wrong token costs ``wrong_seconds`` at least: the daemon answers wrong tokens one after another. Beyond
+    ``waiting`` of them it answers at once, so that wrong tokens do not fill the server.
+    """
+
+    def __init__(
+        self,
+        token: Callable[[], Secret | None],
+        clock: Callable[[], float] = monotonic,
+        *,
+        most: int = 1_000,
+        wrong_seconds: float = 0.5,
+        waiting: int = 8,
+    ) -> None:
+        self._most, self._wrong_seconds, self._most_waiting = most, wrong_seconds, waiting
         self._token = token
         self._clock = clock
         self._sessions: dict[bytes, Session] = {}
@@ -126,7 +132,7 @@ class Doors:
             await self._wrong()
             return None
         name = secrets.token_urlsafe(32)
-        while len(self._sessions) >= MOST:
+        while len(self._sessions) >= self._most:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[_digest(name)] = Session(who, self._present(), self._clock(), self._clock())
         return name
@@ -161,12 +167,12 @@ class Doors:
         return None if session is None else session.who
 
     async def _wrong(self) -> None:
-        """Let somebody wait. Nobody who is right waits behind him; a token of at least 16 characters is not guessed."""
-        if self._waiting < WAITING:
+        """Wait after a wrong token. Right tokens do not wait; a token of at least 16 characters is not guessed."""
+        if self._waiting < self._most_waiting:
             self._waiting += 1
             try:
                 async with self._wrongs:
-                    await asyncio.sleep(WRONG_SECONDS)
+                    await asyncio.sleep(self._wrong_seconds)
             finally:
                 self._waiting -= 1
 
@@ -188,10 +194,11 @@ def _digest(text: str) -> bytes:
 
 
 class Guard:
-    """In front of everything: hosts, origins, sizes; and the headers of every answer."""
+    """The middleware before all handlers: it checks hosts, origins and sizes, and sets the headers of every answer."""
 
-    def __init__(self, app: ASGIApp, listen: Callable[[], str]) -> None:
+    def __init__(self, app: ASGIApp, listen: Callable[[], str], max_body: int = 256 * 1024) -> None:
         self._app = app
+        self._max_body = max_body
         self._listen = listen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,6 +228,6 @@ class Guard:
         if not from_our_page(request.method, given.get("sec-fetch-site", ""), given.get("origin", ""), host):
             return PlainTextResponse("Not from another site's page.\n", status_code=403)
         length = given.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY or "transfer-encoding" in given:
-            return PlainTextResponse(f"At most {MAX_BODY} bytes, and their number said first.\n", status_code=413)
+        if not length.isdecimal() or int(length) > self._max_body or "transfer-encoding" in given:
+            return PlainTextResponse(f"At most {self._max_body} bytes, and their number said first.\n", status_code=413)
         return None

@@ -12,10 +12,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.filters import Filter
-from delayer.ops.http import asked, recent, render, words
+from delayer.ops.http import asked, recent, render
 from delayer.ops.http.app import Answers
-from delayer.ops.http.asked import Wrong
-from delayer.ops.http.forms import said
+from delayer.ops.http.asked import Wrong, said
 from delayer.ops.http.guard import Doors, cookie_name
 from delayer.services import reading
 from delayer.settings.model import service_of
@@ -24,9 +23,6 @@ from delayer.store.cancelling import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
-CHECKED: Final = 1 << 20
-"""Bytes up to which a body is read whole, to see whether its checksum fits."""
-SUMMARY_SECONDS: Final = 60.0
 STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
 FIELDS: Final = (
     ("route", "Route (the exchange it came through)", "delayer.in"),
@@ -66,8 +62,8 @@ class Pages:
             request,
             "overview.html",
             **await self._live(),
-            series=words.series(value),
-            census_note="" if census is None else words.note(value, census.error),
+            series=render.series(value),
+            census_note="" if census is None else render.backlog_note(value, census.error),
         )
 
     async def part(self, _request: Request) -> Response:
@@ -85,7 +81,7 @@ class Pages:
         levels = {} if seen is None else {number: depth for number, depth in seen.levels.items() if depth}
         return {
             "reasons": await self.answers.not_ready(),
-            "blocked": words.blocked(state),
+            "blocked": render.blocked(state),
             "store": usable,
             "store_error": "" if store is None else store.error,
             "broker_error": depths.error,
@@ -97,7 +93,7 @@ class Pages:
             "has_store": view.has_store,
             "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
             "always": (settings.intake.queue, settings.refused.queue),
-            "now": recent.summary(recent.steps(state["recent"]), SUMMARY_SECONDS),
+            "now": recent.summary(recent.steps(state["recent"]), 60.0),
         }
 
     async def live_json(self, _request: Request) -> Response:
@@ -109,7 +105,7 @@ class Pages:
             {
                 "series": recent.series(steps),
                 "last": summaries,
-                "blocked": words.blocked(state),
+                "blocked": render.blocked(state),
                 "service": service_of(self.answers.inside.settings),
             }
         )
@@ -125,7 +121,7 @@ class Pages:
         return JSONResponse(
             {
                 "taken_ms": census.value.taken_ms,
-                "note": words.note(census.value, census.error),
+                "note": render.backlog_note(census.value, census.error),
                 "series": {
                     one.name: {"step": one.step, "bars": [round(count) for count in horizon.bars(counts, one)]}
                     for one in horizon.SERIES
@@ -189,11 +185,11 @@ class Pages:
         try:
             token = asked.token(text)
             async with listing.looking(self._url(), "show") as connection:
-                found = await showing.show(connection, token, CHECKED)
+                found = await showing.show(connection, token, most=1 << 20)
         except (Wrong, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
         if isinstance(found, Found):
-            return self.html(request, "message.html", 404, token=str(token), missing=words.nowhere(found, token))
+            return self.html(request, "message.html", 404, token=str(token), missing=render.nowhere(found, token))
         segment = found.entry.place.segment
         where = found.where.value + ("" if segment is None else f" {segment}")
         state = "running" if found.owned else "free"
@@ -203,7 +199,7 @@ class Pages:
             token=str(found.entry.place.token),
             missing="",
             found=found,
-            fate=words.fate(found),
+            fate=render.fate(found),
             where=f"{where}, lane {found.entry.place.lane} ({render.name(found.owner)}, {state})",
             said=reading.read(found.entry.properties),
             body=reading.preview(found.body),

@@ -12,12 +12,10 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Final, NamedTuple
 
-from delayer.core.tally import LATENESS
+from delayer.core.horizon import LATENESS
 from delayer.services.counting import Counters, host_ms
 
 STEP_MS: Final = 5_000
-KEPT: Final = 181
-"""Notes that are kept: a quarter of an hour, and the one before."""
 KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
@@ -42,11 +40,11 @@ def note(counters: Counters, now_ms: int) -> Note:
 
 
 class Recent:
-    """The notes of this process."""
+    """The notes of this process: those of the last quarter of an hour, and the one before."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, kept: int = 181) -> None:
         self._counters = counters
-        self.notes: deque[Note] = deque([note(counters, host_ms())], KEPT)
+        self.notes: deque[Note] = deque([note(counters, host_ms())], kept)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Note until stopping is set."""

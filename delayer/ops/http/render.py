@@ -1,4 +1,4 @@
-"""Turning values into HTML: Jinja2 with everything escaped, and the few ways in which the page writes things."""
+"""HTML by Jinja2, with everything escaped; and the words, numbers and instants of the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import jinja2
 from starlette.responses import HTMLResponse
 
 from delayer import __version__
+from delayer.core import horizon
+from delayer.core.filters import Token
+from delayer.ops.http.ports import State
 from delayer.services import reading
+from delayer.store import showing
+from delayer.store.cancelling import Found
+from delayer.store.census import Census
+from delayer.store.showing import Whole
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60))
 _UNSEEN: Final = re.compile(
@@ -109,3 +116,54 @@ ENVIRONMENT.globals["version"] = __version__
 def html(template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A page, or a part of one."""
     return HTMLResponse(ENVIRONMENT.get_template(template).render(values), status_code=status)
+
+
+TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two months", "months": "Two years"}
+
+
+def fate(found: Whole) -> str:
+    """What will happen to it, in a sentence. Pure."""
+    to = address(found.entry.to_exchange, found.entry.to_key)
+    said = showing.fate(found, to, name(found.owner), iso)
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def nowhere(found: Found, token: Token) -> str:
+    """Why a message cannot be shown. Pure."""
+    if found is Found.UNREADABLE:
+        return "It may stand in a segment that does not read back: see docs/backlog.md."
+    elsewhere = " at that instant. The id alone, without @…, finds it if it was moved." if token.due_ms else "."
+    return f"It is not in the store{elsewhere} It was delivered or cancelled, or was never there."
+
+
+def blocked(state: State) -> bool:
+    """Whether the broker has blocked a connection of this process."""
+    return any(line["blocked"] for line in state["connections"].values())
+
+
+def series(census: Census | None) -> list[dict[str, Any]]:
+    """Titles, and the rows of the tables under the chart: bars that are not empty."""
+    counts = {} if census is None else census.together()
+    found = []
+    for one in horizon.SERIES:
+        bars = horizon.bars(counts, one)
+        ends = [roughly(at * one.step / 1000) for at in range(len(bars) + 1)]
+        rows = [
+            (f"in {first} to {last}", count) for first, last, count in zip(ends, ends[1:], bars, strict=False) if count
+        ]
+        found.append({"name": one.name, "title": TITLES[one.name], "rows": rows})
+    return found
+
+
+def backlog_note(census: Census | None, error: str) -> str:
+    """What stands under the chart."""
+    if census is None:
+        return f"Not counted yet: {error}" if error else "Not counted yet."
+    counts = census.together()
+    classes = horizon.by_class(counts)
+    how = "Counted" if census.exact else "Estimated from samples"
+    return (
+        f"{how} at {iso(census.taken_ms)}: {number(sum(counts.values()))} messages, "
+        f"{number(classes['overdue'])} of them overdue, {number(classes[horizon.LATER])} due in more "
+        f"than a year.{f' Now: {error}.' if error else ''}"
+    )

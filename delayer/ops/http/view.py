@@ -1,6 +1,6 @@
-"""What is seen of store and broker: looked up when somebody asks, shared by all who ask, and kept for a moment.
+"""Cached looks at store and broker, shared by all requests.
 
-Nobody asks, nothing is looked up: a daemon whose page is closed and whose metrics are not scraped does none of this.
+A daemon whose page is closed and whose metrics are not scraped does not look at all.
 """
 
 from __future__ import annotations
@@ -21,27 +21,17 @@ from delayer.store.status import StoreOverview
 
 T = TypeVar("T")
 
-STORE_SECONDS: Final = 2.0
-DEPTHS_SECONDS: Final = 15.0
-CENSUS_SECONDS: Final = 20.0
-DUTY: Final = 20
-"""A look that takes long is not repeated before so many times as long has passed; one that failed is, soon: it may have
-waited for a server that did not answer, and that server may be back."""
-LATE: Final = 5.0
-"""Seconds after which a look that is under way says that who is looked at does not answer."""
-PATIENCE: Final = 3.0
-"""Seconds that somebody who asks waits for a fresh answer; then the last one has to do."""
 LOOKS_FAIL_WITH: Final = (StoreLost, BrokerLost, BadStoreUrl, SchemaOutdated, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen(Generic[T]):
-    """``value``: the last that was seen, None if nothing ever was. ``error``: why the last look failed, or empty."""
+    """``value``: the last result, None if no look succeeded. ``error``: why the last look failed, or empty."""
 
     value: T | None = None
     error: str = ""
     age: float | None = None
-    """Seconds since ``value`` was seen."""
+    """Seconds since ``value`` was looked up."""
 
     @property
     def fresh(self) -> T | None:
@@ -50,13 +40,20 @@ class Seen(Generic[T]):
 
 
 class Cached(Generic[T]):
-    """One question, asked at most every ``seconds``. After ``late`` seconds without an answer there is none."""
+    """One look, repeated at most every ``seconds``. A look that runs for more than ``late`` seconds is an error.
 
-    def __init__(self, look: Callable[[], Awaitable[T]], seconds: float, name: str, late: float = LATE) -> None:
+    A look that succeeds is not repeated before ``duty`` times its duration have passed. A look that fails is repeated
+    after ``seconds``: a server that did not answer may be back.
+    """
+
+    def __init__(
+        self, look: Callable[[], Awaitable[T]], seconds: float, name: str, late: float = 5.0, duty: int = 20
+    ) -> None:
         self._look = look
         self._seconds = seconds
         self._name = name
         self._late = late
+        self._duty = duty
         self._began: float | None = None
         self._forgotten = False
         self._value: T | None = None
@@ -65,14 +62,14 @@ class Cached(Generic[T]):
         self._again_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    async def get(self, patience: float = PATIENCE) -> Seen[T]:
-        """The answer, fresh if it is to be had within ``patience`` seconds."""
+    async def get(self, patience: float = 3.0) -> Seen[T]:
+        """A fresh result, or the last one if the look takes more than ``patience`` seconds."""
         if monotonic() >= self._again_at and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._refresh(), name=f"look at {self._name}")
         if self._task is not None:
             await asyncio.wait([self._task], timeout=patience)
             if self._task.done():
-                self._task.result()  # a bug is nothing to keep to ourselves
+                self._task.result()  # raises a bug
         return self.last()
 
     def last(self) -> Seen[T]:
@@ -83,7 +80,7 @@ class Cached(Generic[T]):
         return Seen(self._value, error, None if self._seen_at is None else now - self._seen_at)
 
     def forget(self) -> None:
-        """Something was changed: the next who asks wants to see it, not what a look saw that had begun before."""
+        """Something was changed: the next request looks again, also if a look has begun before the change."""
         self._again_at = 0.0
         self._forgotten = True
 
@@ -94,7 +91,7 @@ class Cached(Generic[T]):
         try:
             self._value = await self._look()
             self._error, self._seen_at = "", monotonic()
-            pause = max(pause, DUTY * (self._seen_at - began))
+            pause = max(pause, self._duty * (self._seen_at - began))
         except LOOKS_FAIL_WITH as error:
             self._error = str(error) or type(error).__name__
         finally:
@@ -115,13 +112,13 @@ class StoreSeen(NamedTuple):
 
 
 class View:
-    """All that can be seen."""
+    """The cached looks."""
 
     def __init__(self, inside: Inside) -> None:
         self._inside = inside
-        self.store = Cached(self._store, STORE_SECONDS, "store")
-        self.census = Cached(self._census, CENSUS_SECONDS, "backlog", late=inf)
-        self.depths = Cached[Depths](inside.depths, DEPTHS_SECONDS, "queues")
+        self.store = Cached(self._store, 2.0, "store")
+        self.census = Cached(self._census, 20.0, "backlog", late=inf)
+        self.depths = Cached[Depths](inside.depths, 15.0, "queues")
 
     @property
     def has_store(self) -> bool:

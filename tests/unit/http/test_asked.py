@@ -7,6 +7,7 @@ import pytest
 from delayer.core.filters import Filter
 from delayer.ops.http.asked import (
     Wrong,
+    back,
     fixed,
     instant,
     instant_text,
@@ -142,3 +143,19 @@ def test_ids_and_pages() -> None:
     for text in ("' OR 1=1", "1@9999999999999999", "1@-999999999999999", "9" * 19, "9" * 5000):
         with pytest.raises(Wrong):
             token(text)
+
+
+@pytest.mark.parametrize(
+    ("wish", "path"),
+    [
+        ("/held", "/held"),
+        ("/waiting?route=in", "/waiting?route=in"),
+        ("", "/waiting"),
+        ("//evil.example", "/waiting"),
+        ("/\\evil.example", "/waiting"),
+        ("/\t/evil.example", "/waiting"),
+        ("https://evil.example", "/waiting"),
+    ],
+)
+def test_a_form_goes_on_to_a_path_of_this_server(wish: str, path: str) -> None:
+    assert back({"back": [wish]}, "/deeds/messages") == path

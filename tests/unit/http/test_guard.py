@@ -10,7 +10,6 @@ from starlette.requests import Request
 
 from delayer.core.hosts import is_loopback
 from delayer.core.secret import Secret
-from delayer.ops.http import guard
 from delayer.ops.http.guard import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours
 
 TOKEN = "open-sesame-open-sesame"
@@ -67,15 +66,14 @@ def test_no_other_page_posts(method: str, site: str, origin: str, let_in: bool) 
 class Place:
     """Doors with a clock and a token that can be changed."""
 
-    def __init__(self, token: str | None = TOKEN) -> None:
+    def __init__(self, token: str | None = TOKEN, wrong_seconds: float = 0.0, **more: int) -> None:
         self.token = None if token is None else Secret(token)
         self.now = 0.0
-        self.doors = Doors(lambda: self.token, lambda: self.now)
+        self.doors = Doors(lambda: self.token, lambda: self.now, wrong_seconds=wrong_seconds, **more)
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(guard, "WRONG_SECONDS", 0.0)
+def place() -> Place:
     return Place()
 
 
@@ -159,15 +157,14 @@ async def test_a_wrong_header_is_not_made_good_by_a_cookie(place: Place) -> None
     assert await place.doors.who(request(name or "", "Bearer wrong")) is None
 
 
-async def test_sessions_fill_no_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MOST", 3)
+async def test_sessions_fill_no_memory() -> None:
+    place = Place(most=3)
     names = [await place.doors.open(TOKEN, str(n)) for n in range(5)]
     assert [await place.doors.who(request(name or "")) for name in names] == [None, None, "2", "3", "4"]
 
 
-async def test_who_is_right_does_not_wait_for_who_is_wrong(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "WRONG_SECONDS", 3600.0)
-    monkeypatch.setattr(guard, "WAITING", 2)
+async def test_right_tokens_do_not_wait_for_wrong_ones() -> None:
+    place = Place(wrong_seconds=3600.0, waiting=2)
     wrong = [asyncio.create_task(place.doors.open("wrong", "eve")) for _ in range(5)]
     try:
         async with asyncio.timeout(10):

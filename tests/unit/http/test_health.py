@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayer.ops.http.health import not_alive, not_ready
+from delayer.ops.http.app import not_alive, not_ready
 from delayer.store import schema
 from delayer.store.status import StoreOverview
 from tests.unit.http.states import LINE, overview, state

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.tally import LATENESS, Tally
+from delayer.core.horizon import LATENESS, Tally
 from delayer.ops.http.recent import KINDS, STEP_MS, Note, note, quantile, series, steps, summary
 from delayer.services.counting import Counters
 

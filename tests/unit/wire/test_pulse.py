@@ -11,10 +11,10 @@ from pamqp import frame
 from pamqp.heartbeat import Heartbeat
 
 from delayer.wire import handshake
+from delayer.wire.connection import Pulse
 from delayer.wire.handshake import Limits
 from delayer.wire.methods import commands
-from delayer.wire.outlet import Outlet
-from delayer.wire.pulse import Pulse
+from delayer.wire.serialize import Outlet
 
 
 class Clock:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from delayer.audit import job, report_html
-from delayer.writing import replacing
+from delayer.core.files import replacing
 from tests.unit import audit_reports
 
 EMPTY = audit_reports.empty()
@@ -24,7 +21,7 @@ class Interrupted(Exception):
     """As good as any."""
 
 
-def write(path: Path, text: bytes = b"new", mode: int | None = None) -> None:
+def write(path: Path, text: bytes = b"new", mode: int = 0o666) -> None:
     with replacing(path, mode=mode) as out:
         out.write(text)
 
@@ -54,44 +51,6 @@ def test_what_was_there_stays_until_all_is_written(tmp_path: Path) -> None:
     write(path)
     assert path.read_bytes() == b"new"
     assert names(tmp_path) == ["a"]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from delayer.writing import replacing
-with replacing(Path(sys.argv[1])) as out:
-    out.write(b"half")
-    out.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("name", ["a", "é" * 120], ids=["short", "long"])
-def test_what_a_writer_left_that_was_killed_goes_with_the_next(tmp_path: Path, name: str) -> None:
-    for other in (name, f"{name[:100]}b"):
-        killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / other], check=False)
-        assert killed.returncode == -signal.SIGKILL
-    assert len(names(tmp_path)) == 2
-    with replacing(tmp_path / name) as out:
-        out.write(b"first")
-        assert len(names(tmp_path)) == 2, "the half of another file, and this one's"
-        write(tmp_path / name, b"second")
-        assert len(names(tmp_path)) == 3, "what is being written is nobody's leftover"
-    assert (tmp_path / name).read_bytes() == b"first"
-    [left] = set(names(tmp_path)) - {name}
-    assert left.endswith(".part")
-    write(tmp_path / f"{name[:100]}b")
-    assert names(tmp_path) == sorted([name, f"{name[:100]}b"])
-
-
-def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
-    mine = [".delayer-a-notes.part", ".delayer-a-b-12345678.part", ".delayer-a-12345678.txt"]
-    for one in mine:
-        (tmp_path / one).write_bytes(b"mine")
-    (tmp_path / ".delayer-a-abcdefgh.part").symlink_to(tmp_path / mine[0])
-    write(tmp_path / "a")
-    assert names(tmp_path) == sorted([*mine, ".delayer-a-abcdefgh.part", "a"])
 
 
 @pytest.mark.parametrize("there", [True, False])
