@@ -73,7 +73,7 @@ class Daemon:
         self._condition = Condition(notifier, self._seen)
         self.relays = Relays(settings)
         self._cascade = cascade_of(settings)
-        self._publisher = RelayPublisher(self.relays["publish"], aside=self.relays.aside)
+        self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
         self._room = Room()
         self._in_force = InForce(settings, self._cascade, self._publisher, self.shelf)
         self._bindings = DeliveryBindings(lambda: connect_admin(self.settings.broker_url), self._cascade)
@@ -254,7 +254,7 @@ class Daemon:
         return Strays(
             queue,
             RelayConsumer(self.relays["strays"]),
-            RelayPublisher(self.relays["publish"], aside=self.relays.aside),
+            RelayPublisher(self.relays["publish"], isolation=self.relays.isolation),
             reader,
             names=self._in_force.names,
             new_id=new_id,
@@ -277,7 +277,7 @@ class Daemon:
         )
 
     def _release(self, lane: Lane) -> Release:
-        publisher = RelayPublisher(self.relays["publish"], aside=self.relays.aside)
+        publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
         return Release(
             lane,
             publisher,

@@ -1,4 +1,4 @@
-"""The daemon's connections to its broker: one for each use, and one more for what does not answer."""
+"""The daemon's connections to its broker: one for each use, and one for isolation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Final
 
-from delayer.broker.aside import Aside
+from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import CONFIRM_TIMEOUT
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
@@ -29,8 +29,7 @@ class Relays:
             use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
             for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
         }
-        # Not among the others: it is connected only once something does not answer.
-        self.aside = Aside(Relay(address, "delayer aside", heartbeat=heartbeat), timeout=CONFIRM_TIMEOUT)
+        self.isolation = Isolation(self._relays["publish"], timeout=CONFIRM_TIMEOUT)
 
     def __getitem__(self, use: str) -> Relay:
         return self._relays[use]
@@ -45,7 +44,8 @@ class Relays:
 
     def closings(self) -> list[Coroutine[None, None, None]]:
         """To be waited for together: a broker that hangs answers no goodbye."""
-        return [self.aside.close(), *(relay.close() for relay in self._relays.values())]
+        self.isolation.close()
+        return [relay.close() for relay in self._relays.values()]
 
     async def meet_broker(self) -> None:
         """Lanes say whose messages are in them, if that is known when they are taken; waiting for longer would keep

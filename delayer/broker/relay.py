@@ -19,8 +19,6 @@ log = structlog.get_logger(__name__)
 
 SETTLED: Final = 5.0
 """Seconds after which a connection counts as a success, so that the next one is tried at once."""
-IDLE: Final = 10.0
-"""Seconds that a connection is kept that somebody wanted beside it."""
 
 
 class Relay:
@@ -34,8 +32,7 @@ class Relay:
         self._connection: Connection | None = None
         self._connected = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
-        self._spare: Connection | None = None
-        self._spared: asyncio.TimerHandle | None = None
+        self._others: list[Connection] = []
         self.connects = 0
 
     @property
@@ -64,46 +61,27 @@ class Relay:
         return self._connection
 
     async def another(self, timeout: float) -> Connection:
-        """A connection beside that one, for whoever closes it or gives it back. Raises BrokerLost.
+        """A connection beside that one; it ends with this relay, or when the caller ends it. Raises BrokerLost.
 
         The URL may say less than ``timeout``, not more: somebody waits.
         """
-        spare = self._take_spare()
-        if spare is not None and not spare.closed.done():
-            return spare
         seconds = timeout if self._address.timeout is None else min(timeout, self._address.timeout)
-        return await Connection.open(
-            replace(self._address, timeout=seconds), name=f"{self._name}, alone", heartbeat=self._heartbeat
+        connection = await Connection.open(
+            replace(self._address, timeout=seconds), name=f"{self._name}, isolation", heartbeat=self._heartbeat
         )
-
-    def give_back(self, connection: Connection) -> None:
-        """Keep one of :meth:`another` for whoever wants one next, for some seconds."""
-        if self._keeper is None or self._spare is not None:
-            connection.abandon()
-            return
-        self._spare = connection
-        self._spared = asyncio.get_running_loop().call_later(IDLE, self._end_spare)
-
-    def _take_spare(self) -> Connection | None:
-        if self._spared is not None:
-            self._spared.cancel()
-        spare, self._spare, self._spared = self._spare, None, None
-        return spare
-
-    def _end_spare(self) -> None:
-        if (spare := self._take_spare()) is not None:
-            spare.abandon()
+        self._others = [one for one in self._others if not one.closed.done()] + [connection]
+        return connection
 
     async def close(self) -> None:
         """Close and stop connecting. Safe to call twice, and before start."""
         keeper, self._keeper = self._keeper, None
-        spare = self._take_spare()
         if keeper is not None:
             keeper.cancel()
             await asyncio.wait({keeper})
         connection, self._connection = self._connection, None
         self._connected.clear()
-        await asyncio.gather(*(one.close() for one in (connection, spare) if one is not None))
+        others, self._others = self._others, []
+        await asyncio.gather(*(one.close() for one in (connection, *others) if one is not None))
 
     async def _keep(self) -> None:
         failures = 0

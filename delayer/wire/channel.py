@@ -108,8 +108,8 @@ class Channel:
         """Publish, mandatory, and wait for every confirm: one outcome a message, in the order of the batch.
 
         Several calls may be in flight. Raises HeaderTooLarge and ValueError before anything is written; ChannelClosed
-        (ConfirmTimeout after ``timeout`` seconds, with the outcomes that are there) or ConnectionLost when the outcomes
-        are in doubt. A cancelled call leaves the channel in order; what it had written is published.
+        (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost when some outcomes are in doubt, with the others.
+        A cancelled call leaves the channel in order; what it had written is published.
         """
         confirms = self._confirms
         if confirms is None:
@@ -129,9 +129,12 @@ class Channel:
         except TimeoutError:
             text = f"{confirms.in_flight} confirms were missing after {timeout:g} s"
             self._end(ConfirmTimeout(0, text))
-            raise _with_outcomes(ConfirmTimeout(0, text), waiting) from None
-        except ConfirmTimeout as others:
-            raise _with_outcomes(others, waiting) from None  # it was another batch's time that was over
+            late = ConfirmTimeout(0, text)
+            late.outcomes = waiting.so_far()
+            raise late from None
+        except (ChannelClosed, ConnectionLost) as lost:
+            lost.outcomes = waiting.so_far()
+            raise
         finally:
             # An exception that comes out of here holds this frame, the frame them, and they the exception: a ring
             # around the bodies of the batch, which only the collector would let go of, and that one comes rarely.
@@ -249,11 +252,6 @@ class Channel:
     def _forget(self, tag: bytes) -> Callable[[], None] | None:
         self.consumers.pop(tag, None)
         return self._cancelled_by_broker.pop(tag, None)
-
-
-def _with_outcomes(late: ConfirmTimeout, waiting: Batch) -> ConfirmTimeout:
-    late.outcomes = waiting.so_far()
-    return late
 
 
 def _look_at(outcomes: asyncio.Future[list[Outcome]]) -> None:

@@ -67,7 +67,12 @@ class NoFreeChannel(WireError, BrokerLost):
 
 
 class _Closed(WireError, BrokerLost):
-    """``code`` and ``text`` are the peer's, or ours where we ended it; code 0 where nobody gave one."""
+    """``code`` and ``text`` are the peer's, or ours where we ended it; code 0 where nobody gave one.
+
+    ``outcomes``: those of a publish's batch that were there by then, None for each message in doubt.
+    """
+
+    outcomes: Sequence[Outcome | None] = ()
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -99,14 +104,14 @@ class ProtocolError(ConnectionLost):
 class ChannelClosed(_Closed):
     """The channel is gone: closed by the broker (``code`` says why), or by us (200)."""
 
+    @property
+    def objects(self) -> bool:
+        """Whether the broker closed it for what was sent over it."""
+        return self.code > REPLY_SUCCESS
+
 
 class ConfirmTimeout(ChannelClosed):
-    """Confirms were missing at the deadline. Their outcomes are in doubt and the channel was closed.
-
-    ``outcomes`` are those of the batch that were there by then, None for each message in doubt.
-    """
-
-    outcomes: Sequence[Outcome | None] = ()
+    """Confirms were missing at the deadline. Their outcomes are in doubt and the channel was closed."""
 
 
 class ConsumerCancelled(WireError, BrokerLost):

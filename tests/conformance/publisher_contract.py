@@ -146,7 +146,6 @@ class PublisherContract:
                 await publish_all(world.publisher, batch)
             await world.hand.drain("q")
             for _ in range(3):
-                assert world.publisher.batch_limit <= 100
                 others = [message(f"other {n}", "q") for n in range(30)]
                 mixed = [one for pair in zip(batch, others, strict=True) for one in pair]
                 outcomes = await publish_all(world.publisher, mixed)
@@ -183,7 +182,7 @@ class PublisherContract:
             world.network.resume()
 
     async def test_an_exchange_that_is_deleted_later(self, place: str) -> None:
-        """One batch is in doubt; the next ones are exact again, and stop nobody."""
+        """Some of one batch may come twice; every outcome is exact, and stops nobody."""
         async with self.world(place) as world:
             await world.hand.queue("q")
             await world.hand.exchange("brief")
@@ -191,15 +190,15 @@ class PublisherContract:
             batch = [message(n, "q", "brief" if n == 5 else "") for n in range(10)]
             assert await world.publisher.publish(batch) == [CONFIRMED] * 10
             await world.hand.delete_exchange("brief")
-            with pytest.raises(BrokerLost):
-                await world.publisher.publish(batch)
             await world.hand.drain("q")
-            for _ in range(3):
+            for round_ in range(4):
                 outcomes = await world.publisher.publish(batch)
                 assert [one.code if isinstance(one, Objection) else None for one in outcomes] == [
                     404 if n == 5 else None for n in range(10)
                 ]
-                assert await world.hand.drain("q") == numbered([n for n in range(10) if n != 5])
+                there = await world.hand.drain("q")
+                assert set(there) == set(numbered([n for n in range(10) if n != 5]))
+                assert round_ == 0 or len(there) == 9
 
     async def test_without_a_connection(self, place: str) -> None:
         """A bound to the waiting, and then it comes back by itself."""

@@ -1,0 +1,162 @@
+"""Circuit breakers of destinations: while one is open, its messages are held at once and not published.
+
+A breaker is *closed* (not in the table), *open* until an instant, or *half-open* after it: then one message is a probe
+that closes the breaker, or opens it for longer. It remembers and publishes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from delayer.core.message import Outcome, Outgoing, Unanswered
+from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+
+MANY: Final = 3
+"""Open breakers of one exchange that make its other keys doubtful: where keys name orders, each key is new."""
+
+
+class Destination(NamedTuple):
+    """What decides which queues a publish reaches. ``routing_key`` None: every key of a missing exchange.
+
+    ``copies`` are the bytes of CC and BCC: a silent queue behind a copy says nothing of the same key without it.
+    """
+
+    exchange: bytes
+    routing_key: bytes | None
+    copies: bytes = b""
+
+
+def destination(message: Outgoing) -> Destination:
+    """Where ``message`` leads. Reads its properties, so only doubtful messages are asked."""
+    try:
+        properties = Properties.parse(message.properties)
+        copies = b"\0".join(field.content for name in (b"CC", b"BCC") if (field := properties.get(name)) is not None)
+    except (MalformedProperties, MalformedTable):
+        copies = b""
+    return Destination(message.exchange, message.routing_key, copies)
+
+
+@dataclass(slots=True)
+class _Breaker:
+    outcome: Outcome | None  # None: suspected, so the next message is a probe
+    failures: int
+    until: float
+
+
+class CircuitBreaker:
+    """The breakers of one process. ``clock`` gives seconds; ``most`` bounds each table."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, most: int = 10_000) -> None:
+        self._clock = clock
+        self._most = most
+        self._breakers: dict[Destination, _Breaker] = {}  # the one that failed longest ago stands first
+        self._of_exchange: Counter[bytes] = Counter()
+        self._open_of_exchange: Counter[bytes] = Counter()
+        self._fine: dict[Destination, float] = {}  # answered lately, beside open breakers of its exchange
+        self._turn = self._granted = 0.0  # no batch waits for probes until then; the last one that did
+
+    def __len__(self) -> int:
+        return len(self._breakers)
+
+    def sort(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
+        """Of these messages: the ones that an open breaker holds, with their outcome, and the ones that are doubtful: a
+        probe of their destination comes first. All others take the shared channel."""
+        now = self._clock()
+        self._forget(now)
+        held: dict[int, Outcome] = {}
+        doubtful: list[int] = []
+        for one, group in self.groups(batch, (i for i in indexes if batch[i].exchange in self._of_exchange)).items():
+            breaker = self._breakers.get(one)
+            if breaker is None:
+                if self.doubts(one) and one not in self._fine:
+                    doubtful += group
+            elif (outcome := self._held(breaker, now)) is not None:
+                held.update((index, outcome) for index in group)
+            else:
+                doubtful += group
+                self._grant(breaker, now)
+        return held, doubtful
+
+    def groups(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> dict[Destination, list[int]]:
+        """These messages by the breaker that they belong to."""
+        found: dict[Destination, list[int]] = {}
+        for index in indexes:
+            one = Destination(batch[index].exchange, None)
+            if one not in self._breakers:
+                one = destination(batch[index])
+            found.setdefault(one, []).append(index)
+        return found
+
+    def opened(self, one: Destination, outcome: Outcome) -> None:
+        """A probe failed: the breaker is open, longer each time."""
+        earlier = self._breakers.pop(one, None)
+        failures = 1 + (earlier.failures if earlier is not None else 0)
+        # A probe of a silent queue takes a second, one that closes a channel some milliseconds.
+        first, longest = (5.0, 30.0) if isinstance(outcome, Unanswered) else (1.0, 10.0)
+        pause = min(longest, first * 2.0 ** min(failures - 1, 10))
+        self._enter(one, earlier, _Breaker(outcome, failures, self._clock() + pause))
+
+    def suspect(self, one: Destination) -> None:
+        """The destination did not answer, and nothing else was confirmed meanwhile: its next message is a probe."""
+        if one not in self._breakers:
+            self._enter(one, None, _Breaker(None, 0, self._clock()))
+
+    def knows(self, one: Destination) -> bool:
+        """Whether an earlier probe of this destination got no answer."""
+        return one in self._breakers
+
+    def doubts(self, one: Destination) -> bool:
+        """Whether a short wait for its answer is enough: it was silent before, or its exchange leads to silent ones."""
+        breaker = self._breakers.get(one)
+        return breaker.outcome is not None if breaker is not None else self._open_of_exchange[one.exchange] >= MANY
+
+    def answered(self, one: Destination) -> None:
+        """The destination answered, whatever the answer was: its breaker is closed."""
+        self._close(one)
+        if self._open_of_exchange[one.exchange] >= MANY:
+            if len(self._fine) >= self._most:
+                del self._fine[next(iter(self._fine))]
+            self._fine[one] = self._clock() + 60.0
+
+    def _held(self, breaker: _Breaker, now: float) -> Outcome | None:
+        """The outcome that an open breaker gives; None where it is half-open. A batch waits a second for the probes of
+        silent queues, so one batch in five seconds sends some."""
+        silent = isinstance(breaker.outcome, Unanswered)
+        return breaker.outcome if breaker.until > now or (silent and self._turn > now != self._granted) else None
+
+    def _grant(self, breaker: _Breaker, now: float) -> None:
+        """Nobody else probes meanwhile."""
+        if breaker.outcome is not None:
+            breaker.until = now + 10.0
+            if isinstance(breaker.outcome, Unanswered):
+                self._turn, self._granted = now + 5.0, now
+
+    def _enter(self, one: Destination, earlier: _Breaker | None, breaker: _Breaker) -> None:
+        if earlier is None:
+            self._of_exchange[one.exchange] += 1
+        if breaker.outcome is not None and (earlier is None or earlier.outcome is None):
+            self._open_of_exchange[one.exchange] += 1
+        self._fine.pop(one, None)
+        self._breakers[one] = breaker
+        if len(self._breakers) > self._most:
+            self._close(next(iter(self._breakers)))
+
+    def _close(self, one: Destination) -> None:
+        breaker = self._breakers.pop(one, None)
+        if breaker is None:
+            return
+        for counter, counts in ((self._of_exchange, True), (self._open_of_exchange, breaker.outcome is not None)):
+            counter[one.exchange] -= counts
+            if counter[one.exchange] <= 0:
+                del counter[one.exchange]
+
+    def _forget(self, now: float) -> None:
+        """Close what nobody published to for ten minutes."""
+        while self._breakers and self._breakers[first := next(iter(self._breakers))].until + 600.0 < now:
+            self._close(first)
+        while self._fine and self._fine[fine := next(iter(self._fine))] <= now:
+            del self._fine[fine]

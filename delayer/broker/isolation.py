@@ -1,0 +1,460 @@
+"""Isolation of the publishes that went wrong: finds the message or the destination at fault, on a second connection.
+
+A batch on the shared channel ends without some outcomes when a queue does not confirm, or when the broker closes the
+channel or the connection for one message. These messages come here, and so do those that may end a connection.
+
+- Unanswered: one message of each destination is published on a channel of its own. Where one stays silent while the
+  broker confirms others, its circuit breaker opens and its messages are held.
+- Closed: smaller and smaller portions are published until one message alone closes the channel or the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
+
+import structlog
+
+from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
+from delayer.broker.relay import Relay
+from delayer.core.errors import BrokerLost
+from delayer.core.message import (
+    CONFIRMED,
+    NACKED,
+    ClosedChannel,
+    ClosedConnection,
+    Outcome,
+    Outgoing,
+    Unanswered,
+)
+from delayer.wire.channel import Channel
+from delayer.wire.confirms import TOKEN_HEADER
+from delayer.wire.connection import Connection
+from delayer.wire.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.wire.properties import encode_headers, entry, long_string
+
+log = structlog.get_logger(__name__)
+
+PATIENCE: Final = 2.0
+"""Seconds that a destination has for the answer to its probe."""
+BRIEF: Final = 1.0
+"""The same beside open breakers: the whole batch waits for it."""
+CONNECTING: Final = 2.0
+"""Seconds for the second connection, and for an answer of the broker itself."""
+SPARE: Final = 0.1
+"""Seconds before a batch's deadline in which no probe waits any longer."""
+FEW: Final = 8
+"""Messages of a portion, where one of them may close a channel or a connection."""
+AT_ONCE: Final = 512
+"""Probes side by side, where the connection may have as many channels."""
+NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
+NOT_FOUND: Final = 404
+ACCESS_REFUSED: Final = 403
+
+
+class _Silent(NamedTuple):
+    """A destination whose probe got no answer; ``group``: all its messages."""
+
+    where: Destination
+    group: list[int]
+    began: float
+
+
+@dataclass(slots=True)
+class _Case:
+    """The messages of one batch that are isolated: ``outcomes`` are entered as they become known."""
+
+    batch: Sequence[Outgoing]
+    outcomes: dict[int, Outcome]
+    deadline: float
+    own: bool = False
+    """Only by a connection of our own: these may end it."""
+    alone: bool = False
+    """Nobody else uses the connection meanwhile."""
+    began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    written: set[int] = field(default_factory=set)
+    in_doubt: set[int] = field(default_factory=set)
+    """Published, and not answered; nothing else was confirmed meanwhile."""
+    silent: list[_Silent] = field(default_factory=list)
+    """Their destinations."""
+
+    def unknown(self, indexes: Sequence[int]) -> list[int]:
+        return [index for index in indexes if index not in self.outcomes and index not in self.in_doubt]
+
+    def portion(self, todo: Sequence[int], size: int) -> list[int]:
+        """The first ones, each with another token: a return names nothing else."""
+        return list({self.batch[index].token: index for index in reversed(todo[:size])}.values())[::-1]
+
+
+class Isolation:
+    """One for all publishers of a process. ``relay`` is theirs: it opens the second connection, when that is needed."""
+
+    def __init__(self, relay: Relay, *, timeout: float, breaker: CircuitBreaker | None = None) -> None:
+        """``timeout``: seconds that a publish waits for its confirms, for the text of a hold."""
+        self.breaker = breaker or CircuitBreaker()
+        self.exchanges: set[bytes] = set()
+        """Exchanges that took a publish. To publish to a missing one closes the channel, and leaves others in doubt."""
+        self._relay = relay
+        self._timeout = timeout
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._bisecting = asyncio.Lock()
+        self._users = 0
+        self._idle: asyncio.TimerHandle | None = None
+        self._refused = self._ended = self._heard = -math.inf
+
+    @property
+    def wary(self) -> bool:
+        """Whether a message ended a connection in the last ten seconds. Such messages come in company, so every batch
+        is published here meanwhile."""
+        return self._ended + 10.0 > _now()
+
+    def heard(self, began: float) -> None:
+        """A publish that began then (seconds of the loop) was confirmed: the broker answers."""
+        self._heard = max(self._heard, began)
+
+    def close(self) -> None:
+        """End the second connection. Safe to call twice."""
+        if self._idle is not None:
+            self._idle.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abandon()
+
+    async def replace(self, connection: Connection) -> None:
+        """Not even a channel could be opened on the publishers' ``connection``: end it if the broker answers here. A
+        channel that waits for a queue may keep the broker from reading its connection."""
+        if not connection.blocked and await self._answers() and self._relay.current is connection:
+            connection.drop("the broker does not read this connection, and answers on another")
+
+    # What publishers ask. A message without an outcome afterwards is in doubt.
+
+    async def special(
+        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+    ) -> None:
+        """Publish messages that may end a connection: known ones, and direct replies. All of them have an outcome then.
+        The rest of their batch waits for that, so they have two seconds."""
+        case = _Case(batch, outcomes, min(deadline, _now() + 2.0), own=True, alone=True)
+        replies = [index for index in indexes if not batch[index].isolated]
+        isolated = [index for index in indexes if batch[index].isolated]
+        try:
+            async with asyncio.timeout_at(case.deadline + SPARE):
+                await self._settle(case, replies)
+                await self._settle(case, isolated, size=1)
+        except (BrokerLost, TimeoutError) as lost:
+            log.warning("no isolation connection", messages=len(indexes), reason=str(lost) or "no answer in time")
+        for index in replies:
+            outcomes.setdefault(index, NACKED)  # its reader waits no longer either
+        for index in isolated:
+            one = batch[index]
+            silent = Unanswered(self._timeout, one.exchange, one.routing_key)
+            outcomes.setdefault(index, silent if index in case.written else NOT_TRIED)
+
+    async def unanswered(
+        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+    ) -> None:
+        """Publish one message to each destination of these, and then the others of the destinations that answer."""
+        case = _Case(batch, outcomes, deadline)
+        await self._isolate(case, indexes, partial(self._settle, case, indexes, probing=True))
+
+    async def meet(
+        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+    ) -> None:
+        """Publish some of these messages, all for one exchange, alone, until it is known to take publishes."""
+        case = _Case(batch, outcomes, deadline)
+
+        async def work() -> None:
+            while (todo := case.unknown(indexes)) and batch[todo[0]].exchange not in self.exchanges:
+                try:
+                    async with self._turn(case):
+                        await self._probe(case, next(iter(self.breaker.groups(batch, todo).values())), indexes)
+                except ConnectionLost as lost:
+                    if not (lost.objects and case.alone):
+                        raise
+                    self._objected(case, todo[0], lost, indexes)
+
+        await self._isolate(case, indexes, work)
+
+    async def closed(
+        self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
+    ) -> None:
+        """Publish these, and find each one for which the broker closes the channel or the connection."""
+        case = _Case(batch, outcomes, deadline)
+        await self._isolate(case, indexes, partial(self._settle, case, indexes))
+
+    # How.
+
+    async def _isolate(self, case: _Case, indexes: Sequence[int], work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work`` beside other callers; again where the broker ends the connection for a message: each of its steps
+        then has the connection for itself, and callers take turns."""
+        try:
+            if not self.wary:
+                async with self._bisecting:
+                    pass  # a caller that bisects has the connection for itself
+                try:
+                    return await work()
+                except ConnectionLost as lost:
+                    if not lost.objects:
+                        raise
+            case.alone = True
+            await work()
+        except (BrokerLost, TimeoutError) as lost:
+            log.warning("isolation interrupted", messages=len(indexes), reason=str(lost) or "no answer in time")
+        for one in case.silent:
+            self._proven(case, one)  # by what was confirmed since
+
+    async def _settle(self, case: _Case, indexes: Sequence[int], *, size: int = FEW, probing: bool = False) -> None:
+        """Publish these in portions: larger ones after a good one, a single message after one for which the broker
+        closed something. Where one does not answer, by a probe of each destination. Raises BrokerLost, TimeoutError.
+
+        The broker confirms nothing before it closes, so what stands before the message at fault comes twice.
+        """
+        most = FEW
+        while todo := case.unknown(indexes):
+            some = todo if probing else case.portion(todo, size)
+            try:
+                if probing:
+                    async with self._turn(case):
+                        await self._probe(case, some)
+                    probing, size, most = False, 8 * FEW, len(indexes)  # a slow broker does not get it all at once
+                else:
+                    async with self._turn(case):
+                        await self._together(case, some)
+                    size = min(most, 2 * size)
+            except ConfirmTimeout:
+                probing = True
+            except (ChannelClosed, ConnectionLost) as lost:
+                if isinstance(lost, ConnectionLost) and not (lost.objects and case.alone):
+                    raise
+                if len(some) == 1:
+                    self._objected(case, some[0], lost, indexes)
+                probing, size, most = False, 1, FEW
+
+    def _turn(self, case: _Case) -> AbstractAsyncContextManager[None]:
+        return self._bisecting if case.alone else nullcontext()
+
+    async def _together(self, case: _Case, some: Sequence[int]) -> None:
+        """All on one channel. Enters what is known, also when it raises."""
+        began = _now()
+        async with self._using(case.deadline, 1, own=case.own) as connection:
+            channel = await confirming(connection)
+            case.written.update(some)
+            said: Sequence[Outcome | None] = ()
+            try:
+                messages = [case.batch[index] for index in some]
+                said = await channel.publish(messages, timeout=min(PATIENCE, left(case.deadline)))
+            except (ChannelClosed, ConnectionLost) as lost:
+                said = lost.outcomes
+                raise
+            finally:
+                channel.abandon()
+                known = zip(some, said, strict=bool(said))
+                case.outcomes.update((index, outcome) for index, outcome in known if outcome is not None)
+                if CONFIRMED in said:
+                    self.heard(began)
+
+    def _objected(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]) -> None:
+        """The broker closed something for this one message. A missing exchange concerns all messages for it, a missing
+        permission those with the same key."""
+        if isinstance(lost, ConnectionLost):
+            self._ended = _now()
+            case.outcomes[index] = ClosedConnection(lost.code, lost.text)
+            return
+        said = case.outcomes[index] = ClosedChannel(lost.code, lost.text)
+        one = destination(case.batch[index])
+        if lost.code == NOT_FOUND:
+            self.exchanges.discard(one.exchange)
+            one = Destination(one.exchange, None)
+        elif lost.code != ACCESS_REFUSED:
+            return self.breaker.answered(one)
+        self.breaker.opened(one, said)
+        for other in case.unknown(indexes):
+            message = case.batch[other]
+            if message.exchange == one.exchange and (one.routing_key is None or destination(message) == one):
+                case.outcomes[other] = said
+
+    async def _probe(self, case: _Case, indexes: Sequence[int], besides: Sequence[int] = ()) -> None:
+        """Publish the first message of each destination on a channel of its own. Hold all messages of silent ones."""
+        waiting = deque(self.breaker.groups(case.batch, indexes).items())
+        silent: list[_Silent] = []
+        async with self._using(case.deadline, min(AT_ONCE, len(waiting))) as connection:
+            at_once = max(1, min(AT_ONCE, len(waiting), connection.free_channels // 2))
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(at_once):
+                        workers.create_task(self._worker(case, connection, waiting, silent, besides or indexes))
+            except* (BrokerLost, TimeoutError) as several:
+                raise _first(several) from None
+        case.in_doubt.update(index for _, group in waiting for index in case.unknown(group))
+        await self._judge(case, silent)
+
+    async def _worker(
+        self,
+        case: _Case,
+        connection: Connection,
+        waiting: deque[tuple[Destination, list[int]]],
+        silent: list[_Silent],
+        indexes: Sequence[int],
+    ) -> None:
+        """Probe one destination after the other, each by a channel that waits for no other one."""
+        channel: Channel | None = None
+        until, began = case.deadline - SPARE, case.began
+        try:
+            while waiting and left(until):
+                one, group = waiting.popleft()
+                if not (group := case.unknown(group)):
+                    continue
+                channel = channel or await confirming(connection)
+                patience = min(left(until), BRIEF if self.breaker.doubts(one) else PATIENCE)
+                case.written.add(group[0])
+                try:
+                    said = (await channel.publish([case.batch[group[0]]], timeout=patience))[0]
+                except ConfirmTimeout:
+                    channel = None
+                    silent.append(_Silent(one, group, began))
+                except ChannelClosed as lost:
+                    channel = None
+                    if one.routing_key is None and lost.code != NOT_FOUND:
+                        self.breaker.answered(one)  # the exchange is there by now
+                    self._objected(case, group[0], lost, indexes)
+                else:
+                    case.outcomes[group[0]] = said
+                    self._answered(one)
+                    if said is CONFIRMED:
+                        self.heard(began)
+                began = _now()
+        finally:
+            if channel is not None:
+                channel.abandon()
+
+    def _answered(self, one: Destination) -> None:
+        self.breaker.answered(one)
+        if len(self.exchanges) >= 10_000:
+            self.exchanges.clear()
+        self.exchanges.add(one.exchange)
+
+    async def _judge(self, case: _Case, silent: Sequence[_Silent]) -> None:
+        """Open the breakers of destinations that were silent while the broker confirmed others. Without others, the
+        answer to a message that no queue can be meant by counts the second time."""
+        unproven = [one for one in silent if not self._proven(case, one)]
+        again = [one for one in unproven if self.breaker.knows(one.where) or self._heard >= case.began]
+        answers = bool(again) and await self._answers()
+        for one in unproven:
+            if answers and one in again:
+                self._hold(case, one)
+            else:
+                self.breaker.suspect(one.where)
+                case.in_doubt.update(one.group)
+                case.silent.append(one)
+        if silent:
+            exchange, key, _ = silent[0].where
+            log.warning(
+                "destination silent",
+                destinations=len(silent),
+                unproven=len(case.silent),
+                exchange=exchange,
+                routing_key=key or b"",
+            )
+
+    def _proven(self, case: _Case, one: _Silent) -> bool:
+        """Hold its messages if the broker confirmed something that was published later. Whether it did."""
+        if self._heard >= one.began:
+            self._hold(case, one)
+        return self._heard >= one.began
+
+    def _hold(self, case: _Case, one: _Silent) -> None:
+        said = Unanswered(self._timeout, one.where.exchange, one.where.routing_key or b"")
+        self.breaker.opened(one.where, said)
+        case.outcomes.update((index, said) for index in one.group)
+
+    async def _answers(self) -> bool:
+        """Whether the broker answers anything: a message that no queue can be meant by, on the second connection."""
+        token = b"delayer.nobody." + uuid.uuid4().hex.encode()
+        message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
+        try:
+            async with asyncio.timeout(CONNECTING), self._using(_now() + CONNECTING, 1) as connection:
+                channel = await confirming(connection)
+                try:
+                    await channel.publish([message], timeout=CONNECTING)
+                finally:
+                    channel.abandon()
+        except (BrokerLost, TimeoutError):
+            return False
+        return True
+
+    # The second connection.
+
+    @asynccontextmanager
+    async def _using(self, deadline: float, channels: int, *, own: bool = False) -> AsyncIterator[Connection]:
+        """The second connection, made if there is none, and kept for ten seconds afterwards. Where the broker lets in
+        no other, the publishers' has to do, unless it is to be our ``own``. Raises BrokerLost, TimeoutError."""
+        if not left(deadline):
+            raise TimeoutError
+        if self._idle is not None:
+            self._idle.cancel()
+        connection = await self._connected(deadline, channels, own=own)
+        self._users += 1
+        try:
+            yield connection
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._idle = asyncio.get_running_loop().call_later(10.0, self.close)
+
+    async def _connected(self, deadline: float, channels: int, *, own: bool) -> Connection:
+        async with self._connecting:
+            connection = self._connection
+            if connection is not None and not self._users and connection.free_channels < 2 * channels + 1:
+                connection.abandon()  # the broker ends its channels that wait for silent queues with it
+            if connection is not None and not connection.closed.done():
+                return connection
+            if own or self._refused + 30.0 < _now():
+                try:
+                    self._connection = await self._relay.another(min(CONNECTING, left(deadline)))
+                except BrokerLost as lost:
+                    self._refused = _now()
+                    if own:
+                        raise
+                    log.warning("no isolation connection", reason=str(lost))
+                else:
+                    return self._connection
+        while True:
+            try:
+                return await self._relay.connection(left(deadline))
+            except BrokerLost:  # it may be on its way again
+                if not left(deadline):
+                    raise
+                await asyncio.sleep(0.05)
+
+
+async def confirming(connection: Connection) -> Channel:
+    """A new channel that confirms."""
+    channel = await connection.channel()
+    try:
+        await channel.confirm_select()
+    except BaseException:
+        channel.abandon()  # nobody else knows of it, and its number would never be free again
+        raise
+    return channel
+
+
+def left(deadline: float) -> float:
+    """Seconds until then, by the loop's clock."""
+    return max(0.0, deadline - _now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One failure of many workers: a connection that was closed for a message counts most."""
+    all_of = list(several.exceptions)
+    return next((one for one in all_of if isinstance(one, ConnectionLost)), all_of[0])
