@@ -32,7 +32,7 @@ VERBS: Final = {
     "held": "held",
     "refused": "refused",
     "strays": "strays",
-    "acts": "audit_log:acts",
+    "audit-log": "audit_log",
     "drain": "drain",
     "audit": "audit",
     "compact": "compact",

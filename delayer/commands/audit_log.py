@@ -1,4 +1,4 @@
-"""delayer acts: the changes that people made by hand."""
+"""delayer audit-log: the changes that operators made."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from delayer.store import acts as trail
 from delayer.store import listing
 
 
-@click.command(short_help="Show what people did to messages: who, when, what, how many.")
+@click.command("audit-log", short_help="Show the changes that operators made: who, when, what, how many.")
 @limit_option
-@click.option("--before", type=click.IntRange(1), metavar="NUMBER", help="Those before this one.")
+@click.option("--before", type=click.IntRange(1), metavar="NUMBER", help="Entries before this one.")
 @as_json
 @click.pass_context
-def acts(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:
-    """Show the audit trail, the latest first: every cancel, reschedule, retry and drop by hand.
+def audit_log(context: click.Context, *, limit: int, before: int | None, as_json: bool) -> None:
+    """Show the audit log, the latest entry first: every cancel, reschedule, retry, drop, drain and import.
 
-    An act that was interrupted stands there with the number that it reached.
+    An interrupted command is in the log with the number of messages that it reached.
 
     \b
     Examples:
-      delayer acts
-      delayer acts --limit 5 --json
+      delayer audit-log
+      delayer audit-log --limit 5 --json
     """
     url = store_url(request_of(context).settings())
-    found = asyncio.run(_acts(url, limit, before))
+    found = asyncio.run(_entries(url, limit, before))
     if as_json:
         print_json([one._asdict() for one in found])
         return
     rows = [(one.id, iso(one.at_ms), one.who, one.verb, one.messages, one.asked) for one in found]
     if rows:
-        print_table(["", "when", "who", "what", "messages", "asked for"], rows, right=(0, 4))
+        print_table(["", "when", "who", "command", "messages", "arguments"], rows, right=(0, 4))
     else:
-        click.echo("Nobody did anything by hand.")
+        click.echo("The audit log is empty.")
 
 
-async def _acts(url: str, limit: int, before: int | None) -> list[trail.Act]:
-    async with listing.looking(url, "acts") as connection:
+async def _entries(url: str, limit: int, before: int | None) -> list[trail.Act]:
+    async with listing.looking(url, "audit-log") as connection:
         return list(await trail.listed(connection, limit, before))

@@ -25,7 +25,7 @@ from delayer.commands.options import (
     whoami,
     yes_option,
 )
-from delayer.commands.output import iso, note, print_json, progress
+from delayer.commands.output import counted, iso, note, print_json, progress
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.settings import duration_ms, duration_text
@@ -44,15 +44,16 @@ from delayer.store.rescheduling import When
 @as_json
 @click.pass_context
 def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool, **given: Any) -> None:
-    """Cancel messages by their ids, or all that a filter means (--key, --route, --due-before, …; --all for all).
+    """Cancel messages by their ids, or all that match a filter (--key, --route, --due-before, …; --all for all).
 
-    What is said to be cancelled is not delivered. A message that is being delivered at this moment is waited for; one
-    that is delivered already is told; only after a crash between a delivery and its commit it stands there still, and
-    a cancel prevents its second copy. A message that a crash left in the intake queue though it was parked is parked
-    again, whoever cancelled it before. One that is held for want of an answer ("no confirm") is not tried again, but
-    its queue perhaps has it, and delivers it when it answers: that is said of each. By a filter: waiting messages and
-    those in segments; a held one by its id, or by `delayer held drop`. Every act is written down (`delayer acts`).
-    Exit code 1 if an id was nowhere.
+    A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
+    reports those that were delivered already. Three exceptions: After a crash between a delivery and its commit, a
+    cancel prevents the second copy only. A message that a crash left in the intake queue is parked again, although it
+    was cancelled. A held message whose queue did not answer ("no confirm") is not tried again, but its queue may have
+    it; the command names each of these.
+
+    A filter matches waiting messages, and those in segments. Cancel a held message by its id, or with `delayer held
+    drop`. `delayer audit-log` shows every cancel. Exit code 1 if an id was not found.
 
     \b
     Examples:
@@ -74,8 +75,10 @@ def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> 
 
 @click.command(short_help="Give messages another due instant.")
 @tokens
-@click.option("--at", "at_ms", callback=instant, metavar="INSTANT", help="Due then: RFC 3339, or how long from now.")
-@click.option("--by", "by_ms", callback=_by, metavar="DURATION", help="That much later, or with a - earlier.")
+@click.option(
+    "--at", "at_ms", callback=instant, metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
+)
+@click.option("--by", "by_ms", callback=_by, metavar="DURATION", help="Later by this, or earlier with a -.")
 @filter_options
 @all_option
 @dry_run_option
@@ -92,13 +95,13 @@ def reschedule(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by so much.
+    """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by DURATION.
 
-    Their ids stay; what `delayer list` prints behind the @ is the new instant. A held message is tried again then. One
-    that is due at once is delivered at once. Of what waits for a person only (late, unfit) --by counts from now, or
-    from when it is due. --by is not safe to repeat: after an exit code of 3 some may have been moved, and would be
-    moved twice; --at is. Every act is written down (`delayer acts`).
-    Exit code 1 if an id was nowhere.
+    A message keeps its id; the part behind the @ in `delayer list` is the new instant. A held message is tried again
+    then. A message that is due at once is delivered at once. For a held message that waits for an operator (late,
+    unfit), --by counts from now, or from its due instant if that is later. Do not repeat --by after exit code 3: some
+    messages may have been moved, and would be moved twice. --at is safe to repeat. `delayer audit-log` shows every
+    reschedule. Exit code 1 if an id was not found.
 
     \b
     Examples:
@@ -107,7 +110,7 @@ def reschedule(
       delayer reschedule --key order-4711 --at 0s
     """
     if (at_ms is None) == (by_ms is None):
-        raise click.UsageError("say the new instant: either --at or --by")
+        raise click.UsageError("expected a new instant: either --at or --by")
     new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
     do = acting.rescheduler(When(at_ms, by_ms or 0))
     _act(context, "reschedule", do, tokens, new, as_json=as_json, **given)
@@ -130,7 +133,7 @@ def _act(
     if tokens and (everything or not wanted.everything):
         raise click.UsageError("give either ids or a filter")
     if not tokens and wanted.everything and not everything:
-        raise click.UsageError("say which messages: ids, a filter, or --all")
+        raise click.UsageError("expected the messages: ids, a filter, or --all")
     settings = request_of(context).settings()
     url = store_url(settings)
     say_native(settings)
@@ -169,11 +172,11 @@ def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *
     for token in tokens:
         if found[token.id] is Found.NOWHERE:
             moved = ", or rescheduled: try the id without @…" if token.due_ms is not None else ""
-            note(f"{token} is not in the store: delivered or cancelled already{moved}; or it never was there.")
+            note(f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked.")
         elif found[token.id] is Found.UNREADABLE:
-            note(f"{token} may stand in a segment that does not read back: see docs/backlog.md.")
+            note(f"{token} may be in a segment that cannot be read: see docs/backlog.md.")
         elif found[token.id] is Found.UNSURE:
-            note(f"{token} was held for want of an answer: its queue perhaps has it, and delivers it all the same.")
+            note(f"{token} was held because its queue did not answer: the queue may have it, and still deliver it.")
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:
@@ -191,7 +194,7 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], ne
             return [entry.place.token for entry in entries]
 
     for token in asyncio.run(look()) if waiting else []:
-        click.echo(f"{token.id} is due {iso(token.due_ms or 0)}, and is {token} from now on.")
+        click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
 
 
 MOST_TOLD: Final = 10
@@ -211,24 +214,24 @@ def _filtered(
 ) -> int:
     test = reading.header_test(wanted)
 
-    async def counted() -> Counted:
+    async def look() -> Counted:
         async with acting.acting(url, f"count for {verb}") as connection:
             return await acting.count(connection, wanted, test)
 
-    meant = asyncio.run(counted())
+    meant = asyncio.run(look())
     if meant.broken:
-        note(f"{meant.broken} segments do not read back and may hold more: they are left alone, see docs/backlog.md.")
-    about = f"{meant.messages:,} messages"
+        note(f"{meant.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
+    about = counted(meant.messages, "message")
     target = f" to {iso(new['at_ms'])}" if "at_ms" in new else f" by {_shift(new['by_ms'])}" if "by_ms" in new else ""
     if dry_run or not meant.messages:
         if as_json:
-            print_json({"meant": meant.messages, "done": 0, "broken_segments": meant.broken})
+            print_json({"matched": meant.messages, "done": 0, "broken_segments": meant.broken})
         else:
-            click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "Nothing that waits is meant.")
+            click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
         return DONE
-    note(f"{about} are meant.")
+    note(f"{about} match.")
     if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
-        note("Nothing was done.")
+        note("Nothing was changed.")
         return DONE
 
     async def work() -> Counter[Found]:
@@ -245,9 +248,9 @@ def _filtered(
     done = asyncio.run(work())
     late = done[Found.NOWHERE]
     if as_json:
-        print_json({"meant": meant.messages, "done": done.total() - late, "too_late": late})
+        print_json({"matched": meant.messages, "done": done.total() - late, "too_late": late})
     else:
-        others = f"; {late:,} were delivered or moved meanwhile" if late else ""
+        others = f"; {late:,} were delivered or moved in the meantime" if late else ""
         click.echo(f"{PAST[verb]}: {done.total() - late:,}{target}{others}.")
     return DONE
 

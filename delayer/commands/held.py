@@ -1,4 +1,4 @@
-"""delayer held: messages that their destination would not take."""
+"""delayer held: messages that their destination did not take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from delayer.commands.options import (
     whoami,
     yes_option,
 )
-from delayer.commands.output import address, iso, note, print_json, print_table
+from delayer.commands.output import address, counted, iso, note, print_json, print_table
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.store import acting, acts, heldback, listing
@@ -34,7 +34,7 @@ from delayer.store.heldback import HeldEntry
 from delayer.store.listing import LAST_ID
 
 
-@click.group(short_help="List, retry or drop what destinations would not take.")
+@click.group(short_help="List, retry or drop held messages.")
 def held() -> None:
     """List, retry or drop held messages: their destination would not take them. Each is tried again by itself, with
     growing pauses; those that came too late for their route (late_limit) wait until somebody says so. `delayer show ID`
@@ -62,8 +62,10 @@ def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, *
         rows = [{**json_of(one.entry), "held": one.held._asdict()} for one in page.messages]
         print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
         return
-    if not page.messages:
-        click.echo("Nothing is held." if not page.bounded else "Nothing so far.")
+    if not page.messages and page.bounded:
+        click.echo("No messages match so far.")
+    elif not page.messages:
+        click.echo("No messages are held." if wanted.everything else "No held messages match.")
     else:
         print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, page.messages), right=(3,))
     if page.after is not None:
@@ -95,10 +97,10 @@ async def _page(url: str, wanted: Filter, limit: int, after: int) -> heldback.Pa
 @yes_option
 @click.pass_context
 def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
-    """Try held messages again now: those of these ids, or all that a filter means.
+    """Try held messages again now: those of these ids, or all that match a filter.
 
-    What its destination still does not take stays held, with its next pause. What an import held before it was due is
-    tried when it is.
+    A message that its destination still does not take stays held, with its next pause. A message that an import held
+    before its due instant is tried at that instant.
 
     \b
     Examples:
@@ -117,7 +119,7 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
 @yes_option
 @click.pass_context
 def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
-    """Drop held messages for good: those of these ids, or all that a filter means. They count as cancelled.
+    """Drop held messages for good: those of these ids, or all that match a filter. They count as cancelled.
 
     Of what is held for want of an answer ("no confirm") its queue perhaps has a copy, and delivers it when it answers.
 
@@ -129,6 +131,7 @@ def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) ->
     _act(context, "drop", tokens, **given)
 
 
+DONE_TO = {"retry": "tried again", "drop": "dropped"}
 PAST = {"retry": "To be tried again now", "drop": "Dropped"}
 
 
@@ -146,7 +149,7 @@ def _act(
     if tokens and (everything or not wanted.everything):
         raise click.UsageError("give either ids or a filter")
     if not tokens and wanted.everything and not everything:
-        raise click.UsageError("say which messages: ids, a filter, or --all")
+        raise click.UsageError("expected the messages: ids, a filter, or --all")
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
     meant = Meant(wanted, ids)
@@ -154,12 +157,16 @@ def _act(
     for number in sorted(missing):
         note(f"{number} is not held.")
     if verb == "drop" and unsure:
-        note(f"{unsure:,} are held for want of an answer: their queue perhaps has them, and may deliver them.")
+        note(
+            f"{unsure:,} were held because their queue did not answer: the queue may have them, and still deliver them."
+        )
     if dry_run or not messages:
-        click.echo(f"{messages:,} held messages would be meant." if dry_run else "Nothing that is held is meant.")
+        click.echo(
+            f"{counted(messages, 'held message')} would be {DONE_TO[verb]}." if dry_run else "No held messages match."
+        )
         context.exit(FOUND if missing else DONE)
-    if not tokens and not agreed(f"{verb.capitalize()} {messages:,} held messages?", yes=yes):
-        note("Nothing was done.")
+    if not tokens and not agreed(f"{verb.capitalize()} {counted(messages, 'held message')}?", yes=yes):
+        note("Nothing was changed.")
         context.exit(DONE)
     click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
     if missing:
@@ -167,7 +174,7 @@ def _act(
 
 
 class Meant(NamedTuple):
-    """Those of ``ids``, or all of ``wanted`` up to the id ``last``."""
+    """The held messages with these ``ids``, or all that match ``wanted`` up to the id ``last``."""
 
     wanted: Filter
     ids: Set[int]
@@ -188,8 +195,7 @@ async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[
 
 
 async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int], int]:
-    """How many are meant, the last of them, which of the ids are not held, and of how many nobody knows whether they
-    are delivered."""
+    """How many match, the last of them, the ids that are not held, and how many may be delivered already."""
     async with listing.looking(url, "look at what is held") as connection:
         messages, last, missing, unsure = 0, 0, set(meant.ids), 0
         async for page in _pages(connection, meant):
@@ -202,7 +208,7 @@ async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int], int]:
 
 
 async def _do(url: str, verb: str, meant: Meant) -> int:
-    """To all that were counted and are held still; what was held since then is not meant."""
+    """Retry or drop all counted messages that are still held, and no later ones."""
     asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
     done = 0
     async with acting.acting(url, f"held {verb}") as connection:

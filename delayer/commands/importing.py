@@ -245,7 +245,7 @@ def tell_report(report: Report, as_json: bool) -> None:
     for count, why in _reasons(report.reasons):
         note(f"Held: {count:,}, {why}.")
     if report.superseded:
-        note(f"Not imported: {report.superseded:,}, {SUPERSEDED}. The audit log (`delayer acts`) names the keys.")
+        note(f"Not imported: {report.superseded:,}, {SUPERSEDED}. `delayer audit-log` names the keys.")
     for why, count in report.left.items():
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:

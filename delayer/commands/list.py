@@ -1,4 +1,4 @@
-"""delayer list, show: the messages that wait in the store, and one of them."""
+"""delayer list, show: the waiting messages of the store, and one message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from delayer.store.showing import Whole
 def row_of(entry: Entry) -> tuple[object, ...]:
     """One line of a list."""
     key = "" if entry.key is None else reading.text(entry.key)
-    where = "" if entry.place.segment is None else f"segment {entry.place.segment}"
+    where = "" if entry.place.segment is None else str(entry.place.segment)
     return (
         str(entry.place.token),
         iso(entry.place.due_us // 1000),
@@ -67,27 +67,27 @@ def json_of(entry: Entry) -> dict[str, Any]:
 
 
 def say_native(settings: Settings) -> None:
-    """What the store's verbs cannot see."""
+    """Tell a user of native mode about the messages that these verbs cannot see."""
     if settings.mode == "native":
-        note("What waits in the cascade can be counted (`delayer topology show`), but not listed, moved or cancelled.")
+        note("Messages in the cascade can be counted (`delayer topology show`), but not listed, moved or cancelled.")
 
 
-@click.command("list", short_help="List what waits, soonest first, page by page.")
+@click.command("list", short_help="List waiting messages, soonest first, page by page.")
 @tokens
 @filter_options
 @limit_option
-@click.option("--after", metavar="ID", help="Begin behind this message: the last one of the page before.")
+@click.option("--after", metavar="ID", help="Begin after this message, the last one of the previous page.")
 @as_json
 @click.pass_context
 def list_(
     context: click.Context, /, *, tokens: Sequence[Token], limit: int, after: str | None, as_json: bool, **given: Any
 ) -> None:
-    """List the messages that wait in the store, the soonest due first: rows, and what was compacted into segments. All
-    of them, those of a filter, or those of these ids.
+    """List the waiting messages of the store, the soonest due first: rows, and messages in segments. All of them, or
+    those that match a filter, or those of these ids.
 
-    By due time, key or nothing at all, a page takes milliseconds however many wait. What no index knows (--route, --to,
-    --to-key, --header) is found by reading on: a page then ends after 10,000 rows that are something else, says so, and
-    the next one goes on there. Held messages: `delayer held list`.
+    A page takes milliseconds without a filter, and with --key or a due time. --route, --to, --to-key and --header have
+    no index: such a page ends after it read 10,000 rows that do not match, and the next page goes on from there. For
+    held messages see `delayer held list`.
 
     \b
     Examples:
@@ -106,7 +106,7 @@ def list_(
         for token in {
             token.id: token for token in tokens if token.id not in {one.place.id for one in entries}
         }.values():
-            note(f"{token} does not wait. Next: `delayer show {token}`.")
+            note(f"{token} is not waiting. Next: `delayer show {token}`.")
     else:
         found, entries = asyncio.run(_page(store_url(settings), wanted, limit, _behind(after)))
     token_after = None if found.after is None else _token_of(found.after)
@@ -120,18 +120,18 @@ def list_(
             }
         )
         return
-    columns = ["id", "due", "route", "to", "bytes", "key", "in"]
+    columns = ["id", "due", "route", "to", "bytes", "key", "segment"]
     if entries:
         print_table(columns, [row_of(entry) for entry in entries], right=(4,))
     else:
-        click.echo("Nothing that waits is meant." if not found.bounded else "Nothing so far.")
+        click.echo("No messages match." if not found.bounded else "No messages match so far.")
     say_native(settings)
     if found.broken:
-        note(f"{len(found.broken)} broken segments may hold more; see docs/backlog.md.")
+        note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")
     if found.bounded:
-        note(f"Reading ended at its limit; there may be more. Next: the same with --after {token_after}.")
+        note(f"The page ended at its limit of rows; there may be more. Next: the same with --after {token_after}.")
     elif token_after is not None:
-        note(f"More: the same with --after {token_after}.")
+        note(f"There are more. Next: the same with --after {token_after}.")
 
 
 def _behind(after: str | None) -> tuple[int, int]:
@@ -176,11 +176,11 @@ async def _named(url: str, tokens: Sequence[Token]) -> tuple[listing.Found, list
 @as_json
 @click.pass_context
 def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool) -> None:
-    """Show a message: properties, headers with their types, the beginning of its body, where it is, what will happen.
+    """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
 
-    ID as `delayer list` prints it, such as 48213@1795291200000. The part before the @ will do, and is found wherever
-    the message is by now; but then the index of every partition is read (a second or more, with ten million waiting).
-    Exit code 1 if it is nowhere: delivered, cancelled, or never there.
+    The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a message
+    that was moved; but it reads the index of every partition (a second or more with ten million waiting messages).
+    Exit code 1 if the message is not found: it was delivered or cancelled, or never parked.
 
     \b
     Examples:
@@ -194,8 +194,8 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
     settings = request_of(context).settings()
     found = asyncio.run(_show(store_url(settings), asked))
     if isinstance(found, Found):
-        elsewhere = " at that instant. Next: the id alone, without @…, finds it if it was moved" if asked.due_ms else ""
-        text = "may stand in a segment that does not read back: see docs/backlog.md"
+        elsewhere = " at that instant. Next: the id without @… finds it if it was moved" if asked.due_ms else ""
+        text = "may be in a segment that cannot be read: see docs/backlog.md"
         note(f"{asked} {text}." if found is Found.UNREADABLE else f"{asked} is not in the store{elsewhere}.")
         say_native(settings)
         context.exit(FOUND)
@@ -260,7 +260,7 @@ def _print(found: Whole) -> None:
         print_table(["header", "type", "value"], said.headers)
     more = f", the first {reading.PREVIEW}" if entry.size > reading.PREVIEW else ""
     click.echo(f"\nbody: {entry.size} bytes{more}")
-    # What a message says must not be able to steer a terminal.
+    # A message must not be able to control the terminal.
     click.echo("\n".join(map(_harmless, reading.preview(found.body).splitlines())))
 
 

@@ -134,22 +134,22 @@ def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[st
 
 
 _OPTIONS = (
-    click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of the route it came by."),
-    click.option("--to", "exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange it goes to."),
-    click.option("--to-key", "routing_key", callback=bytes_of, metavar="KEY", help="The routing key it goes out with."),
+    click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
+    click.option("--to", "exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange that it goes to."),
+    click.option("--to-key", "routing_key", callback=bytes_of, metavar="KEY", help="The routing key that it goes with."),
     click.option(
-        "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h."
+        "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h from now."
     ),
     click.option("--due-before", "due_before_ms", callback=instant, metavar="INSTANT", help="Due before then."),
-    click.option("--key", callback=bytes_of, metavar="KEY", help="The x-delay-key that stands for it."),
+    click.option("--key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),
     click.option(
         "--header", "headers", multiple=True, callback=_headers, metavar="NAME=VALUE",
-        help="A header equals this, as text. May be repeated.",
+        help="A header and its value, as text. May be repeated.",
     ),
 )  # fmt: skip
 tokens = click.argument("tokens", nargs=-1, callback=_tokens, metavar="[ID]...")
 limit_option = click.option(
-    "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows of a page."
+    "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows on a page."
 )
 
 
@@ -167,12 +167,12 @@ def filter_of(given: dict[str, Any]) -> Filter:
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Say how many it would be, and change nothing.")
-all_option = click.option("--all", "everything", is_flag=True, help="All of them, without any filter.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
+all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
 
 
 def whoami() -> str:
-    """Who acts, for the audit trail: the user behind sudo, on this host."""
+    """The operator, for the audit log: the user behind sudo, on this host."""
     try:
         user = os.environ.get("SUDO_USER") or getpass.getuser()
     except (KeyError, OSError):  # a user id without a name, as in containers
@@ -181,11 +181,11 @@ def whoami() -> str:
 
 
 def agreed(question: str, *, yes: bool) -> bool:
-    """Whether to go on: ``--yes``, or a person at a terminal who says so. Raises Misused where nobody can be asked."""
+    """Whether to go on: ``--yes``, or a yes at the terminal. Raises Misused if there is neither."""
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise Misused("nobody can be asked here: say --yes, or --dry-run to see the number only")
+        raise Misused("there is no terminal to ask at: use --yes, or --dry-run to see the number only")
     return click.confirm(question, default=False, err=True)
 
 
@@ -200,17 +200,19 @@ def go_on(
     yes: bool,
     cut: bool = False,
 ) -> None:
-    """Say which of the named messages are ``missing``; end here on a dry run, without ``some`` that are meant, or where
-    somebody who did not name them says no to ``question``: a verb, and what it is about. ``cut``: not all of them were
-    looked at, so that what is not among them may be there all the same."""
+    """Report ``missing`` ids. Exit on a dry run, if nothing matched, or if the user declines.
+
+    ``question``: the verb, and its messages. ``some``: whether any matched. ``named``: by ids, which needs no question.
+    ``cut``: the look ended before the last message, so that a missing one may exist.
+    """
     absent = sorted(missing)
     for name in absent:
-        note(f"{quoted(name)} is not among them.")
+        note(f"{quoted(name)} was not found.")
     if dry_run or not some:
-        click.echo(f"{question.partition(' ')[2]} are meant.")
+        click.echo(f"{question.partition(' ')[2]} match.")
         context.exit(FOUND if absent or cut else DONE)
     if not named and not agreed(f"{question}?", yes=yes):
-        note("Nothing was done.")
+        note("Nothing was changed.")
         context.exit(DONE)
 
 

@@ -87,12 +87,17 @@ def progress(step: str = "starting") -> Iterator[Say]:
 
 
 def note(text: str) -> None:
-    """A remark for people, on stderr."""
+    """A note for people, on stderr."""
     click.echo(readable(text), err=True)
 
 
 def quoted(name: str) -> str:
     return f'"{readable(name)}"'
+
+
+def counted(number: int, noun: str) -> str:
+    """``number`` and ``noun``, in the plural if need be."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def depth_text(depth: int | None, *, used: bool = True, hidden: bool = False) -> str:

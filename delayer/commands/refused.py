@@ -226,7 +226,7 @@ def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
 
 
-@click.group(short_help="List, retry or drop what could not be delayed.")
+@click.group(short_help="List, retry or drop refused messages.")
 def refused() -> None:
     """List, retry or drop refused messages: what could not be delayed, in the queue refused.queue.
 
@@ -258,7 +258,7 @@ def list_(
     if found:
         print_table(["id", "came in at", "bytes", "message_id", "reason"], map(_row, found), right=(2,))
     else:
-        click.echo("Nothing is refused." if not depth else "Nothing that was looked at is meant.")
+        click.echo("No messages are refused." if not depth else "No refused messages match.")
     if depth > limit:
         note(f"{depth:,} stand in {quoted(settings.refused.queue)}; the first {limit:,} were looked at (--limit).")
 

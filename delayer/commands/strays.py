@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Which strays are meant."""
+    """The options that select strays."""
     command = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")(command)
     return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
 
@@ -95,7 +95,7 @@ def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json
     if found.strays:
         print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, found.strays), right=(3,))
     else:
-        click.echo("No strays are meant." if ids or reason else "There are no strays.")
+        click.echo("No strays match." if ids or reason else "There are no strays.")
     _say_cut(found)
 
 

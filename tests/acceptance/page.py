@@ -28,7 +28,7 @@ CHROMIUM = shutil.which("chromium")
 TOKEN = "open-sesame-open-sesame"
 HOUR = 3_600_000
 PICTURES = os.environ.get("PAGE_PICTURES", "")
-PAGES = ("/", "/waiting", "/held", "/refused", "/acts", "/login")
+PAGES = ("/", "/waiting", "/held", "/refused", "/audit-log", "/login")
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: `.ci/setup browser`"),
@@ -73,7 +73,7 @@ class Shown:
         return list(json.loads(await command(self.config, "list", "--json", *filters))["messages"])
 
     async def acts(self) -> list[dict[str, Any]]:
-        return list(json.loads(await command(self.config, "acts", "--json")))
+        return list(json.loads(await command(self.config, "audit-log", "--json")))
 
 
 @asynccontextmanager

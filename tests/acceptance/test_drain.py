@@ -83,7 +83,7 @@ async def test_into_the_cascade_and_back(place: Place, store: str, tmp_path: Pat
         levels = json.loads(await command(config, "status", "--json"))["broker"]["cascade"]
         assert sum(level["depth"] for level in levels) == 0
 
-        trail = {one["verb"]: one["messages"] for one in json.loads(await command(config, "acts", "--json"))}
+        trail = {one["verb"]: one["messages"] for one in json.loads(await command(config, "audit-log", "--json"))}
         assert trail == {"drain to native": COUNT, "drain to store": COUNT}
         await command(config, "reschedule", "--all", "--at", "0s", "--yes")
         await inbox.got([letter(n).body for n in range(COUNT)])
@@ -116,8 +116,8 @@ async def test_with_their_keys_and_nothing_stays(place: Place, store: str, tmp_p
         told = await command(config, "drain", "--to", "native", "--keys-too", "--yes")
         assert "Moved into the cascade: 3." in told
         assert "Nothing is left in the store." in told
-        assert "Nothing that waits is meant." in await command(config, "list", "--key", "k1")
+        assert "No messages match." in await command(config, "list", "--key", "k1")
         levels = json.loads(await command(config, "status", "--json"))["broker"]["cascade"]
         assert sum(level["depth"] for level in levels) == 3
-        (act,) = json.loads(await command(config, "acts", "--json"))
+        (act,) = json.loads(await command(config, "audit-log", "--json"))
         assert (act["verb"], act["messages"]) == ("drain to native", 3)

@@ -309,7 +309,7 @@ async def test_programs_act_by_the_token_in_a_header_and_nobody_else_does(
                       {"verb": "reschedule", "id": rows[1]["id"]}):  # fmt: skip
             assert (await this.web.post("/deeds/messages", wrong, **allowed)).status == 400
         counted = await this.web.post("/deeds/filtered", {"verb": "cancel", "route": "in"}, **allowed)
-        assert counted.json == {"meant": 2, "broken_segments": 0, "confirmed": False}
+        assert counted.json == {"matched": 2, "broken_segments": 0, "confirmed": False}
         for slip in ({"rout": "in"}, {"key": ""}, {}, {"route": ["in", "else"]}):
             answer = await this.web.post("/deeds/filtered", {"verb": "cancel", "confirmed": "yes", **slip}, **allowed)
             assert answer.status == 400, answer.text

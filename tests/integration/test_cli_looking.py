@@ -52,7 +52,7 @@ def ids(run: Run, *arguments: str) -> list[str]:
 
 async def test_list(delayer: Run, database: str) -> None:
     delayer("db", "upgrade")
-    assert "Nothing that waits is meant." in delayer("list").stdout
+    assert "No messages match." in delayer("list").stdout
     _, of = await filled(database)
     whole = [of[b"soon"], of[b"keyed"], of[b"packed"], of[b"far"]]
     assert ids(delayer, "list") == whole
@@ -99,7 +99,7 @@ async def test_cancel(delayer: Run, database: str) -> None:
     _, of = await filled(database)
     for wrong in ([], ["1", "--all"], ["1", "--key", "k"], ["x"]):
         delayer("cancel", *wrong, expect=2)
-    assert "nobody can be asked" in delayer("cancel", "--all", expect=2).stderr
+    assert "no terminal to ask at" in delayer("cancel", "--all", expect=2).stderr
     assert "1 messages would be cancelled" in delayer("cancel", "--key", "order-1", "--dry-run").stdout
     assert "Cancelled: 1." in delayer("cancel", "--key", "order-1", "--yes").stdout
     names = (of[b"packed"], of[b"held"], of[b"soon"], "4711")
@@ -114,16 +114,16 @@ async def test_cancel(delayer: Run, database: str) -> None:
     assert f"{of[b'packed']} is not in the store" in late.stderr
     assert "or it never was there" in delayer("cancel", "777777", expect=1).stderr
     found = json.loads(delayer("cancel", "--all", "--yes", "--json").stdout)
-    assert found == {"meant": 1, "done": 1, "too_late": 0}
+    assert found == {"matched": 1, "done": 1, "too_late": 0}
     assert ids(delayer, "list") == []
     async with sql(database) as admin:
         assert (await conserved(admin))["cancelled"] == 5
-    told = json.loads(delayer("acts", "--json").stdout)
+    told = json.loads(delayer("audit-log", "--json").stdout)
     assert [one["messages"] for one in told] == [1, 0, 1, 2, 1]
     assert {one["verb"] for one in told} == {"cancel"}
     assert json.loads(told[-1]["asked"]) == {"key": "order-1"}
     assert "@" in told[0]["who"]
-    assert "order-1" in delayer("acts").stdout
+    assert "order-1" in delayer("audit-log").stdout
 
 
 async def test_reschedule(delayer: Run, database: str) -> None:
@@ -157,7 +157,7 @@ async def test_reschedule(delayer: Run, database: str) -> None:
 
 async def test_held(delayer: Run, database: str) -> None:
     delayer("db", "upgrade")
-    assert "Nothing is held." in delayer("held", "list").stdout
+    assert "No messages are held." in delayer("held", "list").stdout
     _, of = await filled(database)
     assert "nobody is bound" in delayer("held", "list").stdout
     assert ids(delayer, "held", "list") == [of[b"held"]]
@@ -165,12 +165,12 @@ async def test_held(delayer: Run, database: str) -> None:
     assert "To be tried again now: 1." in delayer("held", "retry", "--all", "--yes").stdout
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT retry_at < now() + interval '1 second' FROM held")
-    assert "1 held messages would be meant" in delayer("held", "drop", "--all", "--dry-run").stdout
+    assert "1 held message would be dropped" in delayer("held", "drop", "--all", "--dry-run").stdout
     missing = delayer("held", "drop", of[b"held"], "999", expect=1)
     assert "Dropped: 1." in missing.stdout
     assert "999 is not held." in missing.stderr
     assert ids(delayer, "held", "list") == []
-    told = json.loads(delayer("acts", "--json").stdout)
+    told = json.loads(delayer("audit-log", "--json").stdout)
     assert [(one["verb"], one["messages"]) for one in told] == [("held drop", 1), ("held retry", 1)]
     async with sql(database) as admin:
         assert (await conserved(admin))["cancelled"] == 1
@@ -207,7 +207,7 @@ def refused_ones(count: int, exchange: str = "delayer.in", reason: str = "too lo
 
 
 async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: str) -> None:
-    assert "Nothing is refused." in applied("refused", "list").stdout
+    assert "No messages are refused." in applied("refused", "list").stdout
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
     assert len(ids(applied, "refused", "list", "--limit", "500")) == 253
@@ -217,9 +217,7 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
         "missing-2",
     ]
     assert "the first 50 were looked at" in applied("refused", "list").stderr
-    assert (
-        "250 of 253 refused messages are meant" in applied("refused", "retry", "--reason", "long", "--dry-run").stdout
-    )
+    assert "250 of 253 refused messages match" in applied("refused", "retry", "--reason", "long", "--dry-run").stdout
     assert "Published again: 1." in applied("refused", "retry", "delayer.in-7").stdout
     failed = applied("refused", "retry", "--all", "--yes", expect=1)
     assert "Published again: 249." in failed.stdout
@@ -232,7 +230,7 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
         counts = {"x-delivery-count", "x-acquired-count"}
         assert one.headers.keys() - counts == {"who", "x-delayer-id"}
     assert len(ids(applied, "refused", "list")) == 3
-    told = json.loads(applied("acts", "--json").stdout)
+    told = json.loads(applied("audit-log", "--json").stdout)
     assert [(one["verb"], one["messages"]) for one in told] == [("refused retry", 249), ("refused retry", 1)]
 
 

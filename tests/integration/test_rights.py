@@ -104,7 +104,7 @@ async def test_the_page_of_a_daemon_with_these_rights(rabbitmq: RabbitMQ, postgr
             whole = patterns_of("store")
             user_url(rabbitmq, vhost, whole._replace(write=whole.write.replace("(", r"(delayer\.in|")), "delayer-page")
             assert (await told("/deeds/refused", verb="retry", id=row[1]))["done"] == 1
-            assert (await web.get("/acts")).status == 200
+            assert (await web.get("/audit-log")).status == 200
             assert await daemon.stop() == 0
     finally:
         rabbitmq.drop_vhost(vhost)

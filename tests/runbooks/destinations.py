@@ -37,7 +37,7 @@ async def stuck_destination(desk: Desk) -> None:
         await desk.delayer("held", "retry", "--to", "delayer.out", "--dry-run")
         await desk.delayer("held", "retry", "--to", "delayer.out", "--yes")
     await ledger.all_back(timeout=120)
-    await desk.delayer("acts", "--limit", "1", lines=4)
+    await desk.delayer("audit-log", "--limit", "1", lines=4)
     await desk.end()
     desk.balance(ledger)
 

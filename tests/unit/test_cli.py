@@ -30,7 +30,7 @@ from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
 VERBS = [
     "run", "check", "topology", "db", "send", "status", "list", "show", "cancel", "reschedule", "held", "refused",
-    "strays", "acts", "drain", "audit", "compact", "restore", "import", "export",
+    "strays", "audit-log", "drain", "audit", "compact", "restore", "import", "export",
 ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def loaded(tmp_path: Path, *arguments: str, expect: int = 3) -> frozenset[str]:
         ((*NOWHERE, "cancel", "1@2"), STORE),
         ((*NOWHERE, "reschedule", "1@2", "--by", "1h"), STORE),
         ((*NOWHERE, "held", "list"), STORE),
-        ((*NOWHERE, "acts"), STORE),
+        ((*NOWHERE, "audit-log"), STORE),
         ((*NOWHERE, "db", "current"), STORE),
         ((*NOWHERE, "status"), STATUS),
     ],

@@ -195,7 +195,7 @@ class Deeds:
         self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: acting.Counted
     ) -> Response:
         if _by_program(request):
-            return JSONResponse({"meant": meant.messages, "broken_segments": meant.broken, "confirmed": False})
+            return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})
         at_ms, by = new.get("at_ms"), new["by"] if "by_ms" in new else ""
         moved = f": {by.lstrip('+-')} {'earlier' if by.startswith('-') else 'later'}" if by else ""
         # Instants that were said as "2h" are those that were counted and shown, however long the answer takes.

@@ -230,18 +230,18 @@ class Pages:
             request, "refused.html", 503 if error else 200, rows=rows, depth=depth, error=error, queue=queue
         )
 
-    async def acts(self, request: Request) -> Response:
-        """Who did what by hand."""
+    async def audit_log(self, request: Request) -> Response:
+        """The audit log: the changes that operators made."""
         if not self.answers.view.has_store:
-            return self._storeless(request, "What people did by hand", "Acts are written down in the store.")
+            return self._storeless(request, "Audit log", "The audit log is in the store.")
         try:
             before = asked.number(request.query_params.get("before", ""))
-            async with listing.looking(self._url(), "acts") as connection:
+            async with listing.looking(self._url(), "audit-log") as connection:
                 rows = await acts.listed(connection, ROWS, before)
         except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
-        more = f"/acts?before={rows[-1].id}" if len(rows) == ROWS else ""
-        return self.html(request, "acts.html", rows=rows, next=more)
+        more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
+        return self.html(request, "audit_log.html", rows=rows, next=more)
 
     async def login(self, request: Request) -> Response:
         """The form for the token, and what becomes of it."""

@@ -88,7 +88,7 @@ def application(answers: Answers, at_once: int = 4) -> Starlette:
             Route("/message/{token}", in_turn(looks, pages.message)),
             Route("/held", in_turn(looks, pages.held)),
             Route("/refused", in_turn(queues, pages.refused)),
-            Route("/acts", in_turn(looks, pages.acts)),
+            Route("/audit-log", in_turn(looks, pages.audit_log)),
             Route("/login", pages.login, methods=["GET", "POST"]),
             Route("/logout", pages.logout, methods=["POST"]),
             Route("/deeds/messages", deeds.messages, methods=["POST"]),

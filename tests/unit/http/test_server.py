@@ -98,7 +98,7 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ("/message/7", 404, "No store is configured"),
         ("/held", 404, "No store is configured"),
         ("/refused", 200, "&lt;script&gt;alert(1)&lt;/script&gt;"),
-        ("/acts", 404, "No store is configured"),
+        ("/audit-log", 404, "No store is configured"),
         ("/login", 200, "Who you are"),
         ("/static/htmx.min.js", 200, "htmx"),
         ("/static/../guard.py", 404, "There is nothing here"),
