@@ -136,9 +136,9 @@ def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[st
 _OPTIONS = (
     click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
     click.option("--to", "exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange that it goes to."),
-    click.option("--to-key", "routing_key", callback=bytes_of, metavar="KEY", help="The routing key that it goes with."),
+    click.option("--to-key", "routing_key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
     click.option(
-        "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h from now."
+        "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h."
     ),
     click.option("--due-before", "due_before_ms", callback=instant, metavar="INSTANT", help="Due before then."),
     click.option("--key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),

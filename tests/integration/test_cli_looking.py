@@ -11,12 +11,14 @@ import pytest
 
 from delayer.commands import held, refused
 from delayer.core.filters import Filter
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel
 from delayer.services import reading
 from delayer.settings import load
 from delayer.store import heldback
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel
+from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer, take
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.raw import Message, Props, Raw, number, text
@@ -25,6 +27,8 @@ from tests.rig.rows import compact, conserved, waiting
 __all__ = ["delayer"]
 
 HEADERS = Props(headers=((b"x-delay", number("l", 5)), (b"customer", text("7"))), delivery_mode=2, message_id=b"m-1")
+
+UNBOUND = Hold(HoldKind.RETURNED, "nobody is bound")
 
 
 def order(due_ms: int, body: bytes, **more: object) -> Parcel:
@@ -39,7 +43,7 @@ async def filled(database: str) -> tuple[int, dict[bytes, str]]:
         assert len(await compact(admin)) == 1
         parcels = [order(now + DAY_MS, b"soon"), parcel(now + 2 * DAY_MS, b"keyed", key=b"order-1")]
         await place.park(lane, [*parcels, parcel(now + 500 * DAY_MS, b"far")], [])
-        await place.hold(lane, [(parcel(now, b"held"), "nobody is bound")])
+        await place.hold(lane, [(parcel(now, b"held"), UNBOUND)])
         names = {one.body: f"{one.id}@{one.due_us // 1000}" for one in (await waiting(admin)).values()}
         names |= {body: f"{id_}@{now}" for body, id_ in await admin.fetch("SELECT body, id FROM held")}
         names[b"packed"] = f"1@{now + 20 * DAY_MS}"
@@ -64,7 +68,7 @@ async def test_list(delayer: Run, database: str) -> None:
     assert ids(delayer, "list", "--route", "nobody's") == []
     named = delayer("list", of[b"packed"], of[b"soon"].partition("@")[0], of[b"held"], "--json")
     assert [one["id"] for one in json.loads(named.stdout)["messages"]] == [of[b"soon"], of[b"packed"]]
-    assert f"{of[b'held']} does not wait" in named.stderr
+    assert f"{of[b'held']} is not waiting" in named.stderr
     delayer("list", of[b"soon"], "--route", "r", expect=2)
     seen, after = [], None
     while after is not None or not seen:
@@ -74,7 +78,7 @@ async def test_list(delayer: Run, database: str) -> None:
     assert seen == whole
     table = delayer("list").stdout.splitlines()
     assert [line.split()[0] for line in table[1:]] == whole
-    assert "segment 1" in table[3]
+    assert table[3].split()[-1] == "1", "the segment"
 
 
 async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ async def test_show(delayer: Run, database: str, tmp_path: Path) -> None:
     assert delayer("show", of[b"far"], "--body").stdout_bytes == b"far"
     assert "nobody is bound" in delayer("show", of[b"held"]).stdout
     assert "is not in the store" in delayer("show", "999", expect=1).stderr
-    assert "the id alone" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
+    assert "the id without @" in delayer("show", of[b"far"].partition("@")[0] + "@5", expect=1).stderr
     delayer("show", "nonsense", expect=2)
 
 
@@ -100,7 +104,7 @@ async def test_cancel(delayer: Run, database: str) -> None:
     for wrong in ([], ["1", "--all"], ["1", "--key", "k"], ["x"]):
         delayer("cancel", *wrong, expect=2)
     assert "no terminal to ask at" in delayer("cancel", "--all", expect=2).stderr
-    assert "1 messages would be cancelled" in delayer("cancel", "--key", "order-1", "--dry-run").stdout
+    assert "1 message would be cancelled" in delayer("cancel", "--key", "order-1", "--dry-run").stdout
     assert "Cancelled: 1." in delayer("cancel", "--key", "order-1", "--yes").stdout
     names = (of[b"packed"], of[b"held"], of[b"soon"], "4711")
     asked = delayer("cancel", *names, "--dry-run", expect=1)
@@ -112,7 +116,7 @@ async def test_cancel(delayer: Run, database: str) -> None:
     late = delayer("cancel", of[b"packed"], of[b"soon"], expect=1)
     assert "Cancelled: 1 of 2." in late.stdout
     assert f"{of[b'packed']} is not in the store" in late.stderr
-    assert "or it never was there" in delayer("cancel", "777777", expect=1).stderr
+    assert "or never parked" in delayer("cancel", "777777", expect=1).stderr
     found = json.loads(delayer("cancel", "--all", "--yes", "--json").stdout)
     assert found == {"matched": 1, "done": 1, "too_late": 0}
     assert ids(delayer, "list") == []
@@ -136,12 +140,12 @@ async def test_reschedule(delayer: Run, database: str) -> None:
     told = delayer("reschedule", of[b"soon"], of[b"packed"], "--at", at.isoformat()).stdout
     assert "Rescheduled: 2 of 2." in told
     name = of[b"soon"].partition("@")[0]
-    assert f"{name} is due {at:%Y-%m-%dT%H:%M:%S}.000Z, and is {name}@{at_ms} from now on." in told
+    assert f"{name} is due {at:%Y-%m-%dT%H:%M:%S}.000Z; its id is {name}@{at_ms} now." in told
     told = delayer("reschedule", f"{name}@{at_ms}", "--by", "1h").stdout
-    assert f"and is {name}@{at_ms + 3_600_000} from now on." in told
+    assert f"its id is {name}@{at_ms + 3_600_000} now." in told
     told = delayer("reschedule", name, "--by", "-1h").stdout
-    assert f"and is {name}@{at_ms} from now on." in told
-    assert "1 messages would be" in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--dry-run").stdout
+    assert f"its id is {name}@{at_ms} now." in told
+    assert "1 message would be" in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--dry-run").stdout
     assert "Rescheduled: 1 by -1d." in delayer("reschedule", "--key", "order-1", "--by", "-1d", "--yes").stdout
     moved = {one.partition("@")[0]: int(one.partition("@")[2]) for one in ids(delayer, "list")}
     assert moved == {
@@ -211,11 +215,12 @@ async def test_refused_ones_are_listed_and_published_again(applied: Run, vhost: 
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*refused_ones(250), *refused_ones(3, "missing", "wrong"))
     assert len(ids(applied, "refused", "list", "--limit", "500")) == 253
-    assert ids(applied, "refused", "list", "--reason", "wro", "--limit", "500") == [
-        "missing-0",
-        "missing-1",
-        "missing-2",
-    ]
+
+    async def listed() -> list[str]:
+        # The broker may still be returning the messages of the look before.
+        return ids(applied, "refused", "list", "--reason", "wro", "--limit", "500")
+
+    await eventually(listed, lambda found: found == ["missing-0", "missing-1", "missing-2"])
     assert "the first 50 were looked at" in applied("refused", "list").stderr
     assert "250 of 253 refused messages match" in applied("refused", "retry", "--reason", "long", "--dry-run").stdout
     assert "Published again: 1." in applied("refused", "retry", "delayer.in-7").stdout
@@ -243,11 +248,11 @@ async def test_many_held_ones_are_acted_on_page_by_page(
     delayer("db", "upgrade")
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()
-        await place.hold(lane, [(parcel(now, b"%d" % n), "nobody is bound") for n in range(40)])
+        await place.hold(lane, [(parcel(now, b"%d" % n), UNBOUND) for n in range(40)])
         meant = held.Meant(Filter(), frozenset())
         count, last, missing, unsure = await held._count(database, meant)
         assert (count, missing, unsure) == (40, set(), 0)
-        await place.hold(lane, [(parcel(now, b"later"), "nobody is bound")])
+        await place.hold(lane, [(parcel(now, b"later"), UNBOUND)])
         sizes = [len(page) async for page in held._pages(admin, meant)]
         assert (sum(sizes), max(sizes)) == (41, 7)
         assert await held._do(database, "retry", meant._replace(last=last)) == 40
@@ -277,7 +282,7 @@ async def test_refused_ones_are_dropped(applied: Run, vhost: str) -> None:
     applied("refused", "drop", "--all", "--from", "other", expect=2)
     assert "Dropped: 3." in applied("refused", "drop", "--from", "other", "--yes").stdout
     nobody = applied("refused", "drop", "nobody", "--yes", expect=1)
-    assert '"nobody" is not among them' in nobody.stderr
+    assert '"nobody" was not found' in nobody.stderr
     assert ids(applied, "refused", "list") == [f"delayer.in-{n}" for n in range(5)]
     assert "Dropped: 5." in applied("refused", "drop", "--all", "--yes").stdout
     assert await take(vhost, "delays.refused") == []
