@@ -9,7 +9,6 @@ from typing import Final
 
 import structlog
 
-from delayer.broker.bindings import DeliveryBindings
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
@@ -17,24 +16,21 @@ from delayer.broker.fitting import Fitting
 from delayer.broker.inflow import BUFFER_BYTES
 from delayer.broker.publisher import RelayPublisher
 from delayer.core.errors import BrokerLost
-from delayer.declaring import connect_admin, declare_in_detail
+from delayer.declaring import declare_in_detail
 from delayer.in_force import InForce
 from delayer.ops.notify import Condition, Notifier, Seen, WatchedPulse
 from delayer.relays import Relays
-from delayer.services.carry import IntakeCarrier
+from delayer.services.consume import Handle, Intake, QueueConsumer
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
-from delayer.services.due import DueCarrier
-from delayer.services.holding import Holding, Notes, RefusedHolder, StraysHolder
+from delayer.services.handle import DueHandler, IntakeHandler
 from delayer.services.lanes import Lanes
 from delayer.services.lifecycle import Life
-from delayer.services.ports import Holder, Lane, Store
+from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
 from delayer.services.room import Room
-from delayer.services.session import Carry, Intake, Session
 from delayer.services.shelf import Shelf
-from delayer.services.strays import Reader, Strays
 from delayer.services.takeover import LevelTakeover
 from delayer.settings import Settings
 from delayer.store import retry
@@ -76,18 +72,15 @@ class Daemon:
         self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
         self._room = Room()
         self._in_force = InForce(settings, self._cascade, self._publisher, self.shelf)
-        self._bindings = DeliveryBindings(lambda: connect_admin(self.settings.broker_url), self._cascade)
-        self._notes = Notes(self._in_force.sure_ms, retry.pause_ms)
-        strays, refused, given = self._cascade.strays, settings.refused.queue.encode(), (new_id, self.counters)
-        astray: Holder = (
-            RefusedHolder(self._publisher, refused, *given)
-            if strays is None
-            else StraysHolder(self._publisher, strays.encode(), *given, self._notes)
+        self._dispatch = Dispatch(
+            self._publisher, self.shelf, self._in_force, self.counters, new_id=new_id, pause_ms=retry.pause_ms
         )
-        holding = Holding(self.shelf, lambda: self.shelf.usable or not uses_cascade(self.settings), astray)
-        self._dispatch = Dispatch(self._publisher, holding, self.counters, now_ms=self._in_force.sure_ms)
-        self._intake = self._session("intake", settings.intake.queue, self._intake_carrier())
-        self._due: Session | None = None
+        self._intake = self._session(
+            "intake",
+            settings.intake.queue,
+            IntakeHandler(self._in_force, self._dispatch, self.shelf, self.counters, new_id),
+        )
+        self._due: QueueConsumer | None = None
         self._begun = False
 
     @property
@@ -111,7 +104,7 @@ class Daemon:
             await self.life.run()
         finally:
             # Side by side and bounded: a broker that hangs answers no goodbye, and ten seconds are promised for all.
-            farewells = [self._bindings.close(), *self.relays.closings()]
+            farewells = self.relays.closings()
             await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=FAREWELL)
             log.info("stopped", **self.counters.as_dict())
 
@@ -179,17 +172,9 @@ class Daemon:
             raise BrokerLost(str(refused)) from refused
 
     def _start_due(self, wanted: Settings) -> None:
-        carrier = DueCarrier(
-            now_ms=self._in_force.sure_ms,
-            names=self._in_force.names,
-            dispatch=self._dispatch,
-            new_id=new_id,
-            late_limits=self._in_force.late_limits,
-        )
-        self._due = self._session("due", wanted.native.due_queue, carrier)
+        handler = DueHandler(self._in_force, self._dispatch, new_id)
+        self._due = self._session("due", wanted.native.due_queue, handler)
         self.life.add("due", self._due.run)
-        if self._cascade.strays is not None:
-            self.life.add("strays", self._strays(self._cascade.strays).run)
 
     async def _declare_again(self) -> None:
         """As at the start, but that what is there and different ends nobody who has begun: what is parked is released,
@@ -221,7 +206,7 @@ class Daemon:
         consuming.cancel()
         stop.cancel()
 
-    def _session(self, use: str, queue: str, carry: Carry) -> Session:
+    def _session(self, use: str, queue: str, handle: Handle) -> QueueConsumer:
         intake = Intake(
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
@@ -229,7 +214,7 @@ class Daemon:
             intake = replace(intake, gather=DUE_GATHER)
         prepare = self._prepare if use == "intake" else self._declare_again
         consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
-        return Session(intake, consumer, carry, prepare=prepare, pulse=self._pulse)
+        return QueueConsumer(intake, consumer, handle, prepare=prepare, pulse=self._pulse)
 
     def _takeovers(self) -> list[LevelTakeover]:
         if "takeover" not in self.relays:
@@ -241,38 +226,6 @@ class Daemon:
             prepare=lambda: self.shelf.wait_usable(STORE_WAIT),
             now_ms=self._in_force.now_ms,
             pulse=self._pulse,
-            counters=self.counters,
-        )
-
-    def _strays(self, queue: str) -> Strays:
-        reader = Reader(
-            self._cascade.delivery.encode(),
-            self.settings.native.due_queue.encode(),
-            self._in_force.addressed,
-            lambda: self._publisher.max_properties,
-        )
-        return Strays(
-            queue,
-            RelayConsumer(self.relays["strays"]),
-            RelayPublisher(self.relays["publish"], isolation=self.relays.isolation),
-            reader,
-            names=self._in_force.names,
-            new_id=new_id,
-            notes=self._notes,
-            counters=self.counters,
-            pulse=self._pulse,
-        )
-
-    def _intake_carrier(self) -> IntakeCarrier:
-        return IntakeCarrier(
-            policy=self._in_force.policy,
-            now_ms=self._in_force.now_ms,
-            sure_ms=self._in_force.sure_ms,
-            names=self._in_force.names,
-            dispatch=self._dispatch,
-            parking=self.shelf,
-            bindings=self._bindings,
-            new_id=new_id,
             counters=self.counters,
         )
 

@@ -11,9 +11,10 @@ from delayer.core.hold import Limits
 from delayer.core.pace import Pacer
 from delayer.core.plan import Policy
 from delayer.policies import policy_of, rates_of
+from delayer.services.envelopes import Names
 from delayer.services.shelf import Shelf
-from delayer.services.sorting import Names
 from delayer.settings import Settings
+from delayer.wiring import uses_cascade
 
 
 class InForce:
@@ -43,18 +44,15 @@ class InForce:
             return replace(policy, has_store=False) if policy.has_store and not self._shelf.usable else policy
         return policy if self._publisher.ready else replace(policy, publishing=False)
 
-    def addressed(self, queue: bytes) -> bool:
-        """Whether a message may ask to be brought to ``queue`` by the broker: nothing else at the end of the cascade is
-        there because of us."""
-        policy = self._policy
-        # Of what a route brought in that finished by the broker before the last reload, too.
-        by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
-        return by_queue and queue not in policy.own_queues
-
     def late_limits(self) -> Limits:
         """Of the routes that have one."""
         limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
         return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
+
+    @property
+    def holds_in_store(self) -> bool:
+        """See ports.Live. Without the cascade there is no other place than the store."""
+        return self._shelf.usable or not uses_cascade(self.settings)
 
     def restore_ahead_ms(self) -> int:
         """How long before it is due a segment is restored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from delayer.core.plan import Finish, Mode, Policy, Route
+from delayer.core.plan import Mode, Policy, Route
 from delayer.core.retrying import Retry
 from delayer.settings import Retry as RetryTable
 from delayer.settings import Settings
@@ -19,7 +19,6 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
             delay_from=route.delay_from,
             default_delay_ms=route.default_delay_ms,
             allow_exchanges=route.allow_exchanges,
-            finish=Finish(route.finish),
             late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
             paced=route.max_rate > 0,
             retry=None if route.retry is None else _retry(route.retry),

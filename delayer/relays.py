@@ -19,7 +19,7 @@ MEETING: Final = 1.0
 
 
 class Relays:
-    """By their uses: ``intake``, ``due``, ``strays``, ``publish``, and ``takeover`` where something is taken over."""
+    """By their uses: ``intake``, ``due``, ``publish``, and ``takeover`` where something is taken over."""
 
     def __init__(self, settings: Settings) -> None:
         address = Address.parse(settings.broker_url)
@@ -27,7 +27,7 @@ class Relays:
         heartbeat = settings.broker.heartbeat_ms / 1000
         self._relays = {
             use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
-            for use in ("intake", "due", "strays", "publish", *(["takeover"] if settings.takeovers else []))
+            for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
         }
         self.isolation = Isolation(self._relays["publish"], timeout=CONFIRM_TIMEOUT)
 

@@ -59,7 +59,6 @@ EVENTS: Final[Mapping[str, str]] = {
     "consuming": "a queue is consumed",
     "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
     "deliveries given back": "what was read could not be carried out in time; the rest is in the queue, and read again",
-    "strays not tried": "a loss ended a look at the strays; they are in their queue, and tried again; said sparingly",
     "takeover stopped": "a message of another system's level came again and again: that level is left to the broker",
     # the store
     "store shared": "daemons of another broker or virtual host own these lanes: each may publish the other's messages",
@@ -85,9 +84,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "reply not confirmed": "the broker did not confirm the reply to a cancel; the cancel stands",
     "message refused": "set aside in the refused queue, with the reason",
     "refused acted on": "somebody retried or dropped refused messages over HTTP, and no store has a trail to say it in",
-    "message held": "its destination would not take it; it is tried again; it stands in the store, or among the strays",
-    "binding refused": "the broker will not bind an address to the cascade; the daemon finishes its messages itself",
-    "queue missing": "the address at the end of the cascade is no queue; the daemon will finish its messages itself",
+    "message held": "its destination did not take it: it waits in the store, the cascade or the strays queue",
 }
 """What every event means. A test compares this table with the code."""
 

@@ -9,7 +9,7 @@ from delayer.settings import Settings
 
 def cascade_of(settings: Settings) -> Cascade:
     """The cascade that ``[native]`` names."""
-    return Cascade(settings.native.cascade, settings.native.prefix)
+    return Cascade(prefix=settings.native.prefix)
 
 
 def uses_cascade(settings: Settings) -> bool:
@@ -25,7 +25,7 @@ def without_effect(settings: Settings) -> list[str]:
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
     """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
     their way through a cascade that new delays do not take any more."""
-    # A shared cascade's exchanges are somebody else's, and delivering into them may be what somebody wants.
+    # The exchanges of other systems' cascades are theirs, and delivering into them may be what somebody wants.
     ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
     exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}
     return frozenset(map(str.encode, queues_at_work(settings))), frozenset(map(str.encode, exchanges))
@@ -33,9 +33,7 @@ def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
 
 def _cascades(settings: Settings) -> dict[Cascade, str]:
     """Those that a daemon may fill or empty, and the key of the configuration that names each."""
-    # Our own cascade as well where another one is shared now: what was sent through it before is still in there.
-    cascades = {Cascade(prefix=settings.native.prefix): "native.prefix"}
-    cascades.setdefault(cascade_of(settings), "native.cascade")
+    cascades = {cascade_of(settings): "native.prefix"}
     for table in settings.takeovers:
         cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
     return cascades

@@ -140,7 +140,7 @@ class Verifier:
     async def _tried(self, missing: set[str]) -> list[Finding]:
         """The zero path, from messages, where that is possible without leaving anything behind."""
         cascade = self._cascade
-        if cascade is None or cascade.shared or missing & {one.name for one in cascade.topology().exchanges}:
+        if cascade is None or missing & {one.name for one in cascade.topology().exchanges}:
             return []
         try:
             answer = await answered(self._link, lambda channel: try_zero_path(channel, cascade))

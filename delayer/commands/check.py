@@ -67,9 +67,7 @@ def check(context: click.Context, offline: bool, as_json: bool) -> None:
     if sealed:
         found = f"not looked into, as only the service may read them: {', '.join(sealed)}"
         rows.append(Row("credentials", "note", found))
-    rows += (
-        _open_to_others(settings) + _finished_by_the_broker(settings) + _paced_and_held(settings) + _unpaced(settings)
-    )
+    rows += _open_to_others(settings) + _paced_and_held(settings) + _unpaced(settings)
     if not offline:
         of_broker, mark = asyncio.run(_broker(settings))
         rows += of_broker + asyncio.run(_store(settings, mark))
@@ -91,19 +89,6 @@ def _open_to_others(settings: Settings) -> list[Row]:
         return []
     found = f"listens at {listen}: who reaches it reads messages without a token, by whatever name he calls it"
     return [Row("http", "note", found, "127.0.0.1, and a proxy with TLS and a login before it (docs/http.md)")]
-
-
-def _finished_by_the_broker(settings: Settings) -> list[Row]:
-    """Which routes put everybody's punctuality into the hands of their destinations."""
-    if not uses_cascade(settings):
-        return []
-    names = ", ".join(quoted(route.from_) for route in settings.routes if route.finish == "broker")
-    found = (
-        f"finished by the broker: {names}. One destination queue of theirs that is full (reject-publish) or without "
-    )
-    found += "majority stops a level of the cascade for all"
-    advice = 'finish = "daemon", unless they have to come while no daemon runs'
-    return [Row("routes", "note", found, advice)] if names else []
 
 
 def _paced_and_held(settings: Settings) -> list[Row]:
@@ -236,13 +221,10 @@ async def _left_in_the_cascade(admin: Admin, settings: Settings) -> list[Row]:
     """Whether a daemon in store mode may empty what native mode left: with the rights of store mode it may not."""
     if uses_cascade(settings):
         return []
-    closed = []
-    for name in (settings.native.due_queue, cascade_of(settings).strays):
-        if name and await _is_there(admin, name) and not await admin.may_consume(name):
-            closed.append(name)
-    if not closed:
+    name = settings.native.due_queue
+    if not await _is_there(admin, name) or await admin.may_consume(name):
         return []
-    found = f"left from native mode, and this user may not consume it: {', '.join(map(quoted, closed))}"
+    found = f"left from native mode, and this user may not consume it: {quoted(name)}"
     advice = "the rights of native mode until the cascade is empty, or `delayer topology remove --only-cascade`"
     return [Row("cascade", "off", f"{found}. The daemon is not ready", f"{advice} (docs/security.md)")]
 
@@ -260,7 +242,7 @@ async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
                 raise
     advice = {
         refused: "`delayer refused list` has the reasons; mend their publisher, then `delayer refused retry` or `drop`",
-        strays: "`delayer strays list` has the reasons; they are tried again by themselves, those marked *by hand* not",
+        strays: "`delayer strays list` has the reasons; `delayer strays retry` puts them back on their way",
     }
     return [
         Row("set aside", "note", f"{depth} in {quoted(name)}", advice[name]) for name, depth in depths.items() if depth

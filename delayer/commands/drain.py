@@ -71,7 +71,7 @@ async def look_around(settings: Settings, levels: Cascade) -> Around:
         # What is not shown must not count as nothing: whoever drains removes the cascade next.
         raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
     depths = {name: depth or 0 for name, depth in seen.queues.items()}
-    return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays or "", 0))
+    return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
 
 
 def left_of(around: Around) -> list[Left]:
@@ -233,8 +233,6 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
         )
     if settings.store_url is None:
         raise Misused("no store is configured")
-    if settings.native.cascade != "delayer":
-        raise Misused("this cascade is shared with another system: see [[takeover]] in the configuration")
     if keys_too and target == "store":
         raise Misused("--keys-too is for --to native: messages keep their keys on the way into the store")
     url = settings.store_url

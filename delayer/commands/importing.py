@@ -56,8 +56,7 @@ async def cascade_book(settings: Settings, source: Source, book: ImportStore) ->
     """Into the cascade of ``[native]``. Raises ImportImpossible for what would come out of it just to go in again."""
     here, cascade = Address.parse(settings.broker_url), cascade_of(settings)
     said = source.parameters
-    prefix = cascade.owner if cascade.shared else cascade.prefix
-    own = {"broker": str(here), "cascade": cascade.kind, "prefix": prefix}
+    own = {"broker": str(here), "cascade": cascade.kind, "prefix": cascade.prefix}
     if source.name == "cascade" and {name: said.get(name, "") for name in own} == own:
         raise ImportImpossible("these messages wait in this cascade already. Next: say --into store")
     relay = Relay(here, NAME, heartbeat=HEARTBEAT)

@@ -1,55 +1,53 @@
-"""delayer strays: messages that wait on the broker because their destination would not take them, or for a person."""
+"""delayer strays: messages that wait in the strays queue for a person."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import click
 
-from delayer.broker.consumer import RelaySubscription
+from delayer.broker.admin import Admin
 from delayer.broker.publisher import RelayPublisher
-from delayer.commands.errors import FOUND, Misused
+from delayer.commands.errors import FOUND
 from delayer.commands.options import all_option, as_json, dry_run_option, go_on, request_of, yes_option
 from delayer.commands.output import address, iso, note, print_json, print_table
 from delayer.commands.refused import KEPT, NoQueue, consuming, portions
+from delayer.core.cascade import routing_key
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Confirmed, Outgoing, Target
-from delayer.policies import policy_of
-from delayer.services import envelopes, reading
-from delayer.services.strays import Reader, Stray
+from delayer.core.message import Confirmed, Delivery, Outgoing, Target
+from delayer.services import reading
+from delayer.services.envelopes import Envelope, Held, enveloped, stray
 from delayer.settings import Settings
-from delayer.wiring import cascade_of
+from delayer.wiring import cascade_of, native_of
 
-PAST: Final = {"retry": "To be tried again now", "drop": "Dropped"}
+PAST: Final = {"retry": "On their way again", "drop": "Dropped"}
 UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
 
 
 class Seen(NamedTuple):
-    """A stray as it is shown, and why it is one: without its body, however large, but for the beginning."""
+    """A stray as it is shown: without its body but for the beginning. ``due_ms`` is None of a message that is none of
+    ours."""
 
     id: bytes
-    due_ms: int
+    due_ms: int | None
     target: Target
     route: bytes
     attempts: int
-    retry_ms: int | None
     hold: Hold
     head: bytes
     size: int
 
     @classmethod
-    def of(cls, stray: Stray) -> Seen:
-        parcel = stray.parcel
-        hold, attempts, retry_ms = stray.held or envelopes.Held(UNKNOWN, 0, parcel.due_ms)
+    def of(cls, delivery: Delivery, read: Envelope | str) -> Seen:
         # One byte more than anybody shows, so that a cut is seen. A copy: a piece of the body would keep all of it.
-        head = bytes(parcel.body[: reading.PREVIEW + 1])
-        return cls(
-            stray.id, parcel.due_ms, parcel.target, parcel.route, attempts, retry_ms, hold, head, len(parcel.body),
-        )  # fmt: skip
+        head, size = bytes(delivery.body[: reading.PREVIEW + 1]), len(delivery.body)
+        if isinstance(read, str):
+            return cls(b"", None, Target(b"", b""), b"", 0, Hold(HoldKind.UNFIT, read), head, size)
+        parcel, held = read.parcel, read.held or Held(UNKNOWN, 0, None)
+        return cls(read.id, parcel.due_ms, parcel.target, parcel.route, held.attempts, held.hold, head, size)
 
 
 class Found(NamedTuple):
@@ -68,9 +66,8 @@ def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group(short_help="List, retry or drop what waits among the strays (native mode).")
 def strays() -> None:
-    """List, retry or drop strays: messages that stand in the strays queue on the broker, as no store holds them. Their
-    destination would not take them, and they are tried again by themselves, with growing pauses; those that came too
-    late for their route (late_limit) wait until somebody says so.
+    """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
+    destination did not take them ten times, or they came too late for their route (late_limit).
 
     Those that a daemon is trying at this moment are not seen. An ID is what `strays list` prints, the x-delayer-id.
     """
@@ -81,7 +78,7 @@ def strays() -> None:
 @as_json
 @click.pass_context
 def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json: bool) -> None:
-    """List strays from the head of their queue, with the reason, and when each is tried again. They stay there.
+    """List strays from the head of their queue, with the reason. They stay there.
 
     \b
     Examples:
@@ -93,7 +90,7 @@ def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json
         print_json({"depth": found.depth, "messages": [_json_of(one) for one in found.strays]})
         return
     if found.strays:
-        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, found.strays), right=(3,))
+        print_table(["id", "due", "to", "attempts", "reason"], map(_row, found.strays), right=(3,))
     else:
         click.echo("No strays match." if ids or reason else "There are no strays.")
     _say_cut(found)
@@ -106,7 +103,7 @@ def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json
 @yes_option
 @click.pass_context
 def retry(context: click.Context, /, **given: Any) -> None:
-    """Have strays tried again now, by the daemon, within some ten seconds; those that were too late are delivered.
+    """Put strays back on their way: the daemon tries them now, late ones too, and ten times more if need be.
 
     \b
     Examples:
@@ -177,58 +174,46 @@ async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "
 
 async def _looked(settings: Settings, means: Callable[[Seen], bool], verb: str) -> Found:
     found: list[Seen] = []
-    moved: set[bytes] = set()
-    async with _opened(settings) as (subscription, publisher, reader, queue, depth):
-        looked = 0
+    looked = 0
+    cascade, due_queue = cascade_of(settings), settings.native.due_queue.encode()
+    if verb == "retry":
+        async with await Admin.connect(settings.broker_url, name="delayer strays") as admin:
+            await admin.declare(native_of(settings))
+    async with consuming(settings, KEPT, cascade.strays) as (subscription, publisher, depth):
         async for some in portions(subscription, min(depth, KEPT)):
             looked += len(some)
-            read = [reader.stray(delivery) for delivery in some]
-            # What was moved to the end of the queue comes again, and stays; a copy of what was dropped goes as well.
-            seen = [(one, Seen.of(one)) for one in read if isinstance(one, Stray) and one.id not in moved]
-            meant = [(one, shown) for one, shown in seen if means(shown)]
+            most = publisher.max_properties
+            read = [(one, stray(one, cascade.delivery.encode(), due_queue, most)) for one in some]
+            meant = [(one, seen) for one in read if means(seen := Seen.of(*one))]
             if verb == "retry":
-                meant = await _moved(meant, publisher, queue)
-                moved.update(one.id for one, _ in meant)
+                taken = await _taken([one for (_, one), _ in meant], publisher, cascade.delivery, due_queue)
+                meant = [one for one, went in zip(meant, taken, strict=True) if went]
             if verb:
-                for one, _ in meant:
-                    subscription.ack(one.delivery.tag, multiple=False)
-            found += [shown for _, shown in meant]
+                for (delivery, _), _ in meant:
+                    subscription.ack(delivery.tag, multiple=False)
+            found += [seen for _, seen in meant]
     return Found(found, looked, depth)
 
 
-async def _moved(some: Sequence[tuple[Stray, Seen]], publisher: RelayPublisher, queue: str) -> list[tuple[Stray, Seen]]:
-    """Put these behind the others, to be tried at once: those that the queue took. What it did not stays as it was."""
-    now_ms = time.time_ns() // 1_000_000
+async def _taken(
+    some: Sequence[Envelope | str], publisher: RelayPublisher, exchange: str, due_queue: bytes
+) -> list[bool]:
+    """Publish these to the due queue, to be tried at once; which of them it took."""
+    now_ms, key = time.time_ns() // 1_000_000, routing_key(0, due_queue)
     batch = []
-    for stray, shown in some:
-        note_ = envelopes.Held(shown.hold, max(stray.attempts, 1), now_ms)
-        properties = envelopes.enveloped(stray.parcel, stray.id, note_)
-        batch.append(Outgoing(queue.encode(), stray.parcel.target.routing_key, properties, stray.parcel.body, stray.id))
-    outcomes = await publisher.publish(batch) if batch else []
-    return [one for one, outcome in zip(some, outcomes, strict=True) if isinstance(outcome, Confirmed)]
-
-
-@asynccontextmanager
-async def _opened(settings: Settings) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, Reader, str, int]]:
-    cascade = cascade_of(settings)
-    if cascade.strays is None:
-        raise Misused("a shared cascade has no strays queue: what its destination does not take is refused or held")
-    policy = policy_of(settings, has_store=settings.store_url is not None)
-    by_queue = any(not route.to and route.retry is None for route in policy.routes.values())
-    async with consuming(settings, KEPT, cascade.strays) as (subscription, publisher, depth):
-        reader = Reader(
-            cascade.delivery.encode(),
-            settings.native.due_queue.encode(),
-            lambda queue: by_queue and queue not in policy.own_queues,
-            lambda: publisher.max_properties,
-        )
-        yield subscription, publisher, reader, cascade.strays, depth
+    for one in some:
+        if isinstance(one, Envelope):
+            note_ = one.held and Held(one.held.hold, 0, now_ms)
+            properties = enveloped(one.parcel, one.id, note_)
+            batch.append(Outgoing(exchange.encode(), key, properties, one.parcel.body, one.id))
+    outcomes = iter(await publisher.publish(batch) if batch else [])
+    return [isinstance(one, Envelope) and isinstance(next(outcomes), Confirmed) for one in some]
 
 
 def _row(one: Seen) -> tuple[object, ...]:
     to = address(one.target.exchange, one.target.routing_key)
-    again = "by hand" if one.retry_ms is None else iso(one.retry_ms)
-    return reading.text(one.id), iso(one.due_ms), to, one.attempts, again, one.hold.text
+    due = "?" if one.due_ms is None else iso(one.due_ms)
+    return reading.text(one.id), due, to, one.attempts, one.hold.text
 
 
 def _json_of(one: Seen) -> dict[str, Any]:
@@ -239,7 +224,6 @@ def _json_of(one: Seen) -> dict[str, Any]:
         "to_key": reading.text(one.target.routing_key),
         "route": reading.text(one.route),
         "attempts": one.attempts,
-        "retry_ms": one.retry_ms,
         "kind": one.hold.kind,
         "reason": one.hold.text,
         "may_be_delivered": one.hold.may_be_delivered,

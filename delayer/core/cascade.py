@@ -6,8 +6,8 @@ message waits exactly its delay, enters at its highest set bit, and comes out at
 
     1.0.1.address      level 2 ──wait 4 s──> level 1 ──> level 0 ──wait 1 s──> delivery ──> *.*.*.address
 
-Other systems built the same cascade under other names. We can share theirs: names and arguments then are exactly the
-owner's, since each of their programs declares them again at its start and is refused by the broker if they differ.
+Other systems built the same cascade under other names. Takeovers and imports empty theirs: names and arguments are
+exactly the owner's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FAMILIES: dict[Kind, _Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """``prefix`` begins the names of our own cascade (kind "delayer") and means nothing for the shared kinds.
+    """``prefix`` begins the names of our own cascade (kind "delayer") and means nothing for the others.
 
     ``owner``: what kombu, from 5.7 on, puts before the names of Celery's if it is told to; of that kind only."""
 
@@ -118,12 +118,12 @@ class Cascade:
         return self._owned(_FAMILIES[self.kind].delivery.format(prefix=self.prefix))
 
     @property
-    def strays(self) -> str | None:
+    def strays(self) -> str:
         """Name of the queue, and of the exchange before it, that takes what no address is bound for.
 
-        None for a shared cascade: an alternate exchange is an argument, and the arguments are its owner's.
+        "" for another system's cascade, which has none.
         """
-        return None if self.shared else f"{self.prefix}delay-strays"
+        return "" if self.shared else f"{self.prefix}delay-strays"
 
     def level(self, number: int) -> str:
         """Name of the exchange and of the queue of level 0..27."""
@@ -162,11 +162,11 @@ class Cascade:
             bindings.append(Binding(level.name, level.name, "queue", f"{words}1.#"))
             bindings.append(Binding(level.name, level.next, "exchange", f"{words}0.#"))
         alternate: Arguments = ()
-        if self.strays is not None:
+        if self.strays:
             alternate = arguments({"alternate-exchange": self.strays})
         exchanges.append(Exchange(self.delivery, "topic", arguments=alternate, shared=self.shared))
         whole = Topology(tuple(exchanges), tuple(queues), tuple(bindings))
-        return whole if self.strays is None else whole + catch_all_topology(self.strays)
+        return whole + catch_all_topology(self.strays) if self.strays else whole
 
     def _queue_arguments(self, level: Level) -> Arguments:
         own: dict[str, Value] = {"x-message-ttl": level.ttl_ms, "x-dead-letter-exchange": level.next}

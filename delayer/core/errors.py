@@ -19,6 +19,10 @@ class BrokerLost(Exception):
     """The broker, or the channel in use, is gone. A publish in flight is perhaps done, perhaps not."""
 
 
+class NotTaken(BrokerLost):
+    """The cascade, the refused or the strays queue did not take a message that it must take."""
+
+
 class Unconfirmed(BrokerLost):
     """Not all of a batch was confirmed in time.
 

@@ -121,16 +121,14 @@ DEFAULT_FORMS: Final = ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt
 class Ask(NamedTuple):
     """What a message says: where it came through, and its decoded headers out of :data:`CONSULTED`.
 
-    ``timestamp`` is the property, in seconds. ``acts_later`` is true where the message carries something that must not
-    act inside the cascade but act again at its destination (``expiration``, ``CC``). ``copies`` are the keys that
-    ``CC`` names. ``chance``, 0 to 1, differs from message to message: what is spread over time is spread by it.
+    ``timestamp`` is the property, in seconds. ``copies`` are the keys that ``CC`` names.
+    ``chance``, 0 to 1, differs from message to message: what is spread over time is spread by it.
     """
 
     exchange: bytes
     routing_key: bytes
     headers: Mapping[bytes, object]
     timestamp: int | None = None
-    acts_later: bool = False
     copies: frozenset[bytes] = frozenset()
     body: bytes = b""
     content_encoding: bytes | None = None

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from delayer.core import request
-from delayer.core.cascade import ADDRESS_BYTES, MAX_SECONDS, bindable
+from delayer.core.cascade import MAX_SECONDS
 from delayer.core.delay import seconds_until
 from delayer.core.forms import CANCEL, CONSULTED, DEFAULT_FORMS, DELAY, DELAY_FORMS, KEY, Ask
 from delayer.core.hold import Hold, too_late
 from delayer.core.message import Target
-from delayer.core.request import LATEST_MS, SHORT_STRING, Finish, Mode, Policy, Refused, Route
+from delayer.core.request import LATEST_MS, SHORT_STRING, Mode, Policy, Refused, Route
 from delayer.core.retrying import Failure, NoFailure, Retry, failure, wait_ms
 from delayer.core.values import KeyGroup
 
 __all__ = [
     "CONSULTED", "DEFAULT_FORMS", "DELAY", "DELAY_FORMS", "LATEST_MS", "SHORT_STRING", "Ask", "AtOnce", "Cancel",
-    "Cascade", "Finish", "Mode", "Park", "Plan", "Policy", "Refuse", "Route", "TooLate",
+    "Cascade", "Mode", "Park", "Plan", "Policy", "Refuse", "Route", "TooLate",
     "decide", "has_key",
 ]  # fmt: skip
 
@@ -36,7 +36,6 @@ class Cascade(NamedTuple):
     due_ms: int
     seconds: int
     target: Target
-    finish: Finish
     failed: Failure | None = None
 
 
@@ -134,7 +133,7 @@ def _carried(
         return _due_already(due_ms, from_ms, target, route, ask) if failed is None else AtOnce(due_ms, target, failed)
     if policy.mode is Mode.STORE and (wait_ms > policy.park_beyond_ms or wait_ms > MAX_SECONDS * 1000):
         return Park(due_ms, target, failed=failed)
-    plan = _cascade(due_ms, from_ms, target, route, ask)
+    plan = _cascade(due_ms, from_ms, target)
     return plan if failed is None else plan._replace(failed=failed)
 
 
@@ -158,16 +157,8 @@ def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, ask: As
     return TooLate(due_ms, target, hold)
 
 
-def _cascade(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Cascade:
+def _cascade(due_ms: int, now_ms: int, target: Target) -> Cascade:
     seconds = seconds_until(due_ms, now_ms)
     if seconds > MAX_SECONDS:
         raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
-    if route.finish is Finish.BROKER and target.exchange == b"":
-        if not 0 < len(target.routing_key) <= ADDRESS_BYTES:
-            raise Refused(
-                f"the address does not fit the cascade's routing key: expected 1 to {ADDRESS_BYTES} bytes, "
-                f"found {len(target.routing_key)}"
-            )
-        if not ask.acts_later and bindable(target.routing_key):
-            return Cascade(due_ms, seconds, target, Finish.BROKER)
-    return Cascade(due_ms, seconds, target, Finish.DAEMON)
+    return Cascade(due_ms, seconds, target)

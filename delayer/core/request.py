@@ -31,13 +31,6 @@ class Mode(StrEnum):
     STORE = "store"
 
 
-class Finish(StrEnum):
-    """Who takes a message out of the cascade: the broker, into a queue; or the daemon, to any exchange."""
-
-    BROKER = "broker"
-    DAEMON = "daemon"
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """One ``[[route]]``: the exchange that messages come through, and what becomes of them."""
@@ -48,7 +41,6 @@ class Route:
     delay_from: tuple[str, ...] = DEFAULT_FORMS
     default_delay_ms: int = 0
     allow_exchanges: tuple[str, ...] = ()
-    finish: Finish = Finish.DAEMON
     late_limit_ms: int | None = None
     """What is later than this is held instead of delivered; None: nothing is too late."""
     retry: Retry | None = None

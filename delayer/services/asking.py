@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from delayer.services.failures import LOSSES, raise_first
 from delayer.services.ports import Lane, Store
+from delayer.services.retry import LOSSES, raise_first
 
 
 class Asking:

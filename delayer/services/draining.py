@@ -74,7 +74,7 @@ def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: in
         Left(below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True),
         Left(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
         Left(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
-        Left(strays, "strays", "their destination did not take them", "declare it: they are tried again by themselves"),
+        Left(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
     ]
     return [one for one in found if one.messages > 0]
 

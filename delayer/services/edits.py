@@ -1,11 +1,9 @@
 """What changes on the way (design, 4.4), as edits of property bytes. Everything else stays byte for byte.
 
-asked            what the planner needs to know of a message
-failed           properties of a dead letter, with a note of its failure
-released         properties as they leave for the destination
-for_the_broker   the same, where the broker itself finishes the cascade
-refused          properties as they go to the refused queue
-undelivered      the same, of a message that was due
+asked     what the planner needs to know of a message
+failed    properties of a dead letter, with a note of its failure
+released  properties as they leave for the destination
+refused   properties as they go to the refused queue
 
 What goes through the cascade, or to the strays, goes in an envelope: delayer/services/envelopes.py.
 """
@@ -17,9 +15,9 @@ from typing import Final
 from zlib import crc32
 
 from delayer.core.delay import UnreadableDelay, read_delay_ms
-from delayer.core.forms import CONSULTED, DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, Ask
+from delayer.core.forms import CONSULTED, DELAY, Ask
 from delayer.core.levels import X_DEATH
-from delayer.core.message import Delivery, Parcel
+from delayer.core.message import Delivery
 from delayer.core.retrying import FAILED_IN, RETRIES, Failure
 from delayer.wire.fields import array, elements, table, timestamp
 from delayer.wire.properties import (
@@ -67,8 +65,6 @@ ENVELOPE: Final = b"x-delayer-envelope"
 _OF_THE_REFUSED: Final = frozenset({_REFUSED, EXCHANGE, ROUTING_KEY})
 """What a refused message gained. Published again and delivered, it is refused no more; without the first of them the
 other two are somebody's own."""
-_SAID_WHEN: Final = frozenset({DELIVER_AT, OPT_DELAY, OPT_TIME})
-_AT_ONCE: Final = entry(OPT_DELAY, int64(0))
 _REMOVED_PREFIXES: Final = (b"x-first-death-", b"x-last-death-")
 _DEATH: Final = b"-death-"
 _ROUTES: Final = frozenset({b"CC", b"BCC"})
@@ -86,20 +82,17 @@ def asked(delivery: Delivery, properties: Properties, consulted: Collection[byte
     raw = properties.raw
     headers: dict[bytes, object] = {}
     copies: frozenset[bytes] = frozenset()
-    acts_later = "expiration" in properties.spans
     for name, type_at, stop in properties.entries():
         if name in consulted:
             if name not in headers:
                 headers[name] = value_at(raw, type_at, stop)
         elif name in _ROUTES:
-            acts_later = True
             copies |= _keys(value_at(raw, type_at, stop))
     return Ask(
         delivery.exchange,
         delivery.routing_key,
         headers,
         properties.timestamp,
-        acts_later,
         copies,
         delivery.body,
         properties.short("content_encoding"),
@@ -216,16 +209,6 @@ def _turned_delay(raw: bytes, type_at: int, stop: int) -> Mapping[bytes, bytes]:
     return {DELAY: negated(raw[type_at], raw[type_at + 1 : stop])} if positive else {}
 
 
-def for_the_broker(properties: Properties, id: bytes, due_ms: int) -> bytes:
-    """As the message enters a cascade that the broker finishes: persistent, or a restart would lose it on the way; and
-    without the mark of an envelope, which it goes without and its publisher may have forged.
-
-    Only for messages without ``expiration`` and ``CC``, which would act inside the cascade.
-    """
-    forged = frozenset({ENVELOPE}) if ENVELOPE in properties.raw else frozenset()
-    return splice(released(properties, id, due_ms), remove=forged, delivery_mode=2)
-
-
 def refused(delivery: Delivery, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
     """Properties of a refused message, and the token that they carry.
 
@@ -262,21 +245,6 @@ def _with_gains(properties: Properties, gained: bytes) -> bytes:
         append=gained,
         drop=("user_id", "expiration"),
     )
-
-
-def undelivered(parcel: Parcel, reason: str, id: bytes, max_properties: int) -> tuple[bytes, bytes]:
-    """As :func:`refused`, of a message that was due, and that its destination does not take.
-
-    Sent to where it came in once more, it is due at once: its delay is over. What says so is taken off on its way out,
-    as what said the delay would have been.
-    """
-    came = Delivery(0, False, parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)
-    try:
-        properties = Properties.parse(parcel.properties)
-        over = splice(properties, remove=_SAID_WHEN, replace=_turned(properties), append=_AT_ONCE)
-    except (MalformedProperties, MalformedTable):
-        return refused(came, reason, id, max_properties)
-    return refused(came._replace(properties=over), reason, id, max_properties)
 
 
 def shown(text: str, most: int = REASON) -> bytes:

@@ -1,25 +1,39 @@
-"""Envelopes: how a message travels through the cascade, or to the strays, so that nothing of it can act on the way.
+"""Envelopes: a message travels through the cascade, or to the strays queue, so that nothing of it can act on the way.
 
-enveloped   properties of the carrier
-opened      the way back out of it
-held        what a stray says of its Hold
+enveloped      properties of the carrier
+opened         the way back out of it
+into_cascade   a publish towards the due queue
+to_strays      a publish into the strays queue
+stray          the way back out of that
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
+from delayer.core import cascade
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Parcel, Target
+from delayer.core.message import Delivery, Outgoing, Parcel, Target
 from delayer.core.plan import LATEST_MS, SHORT_STRING
 from delayer.services.edits import DUE, ENVELOPE, EXCHANGE, ID, PROPERTIES, ROOM, ROUTING_KEY, shown
 from delayer.wire.fields import boolean
-from delayer.wire.properties import Properties, byte_array, encode_headers, entry, int64, long_string
+from delayer.wire.properties import (
+    MalformedProperties,
+    MalformedTable,
+    Properties,
+    byte_array,
+    encode_headers,
+    entry,
+    int64,
+    long_string,
+)
 
 ID_BYTES: Final = 32
 """The longest id that we give: a UUID in hexadecimal."""
 REASON: Final = 300
-"""Bytes of a stray's text: the note of a stray takes more room than that of a refused message."""
+"""Bytes of a Hold's text: its note takes more room than that of a refused message."""
 _ROUTE: Final = b"x-delayer-route"
 _TO: Final = b"x-delayer-to"
 _TO_KEY: Final = b"x-delayer-to-key"
@@ -43,20 +57,65 @@ class NoEnvelope(ValueError):
     """A message in the due queue that did not come out of our cascade; it says what is missing."""
 
 
-class Envelope(NamedTuple):
-    """What an envelope holds."""
-
-    id: bytes
-    parcel: Parcel
-
-
 class Held(NamedTuple):
-    """What a stray says of itself: why it is held, the number of attempts, and when the daemon retries it (epoch
-    milliseconds; None: a person decides)."""
+    """The note of a message that a destination did not take: why, after how many attempts, and when the daemon retries
+    it (epoch milliseconds; None: a person decides)."""
 
     hold: Hold
     attempts: int
     retry_ms: int | None
+
+
+class Envelope(NamedTuple):
+    """What an envelope holds. ``held``: None where no destination refused the message yet."""
+
+    id: bytes
+    parcel: Parcel
+    held: Held | None = None
+
+    @property
+    def next_ms(self) -> int:
+        """The instant of the next attempt: never before the message is due."""
+        again_ms = None if self.held is None else self.held.retry_ms
+        return self.parcel.due_ms if again_ms is None else max(self.parcel.due_ms, again_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The places that a publish of the daemon's own may go to, and how many bytes of properties fit a frame."""
+
+    levels: cascade.Cascade
+    due_queue: bytes
+    refused_exchange: bytes
+    max_properties: int
+
+
+def into_cascade(parcel: Parcel, id: bytes, seconds: int, names: Names, held: Held | None = None) -> Outgoing:
+    """A publish into the cascade, towards the daemon's own due queue."""
+    entry_exchange = names.levels.entry(seconds).encode()
+    key = cascade.routing_key(seconds, names.due_queue)
+    return Outgoing(entry_exchange, key, enveloped(parcel, id, held), parcel.body, id)
+
+
+def to_strays(parcel: Parcel, id: bytes, held: Held, names: Names) -> Outgoing:
+    """A publish into the strays queue, where the message waits for a person."""
+    exchange = names.levels.strays.encode()
+    return Outgoing(exchange, parcel.routing_key, enveloped(parcel, id, held), parcel.body, id)
+
+
+def stray(delivery: Delivery, delivery_exchange: bytes, due_queue: bytes, max_properties: int) -> Envelope | str:
+    """The envelope that stands in the strays queue; or why the message there is none of ours.
+
+    A message that came out of the cascade for another address than the due queue is its publisher's own, whatever its
+    headers look like: the way that a message took says what it is.
+    """
+    if delivery.exchange == delivery_exchange and not cascade.leads_to(delivery.routing_key, due_queue):
+        found = delivery.routing_key.decode("utf-8", "backslashreplace")
+        return f"not an envelope of ours: expected a key that ends with {due_queue.decode()!r}, found {found!r}"
+    try:
+        return opened(Properties.parse(delivery.properties), delivery.body, max_properties)
+    except (NoEnvelope, MalformedProperties, MalformedTable) as broken:
+        return f"not an envelope of ours: {broken}"
 
 
 def enveloped(parcel: Parcel, id: bytes, held: Held | None = None) -> bytes:
@@ -112,7 +171,7 @@ def opened(properties: Properties, body: bytes, max_properties: int) -> Envelope
         content(PROPERTIES, max_properties - ROOM),
         body,
     )
-    return Envelope(content(ID, ID_BYTES), parcel)
+    return Envelope(content(ID, ID_BYTES), parcel, _held(found) if _HELD in found else None)
 
 
 def _note(held: Held) -> bytes:
@@ -127,15 +186,13 @@ def _note(held: Held) -> bytes:
     return note if held.retry_ms is None else note + entry(_RETRY, int64(held.retry_ms))
 
 
-def held(properties: Properties) -> Held | None:
-    """What a stray says of itself; None where it says nothing, or nothing possible: then the daemon tries it at once.
-    Raises MalformedTable."""
-    found = {field.name: field for field in properties.headers_items()}
-    if _HELD not in found or _ATTEMPTS not in found:
+def _held(found: Mapping[bytes, Any]) -> Held | None:
+    """The note of earlier attempts; None where it is not possible: then the daemon tries the message at once."""
+    if _ATTEMPTS not in found:
         return None
     attempts = int.from_bytes(found[_ATTEMPTS].content[:8], "big", signed=True)
     retry_ms = int.from_bytes(found[_RETRY].content[:8], "big", signed=True) if _RETRY in found else None
-    if not 0 < attempts < _MOST_ATTEMPTS or not 0 <= (retry_ms or 0) <= LATEST_MS:
+    if not 0 <= attempts < _MOST_ATTEMPTS or not 0 <= (retry_ms or 0) <= LATEST_MS:
         return None
     try:
         kind = HoldKind(found[_HELD].content.decode("ascii", "replace"))

@@ -28,13 +28,11 @@ from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
 from delayer.services.asking import Asking
 from delayer.services.counting import Counters
-from delayer.services.failures import LOSSES, raise_first, take_failures
-from delayer.services.holding import report
 from delayer.services.in_hand import LanesInHand, is_small
 from delayer.services.lasting import Lasting
 from delayer.services.ports import Lane, Pulse, Store
 from delayer.services.release import Release
-from delayer.services.retry import Retry
+from delayer.services.retry import LOSSES, Retry, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +117,6 @@ class Lanes:
         """Into the held table of a lane of ours. See ports.Holder."""
         small = is_small([parcel for parcel, _ in items])
         await self._write(lambda store, lane: store.hold(lane, items), small=small)
-        report(items, self._counters)
 
     async def restore(self, ahead_ms: int) -> Restoration:
         """Restore the soonest segment, if something in it is due within ``ahead_ms``, into a lane of ours."""

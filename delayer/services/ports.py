@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from delayer.core.hold import Hold
+from delayer.core.hold import Hold, Limits
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 from delayer.core.pace import Scope
+from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
+from delayer.services.envelopes import Names
 
 
 class Publisher(Protocol):
@@ -199,12 +201,24 @@ class Store(Protocol):
         """Close every connection but those of lanes. Safe to call twice."""
 
 
-class Bindings(Protocol):
-    """The delivery exchange's bindings, for messages that the broker takes out of the cascade by itself."""
+class Live(Protocol):
+    """The settings in force, and the clock that rules. Asked for every batch, so that a reload rules from the next."""
 
-    async def bound(self, queue: bytes) -> bool:
-        """Make sure that ``queue`` is bound to the delivery exchange under its own name. False if there is no such
-        queue. Raises BrokerLost."""
+    def policy(self) -> Policy: ...
+
+    def names(self) -> Names: ...
+
+    def late_limits(self) -> Limits: ...
+
+    @property
+    def holds_in_store(self) -> bool:
+        """Whether the store holds messages that a destination did not take; else they go back into the cascade."""
+
+    def now_ms(self) -> int:
+        """An upper bound of the clock, epoch milliseconds: what relative delays count from."""
+
+    def sure_ms(self) -> int:
+        """A lower bound of the clock: what is due by it is due."""
 
 
 class Pulse(Protocol):

@@ -22,9 +22,8 @@ from delayer.core.backoff import Sparing
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Locked, Restored
 from delayer.services.counting import Counters
-from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.lanes import Lanes
-from delayer.services.retry import Retry
+from delayer.services.retry import LOSSES, Retry, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
 

@@ -17,10 +17,9 @@ import structlog
 from delayer.core.cascade import Cascade
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.services.consume import AckTracker, Intake, QueueConsumer
 from delayer.services.counting import Counters
 from delayer.services.ports import Consumer, Parking, Pulse
-from delayer.services.session import Intake, Session
-from delayer.services.settle import Settler
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties, value_at
 
 log = structlog.get_logger(__name__)
@@ -63,7 +62,7 @@ class LevelTakeover:
         self._ended = asyncio.Event()
         self.queue = cascade.level(level)
         intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, in_flight=IN_FLIGHT)
-        self._session = Session(
+        self._session = QueueConsumer(
             intake, consumer, self._carry, prepare=prepare, pulse=pulse, too_slow=lambda count: reads_ahead(count // 2)
         )
 
@@ -80,7 +79,7 @@ class LevelTakeover:
         await stopping.wait()
         self._ended.set()
 
-    async def _carry(self, batch: Sequence[Delivery], settler: Settler) -> None:
+    async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Park all of it. Raises StoreLost."""
         now_ms = self._now_ms()
         parcels = []
@@ -92,7 +91,7 @@ class LevelTakeover:
         await self._parking.park(parcels, [])
         self._counters.add("parked", len(parcels))
         self._counters.add_routes("parked", [parcel.route for parcel in parcels])
-        settler.accept(delivery.tag for delivery in batch)
+        acks.accept(delivery.tag for delivery in batch)
 
     def _parcel(self, delivery: Delivery, headers: dict[bytes, object], now_ms: int) -> Parcel:
         due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)

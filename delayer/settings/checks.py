@@ -106,11 +106,10 @@ def into_the_cascade(merged: Merged, queues: Mapping[tuple[str, str], str], rout
     native = merged.values.get("native")
     native = native if isinstance(native, dict) else {}
     try:
-        cascade = Cascade(native.get("cascade", "delayer"), native.get("prefix", "delayer."))
+        cascade = Cascade(prefix=native.get("prefix", "delayer."))
     except (TypeError, ValueError, AttributeError):
         return []  # the table reports it
-    taken = {level.name for level in cascade.levels()} | {cascade.delivery}
-    taken |= {cascade.strays} if cascade.strays else set()
+    taken = {level.name for level in cascade.levels()} | {cascade.delivery, cascade.strays}
     expected = "a name that is not one of the cascade's"
     problems = [
         Problem(merged.origin(key), ".".join(key), expected, show(name))
@@ -120,8 +119,7 @@ def into_the_cascade(merged: Merged, queues: Mapping[tuple[str, str], str], rout
     source = merged.origin(("route",))
     ends = taken | {queues["native", "due_queue"]}
     for index, route in enumerate(routes):
-        # A shared cascade belongs to another system, and a route may deliver into it.
-        found = {"from": taken, "to": set() if cascade.shared else taken}
+        found = {"from": taken, "to": taken}
         found |= {"routing_key": ends} if not route.get("to") else {}
         problems += [
             Problem(source, f"route[{index}].{key}", expected, show(route[key]))

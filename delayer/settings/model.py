@@ -117,7 +117,6 @@ class Route(Table):
     delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
     default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
     allow_exchanges: values.Patterns = ()
-    finish: Literal["broker", "daemon"] = "daemon"
     late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
     late_action: Literal["deliver", "hold"] = "deliver"
     max_rate: Annotated[StrictInt, Field(ge=0, le=1_000_000)] = 0
@@ -146,13 +145,6 @@ class Route(Table):
         if action == "hold" and info.data.get("late_limit_ms", 0) is None:
             raise Expected('late_limit beside late_action = "hold": how late is too late')
         return action
-
-    @field_validator("finish", mode="before")
-    @classmethod
-    def _finish_fits(cls, finish: object, info: ValidationInfo) -> object:
-        if info.data.get("to") and finish == "broker":
-            raise Expected('"daemon": only a queue (to = "") can end a cascade inside the broker')
-        return finish
 
 
 def _routes(value: object) -> object:
@@ -198,7 +190,6 @@ def _tables(value: object) -> object:
 
 
 class Native(Table):
-    cascade: Literal["delayer", "nservicebus-v2", "nservicebus-v1", "celery"] = "delayer"
     prefix: values.Prefix = "delayer."
     due_queue: values.DueQueue = "delays.due"
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.acceptance.world import NATIVE_BROKER, World
+from tests.acceptance.world import World
 from tests.rig.raw import (
     VOID,
-    Arrival,
     Header,
     Message,
     Props,
@@ -97,7 +96,6 @@ class Carried:
     key: bytes = b"inbox"
     key_out: bytes = b"inbox"
     through: str = "in"
-    by_broker: bool = True
     """Whether it may be sent where the broker finishes: it writes some rare values in its own way."""
 
 
@@ -109,7 +107,7 @@ CASES: Mapping[str, Carried] = {
     "every field type": Carried(small(*EVERY_TYPE)),
     "every field type before the delay": Carried(Props(headers=(*EVERY_TYPE, DELAY), delivery_mode=2)),
     "nested forty deep": Carried(small((b"deep", nested(20)))),
-    "nested a thousand deep": Carried(small((b"deep", nested(500))), by_broker=False),
+    "nested a thousand deep": Carried(small((b"deep", nested(500)))),
     "duplicate names": Carried(small((b"a", number("I", 1)), (b"a", text("2")), (b"a", number("I", 1)))),
     "names that are not UTF-8": Carried(small((b"\xff\x00\x80", text("v")), (b"", VOID), (b"n" * 255, VOID))),
     "many headers": Carried(small(*((b"h%d" % n, text("v" * 90)) for n in range(900)))),
@@ -174,15 +172,9 @@ def body_of(case: str) -> bytes:
     return b"carried: " + case.encode() if given is None else given
 
 
-def cases_of(this: World) -> dict[str, Carried]:
-    if this.mode == NATIVE_BROKER:
-        return {case: carried for case, carried in CASES.items() if carried.by_broker}
-    return {**CASES, **ONLY_OUTSIDE}
-
-
 @pytest.fixture(scope="module")
 def played(any_world: World) -> World:
-    cases = cases_of(any_world)
+    cases = {**CASES, **ONLY_OUTSIDE}
     any_world.run(
         any_world.raw.publish(*(Message(one.through, one.key, one.sent, body_of(case)) for case, one in cases.items()))
     )
@@ -199,35 +191,16 @@ def edited(sent: Props) -> Props:
     return replace(kept, headers=headers, user_id=None)
 
 
-def went_through_broker(this: World, sent: Props) -> bool:
-    """finish = "broker": what neither expires nor routes copies."""
-    return this.mode == NATIVE_BROKER and sent.expiration is None
-
-
-def as_it_left(arrival: Arrival) -> Props:
-    """Without what was added, the broker's own notes of the cascade included."""
-    deaths = (b"x-first-death-", b"x-last-death-")
-    return arrival.props.without(*OURS, b"x-delayer-user-id", b"x-death", prefixes=deaths)
-
-
 @pytest.mark.parametrize("case", [*CASES, *ONLY_OUTSIDE])
 def test_carried_byte_for_byte(played: World, case: str) -> None:
-    if case not in cases_of(played):
-        pytest.skip("cannot be the name of a queue, or the broker itself writes it anew")
     one = (CASES | ONLY_OUTSIDE)[case]
     arrival = played.inbox.only(body_of(case))
     props, expected = arrival.props, edited(one.sent.sorted_if(played.rabbitmq.sorts_headers))
-    if b"x-death" in dict(props.headers or ()):
-        assert went_through_broker(played, one.sent)
-        # Dead-lettering sorts the table by name, and leaves every entry as it was.
-        by_name = sorted(expected.headers or (), key=lambda header: header[0])
-        expected = replace(expected, headers=tuple(by_name), delivery_mode=2)
-        left = as_it_left(arrival)
-    else:
-        assert not props.all(b"x-delivery-count")
-        left = props.without(*OURS, b"x-delayer-user-id")
-        assert arrival.delivery.routing_key == one.key_out
-        assert arrival.delivery.exchange == played.exchange.encode()
+    assert not props.all(b"x-death")
+    assert not props.all(b"x-delivery-count")
+    left = props.without(*OURS, b"x-delayer-user-id")
+    assert arrival.delivery.routing_key == one.key_out
+    assert arrival.delivery.exchange == b"out"
     assert left.encode() == expected.encode()
     assert content(props.one(b"x-delayer-id"))
     assert arrival.at_ms >= arrival.due_ms
@@ -235,16 +208,6 @@ def test_carried_byte_for_byte(played: World, case: str) -> None:
         assert not props.all(b"x-delayer-user-id")
     else:
         assert props.one(b"x-delayer-user-id") == text(one.sent.user_id)
-
-
-def test_the_broker_finishes_where_it_can(played: World) -> None:
-    if played.mode != NATIVE_BROKER:
-        pytest.skip("finish = daemon")
-    for case in ("every field type", "transient", "body of 16 MB", "only user_id"):
-        props = played.inbox.only(body_of(case)).props
-        assert props.all(b"x-death"), case
-    for case in ("all properties", "only expiration"):
-        assert not played.inbox.only(body_of(case)).props.all(b"x-death"), case
 
 
 @pytest.fixture(scope="module")

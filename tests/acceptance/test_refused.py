@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from delayer.core.errors import BrokerLost
-from tests.acceptance.world import MODES, NATIVE_BROKER, NATIVE_DAEMON, STORE, World, wait_for
+from tests.acceptance.world import MODES, NATIVE, STORE, World, wait_for
 from tests.rig.raw import (
     VOID,
     Header,
@@ -26,7 +26,6 @@ from tests.rig.raw import (
 )
 
 PLAIN = Props(delivery_mode=2)
-NATIVE = (NATIVE_DAEMON, NATIVE_BROKER)
 LONGEST = 2**28 - 1
 """Seconds that the cascade can hold."""
 GAINED = (b"x-delayer-id", b"x-delayer-refused", b"x-delayer-exchange", b"x-delayer-routing-key")
@@ -107,10 +106,10 @@ CASES: Mapping[str, Bad] = {
     "too long, greatest integer": Bad(((b"x-delay", number("l", 2**63 - 1)),), "too long"),
     "too long, far instant": Bad(((b"x-deliver-at", text("9999-12-31T23:59:59Z")),), "too long"),
     "too long for the cascade": Bad(
-        ((b"x-delay", number("l", (LONGEST + 1) * 1000)),), f"too long.*{LONGEST} s", NATIVE
+        ((b"x-delay", number("l", (LONGEST + 1) * 1000)),), f"too long.*{LONGEST} s", (NATIVE,)
     ),
     "one ms too long for the cascade": Bad(
-        ((b"x-delay", number("l", LONGEST * 1000 + 1)),), f"too long.*{LONGEST} s", NATIVE
+        ((b"x-delay", number("l", LONGEST * 1000 + 1)),), f"too long.*{LONGEST} s", (NATIVE,)
     ),
     "unknown route": Bad((), "no route for exchange 'stranger'", through="stranger"),
     "forbidden exchange": Bad(((b"x-delay-exchange", text("side.open")),), "'side.open' is forbidden"),
@@ -120,17 +119,10 @@ CASES: Mapping[str, Bad] = {
     "exchange that is no name": Bad(((b"x-delay-exchange", number("I", 5)),), "expected a string, found 5"),
     "routing key that is no string": Bad(((b"x-delay-routing-key", VOID),), "expected a string"),
     "routing key of 256 bytes": Bad(((b"x-delay-routing-key", text("k" * 256)),), "at most 255 bytes, found 256"),
-    "key without a store": Bad(((b"x-delay-key", text("k")),), "x-delay-key: .*need a store", NATIVE),
-    "cancel without a store": Bad(((b"x-delay-cancel", text("k")),), "x-delay-cancel: .*need a store", NATIVE),
+    "key without a store": Bad(((b"x-delay-key", text("k")),), "x-delay-key: .*need a store", (NATIVE,)),
+    "cancel without a store": Bad(((b"x-delay-cancel", text("k")),), "x-delay-cancel: .*need a store", (NATIVE,)),
     "empty key": Bad(((b"x-delay-key", text("")),), "expected a key", (STORE,)),
     "key that is a number": Bad(((b"x-delay-key", number("I", 1)),), "expected a string", (STORE,)),
-    "back into the intake queue": Bad((), "leads back", (NATIVE_BROKER,), key=b"delays"),
-    "address of 200 bytes": Bad(
-        ((b"x-delay", number("I", 500)),), "expected 1 to 199 bytes, found 200", (NATIVE_BROKER,), key=b"a" * 200
-    ),
-    "empty address": Bad(
-        ((b"x-delay", number("I", 500)),), "expected 1 to 199 bytes, found 0", (NATIVE_BROKER,), key=b""
-    ),
     "nested too deep to read": Bad(((b"x-delay", deep(100)),), "malformed header table: .*64 levels"),
     "with every property": Bad(((b"x-delay", text("?")), (b"n", number("s", 1))), "x-delay", rest=FULL),
     "with an expiration": Bad(((b"x-delay", text("?")),), "x-delay", rest=Props(delivery_mode=2, expiration=b"600000")),
@@ -238,20 +230,11 @@ def test_what_the_longest_may_be(any_world: World) -> None:
         for header, each in zip(headers, seconds, strict=True)
     ]
     address = b"a" * 199
-    if any_world.mode == NATIVE_BROKER:
-        any_world.things.queue(address.decode())
-    else:
-        any_world.things.bind("out", "inbox", address.decode())
+    any_world.things.bind("out", "inbox", address.decode())
     messages.append(Message("in", address, Props(headers=((b"x-delay", number("I", 500)),)), b"address of 199"))
     any_world.run(any_world.raw.publish(*messages))
-    if any_world.mode == NATIVE_BROKER:
-        box = any_world.run(any_world.raw.inbox(address.decode()))
-        any_world.boxes["a" * 199] = box
-        any_world.wait(b"address of 199", box="a" * 199)
-        assert box.only(b"address of 199").props.all(b"x-death")
-    else:
-        any_world.wait(b"address of 199")
-        assert any_world.inbox.only(b"address of 199").delivery.routing_key == address
+    any_world.wait(b"address of 199")
+    assert any_world.inbox.only(b"address of 199").delivery.routing_key == address
     if any_world.native:
         depth: Callable[[], bool] = lambda: any_world.things.depth("delayer.delay-level-27") == len(seconds)  # noqa: E731
         any_world.run(wait_for(depth))

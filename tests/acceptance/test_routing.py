@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.acceptance.world import NATIVE_BROKER, STORE, World
+from tests.acceptance.world import STORE, World
 from tests.rig.raw import Arrival, Header, Message, Props, now_ms, number, text
 
 SOON = (b"x-delay", number("I", 600))
@@ -73,7 +73,7 @@ def again(arrival: Arrival, trip: int, value: int) -> Message:
 
 def test_three_trips(any_world: World) -> None:
     """On RabbitMQ before 4.0 a message that still carries its x-death is silently dropped at its second trip through
-    a cascade; and the key that a consumer sees at its end still has the cascade's digits before it."""
+    a cascade."""
     first = Message("in", b"inbox", delayed((b"kept", number("s", 1))), b"trip 1")
     plain = Message("in", b"inbox", Props(headers=(SOON,), expiration=b"600000"), b"expiring trip 1")
     any_world.run(any_world.raw.publish(first, plain))
@@ -81,9 +81,6 @@ def test_three_trips(any_world: World) -> None:
         before = [b"trip %d" % (trip - 1), b"expiring trip %d" % (trip - 1)]
         any_world.wait(*before)
         arrivals = [any_world.inbox.only(body) for body in before]
-        if any_world.mode == NATIVE_BROKER:
-            assert arrivals[0].props.all(b"x-death")
-            assert len(arrivals[0].delivery.routing_key) > len(b"inbox")
         for arrival in arrivals:
             assert arrival.at_ms >= arrival.due_ms
             assert arrival.props.all(b"x-delay") == [number("I", -600)]

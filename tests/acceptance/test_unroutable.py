@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.acceptance.world import FORBIDDEN, NATIVE_BROKER, STORE, USER, World, secret_broker_url, wait_for
-from tests.rig.raw import Message, Props, content, number, text
+from delayer.core.cascade import delivery_binding
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Parcel, Target
+from delayer.services import envelopes
+from tests.acceptance.place import Place, delayed
+from tests.acceptance.world import FORBIDDEN, STORE, USER, World, secret_broker_url, wait_for
+from tests.faults.place import eventually
+from tests.rig.daemon import DaemonProcess, command
+from tests.rig.raw import Message, Props, number, text
 
 GOOD = 200
 
@@ -51,14 +61,14 @@ def played(any_world: World) -> World:
         messages.insert(20 + 25 * index, Message(one.through, one.key, props, body_of(case)))
     any_world.run(any_world.raw.publish(*messages))
     any_world.wait(*map(sound, range(GOOD)))
-    if any_world.native:
-        any_world.wait(*map(body_of, CASES), box="delayer.delay-strays")
-    else:
-        any_world.run(wait_for(lambda: held(any_world) == len(CASES)))
+    any_world.run(wait_for(lambda: held(any_world) == len(CASES)))
     return any_world
 
 
 def held(this: World) -> int:
+    """Messages in the store, or on their way through the cascade to their next attempt."""
+    if this.native:
+        return len({event["id"] for event in this.daemon.events if event["event"] == "message held"})
     return int(this.postgres.execute("SELECT FROM held", database=this.database).split()[-1])
 
 
@@ -78,19 +88,10 @@ def test_it_is_held_with_its_reason(played: World, case: str) -> None:
 
     played.run(wait_for(lambda: len(reasons()) >= 2))
     assert all(one.reason in reason for reason in reasons()), reasons()
-    if played.native:
-        stray = played.boxes["delayer.delay-strays"].only(body_of(case))
-        assert one.reason in content(stray.props.one(b"x-delayer-held-text")).decode()
-        assert stray.props.expiration is None
-        assert not stray.props.all(b"x-death")
-        inner = Props.decode(content(stray.props.one(b"x-delayer-properties")))
-        assert (inner.expiration, inner.user_id, inner.all(b"kept")) == (b"600000", b"guest", [number("s", 1)])
 
 
 def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
-    """What stood in the way is mended; the next attempt comes within ten seconds."""
-    if played.mode != STORE:
-        pytest.skip("this test takes the strays itself: tests/faults/test_held.py leaves them there")
+    """What stood in the way is mended; the next attempt comes within twenty seconds."""
     things = played.things
     things.bind("narrow", "inbox", "nowhere.yet")
     things.exchange("missing")
@@ -106,16 +107,15 @@ def test_held_messages_leave_by_themselves_once_they_can(played: World) -> None:
         assert arrival.at_ms >= arrival.due_ms
         assert arrival.props.expiration == b"600000"
         assert arrival.props.one(b"x-delayer-user-id") == text("guest")
-    played.run(wait_for(lambda: held(played) == 0))
+    if played.mode == STORE:
+        played.run(wait_for(lambda: held(played) == 0))
     secret_broker_url(played.rabbitmq, played.vhost)
 
 
 def test_a_queue_that_appears_before_the_message_is_due(any_world: World) -> None:
-    """Also where the broker finishes and had nothing to bind at first."""
     name = f"late.{any_world.mode}"
-    through = "in" if any_world.mode == NATIVE_BROKER else "in.narrow"
     props = Props(headers=((b"x-delay", number("I", 2500)),), delivery_mode=2)
-    any_world.run(any_world.raw.publish(Message(through, name.encode(), props, b"for a late queue")))
+    any_world.run(any_world.raw.publish(Message("in.narrow", name.encode(), props, b"for a late queue")))
     any_world.run(any_world.raw.publish(Message("in", b"inbox", Props(), b"behind the late one")))
     any_world.wait(b"behind the late one")
     any_world.things.queue(name)
@@ -130,3 +130,49 @@ def test_the_user_may_write_everywhere_but_there(any_world: World) -> None:
     """The premise of "no permission"."""
     user = any_world.rabbitmq.api("GET", f"/api/permissions/{any_world.vhost}/{USER}")
     assert FORBIDDEN in user["write"]
+
+
+async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place, tmp_path: Path) -> None:
+    """Somebody took the binding of the due queue away: the message is seen, and put back on its way."""
+    config = tmp_path / "delayer.toml"
+    place.write(config, "native", {})
+    async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        unbind = f"/api/bindings/{place.vhost}/e/delayer.delay-delivery/q/delays.due/{delivery_binding('delays.due')}"
+        place.rabbitmq.api("DELETE", unbind)
+        await raw.publish(delayed("lost on the way", 1_000))
+
+        async def listed() -> list[dict[str, Any]]:
+            return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
+
+        [row] = await eventually(listed, lambda rows: len(rows) == 1)
+        assert row["reason"] == "the broker found no queue for it at the end of the cascade"
+        assert await command(config, "strays", "retry", row["id"]) == "On their way again: 1.\n"
+        await inbox.got([b"lost on the way"])
+        assert await listed() == []
+        assert await daemon.stop() == 0
+
+
+async def test_after_ten_attempts_it_waits_for_a_person(place: Place, tmp_path: Path) -> None:
+    """Nine were made when it comes out of the cascade; then a person puts it on its way, and it is delivered."""
+    config = tmp_path / "delayer.toml"
+    place.write(config, "native", {})
+    now_ms = time.time_ns() // 1_000_000
+    parcel = Parcel(now_ms, b"in.missing", b"in.missing", b"inbox", Target(b"missing", b"inbox"), b"\0\0", b"doomed")
+    held = envelopes.Held(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
+    async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
+        inbox = await raw.inbox("inbox")
+        await daemon.ready()
+        await raw.publish(Message("", b"delays.due", envelopes.enveloped(parcel, b"0815", held), parcel.body))
+
+        async def listed() -> list[dict[str, Any]]:
+            return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])
+
+        [row] = await eventually(listed, lambda rows: len(rows) == 1)
+        assert (row["id"], row["attempts"], row["kind"]) == ("0815", 10, "closed_channel")
+        place.things.exchange("missing")
+        place.things.bind("missing", "inbox")
+        await command(config, "strays", "retry", "--all", "--yes")
+        await inbox.got([b"doomed"])
+        assert await daemon.stop() == 0

@@ -23,7 +23,7 @@ from tests.rig.servers import Postgres, RabbitMQ
 T = TypeVar("T")
 Route = dict[str, Any]
 
-STORE, NATIVE_DAEMON, NATIVE_BROKER = MODES = ("store", "native-daemon", "native-broker")
+STORE, NATIVE = MODES = ("store", "native")
 USER = "delayer"
 BROKER_SECRET = "Sesame.Broker/1"
 STORE_SECRET = "Sesame.Store/2"
@@ -111,10 +111,6 @@ class World:
     boxes: dict[str, Inbox] = field(default_factory=dict)
 
     @property
-    def exchange(self) -> str:
-        return "" if self.mode == NATIVE_BROKER else "out"
-
-    @property
     def native(self) -> bool:
         return self.mode != STORE
 
@@ -155,25 +151,23 @@ class World:
         await self.daemon.__aexit__()
 
 
-def routes_of(mode: str) -> list[Route]:
-    out = "" if mode == NATIVE_BROKER else "out"
-    routes: list[Route] = [
-        {"from": "in", "to": out},
-        {"from": "in.timestamp", "to": out, "delay_from": ["timestamp", "x-delay"]},
+def routes() -> list[Route]:
+    return [
+        {"from": "in", "to": "out"},
+        {"from": "in.timestamp", "to": "out", "delay_from": ["timestamp", "x-delay"]},
         {
             "from": "in.order",
-            "to": out,
+            "to": "out",
             "delay_from": ["x-opt-delivery-delay", "x-deliver-at", "x-delay", "x-opt-delivery-time"],
         },
-        {"from": "in.default", "to": out, "default_delay": "1200ms"},
-        {"from": "in.fixed", "to": out, "routing_key": "inbox"},
-        {"from": "in.allowed", "to": out, "allow_exchanges": ["side.*"]},
-        {"from": "in.narrow", "to": "" if mode == NATIVE_BROKER else "narrow"},
+        {"from": "in.default", "to": "out", "default_delay": "1200ms"},
+        {"from": "in.fixed", "to": "out", "routing_key": "inbox"},
+        {"from": "in.allowed", "to": "out", "allow_exchanges": ["side.*"]},
+        {"from": "in.narrow", "to": "narrow"},
         {"from": "in.missing", "to": "missing"},
         {"from": "in.closed", "to": FORBIDDEN},
-        {"from": "", "to": out, "routing_key": "inbox"},
+        {"from": "", "to": "out", "routing_key": "inbox"},
     ]
-    return [one if one["to"] else {**one, "finish": "broker"} for one in routes]
 
 
 @contextmanager
@@ -192,7 +186,7 @@ def world(mode: str, rabbitmq: RabbitMQ, postgres: Postgres, template: str) -> I
     environ = {
         "MODE": "native" if mode != STORE else "store",
         "BROKER__URL": secret_broker_url(rabbitmq, vhost),
-        "ROUTE": json.dumps(routes_of(mode)),
+        "ROUTE": json.dumps(routes()),
     }
     queues = ["inbox", "copies", "side", "delays.refused"]
     with asyncio.Runner() as runner:

@@ -159,7 +159,7 @@ class Place:
         names = [f"{self.tag}{name}" for name in ("delays", "delays.refused")]
         if self.mode == "native":
             levels = cascade_of(self.settings)
-            names += [f"{self.tag}delays.due", str(levels.strays)]
+            names += [f"{self.tag}delays.due", levels.strays]
             names += [level.name for level in levels.levels() if cascade]
         async with await Admin.connect(self.broker) as admin:
             found = {name: depth for name, depth in (await admin.depths(names)).items() if depth}

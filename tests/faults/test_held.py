@@ -26,7 +26,7 @@ PROGRAM = (
     sys.executable,
     "-c",
     f"from delayer.store import retry; retry.FIRST_MS, retry.LONGEST_MS = {FIRST_MS}, {LONGEST_MS}\n"
-    "from delayer.services import strays; strays.SHARE = 1\n"
+    "from delayer.services import dispatch; dispatch.MOST_ATTEMPTS = 1_000\n"
     "from delayer.cli import main; main()",
 )
 """The daemon with pauses from 0.3 to 3 s instead of 10 s to an hour, so that some of them fit a test."""
@@ -35,7 +35,6 @@ ROUTES = [
     {"from": "h.missing", "to": "h.missing.out"},
     {"from": "h.unbound", "to": "h.unbound.out"},
 ]
-STRAYS = "delayer.delay-strays"
 DOOMED = (b"for an exchange that is missing", b"for one without bindings")
 
 
@@ -60,7 +59,7 @@ def tried(at_least: int) -> Any:
 @pytest.mark.deadline(150)
 @pytest.mark.parametrize("mode", ["store", "native", "native alone"])
 async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
-    """In native mode with a store beside it, which holds them, and without one: then they stand among the strays."""
+    """In native mode with a store beside it, which holds them, and without one: then they wait in the cascade."""
     with RabbitMQ() as rabbitmq, Postgres() as postgres:
         await asyncio.to_thread(add_template, postgres, "template")
         store = None if mode == "native alone" else postgres.url(postgres.add_database(template="template"))
@@ -92,10 +91,12 @@ async def test_through_every_restart_and_out_in_the_end(mode: str) -> None:
                 await all_held(place)
             await mend(rabbitmq)
             arrived = await out(place)
-            assert sorted(arrived) == sorted(DOOMED)
+            # Without a store a kill may repeat what is on its way back into the cascade.
+            assert set(arrived) == set(DOOMED)
+            assert place.store is None or len(arrived) == len(DOOMED)
             assert await daemon.stop() == 0, daemon.tail()
         if place.store is None:
-            assert await place.depth(STRAYS) == 0
+            await eventually(place.standing, lambda standing: not standing)
             return
         assert not await bodies_held(place)
         counters = await place.conserved()
@@ -112,9 +113,9 @@ def check_pauses(failed: list[tuple[int, float]]) -> None:
 
 
 async def all_held(place: Place) -> None:
-    """Wait until they stand where held messages stand; a look at the strays has them in its hands for a moment."""
+    """Wait until they stand where held messages stand: in the store, or on their way through the cascade."""
     if place.store is None:
-        await eventually(lambda: place.depth(STRAYS), lambda depth: depth == len(DOOMED))
+        await eventually(place.standing, lambda standing: sum(standing.values()) >= len(DOOMED))
     else:
         await eventually(lambda: bodies_held(place), lambda held: held == set(DOOMED))
 
@@ -136,36 +137,6 @@ async def out(place: Place) -> list[bytes]:
         inbox = await raw.inbox("late")
         await inbox.got(DOOMED, timeout=80)
         return [arrival.delivery.body for arrival in inbox.arrivals]
-
-
-@pytest.mark.deadline(90)
-async def test_a_queue_that_is_gone_when_the_broker_would_finish(rabbitmq: RabbitMQ) -> None:
-    """It was there when the message came, so the broker was to end the cascade in it. What stands among the strays then
-    is brought there when there is such a queue again."""
-    vhost = rabbitmq.add_vhost()
-    queue = f"/api/queues/{vhost}/late"
-    try:
-        place = await Place("native", rabbitmq.url(vhost)).declare()
-        rabbitmq.api("PUT", queue, {"durable": True})
-        environ = place.environ | {"ROUTE": json.dumps([{"from": "delayer.in", "to": "", "finish": "broker"}])}
-        async with DaemonProcess(environ, program=PROGRAM) as daemon, await Raw.connect(place.broker) as raw:
-            await daemon.ready()
-            props = Props(headers=(delay_header(2_500),), delivery_mode=2)
-            await raw.publish(Message("delayer.in", b"late", props, DOOMED[0]))
-            await eventually(lambda: place.depth("delays"), lambda depth: depth == 0)
-            await eventually(place.standing, lambda standing: any("level" in name for name in standing))
-            rabbitmq.api("DELETE", queue)
-            await daemon.event("message held", where=tried(2), timeout=40)
-            rabbitmq.api("PUT", queue, {"durable": True})
-            inbox = await raw.inbox("late")
-            await inbox.got(DOOMED[:1], timeout=40)
-            [arrival] = inbox.arrivals
-            assert arrival.delivery.routing_key == b"late"
-            assert not arrival.props.all(b"x-death")
-            assert await daemon.stop() == 0, daemon.tail()
-            assert await place.standing() == {}
-    finally:
-        rabbitmq.drop_vhost(vhost)
 
 
 async def either(daemon: DaemonProcess, *names: str, after: int) -> None:

@@ -23,7 +23,6 @@ PROGRAM = (
     sys.executable,
     "-c",
     "from delayer.store import retry; retry.FIRST_MS, retry.LONGEST_MS = 1_000, 5_000\n"
-    "from delayer.services import strays; strays.SHARE = 1\n"
     "from delayer.cli import main; main()",
 )
 """The daemon with pauses from 1 to 5 s instead of 10 s to an hour."""

@@ -105,20 +105,6 @@ def test_a_route_that_makes_messages_late_and_holds_them_is_told(delayer: Run) -
     assert row["found"].startswith('"both" holds for a person what waits longer than late_limit (3s)')
 
 
-def test_what_the_broker_finishes_is_told(delayer: Run) -> None:
-    """Whose destination is full stops everybody's level, which nobody would guess from a default."""
-    routes = [{"from": "orders", "to": "", "finish": "broker"}, {"from": "mail", "to": ""}, {"from": "delayer.in"}]
-    told = {"DELAYER_ROUTE": json.dumps(routes), "DELAYER_MODE": "native"}
-    seen = json.loads(delayer("check", "--offline", "--json", **told).stdout)["checks"]
-    [row] = [one for one in seen if one["what"] == "routes"]
-    assert (row["result"], row["found"][:30]) == ("note", 'finished by the broker: "order')
-    assert "full (reject-publish)" in row["found"]
-    assert row["advice"].startswith('finish = "daemon"')
-    for other in ({**told, "DELAYER_MODE": "store"}, {**told, "DELAYER_ROUTE": json.dumps(routes[1:])}):
-        seen = json.loads(delayer("check", "--offline", "--json", **other).stdout)["checks"]
-        assert not [one for one in seen if one["what"] == "routes"]
-
-
 def test_an_address_that_others_reach_is_told(delayer: Run) -> None:
     for listen, told in (("127.0.0.1:9419", []), ("[::1]:9419", []), ("", []), ("0.0.0.0:9419", ["note"])):
         seen = json.loads(delayer("check", "--offline", "--json", DELAYER_HTTP__LISTEN=listen).stdout)["checks"]

@@ -6,7 +6,7 @@ import pytest
 
 from delayer.core.forms import Ask
 from delayer.core.message import Target
-from delayer.core.plan import AtOnce, Cascade, Finish, Mode, Park, Plan, Policy, Route, decide
+from delayer.core.plan import AtOnce, Cascade, Mode, Park, Plan, Policy, Route, decide
 
 UPPER, LOWER = 1_000_040, 1_000_000
 TARGET = Target(b"out", b"k")
@@ -33,8 +33,8 @@ def test_no_delay_is_due_now_and_not_when_the_clock_may_say_so(headers: dict[str
 
 def test_a_delay_counts_from_the_later_bound_and_keeps_its_length_in_the_cascade() -> None:
     assert plan(Mode.STORE, x_delay=1000) == Park(UPPER + 1000, TARGET)
-    assert plan(Mode.NATIVE, x_delay=1000) == Cascade(UPPER + 1000, 1, TARGET, Finish.DAEMON)
+    assert plan(Mode.NATIVE, x_delay=1000) == Cascade(UPPER + 1000, 1, TARGET)
 
 
 def test_an_instant_counts_from_the_earlier_bound_in_the_cascade() -> None:
-    assert plan(Mode.NATIVE, x_deliver_at=UPPER + 1000) == Cascade(UPPER + 1000, 2, TARGET, Finish.DAEMON)
+    assert plan(Mode.NATIVE, x_deliver_at=UPPER + 1000) == Cascade(UPPER + 1000, 2, TARGET)

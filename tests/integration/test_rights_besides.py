@@ -13,7 +13,7 @@ import pytest
 
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.core.cascade import Cascade, delivery_binding, routing_key
+from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Outgoing, Returned
 from delayer.settings import Settings
@@ -45,18 +45,11 @@ class Need(NamedTuple):
     settings: Mapping[str, Any]
     consumed: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
-    bound: str = ""
     probing: bool = False
 
 
 NEEDS = {
     "to queues": Need("a route with `to", {"route": [TO_QUEUES]}, published=("",)),
-    "finish": Need(
-        "a route with `finish",
-        {"mode": "native", "route": [TO_QUEUES | {"finish": "broker"}]},
-        published=("",),
-        bound="mail.inbox",
-    ),
     "retry": Need("a route from `retries`", {"route": [RETRY]}, published=("",)),
     "destination": Need("`[[destination]]`", {"destination": [DESTINATION]}),
     "takeover": Need(
@@ -110,8 +103,6 @@ async def use(url: str, need: Need) -> None:
     settings = Settings.model_validate(need.settings)
     async with await Admin.connect(url) as admin:
         await admin.declare(topology_of(settings))
-        if need.bound:
-            await admin.bind_queue(need.bound, cascade_of(settings).delivery, delivery_binding(need.bound))
         if need.probing:
             untried = [one.found for one in await admin.verify(topology_of(settings), cascade=cascade_of(settings))]
             if found := [one for one in untried if "zero path" in one]:
@@ -217,23 +208,6 @@ async def test_a_daemon_of_everything_with_these_rights(
             assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
 
 
-async def test_a_daemon_whose_broker_finishes_with_these_rights(rabbitmq: RabbitMQ) -> None:
-    """The digits before the key say that the broker did it, and not the daemon in its place."""
-    async with place(rabbitmq) as vhost:
-        rabbitmq.api("PUT", f"/api/queues/{vhost}/mail.inbox", {"durable": True})
-        need = NEEDS["finish"]
-        url = user_url(rabbitmq, vhost, patterns_for(need), "delayer-finish")
-        environ = {"MODE": "native", "BROKER__URL": url, "ROUTE": json.dumps(need.settings["route"])}
-        async with DaemonProcess(environ) as daemon, await Raw.connect(rabbitmq.url(vhost)) as raw:
-            await daemon.ready()
-            inbox = await raw.inbox("mail.inbox")
-            await raw.publish(delayed(b"mail.inbox", b"1"))
-            await inbox.got([b"1"])
-            assert inbox.only(b"1").delivery.routing_key.endswith(b"0.1.mail.inbox")
-            assert await daemon.stop() == 0
-            assert not [event for event in daemon.events if event["level"] in ("warning", "error")], daemon.tail()
-
-
 async def test_what_native_mode_left_is_off_where_the_rights_are_those_of_store_mode(
     rabbitmq: RabbitMQ, postgres: Postgres, store: str, tmp_path: Path
 ) -> None:
@@ -248,7 +222,7 @@ async def test_what_native_mode_left_is_off_where_the_rights_are_those_of_store_
         if rabbitmq.hides_queues:  # nobody is told of a queue that he may not configure: nothing is said of it
             assert "may not consume" not in await command(config, "check", "--json")
         else:
-            with pytest.raises(RuntimeError, match=r"may not consume it: \S+delays\.due\S+ \S+delayer\.delay-strays"):
+            with pytest.raises(RuntimeError, match=r"may not consume it: \S+delays\.due"):
                 await command(config, "check", "--json")
         user_url(rabbitmq, vhost, patterns_of("native"), "delayer-after")
         assert "may not consume" not in await command(config, "check", "--json")

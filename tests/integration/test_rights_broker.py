@@ -53,7 +53,7 @@ async def use(url: str, mode: str) -> None:
     if mode == "native":
         cascade = cascade_of(settings)
         consumed.append("delays.due")
-        published += [level.name for level in cascade.levels()] + [str(cascade.strays)]
+        published += [level.name for level in cascade.levels()] + [cascade.strays]
     connection = await Connection.open(Address.parse(url), name="test")
     try:
         channel = await connection.channel()

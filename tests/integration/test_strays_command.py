@@ -9,9 +9,9 @@ import time
 import pytest
 
 from delayer.commands import strays
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.services import envelopes
-from delayer.services.strays import Stray
 from tests.integration.test_cli import Run, delayer
 from tests.rig.raw import Message, Raw
 
@@ -24,7 +24,7 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     """A message that is held, and the properties that it stands among the strays with."""
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", body, None)
-    held = envelopes.Held(reason, 1, now_ms + 3_600_000)
+    held = envelopes.Held(Hold(HoldKind.RETURNED, reason), 10, None)
     return parcel, envelopes.enveloped(parcel, b"%032x" % number, held)
 
 
@@ -59,6 +59,7 @@ def test_store_mode_has_none(delayer: Run) -> None:
 def test_of_a_large_one_it_keeps_the_beginning() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
-    shown = strays.Seen.of(Stray(delivery, b"1", parcel, 1, 2))
+    read = envelopes.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
+    shown = strays.Seen.of(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
-    assert (shown.size, shown.reason) == (1_000_000, "312")
+    assert (shown.size, shown.hold.text) == (1_000_000, "312")

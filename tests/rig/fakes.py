@@ -10,13 +10,17 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 
+from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
-from delayer.core.hold import Hold, HoldKind
+from delayer.core.hold import Hold, HoldKind, Limits
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
+from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Broken, Restoration
 from delayer.services.edits import ID
+from delayer.services.envelopes import Names
 from delayer.wire.properties import encode_headers, entry, long_string
 
 NOW = 1_800_000_000_000
@@ -332,3 +336,29 @@ class ScriptedStore:
 
     async def close(self) -> None:
         self.closed = True
+
+
+@dataclass
+class ScriptedLive:
+    """Satisfies ports.Live."""
+
+    in_force: Policy = field(default_factory=lambda: Policy(Mode.NATIVE, {}, b"delays", 86_400_000))
+    places: Names = field(default_factory=lambda: Names(Cascade(), b"delays.due", b"delays.refused", 10_000))
+    now: int = NOW
+    limits: Limits = field(default_factory=dict)
+    holds_in_store: bool = True
+
+    def policy(self) -> Policy:
+        return self.in_force
+
+    def names(self) -> Names:
+        return self.places
+
+    def late_limits(self) -> Limits:
+        return self.limits
+
+    def now_ms(self) -> int:
+        return self.now
+
+    def sure_ms(self) -> int:
+        return self.now

@@ -48,16 +48,16 @@ class Clock:
 
 def acknowledge_first() -> None:
     """A crash loses what was read (G1)."""
-    from delayer.services.carry import IntakeCarrier
-    from delayer.services.settle import Settler
+    from delayer.services.consume import AckTracker
+    from delayer.services.handle import IntakeHandler
 
-    carry = IntakeCarrier.__call__
+    handle = IntakeHandler.__call__
 
-    async def broken(self: IntakeCarrier, batch: Sequence[Any], settler: Settler) -> None:
-        settler.accept([delivery.tag for delivery in batch])
-        await carry(self, batch, _Deaf())  # type: ignore[arg-type]
+    async def broken(self: IntakeHandler, batch: Sequence[Any], acks: AckTracker) -> None:
+        acks.accept([delivery.tag for delivery in batch])
+        await handle(self, batch, _Deaf())  # type: ignore[arg-type]
 
-    IntakeCarrier.__call__ = broken  # type: ignore[method-assign]
+    IntakeHandler.__call__ = broken  # type: ignore[method-assign]
 
 
 class _Deaf:
@@ -69,18 +69,28 @@ def early() -> None:
     """Rows are released 200 ms before they are due; the cascade is a second too short, and nobody looks at its end
     (G2)."""
     from delayer.core import plan
-    from delayer.services.due import DueCarrier
+    from delayer.services.handle import DueHandler
     from delayer.store import statements
 
     judge = "statement_timestamp()"
     statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
-    seconds, init = plan.seconds_until, DueCarrier.__init__
+    seconds, init = plan.seconds_until, DueHandler.__init__
     plan.seconds_until = lambda due_ms, now_ms: max(0, seconds(due_ms, now_ms) - 1)
 
-    def broken(self: DueCarrier, *, now_ms: Callable[[], int], **more: Any) -> None:
-        init(self, now_ms=lambda: now_ms() + 1_000, **more)
+    class Ahead:
+        def __init__(self, live: Any) -> None:
+            self._live = live
 
-    DueCarrier.__init__ = broken  # type: ignore[method-assign]
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._live, name)
+
+        def sure_ms(self) -> int:
+            return int(self._live.sure_ms()) + 1_000
+
+    def broken(self: DueHandler, live: Any, *more: Any) -> None:
+        init(self, Ahead(live), *more)
+
+    DueHandler.__init__ = broken  # type: ignore[method-assign]
 
 
 def twice() -> None:

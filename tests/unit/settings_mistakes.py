@@ -136,21 +136,13 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
     ('[route]\nfrom = "a"', [("route", ROUTES, "a table", "")]),
     ("route = [1]", [("route[0]", "a table", "1", "")]),
     ('[[route]]\nto = "a"', [("route[0].from", "a value", "nothing", "")]),
-    ('[[route]]\nfrom = "a"\nfinsh = "daemon"', [("route[0].finsh", KNOWN, UNKNOWN, "did you mean finish?")]),
     (
-        '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\nfinish = "brocker"',
-        [("route[1].finish", '"broker" or "daemon"', '"brocker"', "")],
+        '[[route]]\nfrom = "a"\nlate_actoin = "hold"',
+        [("route[0].late_actoin", KNOWN, UNKNOWN, "did you mean late_action?")],
     ),
     (
-        '[[route]]\nfrom = "a"\nto = "b"\nfinish = "broker"',
-        [
-            (
-                "route[0].finish",
-                '"daemon": only a queue (to = "") can end a cascade inside the broker',
-                '"broker"',
-                "",
-            )
-        ],
+        '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\nlate_action = "drop"',
+        [("route[1].late_action", '"deliver" or "hold"', '"drop"', "")],
     ),
     (
         '[[route]]\nfrom = "a"\nto = "a"',
@@ -292,8 +284,8 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         [("route[0].default_delay", "at most intake.max_delay, 1h", '"61m"', "")],
     ),
     (
-        '[native]\ncascade = "nservicebus"',
-        [("native.cascade", '"delayer", "nservicebus-v2", "nservicebus-v1" or "celery"', '"nservicebus"', "")],
+        '[native]\ncascade = "celery"',
+        [("native.cascade", KNOWN, UNKNOWN, "known here: prefix, due_queue")],
     ),
     (
         f'[native]\nprefix = "{"p" * 114}"',

@@ -123,14 +123,14 @@ def test_the_delivery_binding_has_a_star_for_every_digit_and_fits() -> None:
 
 NAMES = [
     ("delayer", "delayer.delay-level-07", "delayer.delay-level-00", "delayer.delay-delivery", "delayer.delay-strays"),
-    ("nservicebus-v2", "nsb.v2.delay-level-07", "nsb.v2.delay-level-00", "nsb.v2.delay-delivery", None),
-    ("nservicebus-v1", "nsb.delay-level-07", "nsb.delay-level-00", "nsb.delay-delivery", None),
-    ("celery", "celery_delayed_7", "celery_delayed_0", "celery_delayed_delivery", None),
+    ("nservicebus-v2", "nsb.v2.delay-level-07", "nsb.v2.delay-level-00", "nsb.v2.delay-delivery", ""),
+    ("nservicebus-v1", "nsb.delay-level-07", "nsb.delay-level-00", "nsb.delay-delivery", ""),
+    ("celery", "celery_delayed_7", "celery_delayed_0", "celery_delayed_delivery", ""),
 ]
 
 
 @pytest.mark.parametrize(("kind", "seven", "zero", "delivery", "strays"), NAMES)
-def test_names(kind: str, seven: str, zero: str, delivery: str, strays: str | None) -> None:
+def test_names(kind: str, seven: str, zero: str, delivery: str, strays: str) -> None:
     cascade = Cascade(kind)  # type: ignore[arg-type]
     assert (cascade.level(7), cascade.level(0), cascade.delivery, cascade.strays) == (seven, zero, delivery, strays)
     assert cascade.shared is (kind != "delayer")

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.core.errors import BrokerLost, StoreLost, Unconfirmed
-from delayer.core.hold import hold_for
+from delayer.core.cascade import routing_key
+from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
+from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import (
     CONFIRMED,
     NACKED,
     ClosedChannel,
     Confirmed,
-    Delivery,
     Outcome,
-    Outgoing,
     Parcel,
     Returned,
     Target,
     Unanswered,
 )
-from delayer.core.plan import DEFAULT_FORMS, AtOnce, Policy, Route
-from delayer.services import edits, envelopes
+from delayer.services import envelopes
+from delayer.services.consume import AckTracker
 from delayer.services.counting import Counters
-from delayer.services.dispatch import Dispatch, NotTaken, Publication
-from delayer.services.holding import Holding, Notes, RefusedHolder, StraysHolder
-from delayer.services.refusals import Doors, again, told
-from delayer.services.settle import Settler
-from delayer.services.sorting import sort
+from delayer.services.dispatch import Dispatch, Objection, Publication
 from delayer.wire.properties import Properties
-from tests.rig.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids, outgoing
-from tests.rig.raw import Header, Props, number, text
+from tests.rig.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
 NO_ROUTE = Returned(312, "NO_ROUTE")
-NOTES = Notes(lambda: NOW, lambda attempts, _: 10_000 * attempts)
 
 
 class Scene:
@@ -41,18 +34,21 @@ class Scene:
         self.publisher = ScriptedPublisher(answers)
         self.holder = ScriptedHolder(failure)
         self.counters = Counters()
-        self.dispatch = Dispatch(self.publisher, self.holder, self.counters)
+        self.live = ScriptedLive()
+        self.dispatch = Dispatch(
+            self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
+        )
         self.acks = Acks()
-        self.settler = Settler(self.acks)
+        self.tracker = AckTracker(self.acks)
 
     async def run(self, *publications: Publication) -> None:
-        self.settler.read([publication.delivery for publication in publications])
-        await self.dispatch(publications, self.settler)
+        self.tracker.read([publication.delivery for publication in publications])
+        await self.dispatch(publications, self.tracker)
 
     @property
     def accepted(self) -> list[int]:
         """Tags, with what waits behind something that is not accepted."""
-        self.settler.flush()
+        self.tracker.flush()
         return [tag for tag, _ in self.acks.acked]
 
     def counted(self) -> dict[str, int]:
@@ -86,7 +82,7 @@ async def test_what_its_destination_does_not_take_is_held_and_accepted() -> None
         (PARCEL._replace(token=b"3"), hold_for(NACKED)),
     ]
     assert it.acks.acked == [(3, True)]
-    assert it.settler.outstanding == 0
+    assert it.tracker.outstanding == 0
 
 
 @pytest.mark.parametrize("answer", [NO_ROUTE, NACKED, ClosedChannel(404, "no exchange")])
@@ -96,7 +92,7 @@ async def test_what_must_be_taken_and_is_not_is_given_back(answer: Outcome) -> N
     with pytest.raises(NotTaken, match=r"1 of 4 messages were not taken; the first by exchange 'orders\.out'"):
         await it.run(publication(1, b"level", parcel=None), publication(2), publication(3, b"gone"), publication(4))
     assert it.accepted == [2, 3, 4]
-    assert it.settler.outstanding == 1
+    assert it.tracker.outstanding == 1
     assert len(it.holder.held) == 1
 
 
@@ -115,11 +111,11 @@ async def test_what_is_known_of_a_batch_in_doubt_is_settled() -> None:
     with pytest.raises(BrokerLost, match="2 are missing"):
         await it.run(*(publication(tag, b"late") for tag in range(1, 7)))
     assert it.accepted == [1, 3, 4, 6]
-    assert it.settler.outstanding == 2
+    assert it.tracker.outstanding == 2
     assert [reason for _, reason in it.holder.held] == [
         hold_for(one) for one in (NO_ROUTE, Unanswered(8, b"orders.out", b"k"))
     ]
-    assert it.counted() == {"released": 2}
+    assert it.counted() == {"released": 2, "held": 2}
 
 
 async def test_as_many_at_a_time_as_the_publisher_wants() -> None:
@@ -146,104 +142,52 @@ async def test_what_cannot_be_held_is_given_back() -> None:
     with pytest.raises(StoreLost):
         await it.run(publication(1), publication(2, b"gone"), publication(3))
     assert it.accepted == [1, 3]
-    assert it.settler.outstanding == 1
+    assert it.tracker.outstanding == 1
 
 
-async def test_strays_are_held_in_their_envelope() -> None:
-    publisher, counters = ScriptedPublisher(), Counters()
-    holder = StraysHolder(publisher, b"delayer.delay-strays", ids(), counters, NOTES)
-    await holder.hold([(PARCEL, WHY), (PARCEL, WHY)])
-    assert [(one.exchange, one.token, one.body) for one in publisher.published] == [
-        (b"delayer.delay-strays", b"id-0", b"body"),
-        (b"delayer.delay-strays", b"id-1", b"body"),
-    ]
-    found = Properties.parse(publisher.published[0].properties)
-    assert envelopes.opened(found, b"body", 10_000) == (b"id-0", PARCEL)
-    assert envelopes.held(found) == envelopes.Held(WHY, 1, NOW + 10_000)
-    assert counters.as_dict()["held"] == 2
-
-
-async def test_what_was_published_is_held_under_the_id_that_it_has() -> None:
-    """It may be in its queue already: tried again, it is a copy, and must be marked as one."""
+async def test_without_a_store_it_goes_back_into_the_cascade_in_its_envelope() -> None:
+    """Under the id that it has: it may be in its queue already, and a copy must be marked as one."""
     it = Scene({b"gone": Unanswered(8.0, b"x", b"gone")})
+    it.live.holds_in_store = False
     await it.run(publication(7, b"gone"))
-    [(parcel, _)] = it.holder.held
-    assert parcel == PARCEL._replace(token=b"7")
-    publisher = ScriptedPublisher()
-    await StraysHolder(publisher, b"strays", ids(), Counters(), NOTES).hold([(parcel, WHY), (PARCEL, WHY)])
-    assert [one.token for one in publisher.published] == [b"7", b"id-0"]
-    envelope = envelopes.opened(Properties.parse(publisher.published[0].properties), b"body", 10_000)
-    assert envelope.id == b"7"
-
-
-async def test_strays_are_held_as_many_at_a_time_as_the_publisher_wants() -> None:
-    publisher, counters = ScriptedPublisher(), Counters()
-    publisher.batch_limit = 2
-    await StraysHolder(publisher, b"strays", ids(), counters, NOTES).hold([(PARCEL, WHY)] * 5)
-    assert publisher.batches == 3
-    assert len(publisher.published) == counters.as_dict()["held"] == 5
-
-
-async def test_where_there_are_no_strays_it_is_refused_and_can_be_tried_again() -> None:
-    """Beside a shared cascade: as every refusal, with its reason and where it came in. It does not wait once more."""
-    publisher, counters = ScriptedPublisher(), Counters()
-    headers = (
-        (b"x-delay", number("l", 5000)), (b"x-deliver-at", number("l", NOW)), (b"x-opt-delivery-delay", number("I", 7)),
-        (b"x-delay-routing-key", text("k")), (b"who", text("me")),
+    _, again = it.publisher.published
+    assert (again.exchange, again.routing_key) == (
+        it.live.places.levels.entry(10).encode(), routing_key(10, b"delays.due"),
     )  # fmt: skip
-    props = Props(headers=headers, message_id=b"m", expiration=b"60000")
-    parcel = PARCEL._replace(properties=props.encode(), token=b"before")
-    await RefusedHolder(publisher, b"delays.refused", ids(), counters).hold([(parcel, hold_for(NO_ROUTE))] * 2)
-    refused = publisher.published[0]
-    assert (refused.exchange, refused.body, refused.token) == (b"delays.refused", b"body", b"before")
-    stands = Delivery(1, False, b"", b"delays.refused", refused.properties, refused.body)
-    doors = Doors(b"delays", frozenset({PARCEL.exchange}))
-    said = told(stands, doors)
-    assert said.reason == "returned: 312 NO_ROUTE"
-    assert (said.exchange, said.routing_key, said.message_id) == (b"e", b"k", "m")
-    back = again(stands, doors)
-    assert isinstance(back, Outgoing)
-    assert (back.exchange, back.routing_key) == (b"e", b"k")
-    came = Props.decode(back.properties)
-    assert came.expiration == b"60000"
-    assert [(name, value) for name, value in came.headers or () if name != b"x-delayer-id"] == [
-        (b"x-delay", number("l", -5000)), (b"x-delay-routing-key", text("k")), (b"who", text("me")),
-        (b"x-opt-delivery-delay", number("l", 0)),
-    ]  # fmt: skip
-    assert counters.as_dict()["refused"] == 2
-    assert counters.as_dict()["held"] == 0
+    envelope = envelopes.opened(Properties.parse(again.properties), again.body, 10_000)
+    assert (envelope.id, envelope.parcel) == (b"7", PARCEL)
+    assert envelope.held == envelopes.Held(hold_for(Unanswered(8.0, b"x", b"gone")), 1, NOW + 10_000)
+    assert (it.acks.acked, it.counted()) == ([(7, True)], {"held": 1})
 
 
-@pytest.mark.parametrize("form", [*DEFAULT_FORMS, None])
-def test_what_is_refused_so_is_due_at_once_when_it_comes_again(form: str | None) -> None:
-    """However its delay was said, and where nothing said it but the route."""
-    route = Route(b"e", b"orders.out", default_delay_ms=60_000)
-    said: dict[str, tuple[Header, ...]] = {
-        "x-delay": ((b"x-delay", number("I", 60_000)),),
-        "x-deliver-at": ((b"x-deliver-at", number("l", NOW)),),
-        "x-opt-delivery-time": ((b"x-opt-delivery-time", number("l", NOW)),),
-        "x-opt-delivery-delay": ((b"x-opt-delivery-delay", number("l", 60_000)),),
-    }
-    parcel = PARCEL._replace(properties=Props(headers=said.get(form or "", ())).encode())
-    properties, _ = edits.undelivered(parcel, "why", b"id", 10_000)
-    policy = Policy("native", {b"e": route}, b"delays", 86_400_000)
-    sorted_ = sort(Delivery(1, False, b"e", b"k", properties, b"body"), policy, NOW + 1000, 100_000)
-    assert isinstance(sorted_.plan, AtOnce)
+async def test_as_many_are_held_at_a_time_as_the_publisher_wants() -> None:
+    it = Scene()
+    it.live.holds_in_store = False
+    it.publisher.batch_limit = 2
+    it.tracker.read([delivery(tag) for tag in range(1, 6)])
+    await it.dispatch.hold([Objection(delivery(tag), PARCEL, WHY) for tag in range(1, 6)], it.tracker)
+    assert it.publisher.batches == 3
+    assert len(it.publisher.published) == it.counted()["held"] == 5
+    assert it.acks.acked == [(5, True)]
 
 
-async def test_strays_that_are_not_taken() -> None:
-    counters = Counters()
-    holder = StraysHolder(ScriptedPublisher({b"k": NACKED}), b"strays", ids(), counters, NOTES)
-    with pytest.raises(NotTaken, match="exchange strays did not take a message to hold"):
-        await holder.hold([(PARCEL, WHY)])
-    assert counters.as_dict()["held"] == 0
+@pytest.mark.parametrize("kind", [HoldKind.LATE, HoldKind.UNFIT])
+async def test_what_waits_for_a_person_goes_to_the_strays_at_once(kind: HoldKind) -> None:
+    it = Scene()
+    it.live.holds_in_store = False
+    await it.dispatch.hold([Objection(delivery(1), PARCEL, Hold(kind, "why"))], it.tracker)
+    [stray] = it.publisher.published
+    assert stray.exchange == b"delayer.delay-strays"
+    held = envelopes.opened(Properties.parse(stray.properties), stray.body, 10_000).held
+    assert held == envelopes.Held(Hold(kind, "why"), 1, None)
 
 
-@pytest.mark.parametrize("usable", [True, False])
-async def test_held_in_the_store_where_there_is_one(usable: bool) -> None:
-    store, strays = ScriptedHolder(), ScriptedHolder()
-    await Holding(store, lambda: usable, strays).hold([(PARCEL, WHY)])
-    assert (len(store.held), len(strays.held)) == ((1, 0) if usable else (0, 1))
+async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None:
+    it = Scene({b"gone": NO_ROUTE, routing_key(10, b"delays.due"): NACKED})
+    it.live.holds_in_store = False
+    with pytest.raises(NotTaken, match=r"exchange delayer\.delay-level-03 did not take a message to hold"):
+        await it.run(publication(1, b"gone"))
+    assert (it.accepted, it.counted()) == ([], {})
 
 
 def test_a_counter_that_nobody_knows() -> None:

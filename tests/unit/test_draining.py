@@ -97,7 +97,7 @@ def test_what_stays_in_the_store(
     [
         ({27: 0, 5: 0, 4: 0}, 0, 0, []),
         ({27: 2, 5: 1, 4: 3, 0: 4}, 0, 0, [(7, "cascade", "minute", "none"), (3, "cascade", "meanwhile", AGAIN)]),
-        ({}, 5, 6, [(5, "due queue", "", "none"), (6, "strays", "did not take", "declare")]),
+        ({}, 5, 6, [(5, "due queue", "", "none"), (6, "strays", "did not take", "strays list")]),
     ],
 )
 def test_what_stays_in_the_cascade(

@@ -3,54 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
+from delayer.core.hold import too_late
 from delayer.core.message import NACKED, Delivery, Parcel, Returned, Target
 from delayer.core.plan import LATEST_MS
 from delayer.services import edits, envelopes
+from delayer.services.consume import AckTracker
 from delayer.services.counting import Counters
-from delayer.services.dispatch import Dispatch
-from delayer.services.due import MOMENT_MS, DueCarrier
-from delayer.services.settle import Settler
-from delayer.services.sorting import Names
+from delayer.services.dispatch import MOST_ATTEMPTS, Dispatch
+from delayer.services.envelopes import Held
+from delayer.services.handle import MOMENT_MS, DueHandler
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
-from tests.rig.fakes import NOW, Acks, ScriptedHolder, ScriptedPublisher, delivery, ids
+from tests.rig.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
 
 
 class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, publisher: ScriptedPublisher | None = None) -> None:
-        self.now = NOW
         self.slept: list[float] = []
         self.publisher = publisher or ScriptedPublisher()
         self.holder = ScriptedHolder()
         self.counters = Counters()
         self.acks = Acks()
-        names = Names(Cascade(), b"delays.due", b"delays.refused", 10_000)
-        self.carrier = DueCarrier(
-            now_ms=lambda: self.now,
-            names=lambda: names,
-            dispatch=Dispatch(self.publisher, self.holder, self.counters),
-            new_id=ids(),
+        self.live = ScriptedLive()
+        dispatch = Dispatch(
+            self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
+        self.handler = DueHandler(self.live, dispatch, ids())
         self.short_by = 0
-        monkeypatch.setattr("delayer.services.due.asyncio.sleep", self._sleep)
+        monkeypatch.setattr("delayer.services.handle.asyncio.sleep", self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep by the script's clock; the first time less than asked: a little, as event loops do, or by much, where
         the clock is set back."""
         if seconds:
             self.slept.append(seconds)
-            self.now += round(seconds * 1000) - self.short_by
+            self.live.now += round(seconds * 1000) - self.short_by
             self.short_by = 0
 
     async def carry(self, *batch: Delivery) -> None:
-        settler = Settler(self.acks)
-        settler.read(batch)
-        await self.carrier(batch, settler)
+        acks = AckTracker(self.acks)
+        acks.read(batch)
+        await self.handler(batch, acks)
 
 
 Make = Callable[..., Scene]
@@ -61,10 +60,10 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
     return lambda publisher=None: Scene(monkeypatch, publisher)
 
 
-def carried(tag: int, due_ms: int, key: bytes = b"k") -> Delivery:
+def carried(tag: int, due_ms: int, key: bytes = b"k", held: Held | None = None) -> Delivery:
     parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
     return delivery(tag, body=b"body")._replace(
-        properties=envelopes.enveloped(parcel, b"id"), exchange=b"delayer.delivery"
+        properties=envelopes.enveloped(parcel, b"id", held), exchange=b"delayer.delivery"
     )
 
 
@@ -94,7 +93,7 @@ async def test_a_sleep_that_ends_too_soon_is_slept_again(scene: Make) -> None:
     it.short_by = 1
     await it.carry(carried(1, NOW + 10))
     assert it.slept == [0.01, 0.001]
-    assert it.now >= NOW + 10
+    assert it.live.now >= NOW + 10
 
 
 async def test_a_clock_that_is_set_back_meanwhile_keeps_nobody_waiting(scene: Make) -> None:
@@ -154,3 +153,71 @@ async def test_what_its_destination_does_not_take_is_held(scene: Make, answer: R
     [(parcel, _)] = it.holder.held
     assert (parcel.properties, parcel.body) == (INNER, b"body")
     assert it.acks.acked[-1] == (2, True)
+
+
+def opened(raw: bytes) -> envelopes.Envelope:
+    return envelopes.opened(Properties.parse(raw), b"body", 10_000)
+
+
+@pytest.mark.parametrize("attempts", range(MOST_ATTEMPTS))
+async def test_without_a_store_it_goes_back_into_the_cascade_with_its_attempts_counted(
+    scene: Make, attempts: int
+) -> None:
+    it = scene(ScriptedPublisher({b"gone": NACKED}))
+    it.live.holds_in_store = False
+    earlier = Held(WHY, attempts, NOW - 1) if attempts else None
+    await it.carry(carried(1, NOW - 60_000, b"gone", earlier))
+    _, again = it.publisher.published
+    envelope = opened(again.properties)
+    assert (envelope.id, envelope.parcel.due_ms, envelope.held and envelope.held.attempts) == (
+        b"id", NOW - 60_000, attempts + 1,
+    )  # fmt: skip
+    if attempts + 1 < MOST_ATTEMPTS:
+        seconds = 10 * (attempts + 1)
+        assert (again.exchange, again.routing_key) == (
+            Cascade().entry(seconds).encode(), routing_key(seconds, b"delays.due"),
+        )  # fmt: skip
+        assert envelope.next_ms == NOW + seconds * 1000
+    else:
+        assert again.exchange == Cascade().strays.encode()
+        assert envelope.held is not None
+        assert envelope.held.retry_ms is None
+    assert it.acks.acked == [(1, True)]
+    assert it.counters.as_dict()["held"] == (0 if attempts else 1)
+
+
+async def test_a_message_is_not_tried_before_its_next_attempt(scene: Make) -> None:
+    it = scene()
+    early = carried(1, NOW - 60_000, held=Held(WHY, 3, NOW + 5_000))
+    await it.carry(early, carried(2, NOW - 60_000, held=Held(WHY, 3, NOW + 700)))
+    again, released = it.publisher.published
+    assert (again.exchange, again.properties) == (Cascade().entry(5).encode(), early.properties)
+    assert (released.exchange, it.slept) == (b"orders.out", [0.7])
+    found = Properties.parse(released.properties).get(edits.DUE)
+    assert found is not None
+    assert found.value == NOW - 60_000
+
+
+async def test_what_was_known_of_a_message_stays_known(scene: Make) -> None:
+    """A message that closed a connection goes by the isolation connection; a destination may have it already."""
+    it = scene(ScriptedPublisher({b"gone": NACKED}))
+    it.live.holds_in_store = False
+    before = replace(WHY, may_be_delivered=True, isolated=True)
+    await it.carry(carried(1, NOW, b"gone", Held(before, 2, NOW)))
+    sent, again = it.publisher.published
+    held = opened(again.properties).held
+    assert sent.isolated
+    assert held is not None
+    assert (held.hold.kind, held.hold.may_be_delivered, held.hold.isolated) == ("nacked", True, True)
+
+
+async def test_too_late_waits_for_a_person_at_once_and_is_delivered_when_one_says_so(scene: Make) -> None:
+    it = scene()
+    it.live.holds_in_store = False
+    it.live.limits = {b"orders.in": 60_000}
+    late = too_late(NOW - 70_000, NOW, 60_000)
+    assert late is not None
+    await it.carry(carried(1, NOW - 70_000), carried(2, NOW - 70_000, held=Held(late, 0, NOW)))
+    stray, delivered = it.publisher.published
+    assert (stray.exchange, opened(stray.properties).held) == (Cascade().strays.encode(), Held(late, 1, None))
+    assert delivered.exchange == b"orders.out"

@@ -13,6 +13,7 @@ from pamqp import commands, header
 
 from delayer.core import retrying
 from delayer.core.forms import Ask
+from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.retrying import Failure
 from delayer.services import edits, envelopes
@@ -143,21 +144,6 @@ def test_every_property_stays_as_another_program_wrote_it() -> None:
     }  # fmt: skip
 
 
-def test_for_the_broker_it_is_persistent() -> None:
-    raw = pamqp_wrote(expiration=None)
-    assert edits.for_the_broker(Properties.parse(raw), b"id", DUE_MS) == released(
-        pamqp_wrote(expiration=None, delivery_mode=2)
-    )
-    assert pamqp_reads(edits.for_the_broker(Properties.parse(b"\0\0"), b"id", DUE_MS)).delivery_mode == 2
-
-
-def test_for_the_broker_it_is_no_envelope() -> None:
-    parcel = Parcel(DUE_MS, b"in", b"in", b"k", Target(b"private", b"stolen"), b"\0\0", b"")
-    for_it = edits.for_the_broker(Properties.parse(envelopes.enveloped(parcel, b"x")), b"id", DUE_MS)
-    with pytest.raises(envelopes.NoEnvelope, match="x-delayer-envelope is missing"):
-        envelopes.opened(Properties.parse(for_it), b"", 100_000)
-
-
 def test_where_nothing_more_fits_nothing_forged_is_left() -> None:
     """Whoever acts on refused messages goes by these headers, and here the daemon has no room to write its own."""
     forged = (text("x-delayer-refused"), text("x-delayer-exchange", "private"), text("x-delayer-id"), text("x-death"))
@@ -212,20 +198,6 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
     chances = sorted(edits.asked(one, found, retrying.CONSULTED).chance for one in every)
     assert len(set(chances)) == 1_000
     assert max(after - before for before, after in pairwise(chances)) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("raw", "later"),
-    [
-        (b"\0\0", False),
-        (with_headers(text("cc"), text("Bcc")), False),
-        (with_headers(entry(b"CC", b"A" + sized(long_string(b"k")))), True),
-        (with_headers(entry(b"BCC", b"A" + sized(b""))), True),
-        (b"\x01\x00\x0560000", True),
-    ],
-)
-def test_what_acts_later(raw: bytes, later: bool) -> None:
-    assert edits.asked(delivered(raw), Properties.parse(raw)).acts_later is later
 
 
 @pytest.mark.parametrize(
@@ -311,7 +283,7 @@ def test_the_room_that_edits_need() -> None:
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    note = envelopes.Held("ü" * 600, 1, DUE_MS)
+    note = envelopes.Held(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
     assert len(envelopes.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
     assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM

@@ -11,10 +11,8 @@ import pytest
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
-from delayer.services.failures import LOSSES, raise_first, take_failures
-from delayer.services.retry import Retry
-from delayer.services.session import Intake, Session
-from delayer.services.settle import Settler
+from delayer.services.consume import AckTracker, Intake, QueueConsumer
+from delayer.services.retry import LOSSES, Retry, raise_first, take_failures
 from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery
 
 
@@ -76,7 +74,7 @@ async def test_a_failed_batch_is_let_go() -> None:
     traced: list[weakref.ref[Traced]] = []
     alive: list[int] = []
 
-    async def carry(_batch: Sequence[Delivery], _settler: Settler) -> None:
+    async def carry(_batch: Sequence[Delivery], _settler: AckTracker) -> None:
         alive.append(sum(reference() is not None for reference in traced))
         held = Traced()
         traced.append(weakref.ref(held))
@@ -88,7 +86,7 @@ async def test_a_failed_batch_is_let_go() -> None:
         pass
 
     subscriptions = [ScriptedSubscription([[delivery(1)]]) for _ in range(2)]
-    session = Session(
+    session = QueueConsumer(
         Intake("delays", 10, gather=0.0), ScriptedConsumer(*subscriptions), carry, prepare=prepare, pulse=Pulse()
     )
     await session.run(stopping)

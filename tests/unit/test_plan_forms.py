@@ -23,7 +23,7 @@ from delayer.core.nservicebus import (
     TIME_SENT,
     wire_instant,
 )
-from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Mode, Park, Policy, Refuse, Route, decide
+from delayer.core.plan import AtOnce, Cancel, Cascade, Mode, Park, Policy, Refuse, Route, decide
 from delayer.core.retrying import FAILED_IN, RETRIES, Failure, Retry
 from delayer.core.values import KeyGroup, Timestamp
 
@@ -36,11 +36,11 @@ NSB = Route(b"nsb", b"out", delay_from=("nservicebus",))
 LATER = Route(b"later", b"", delay_from=("x-delay", "nservicebus-timeout"))
 """Where a timeout may say the address of what another form says the instant of."""
 EVERY = Route(b"every", b"", delay_from=(*DELAY_FORMS, "json:/nextattempt/time"))
-TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",), finish=Finish.BROKER)
+TIMEOUTS = Route(b"Sales.Timeouts", b"", delay_from=("nservicebus-timeout",))
 BITS = Route(b"bits", b"out", delay_from=("routing-key-bits",))
 CELERY = Route(b"celery", b"out", delay_from=("celery-eta",))
 MAILERQ = Route(b"mailerq", b"amqpdelayer", delay_from=("timestamp", "json:/nextattempt/time"))
-DEAD = Route(b"dead", b"", finish=Finish.BROKER, retry=RETRY)
+DEAD = Route(b"dead", b"", retry=RETRY)
 STORE = Policy(
     Mode.STORE,
     {route.source: route for route in (NSB, TIMEOUTS, LATER, EVERY, BITS, CELERY, MAILERQ, DEAD)},
@@ -136,7 +136,7 @@ ORDERS = Target(b"", b"Sales.Orders")
         (OF_SAGA | {SAGA_ID: "0" * 8}, b"id-1", STORE, Park(NOW + 5_000, ORDERS)),
         # Also below park_beyond: in the cascade it could not be cleared.
         (OF_SAGA, b"id-1", replace(STORE, park_beyond_ms=HOUR_MS), Park(NOW + 5_000, ORDERS, KEY)),
-        (OF_SAGA, b"id-1", NATIVE, Cascade(NOW + 5_000, 5, ORDERS, Finish.BROKER)),
+        (OF_SAGA, b"id-1", NATIVE, Cascade(NOW + 5_000, 5, ORDERS)),
         ({CLEAR_TIMEOUTS: "True", SAGA_ID: SAGA}, b"x", STORE, Cancel(KeyGroup(f"nservicebus-saga:{SAGA}:".encode()))),
         ({CLEAR_TIMEOUTS: "False"}, b"x", STORE, AtOnce(NOW, Target(b"", b"k"))),
     ],
@@ -187,7 +187,7 @@ BACK = Target(b"", b"orders")
         (dead(3), STORE, AtOnce(NOW, Target(b"", b"parking-lot"), failed(4, exhausted=True))),
         (dead(3), replace(STORE, publishing=False), Park(NOW, Target(b"", b"parking-lot"), None, failed(4, True))),
         (dead(2, "billing"), STORE, Park(NOW + 5_000, BACK, failed=failed(1))),  # it failed elsewhere before
-        (dead(), NATIVE, Cascade(NOW + 5_000, 5, BACK, Finish.BROKER, failed(1))),
+        (dead(), NATIVE, Cascade(NOW + 5_000, 5, BACK, failed(1))),
         # It goes to this one queue: of what CC names nothing does.
         (dead()._replace(copies=frozenset({b"delays", b"delays.due"})), STORE,
          Park(NOW + 5_000, BACK, failed=failed(1))),

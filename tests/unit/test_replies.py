@@ -11,15 +11,15 @@ from delayer.core.message import Delivery, Returned
 from delayer.core.plan import Mode, Policy, Route
 from delayer.core.values import TakenOut
 from delayer.services import replies
-from delayer.services.carry import IntakeCarrier
+from delayer.services.consume import AckTracker
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
+from delayer.services.handle import IntakeHandler
 from delayer.services.refusals import with_short
 from delayer.services.replies import Asked
-from delayer.services.settle import Settler
 from delayer.wire.properties import Properties, encode_headers, entry, long_string
-from tests.rig.fakes import NOW, Acks, ScriptedPublisher, ids
-from tests.unit.test_sorting import NAMES
+from tests.rig.fakes import Acks, ScriptedLive, ScriptedPublisher, ids
+from tests.unit.test_classify import NAMES
 
 
 def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: bytes = b"") -> Delivery:
@@ -69,27 +69,16 @@ class Parking:
         return TakenOut(taken)
 
 
-class Bindings:
-    async def bound(self, queue: bytes) -> bool:
-        return True
-
-
 async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> Acks:
     policy = Policy(Mode.STORE, {b"in": Route(b"in", b"out")}, b"delays", 10_000, own_queues=frozenset({b"delays.due"}))
     acks = Acks()
-    carrier = IntakeCarrier(
-        policy=lambda: policy,
-        now_ms=lambda: NOW,
-        names=lambda: NAMES,
-        dispatch=Dispatch(publisher, None, Counters()),  # type: ignore[arg-type]
-        parking=parking,
-        bindings=Bindings(),
-        new_id=ids(),
-        counters=Counters(),
-    )
-    settler = Settler(acks)
-    settler.read(batch)
-    await carrier(batch, settler)
+    live = ScriptedLive(policy, NAMES)
+    counters = Counters()
+    dispatch = Dispatch(publisher, None, live, counters, new_id=ids(), pause_ms=lambda *_: 0)  # type: ignore[arg-type]
+    handler = IntakeHandler(live, dispatch, parking, counters, ids())
+    tracker = AckTracker(acks)
+    tracker.read(batch)
+    await handler(batch, tracker)
     return acks
 
 

@@ -49,10 +49,10 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert settings.intake.give_back_after_ms == 480_000
     assert settings.intake.max_delay_ms == 3650 * DAY_MS
     (route,) = settings.routes
-    assert (route.from_, route.to, route.routing_key, route.finish) == ("delayer.in", "delayer.out", "", "daemon")
+    assert (route.from_, route.to, route.routing_key) == ("delayer.in", "delayer.out", "")
     assert route.delay_from == ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
     assert (route.default_delay_ms, route.allow_exchanges) == (0, ())
-    assert (settings.native.cascade, settings.native.prefix) == ("delayer", "delayer.")
+    assert settings.native.prefix == "delayer."
     assert settings.native.due_queue == "delays.due"
     assert settings.store_url == "postgresql://localhost/delayer"
     assert (settings.store.park_beyond_ms, settings.store.lanes, settings.store.restore_ahead_ms) == (0, 2, DAY_MS)
@@ -154,7 +154,7 @@ def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_
         ("broker", "management_url"): "http://h:15672",
         ("intake", "prefetch"): "9",
         ("intake", "max_delay"): "9d",
-        ("native", "cascade"): "celery",
+        ("native", "prefix"): "other.",
         ("store", "url"): "postgres://h/d",
         ("store", "park_beyond"): "9s",
         ("store", "lanes"): "9",
@@ -211,23 +211,6 @@ def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> Non
         "PATH": "/bin",
     }
     assert load(None, environ, {}) == load(None, {}, {})
-
-
-@pytest.mark.parametrize(
-    ("route", "finish"),
-    [
-        ({"from": "a", "to": "b"}, "daemon"),
-        ({"from": "a", "to": ""}, "daemon"),
-        ({"from": "a"}, "daemon"),
-        ({"from": "a", "finish": "broker"}, "broker"),
-        ({"from": "a", "retry": {"exhausted": "parked"}}, "daemon"),
-        ({"from": "a", "retry": {"exhausted": "parked"}, "finish": "broker"}, "broker"),
-        ({"from": "a", "to": "", "finish": "broker"}, "broker"),
-    ],
-)
-def test_finish(route: dict[str, str], finish: str) -> None:
-    assert Route.model_validate(route).finish == finish
-    assert Settings.model_validate({"route": [route]}).routes[0].finish == finish
 
 
 def test_route_from() -> None:

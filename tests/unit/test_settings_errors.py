@@ -118,8 +118,8 @@ def test_unknown_variable(name: str, hint: str) -> None:
         ({"route": "{}"}, "flag --set: route: expected a JSON list, found something else"),
         ({"broker": "[]"}, "flag --set: broker: expected a JSON table, found something else"),
         (
-            {"route": '[{"from": "a", "finish": "x"}]'},
-            'flag --set: route[0].finish: expected "broker" or "daemon", found "x"',
+            {"route": '[{"from": "a", "late_action": "x"}]'},
+            'flag --set: route[0].late_action: expected "deliver" or "hold", found "x"',
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from delayer.core.cascade import Cascade
-from delayer.core.plan import Finish, Mode, Route
+from delayer.core.plan import Mode, Route
 from delayer.policies import policy_of
 from delayer.settings import Settings
 from delayer.wiring import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
@@ -32,13 +32,8 @@ def test_the_default_policy() -> None:
     assert not {b"delayer.in", b"delayer.out"} & policy.own_exchanges
 
 
-def test_a_shared_cascade_s_exchanges_are_open_and_its_queues_are_not() -> None:
-    policy = policy_of(settings(native={"cascade": "nservicebus-v2"}), has_store=True)
-    assert b"nsb.v2.delay-level-00" in policy.own_queues - policy.own_exchanges
-
-
-def test_nobody_is_sent_into_what_is_taken_over_or_was_used_before() -> None:
-    tables = {"native": {"cascade": "celery"}, "takeover": [{"cascade": "nservicebus-v2"}]}
+def test_nobody_is_sent_into_what_is_taken_over() -> None:
+    tables = {"takeover": [{"cascade": "celery"}, {"cascade": "nservicebus-v2"}]}
     policy = policy_of(settings(**tables), has_store=True)
     assert policy.own_queues == {name.encode() for name in queues_at_work(settings(**tables))}
     ours = {b"delayer.delay-level-00", b"delayer.delay-strays"}
@@ -50,11 +45,11 @@ def test_nobody_is_sent_into_what_is_taken_over_or_was_used_before() -> None:
 def test_every_key_of_a_route_arrives() -> None:
     route = {
         "from": "grün", "to": "", "routing_key": "mail.inbox", "delay_from": ["timestamp"], "default_delay": "5s",
-        "allow_exchanges": ["shop.*"], "finish": "broker",
+        "allow_exchanges": ["shop.*"],
     }  # fmt: skip
     policy = policy_of(settings(route=[route, {"from": ""}], mode="native"), has_store=False)
     assert policy.routes == {
-        "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",), Finish.BROKER),
+        "grün".encode(): Route("grün".encode(), b"", b"mail.inbox", ("timestamp",), 5000, ("shop.*",)),
         b"": Route(b"", b""),
     }
     assert policy.mode is Mode.NATIVE
@@ -77,14 +72,14 @@ def test_the_cascade_is_declared_where_it_is_used(tables: dict[str, Any], uses: 
 def test_names_come_from_the_settings() -> None:
     given = settings(
         mode="native",
-        native={"cascade": "celery", "due_queue": "d"},
+        native={"prefix": "shop.", "due_queue": "d"},
         intake={"queue": "i"},
         refused={"queue": "r"},
         route=[{"from": "a", "to": "out"}, {"from": "", "to": "out"}],
     )
-    assert cascade_of(given) == Cascade("celery", "delayer.")
+    assert cascade_of(given) == Cascade(prefix="shop.")
     whole = topology_of(given)
-    assert {"d", "i", "r", "celery_delayed_0"} <= {queue.name for queue in whole.queues}
+    assert {"d", "i", "r", "shop.delay-level-00"} <= {queue.name for queue in whole.queues}
     assert "a" in {exchange.name for exchange in whole.exchanges}
     assert "" not in {exchange.name for exchange in whole.exchanges}
     assert {queue.name for queue in native_of(given).queues} < {queue.name for queue in whole.queues}
@@ -99,8 +94,6 @@ def test_names_come_from_the_settings() -> None:
         ({"native": {"due_queue": "due"}}, "due", "native.due_queue"),
         ({"native": {"prefix": "x."}}, "x.delay-level-27", "native.prefix"),
         ({}, "delayer.delay-strays", "native.prefix"),
-        ({"native": {"cascade": "celery"}}, "celery_delayed_0", "native.cascade"),
-        ({"native": {"cascade": "celery"}}, "delayer.delay-level-00", "native.prefix"),
         ({"takeover": [{"cascade": "celery", "prefix": "shop"}]}, "shop_celery_delayed_27", "takeover.cascade"),
         ({"intake": {"queue": "in"}}, "delays", None),
         ({}, "delay_messages__600000_delay", None),

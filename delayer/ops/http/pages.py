@@ -37,7 +37,7 @@ FIELDS: Final = (
 
 _CASCADE: Final = "The overview counts it, level by level; it cannot be listed, moved or cancelled."
 _STRAYS: Final = (
-    "What no destination takes stands in the strays queue, which the overview counts, and is tried again by itself."
+    "What no destination takes goes back into the cascade, and after ten attempts to the strays queue (delayer strays)."
 )
 
 

@@ -1,7 +1,5 @@
-"""From deliveries to what has to be done about them, without doing any of it. Pure but for the ids it is given.
-
-A batch is sorted into what goes to the store (parcels, cancels) and what is published (cascade, destination, refused
-queue), each a publication that remembers its delivery.
+"""The plan of a batch: what it writes to the store (parcels, cancels), and what it publishes (cascade, destination,
+refused queue). Pure but for the ids that it is given.
 """
 
 from __future__ import annotations
@@ -10,15 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from delayer.core import cascade
 from delayer.core.forms import CONSULTED
-from delayer.core.hold import Hold
 from delayer.core.message import Delivery, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, Cascade, Finish, Park, Plan, Policy, Refuse, TooLate, decide
+from delayer.core.plan import AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide
 from delayer.core.retrying import CONSULTED as RETRY_CONSULTED
 from delayer.core.values import KeyGroup
-from delayer.services import edits, envelopes, replies
-from delayer.services.dispatch import Publication
+from delayer.services import edits, replies
+from delayer.services.dispatch import Objection, Publication
+from delayer.services.envelopes import Names, into_cascade
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 
@@ -48,8 +45,8 @@ class Work:
 
     steps: list[Step] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
-    late: list[tuple[Delivery, Parcel, Hold]] = field(default_factory=list)
-    """Messages that are held at once."""
+    late: list[Objection] = field(default_factory=list)
+    """Messages to hold without a publish."""
 
     def park(self, delivery: Delivery, parcel: Parcel) -> None:
         step = self._step()
@@ -75,17 +72,9 @@ class Work:
         return self.steps[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The places that a publication may go to, and how many bytes of properties fit a frame."""
-
-    levels: cascade.Cascade
-    due_queue: bytes
-    refused_exchange: bytes
-    max_properties: int
-
-
-def sort(delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, sure_ms: int | None = None) -> Sorted:
+def classify(
+    delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, sure_ms: int | None = None
+) -> Sorted:
     """Read what the message asks for and decide. Broken bytes are a reason to refuse, never an exception."""
     if len(delivery.properties) + edits.ROOM > max_properties:
         return _unusable(
@@ -124,7 +113,7 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
                 ask = None if properties is None else replies.asked(properties, plan.key)
                 work.cancel(delivery, plan.key, ask)
             case TooLate():
-                work.late.append((delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
+                work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
             case Refuse():
                 work.publications.append(to_refused(delivery, plan, names, new_id()))
             case AtOnce() if properties is not None:
@@ -133,7 +122,9 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
                 due = parcel(delivery, plan.due_ms, plan.target)
                 work.publications.append(to_target(delivery, due, token, released))
             case Cascade() if properties is not None:
-                work.publications.append(_into_cascade(delivery, properties, plan, names, new_id()))
+                carried = parcel(delivery, plan.due_ms, plan.target)
+                outgoing = into_cascade(carried, new_id(), plan.seconds, names)
+                work.publications.append(Publication(delivery, outgoing))
             case _:
                 raise AssertionError(f"a plan without usable properties: {plan}")
     return work
@@ -157,19 +148,3 @@ def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> 
     properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
     outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
     return Publication(delivery, outgoing, refusal=plan.reason)
-
-
-def through_the_cascade(delivery: Delivery, carried: Parcel, token: bytes, seconds: int, names: Names) -> Publication:
-    """Into the cascade in an envelope, towards the daemon's own due queue."""
-    entry = names.levels.entry(seconds).encode()
-    key = cascade.routing_key(seconds, names.due_queue)
-    return Publication(delivery, Outgoing(entry, key, envelopes.enveloped(carried, token), carried.body, token))
-
-
-def _into_cascade(delivery: Delivery, properties: Properties, plan: Cascade, names: Names, token: bytes) -> Publication:
-    if plan.finish is Finish.DAEMON:
-        return through_the_cascade(delivery, parcel(delivery, plan.due_ms, plan.target), token, plan.seconds, names)
-    entry = names.levels.entry(plan.seconds).encode()
-    key = cascade.routing_key(plan.seconds, plan.target.routing_key)
-    carried = edits.for_the_broker(properties, token, plan.due_ms)
-    return Publication(delivery, Outgoing(entry, key, carried, delivery.body, token))

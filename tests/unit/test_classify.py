@@ -9,25 +9,26 @@ from hypothesis import strategies as st
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.nservicebus import wire_instant
-from delayer.core.plan import Finish, Mode, Policy, Refuse, Route
+from delayer.core.plan import Mode, Policy, Refuse, Route
 from delayer.core.retrying import Retry
 from delayer.core.values import KeyGroup
 from delayer.services import edits, envelopes
-from delayer.services.sorting import Names, Work, sort, work_for
+from delayer.services.classify import Work, classify, work_for
+from delayer.services.envelopes import Names
 from delayer.wire.fields import array, table
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
 from tests.rig.fakes import NOW, delivery, ids
 from tests.unit.wire.tables import properties
 
 ORDERS = Route(b"orders.in", b"orders.out")
-MAIL = Route(b"mail.in", b"", finish=Finish.BROKER)
+MAIL = Route(b"mail.in", b"")
 NATIVE = Policy(Mode.NATIVE, {route.source: route for route in (ORDERS, MAIL)}, b"delays", 10**12)
 STORE = Policy(Mode.STORE, NATIVE.routes, b"delays", 10**12)
 NAMES = Names(Cascade(), b"delays.due", b"delays.refused", 10_000)
 
 
 def work(*deliveries: Delivery, policy: Policy = STORE) -> Work:
-    return work_for([sort(one, policy, NOW, NAMES.max_properties) for one in deliveries], NAMES, ids())
+    return work_for([classify(one, policy, NOW, NAMES.max_properties) for one in deliveries], NAMES, ids())
 
 
 def says(name: bytes, value: int | bytes) -> bytes:
@@ -112,15 +113,6 @@ def test_into_the_cascade_towards_the_daemon() -> None:
     assert publication.parcel is None  # the cascade must take it
 
 
-def test_into_the_cascade_towards_a_queue() -> None:
-    one = delivery(1, LATER, exchange=b"mail.in", key=b"inbox", body=b"body")
-    [publication] = work(one, policy=NATIVE).publications
-    outgoing = publication.outgoing
-    assert outgoing[:2] == (b"delayer.delay-level-02", routing_key(5, b"inbox"))
-    assert outgoing.properties == edits.for_the_broker(Properties.parse(one.properties), b"id-0", NOW + 5000)
-    assert publication.parcel is None
-
-
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
@@ -178,6 +170,6 @@ def test_every_delivery_is_in_exactly_one_place(batch: list[Delivery], policy: P
 
 
 def test_an_unusable_delivery_has_no_properties() -> None:
-    one = sort(delivery(1)._replace(properties=b""), STORE, NOW, NAMES.max_properties)
+    one = classify(delivery(1)._replace(properties=b""), STORE, NOW, NAMES.max_properties)
     assert one.properties is None
     assert isinstance(one.plan, Refuse)

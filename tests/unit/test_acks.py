@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.services.settle import Settler
+from delayer.services.consume import AckTracker
 from tests.rig.fakes import Acks, delivery
 
 
-def settler_with(*tags: int) -> tuple[Settler, Acks]:
+def settler_with(*tags: int) -> tuple[AckTracker, Acks]:
     acks = Acks()
-    settler = Settler(acks)
+    settler = AckTracker(acks)
     settler.read([delivery(tag) for tag in tags])
     return settler, acks
 
@@ -26,7 +26,7 @@ def test_a_batch_is_one_acknowledgement() -> None:
 def test_whatever_is_accepted_is_progress() -> None:
     """A batch that is settled in many portions moves, though nothing may be acknowledged yet."""
     beats: list[int] = []
-    settler = Settler(Acks(), lambda: beats.append(1))
+    settler = AckTracker(Acks(), lambda: beats.append(1))
     settler.read([delivery(1), delivery(2)])
     settler.accept([2])
     assert len(beats) == 1
@@ -75,7 +75,7 @@ def test_any_order_of_acceptance(data: st.DataObject) -> None:
     accepted = data.draw(st.permutations(tags))[: data.draw(st.integers(0, len(tags)))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(accepted)), max_size=5)))
     acks = Acks()
-    settler = Settler(acks)
+    settler = AckTracker(acks)
     settler.read([delivery(tag) for tag in tags])
     done: set[int] = set()
     for start, stop in zip([0, *cuts], [*cuts, len(accepted)], strict=True):

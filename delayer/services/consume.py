@@ -1,28 +1,77 @@
-"""Consuming one queue for as long as the daemon lives: subscribe, carry batches, settle, begin again after a loss."""
+"""The consumer of one queue: it subscribes, hands batches to a handler, acknowledges, and begins again after a loss."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from delayer.core.backoff import Sparing
+from delayer.core.errors import NotTaken
 from delayer.core.message import Delivery
 from delayer.faultpoint import reach
-from delayer.services.dispatch import NotTaken
-from delayer.services.failures import LOSSES, raise_first, take_failures
 from delayer.services.ports import Consumer, Pulse, Subscription
-from delayer.services.retry import Retry
-from delayer.services.settle import Settler
+from delayer.services.retry import LOSSES, Retry, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
 
-Carry = Callable[[Sequence[Delivery], Settler], Coroutine[None, None, None]]
-"""Take a batch to where it belongs and settle every delivery of it; raises BrokerLost, StoreLost to end the session,
-which returns whatever is unsettled to the queue."""
+
+class AckTracker:
+    """Turns accepted deliveries into acknowledgements, as few as possible.
+
+    Batches finish out of order (several parks are in flight), and ``basic.ack multiple`` settles everything up to a
+    tag; so an acknowledgement waits until everything before it is accepted too. The price is that a crash repeats the
+    finished batches behind the oldest unfinished one; what it buys is one frame for thousands of deliveries.
+
+    What is never accepted is given back: by closing the channel, which is the broker's own way to requeue.
+    """
+
+    def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
+        """``progress`` is called whenever something is accepted: a batch may take many publishes, one after another."""
+        self._subscription = subscription
+        self._progress = progress
+        self._order: deque[int] = deque()
+        self._accepted: set[int] = set()
+        self.accepted_any = False
+
+    @property
+    def outstanding(self) -> int:
+        """Deliveries read and not acknowledged yet."""
+        return len(self._order)
+
+    def read(self, deliveries: Iterable[Delivery]) -> None:
+        """Note deliveries in the order in which the broker sent them."""
+        self._order.extend(delivery.tag for delivery in deliveries)
+
+    def accept(self, tags: Iterable[int]) -> None:
+        """These are safe: in the store, in the cascade, at their destination, or in the refused queue."""
+        self._accepted.update(tags)
+        self.accepted_any = self.accepted_any or bool(self._accepted)
+        self._progress()
+        last = None
+        while self._order and self._order[0] in self._accepted:
+            last = self._order.popleft()
+            self._accepted.remove(last)
+        if last is not None:
+            self._subscription.ack(last, multiple=True)
+            reach("intake.acked")
+
+    def flush(self) -> None:
+        """Acknowledge one by one what was accepted behind something that was not. The session is over after this:
+        without it, closing the channel would requeue, and so repeat, messages that are safe already."""
+        for tag in sorted(self._accepted):
+            self._subscription.ack(tag, multiple=False)
+        self._order = deque(tag for tag in self._order if tag not in self._accepted)
+        self._accepted.clear()
+
+
+Handle = Callable[[Sequence[Delivery], AckTracker], Coroutine[None, None, None]]
+"""Carries a batch out and accepts every delivery of it. Raises BrokerLost, StoreLost: they end the subscription, which
+returns the rest to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +118,14 @@ class Patience:
         return last_tag - self._tag
 
 
-class Session:
+class QueueConsumer:
     """Runs until ``stopping`` is set. One of these per consumed queue."""
 
     def __init__(
         self,
         intake: Intake,
         consumer: Consumer,
-        carry: Carry,
+        handle: Handle,
         *,
         prepare: Callable[[], Awaitable[None]],
         pulse: Pulse,
@@ -86,7 +135,7 @@ class Session:
         self._intake = intake
         self._too_slow = too_slow
         self._consumer = consumer
-        self._carry = carry
+        self._handle = handle
         self._prepare = prepare
         self._beat = partial(pulse.beat, intake.queue)
         self._forget = partial(pulse.forget, intake.queue)
@@ -120,7 +169,7 @@ class Session:
         self._forget()
 
     async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
-        settler = Settler(subscription, self._beat)
+        acks = AckTracker(subscription, self._beat)
         running: set[asyncio.Task[None]] = set()
         now = asyncio.get_running_loop().time
         patience, last_tag = Patience(subscription.prefetch, self._intake.give_back_after, now()), 0
@@ -135,8 +184,8 @@ class Session:
                 if batch:
                     last_tag = batch[-1].tag
                     reach("intake.read")
-                    settler.read(batch)
-                    running.add(asyncio.create_task(self._carry(batch, settler), name=f"carry {len(batch)}"))
+                    acks.read(batch)
+                    running.add(asyncio.create_task(self._handle(batch, acks), name=f"handle {len(batch)}"))
                 carried = await self._reap(running, at_most=self._intake.in_flight - 1)
                 if carried or not (batch or running):
                     retry.succeeded()
@@ -149,7 +198,7 @@ class Session:
             raise
         except NotTaken:
             # Some wait for room (the refused queue is full, say): no reason for the others to wait any longer.
-            if settler.accepted_any:
+            if acks.accepted_any:
                 retry.succeeded()
             raise
         finally:
@@ -157,7 +206,7 @@ class Session:
             # each carry has deadlines of its own.
             if running:
                 await asyncio.wait(running)
-            settler.flush()
+            acks.flush()
             await subscription.close()
             raise_first(take_failures(running), unless=LOSSES)  # losses of a session that is over are no news
 

@@ -7,11 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.services.dispatch import NotTaken
-from delayer.services.session import Intake, Patience, Session
-from delayer.services.settle import Settler
+from delayer.services.consume import AckTracker, Intake, Patience, QueueConsumer
 from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
@@ -31,7 +29,7 @@ class Carrier:
         self.most = 0
         self._running = 0
 
-    async def __call__(self, deliveries: Batch, settler: Settler) -> None:
+    async def __call__(self, deliveries: Batch, settler: AckTracker) -> None:
         first = deliveries[0].tag
         self.begun.append(first)
         self._running += 1
@@ -79,7 +77,7 @@ class Scene:
         self.pulse = Pulse()
         self.stopping = asyncio.Event()
         intake = Intake("delays", 100, in_flight=in_flight)
-        self.session = Session(intake, self.consumer, self.carrier, prepare=prepare or ready, pulse=self.pulse)
+        self.session = QueueConsumer(intake, self.consumer, self.carrier, prepare=prepare or ready, pulse=self.pulse)
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.session.run(self.stopping))
@@ -273,12 +271,12 @@ async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list
     it = Scene(*subscriptions)
     accepts = iter([False, False, True, True])
 
-    async def carry(deliveries: Batch, settler: Settler) -> None:
+    async def carry(deliveries: Batch, settler: AckTracker) -> None:
         if next(accepts):
             settler.accept([1])
         raise NotTaken("the refused queue is full")
 
-    it.session._carry = carry
+    it.session._handle = carry
     running = it.start()
     await until(lambda: len(quick) >= 4)
     it.stopping.set()

@@ -1,0 +1,94 @@
+"""The modules that one plain message crosses, from the socket to the commit and out again, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import delayer
+from delayer.daemon import Daemon
+from delayer.ops.notify import Notifier
+from delayer.settings import load
+from tests.acceptance.place import Place, delayed
+from tests.faults.place import eventually
+from tests.rig.raw import Raw
+from tests.rig.servers import Postgres, RabbitMQ
+
+PACKAGE = str(Path(delayer.__file__).parent) + os.sep
+MOST = {"store": 48, "native": 39}
+IDLE = 3.0
+"""Seconds of an idle daemon: what it calls then does not belong to a message."""
+
+
+@contextmanager
+def recorded(found: dict[str, set[str]]) -> Iterator[None]:
+    """Functions of the package that this thread calls, by module."""
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            found[code.co_filename[len(PACKAGE) : -3]].add(code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def published_and_received(url: str) -> None:
+    """One message, there and back, in a thread and a loop of its own."""
+
+    async def go() -> None:
+        async with await Raw.connect(url) as raw:
+            inbox = await raw.inbox("inbox")
+            await raw.publish(delayed("plain", 1_200))
+            await inbox.got([b"plain"])
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("mode", MOST)
+async def test_a_plain_message_crosses_few_modules(
+    rabbitmq: RabbitMQ, postgres: Postgres, schema: str, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vhost = rabbitmq.add_vhost()
+    place = Place.furnished(rabbitmq, vhost)
+    environ = place.environ(mode, postgres.url(schema) if mode == "store" else "")
+    daemon = Daemon(load(None, {f"DELAYER_{name}": value for name, value in environ.items()}, {}), Notifier())
+    queues = 2 if mode == "native" else 1
+
+    async def consuming() -> dict[str, bool]:
+        return daemon.consuming()
+
+    running = asyncio.create_task(daemon.run())
+    try:
+        await eventually(consuming, lambda seen: all(seen.values()) and len(seen) == queues)
+        # The first message of a connection and of a store meets what is asked once: statements, partitions, channels.
+        await asyncio.to_thread(published_and_received, place.url)
+        idle: dict[str, set[str]] = defaultdict(set)
+        with recorded(idle):
+            await asyncio.sleep(IDLE)
+        busy: dict[str, set[str]] = defaultdict(set)
+        with recorded(busy):
+            await asyncio.to_thread(published_and_received, place.url)
+            await asyncio.sleep(0.5)  # the acknowledgement, the commit
+    finally:
+        daemon.stop()
+        await running
+        rabbitmq.drop_vhost(vhost)
+    crossed = {module: sorted(names - idle[module]) for module, names in busy.items() if names - idle[module]}
+    with capsys.disabled():
+        print(f"\n{mode}: {len(crossed)} modules")
+        for module, names in sorted(crossed.items()):
+            print(f"  {module}: {', '.join(names)}")
+    assert len(crossed) <= MOST[mode]
