@@ -37,8 +37,6 @@ from delayer.store.importing import ImportBusy, ImportStore
 from delayer.wire.address import Address
 from delayer.wiring import cascade_of
 
-GARBAGE_THRESHOLD = 200_000
-
 
 def into_of(unfinished: Run | None, told: str | None, settings: Settings) -> str:
     """Where the messages go: of a run that goes on where they went. Raises ImportImpossible where that differs."""
@@ -90,7 +88,7 @@ def few_collections() -> Iterator[None]:
     """Messages make no cycles, and a batch of them is more than Python's collector waits for before it looks through
     all that lives: as in the daemon (app.py)."""
     before = gc.get_threshold()
-    gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
+    gc.set_threshold(200_000, 10, 10)
     try:
         yield
     finally:
@@ -99,7 +97,6 @@ def few_collections() -> Iterator[None]:
 
 SUPERSEDED = "as a message waits under their key already, and stays"
 MOST_GOALS = 20
-MOST_REASONS = 10
 
 
 def tell_preview(seen: Preview, as_json: bool) -> None:
@@ -193,7 +190,7 @@ def lines_of(seen: Preview) -> list[str]:
 def _reasons(reasons: Mapping[str, int]) -> list[tuple[int, str]]:
     """The most frequent ones, for people; the last is for all others."""
     found = sorted(((count, _short(why)) for why, count in reasons.items()), key=lambda one: (-one[0], one[1]))
-    told, others = found[:MOST_REASONS], found[MOST_REASONS:]
+    told, others = found[:10], found[10:]
     if others:
         told.append((sum(count for count, _ in others), f"{OTHER_REASONS}: --json has more of them"))
     return told

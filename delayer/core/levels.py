@@ -50,7 +50,6 @@ CONSULTED: Final = nservicebus.CONSULTED | {X_DEATH, LAST_DUE, ETA}
 """The headers that :func:`due_at_level` looks at."""
 
 _DIGITS = re.compile(rb"(?:[01]\.){%d}" % LEVELS)
-_SECOND_MS: Final = 1000
 
 
 def delay_in_key(routing_key: bytes) -> int | None:
@@ -79,8 +78,8 @@ def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapp
     Of several instants that the headers say the latest counts. What cannot be read, or cannot be, says nothing: the
     bits do.
     """
-    latest_ms = now_ms + longest_wait_seconds(level, routing_key) * _SECOND_MS
-    soonest_ms = latest_ms - (_SECOND_MS << level)
+    latest_ms = now_ms + longest_wait_seconds(level, routing_key) * 1000
+    soonest_ms = latest_ms - (1000 << level)
     said = _said_ms(cascade, headers)
     told = [
         one
@@ -90,7 +89,7 @@ def due_at_level(cascade: Cascade, level: int, routing_key: bytes, headers: Mapp
     if not told:
         return latest_ms
     if cascade.kind == "celery" and said[0] in told:
-        latest_ms += _SECOND_MS  # Celery cuts the rest of a second off; its workers then wait for the eta themselves
+        latest_ms += 1000  # Celery cuts the rest of a second off; its workers then wait for the eta themselves
     return min(max(soonest_ms, *told), latest_ms)
 
 
@@ -129,7 +128,7 @@ def _died_ms(cascade: Cascade, level: int, routing_key: bytes, headers: Mapping[
     expected = (cascade.level(before), "expired", 1)
     if (last.get("queue"), last.get("reason"), last.get("count")) != expected or not isinstance(at, Timestamp):
         return None
-    return (at + 1 + longest_wait_seconds(level, routing_key)) * _SECOND_MS
+    return (at + 1 + longest_wait_seconds(level, routing_key)) * 1000
 
 
 def _level_before(level: int, routing_key: bytes) -> int | None:

@@ -27,10 +27,6 @@ REPLY_SUCCESS = 200
 FRAME_ERROR = 501
 SYNTAX_ERROR = 502
 UNEXPECTED_FRAME = 505
-FIRST_OBJECTION = 500
-"""From here on the protocol's codes are about what the peer sent, and end the connection."""
-NOT_ALLOWED = 530
-"""Of those, the one that is about no message: the user has as many channels or connections as it may have."""
 
 
 class WireError(Exception):
@@ -90,7 +86,9 @@ class ConnectionLost(_Closed):
     def objects(self) -> bool:
         """Whether the broker ended it for what was sent over it, and not because it stops, is told to, or allows no
         more channels."""
-        return self.code >= FIRST_OBJECTION and self.code != NOT_ALLOWED and type(self) is ConnectionLost
+        # Codes from 500 on are about what the peer sent, and end the connection. 530 alone is about no message: the
+        # user has as many channels or connections as it may have.
+        return self.code >= 500 and self.code != 530 and type(self) is ConnectionLost
 
 
 class AccessRefused(ConnectionLost):
