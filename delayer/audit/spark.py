@@ -41,12 +41,12 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
     A run holds a lock on its directory, which the kernel lets go of with the process. The name says which run of which
     kernel made it: a free lock of another one proves nothing.
     """
-    mine = f"{prefix}{_boot()}-"
-    for left in parent.glob(f"{mine}*"):
+    boot = _boot()
+    for left in (*parent.glob(f"{EXTRACT}{boot}-*"), *parent.glob(f"{SCRATCH}{boot}-*")):
         with suppress(OSError):  # held by a living run, or another user's
             os.close(_locked(left))
             shutil.rmtree(left, ignore_errors=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{mine}", dir=parent))
+    fresh = Path(tempfile.mkdtemp(prefix=f".{prefix}{boot}-", dir=parent))
     lock = _locked(fresh)
     made = fresh.rename(fresh.with_name(fresh.name.removeprefix(".")))  # locked before anybody sweeps it
     try:
