@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from delayer.store import parking, partitions, session, upgrades
+from delayer.store import keys, parking, partitions, session, upgrades
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
-from tests.conformance.store_contract import parcel
-from tests.integration.test_store_lane import sql
+from tests.conformance.store_contract import owned, parcel, release_all
+from tests.integration.test_store_lane import opened, sql
 from tests.rig.rows import put, row
 
 _WAITS = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
@@ -81,3 +81,29 @@ async def test_commits_wait_for_the_disk_whatever_is_set_for_the_database(databa
             assert await connection.fetchval(shown) == "on"
     finally:
         await pool.close()
+
+
+async def test_a_released_message_does_not_take_the_key_of_a_newer_one(database: str) -> None:
+    await upgrades.upgrade(database)
+    async with sql(database) as admin:
+        await put(admin, [row(2, 4_000_000_000_000, key=b"k")])
+        await keys.forget(admin, [(b"k", 1)])
+        assert await admin.fetchval("SELECT count(*) FROM message_key") == 1
+        await keys.forget(admin, [(b"k", 2)])
+        assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
+
+
+async def test_the_next_owner_begins_no_later_than_the_stores_clock(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's time is known to two seconds here: a cursor at the later bound hides what is due until then."""
+    async with opened(database) as store, sql(database) as admin:
+        clock = store._clock
+        monkeypatch.setattr(clock, "observe", lambda *_: None)
+        assert clock._sample is not None
+        clock._sample = clock._sample._replace(before=clock._sample.before - 2.0)
+        async with owned(store) as [lane]:
+            assert await release_all(lane) == []
+            number = lane.number
+        watermark, now = await admin.fetchrow("SELECT watermark, now() FROM lane WHERE number = $1", number)
+        assert now - 60_000 < watermark <= now

@@ -379,6 +379,16 @@ def test_every_message_has_a_plan_that_can_be_carried_out(asked: Ask, policy: Po
         assert plan.reason.isprintable()
 
 
+def test_due_is_judged_by_the_earlier_clock_and_a_delay_counts_from_the_later_one() -> None:
+    """The store's clock is somewhere between the two: what is due by the later one only may be early."""
+    at = says(x_deliver_at=NOW - 5)
+    assert isinstance(decide(at, STORE, NOW, sure_ms=NOW - 10), Park)
+    assert isinstance(decide(at, STORE, NOW, sure_ms=NOW - 5), AtOnce)
+    delayed = decide(says(x_delay=1_000), STORE, NOW, sure_ms=NOW - 10)
+    assert isinstance(delayed, Park)
+    assert delayed.due_ms == NOW + 1_000
+
+
 @given(st.integers(0, 3650 * DAY), st.sampled_from(["x-delay", "x-opt-delivery-delay"]), policies)
 def test_never_earlier_than_asked(delay_ms: int, header: str, policy: Policy) -> None:
     plan = decide(ask(says={header: delay_ms}), policy, NOW)
