@@ -37,7 +37,7 @@ _SAMPLE: Final = (
 )
 # $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
 NEAR_ROWS: Final = """
-SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*), max(rows)
+SELECT near.route, width_bucket(due_at, $1::timestamptz[]), count(*), max(rows)
 FROM lane AS l
 CROSS JOIN LATERAL (
     SELECT route, due_at, count(*) OVER () AS rows
