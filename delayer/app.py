@@ -58,23 +58,19 @@ def _run(settings: Settings, load: Callable[[], Settings]) -> int:
     return 0
 
 
-GARBAGE_THRESHOLD: Final = 200_000
-"""Containers made and not freed before the collector looks for cycles; Python's own 700 are a third of a batch, and it
-took a third of the time of sorting one. Messages make no cycles; failures may, and are collected after
-(delayer/services/retry.py)."""
+def calm_the_collector(allocations: int = 200_000) -> None:
+    """Take imported modules out of the garbage collector's sight, and let it run after so many allocations.
 
-
-def calm_the_collector() -> None:
-    """What was imported lives as long as we do, and need not be looked through again and again."""
-    gc.unfreeze()  # what the command line set aside
+    Python's own 700 are a third of a batch, and the collector took a third of the time of classifying one. Messages
+    make no cycles; delayer/services/retry.py collects after failures.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GARBAGE_THRESHOLD, 10, 10)
+    gc.set_threshold(allocations, 10, 10)
 
 
 def _heed_no_signals() -> None:
-    """We have stopped, and say with what exit code; an interpreter that ends takes its handlers away first, and an
-    order to stop that comes again would kill it."""
+    """Ignore further signals, so that the process ends with its own exit code."""
     for signum in (*STOPS, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""SIGHUP: the configuration is read again, and what can change live does. A bad one changes nothing."""
+"""SIGHUP: the daemon reads its configuration again and applies the live keys. An invalid one changes nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from delayer.wiring import without_effect
 log = structlog.get_logger(__name__)
 
 STORE_WAIT: Final = 10.0
-"""Seconds that a switch to store mode waits for a store that was there and is not."""
+"""Seconds that a switch to store mode waits for a store that is out of reach."""
 
 
 class Reload:
-    """Carries out reloads one after another; requests that come meanwhile are one more."""
+    """Runs reloads one after another; requests during a reload make one more reload."""
 
     def __init__(self, daemon: Daemon, load: Callable[[], Settings], notifier: Notifier) -> None:
         self._daemon = daemon
@@ -56,7 +56,7 @@ class Reload:
             stop.cancel()
 
     async def _reload(self) -> str:
-        """The reason why nothing changed, or nothing."""
+        """The reason of a refusal, empty after a reload."""
         old = self._daemon.settings
         try:
             new = self._load()
@@ -81,7 +81,7 @@ class Reload:
         return ""
 
     async def _make_ready(self, wanted: Settings) -> None:
-        """Whatever the new settings need is there before they rule: queues, exchanges, and a store to park into."""
+        """Prepare the queues, exchanges and the store that the new settings need, before they apply."""
         await self._daemon.declare(wanted)
         if wanted.store_url is not None and self._daemon.shelf.lanes is None:
             # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.

@@ -1,11 +1,10 @@
-"""The daemon as its HTTP side sees it."""
+"""The daemon's side of the HTTP server."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import structlog
 
@@ -24,12 +23,6 @@ from delayer.settings import Settings
 from delayer.wiring import cascade_of
 
 log = structlog.get_logger(__name__)
-
-PREVIEW: Final = 80
-"""Bytes of a refused message's body that are shown in the list."""
-MOST: Final = 40
-LONGEST: Final = 300
-"""Properties and headers of it that are shown, and characters of each."""
 
 
 class DaemonInside:
@@ -99,16 +92,17 @@ def _reached() -> Iterator[None]:
         raise BrokerLost(str(error)) from error
 
 
-def _row(one: refused.Seen) -> RefusedRow:
+def _row(one: refused.Seen, preview: int = 80, most: int = 40, longest: int = 300) -> RefusedRow:
+    """A row with so many bytes of the body, and so many properties and headers of so many characters."""
     refusal = one.refusal
     came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
-    body = reading.preview(one.head, PREVIEW)
+    body = reading.preview(one.head, preview)
     read = reading.read(one.properties)
     said = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
     shown = [
-        (name, text if len(text := str(value)) <= LONGEST else f"{text[:LONGEST]}…") for name, value in said[:MOST]
+        (name, text if len(text := str(value)) <= longest else f"{text[:longest]}…") for name, value in said[:most]
     ]
-    shown += [("…", f"{len(said) - MOST} more: `delayer refused list --json`")] if len(said) > MOST else []
+    shown += [("…", f"{len(said) - most} more: `delayer refused list --json`")] if len(said) > most else []
     shown += [("not readable", read.broken)] if read.broken else []
     return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown)
 

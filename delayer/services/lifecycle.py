@@ -1,4 +1,4 @@
-"""The common life of everything that runs: start, run until told to stop, stop in time; and who is still moving."""
+"""The parts of a daemon: started together, stopped together, and in time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import structlog
 log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
-"""Seconds that the parts have to settle what is in flight, once told to stop. A stop takes ten at most:
-CUT_OFF, the farewell (delayer/daemon.py), the end of the loop (delayer/ops/loop.py) and the log come on top."""
+"""Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
+CUT_OFF, the farewell (delayer/daemon.py), the end of the loop (delayer/app.py) and the log come on top."""
 CUT_OFF: Final = 0.5
-"""Seconds for a cancelled part to leave; one that does not is left behind, and ends with the process."""
+"""Seconds for a cancelled part to end; after that it ends with the process."""
 
 Part = Callable[[asyncio.Event], Coroutine[None, None, None]]
 """Runs until the event is set, then settles and returns. An exception out of it is a bug, or a reason to end."""
@@ -40,7 +40,7 @@ class Life:
     def add(self, name: str, part: Part, *, last: bool = False) -> None:
         """Start a part; parts may be added while others run.
 
-        The ``last`` ones are what the others settle with: they are told to stop when every other part has stopped.
+        The others settle with the help of the ``last`` parts, so those stop when every other part has stopped.
         """
         task = asyncio.create_task(part(self._settled if last else self.stopping), name=name)
         (self._last if last else self._parts).add(task)
@@ -77,7 +77,7 @@ class Life:
             raise self._failures[0]
 
     async def _ended(self, parts: set[asyncio.Task[None]]) -> None:
-        """Wait for these parts, and for those that are added to them meanwhile."""
+        """Wait for these parts, and for parts added meanwhile."""
         while parts:
             await asyncio.wait(parts)
             self._collect()

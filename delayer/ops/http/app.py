@@ -17,12 +17,12 @@ from delayer.store.status import StoreOverview
 
 
 def not_alive(state: State) -> list[str]:
-    """Why this process should be killed and started again; empty: it should not."""
+    """The reasons to kill this process and start it again; empty while it is alive."""
     return [f"loop {loop!r} stands still" for loop in state["stalled"]]
 
 
 def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
-    """Why the daemon does not do its work just now; empty: messages go in and come out.
+    """The reasons why messages do not go in or come out; empty while the daemon is ready.
 
     ``intake``: the queue that is always consumed; ``state`` names the others that are. ``store`` is the last look at
     the store, None if the store was out of reach, for the reason ``error``.
@@ -53,7 +53,7 @@ class Answers:
     view: View
 
     async def not_ready(self) -> list[str]:
-        """Why the daemon is not ready."""
+        """The same reasons, from a fresh look."""
         state, intake = self.inside.state(), self.inside.settings.intake.queue
         if not self.view.has_store:
             return not_ready(state, intake, None, "")
@@ -62,12 +62,12 @@ class Answers:
         return not_ready(state, intake, overview, seen.error)
 
     async def live(self, _request: Request) -> Response:
-        """Whether this process moves."""
+        """/health/live: every loop makes progress."""
         reasons = not_alive(self.inside.state())
         return JSONResponse({"alive": not reasons, "reasons": reasons}, status_code=503 if reasons else 200)
 
     async def ready(self, _request: Request) -> Response:
-        """Whether the daemon does its work."""
+        """/health/ready: messages go in and come out."""
         reasons = await self.not_ready()
         return JSONResponse(
             {"ready": not reasons, "reasons": reasons, "mode": self.inside.settings.mode},
@@ -75,7 +75,7 @@ class Answers:
         )
 
     async def metrics(self, _request: Request) -> Response:
-        """For Prometheus."""
+        """/metrics, for Prometheus."""
         depths = await self.view.depths.get()
         store = census = None
         if self.view.has_store:

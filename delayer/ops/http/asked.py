@@ -17,8 +17,7 @@ from delayer.settings import duration_ms
 FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_before")
 """The names of a filter's fields in forms and query strings."""
 NAMES: Final = ("route", "to", "to_key")
-"""Those of them whose text may be empty and mean something: messages that came straight to the queue, the default
-exchange, no routing key."""
+"""Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
 MOST_NAMED: Final = 1_000
 """Messages that one form names."""
 _PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
@@ -27,25 +26,25 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Wrong(ValueError):
-    """A field that cannot be understood; the text says which, what was expected, and what was found."""
+    """A field that cannot be read. The text has the field, the expected and the found value."""
 
 
 class Asked(NamedTuple):
-    """A filter, and the texts that it was made of: for the form, and for links."""
+    """A filter, and its texts for the form and for links."""
 
     wanted: Filter
     given: Mapping[str, str]
 
 
 def searched(query: Mapping[str, str], now_ms: int) -> Asked:
-    """The filter of a search, where a field that was left empty says nothing. Raises Wrong."""
+    """The filter of a search. An empty field is no condition. Raises Wrong."""
     known(query, (*FIELDS, "after", "id"))
     return _read({name: text for name in FIELDS if (text := query.get(name, "").strip())}, now_ms)
 
 
 def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Asked:
-    """The filter of something that is to be done to all that it means. Here nothing is left to be guessed: everything
-    is meant by ``all=yes`` alone, and an empty name is the empty name, as on the command line. Raises Wrong."""
+    """The filter of a change. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
+    command line. Raises Wrong."""
     once([name for name, texts in form.items() for _ in texts])
     given = {name: form[name][0].strip() for name in FIELDS if name in form}
     for name, text in given.items():
@@ -62,13 +61,13 @@ def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Asked:
 
 
 def known(form: Collection[str], names: Collection[str]) -> None:
-    """Refuse what nobody reads: a filter that is misspelt would mean more than was asked for. Raises Wrong."""
+    """Refuse unknown fields: a misspelt filter would match too much. Raises Wrong."""
     if strange := [name for name in form if name not in names]:
         raise Wrong(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
 
 
 def once(names: Sequence[str]) -> None:
-    """Refuse what is said twice: which of them counts would be anybody's guess. Raises Wrong."""
+    """Refuse a field that is given twice. Raises Wrong."""
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise Wrong(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
 
@@ -93,7 +92,7 @@ def _read(given: Mapping[str, str], now_ms: int) -> Asked:
 
 
 def fixed(asked: Asked) -> dict[str, str]:
-    """The same filter in texts that mean the same later: "2h" is the instant that it was. Pure."""
+    """The texts of the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
     instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
     return {**asked.given, **{name: instant_text(at) for name, at in instants.items() if at is not None}}
 
@@ -123,7 +122,7 @@ def instant(text: str, now_ms: int, name: str) -> int:
 
 
 def later(text: str) -> int:
-    """Milliseconds that something is moved by: "30m", "-1h". Raises Wrong."""
+    """The milliseconds of a shift: "30m", "-1h". Raises Wrong."""
     text = text.strip()
     try:
         return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
@@ -132,7 +131,7 @@ def later(text: str) -> int:
 
 
 def token(text: str) -> Token:
-    """The name of a message. Raises Wrong."""
+    """The id of a message. Raises Wrong."""
     try:
         return read_token(text)
     except ValueError as error:
@@ -140,7 +139,7 @@ def token(text: str) -> Token:
 
 
 def place(text: str) -> tuple[int, int] | None:
-    """Where a page of a list begins, as :func:`place_text` wrote it; None for its beginning. Raises Wrong."""
+    """The start of a page of a list, as :func:`place_text` writes it; None for the first page. Raises Wrong."""
     if not text:
         return None
     found = _PLACE.fullmatch(text)
@@ -150,7 +149,7 @@ def place(text: str) -> tuple[int, int] | None:
 
 
 def number(text: str) -> int | None:
-    """The number behind which a page of a list begins; None for its beginning. Raises Wrong."""
+    """The number after which a page of a list starts; None for the first page. Raises Wrong."""
     if not text:
         return None
     if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
@@ -177,7 +176,7 @@ async def said(request: Request) -> dict[str, list[str]]:
 
 
 def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
-    """What is to be done. Raises Wrong."""
+    """The verb of a form. Raises Wrong."""
     found = form.get("verb", [""])[0]
     if found not in allowed:
         raise Wrong(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
@@ -185,7 +184,7 @@ def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
 
 
 def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
-    """Which messages are chosen, each once. Raises Wrong."""
+    """The chosen ids, each once. Raises Wrong."""
     found = list(dict.fromkeys(form.get("id", [])))
     if not found:
         raise Wrong("Choose at least one message.")
@@ -195,7 +194,7 @@ def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
-    """The same, as names of messages. Raises Wrong."""
+    """The chosen ids as tokens. Raises Wrong."""
     return [token(text) for text in ids(form)]
 
 

@@ -1,6 +1,6 @@
-"""What is changed over HTTP: cancel, reschedule, retry, drop; behind the token, and written down like all acts by hand.
+"""Changes over HTTP: cancel, reschedule, retry, drop. Each needs the token and is written to the audit log.
 
-By a form of the page, which hears what was done as a page; or by a program (``Accept: application/json``) as JSON.
+A form of the page gets its answer as a page, a program (``Accept: application/json``) as JSON.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PAST: Final = {
 }  # fmt: skip
 PERHAPS_OUT: Final = "were held for want of an answer: their queue perhaps has them, and delivers them all the same."
 SHOWN: Final = 20
-"""Chosen messages that a question names; the others are counted."""
+"""Messages that a question names; it counts the others."""
 _LOCKED: Final = "To change something, say the token first."
 _WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What was done: for a page, and for programs."""
+    """The result of a change, for a page and for programs."""
 
     heading: str
     lines: Sequence[str]
@@ -49,7 +49,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Deeds:
-    """The handlers of everything that changes something."""
+    """The handlers of all changes."""
 
     pages: Pages
     turns: asyncio.Semaphore
@@ -67,7 +67,7 @@ class Deeds:
         return await self._answer(request, self._refused)
 
     async def filtered(self, request: Request) -> Response:
-        """All that a filter means: counted and asked first, then done."""
+        """All messages that match a filter: counted first, then changed once a person confirmed."""
         return await self._answer(request, self._filtered)
 
     async def _answer(
@@ -81,7 +81,7 @@ class Deeds:
             told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:
                 form = await asked.said(request)
-                # What was begun is finished, though the browser goes away: half an act helps nobody.
+                # A change that has begun goes on when the browser goes away.
                 told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
         except Wrong as wrong:
             back = asked.back(form, request.url.path)
@@ -93,7 +93,7 @@ class Deeds:
             told = Told("Not done", [str(error)], 0, "/", 503)
         if isinstance(told, Response):
             return told
-        # Not for who was turned away: looks at a backlog are dear.
+        # Not after a refused request: a look at a backlog is expensive.
         if told.done or told.status == 503:
             view = self.pages.answers.view
             for part in (view.store, view.census, view.depths):
@@ -220,7 +220,7 @@ class Deeds:
         )
 
     def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
-        """The same form again, with what was written in it, for an instant that could not be read."""
+        """The same form again with its texts, because its instant cannot be read."""
         kept = [(name, text) for name, texts in form.items() if name not in ("verb", "at", "by") for text in texts]
         facts = [(name, text) for name, text in kept if name in ("id", *asked.FIELDS)]
         more = len(facts) - SHOWN
@@ -238,8 +238,7 @@ class Deeds:
         )
 
     def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
-        """The question that a person is asked before chosen messages are gone for good; None once it was answered, and
-        for programs."""
+        """The question before messages are cancelled or dropped; None once it was answered, and for programs."""
         if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
             return None
         ids = asked.ids(form)
@@ -258,12 +257,12 @@ def _waiting(filter_: Asked) -> str:
 
 
 def _by_program(request: Request) -> bool:
-    """By who says the token with each request, or wants JSON: nobody is there to be asked."""
+    """Whether a program sent the request (with the token in a header, or for JSON). A program is asked nothing."""
     return "authorization" in request.headers or "application/json" in request.headers.get("accept", "")
 
 
 def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int]]:
-    """What is done to each, and the new instant for the record."""
+    """The change of each message, and the new instant for the audit log."""
     if verb == "cancel":
         return cancelling.cancel, {}
     at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))

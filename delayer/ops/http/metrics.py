@@ -112,11 +112,11 @@ class Sight:
     depths: Seen[Depths]
     ready: bool
     roles: Mapping[str, str] = field(default_factory=dict)
-    """What queues are for, by their names; of the others, those that the cascade could not deliver are in them."""
+    """The role of each queue by its name; every other queue is a strays queue."""
 
 
 def roles(settings: Settings) -> dict[str, str]:
-    """Queues may be called anything: rules for alerts ask for what they are."""
+    """The roles of the queues, for alert rules: queues may have any name."""
     return {
         settings.refused.queue: "refused",
         settings.native.due_queue: "due",
@@ -130,7 +130,7 @@ def text(sight: Sight) -> bytes:
 
 
 class Families:
-    """What prometheus_client calls a registry."""
+    """A registry of prometheus_client."""
 
     def __init__(self, sight: Sight) -> None:
         self._sight = sight
@@ -146,8 +146,8 @@ class Families:
 
 Sample = tuple[str, list[str], Any]
 GO_DOWN: Final = frozenset({"held", "compacted"})
-"""Counters of the store that say how many there are, and become less with a cancel: to Prometheus, a counter that does
-begins again at 0, and all of the rest has just happened. Held ones and those in segments have gauges of their own."""
+"""Counters of the store that a cancel reduces. Prometheus takes such a counter for a restarted one. Gauges have these
+figures instead."""
 
 
 def _all(sight: Sight) -> Iterator[Sample]:

@@ -1,4 +1,4 @@
-"""The page: what waits and when it is due, what is held and refused, one message. Looking only; deeds.py changes."""
+"""The page: overview, waiting, held and refused messages, one message. Read only; deeds.py changes."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _STRAYS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The handlers of everything that is only looked at."""
+    """The handlers of all pages that only show something."""
 
     answers: Answers
     doors: Doors
 
     def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """A page with what every page shows."""
+        """A page with the parts that every page has."""
         here = "/" + request.url.path.strip("/").partition("/")[0]
         session = self.doors.session(request)
         return render.html(template, status, here=here, session=session, can_open=self.doors.can_open, **values)
 
     async def overview(self, request: Request) -> Response:
-        """The first page."""
+        """The overview."""
         census = await self.answers.view.census.get() if self.answers.view.has_store else None
         value = None if census is None else census.value
         return self.html(
@@ -67,7 +67,7 @@ class Pages:
         )
 
     async def part(self, _request: Request) -> Response:
-        """The part of it that changes."""
+        """The part of the overview that is refreshed."""
         return render.html("parts_overview.html", **await self._live())
 
     async def _live(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Pages:
         )
 
     async def backlog_json(self, _request: Request) -> Response:
-        """What is due when, for the chart."""
+        """Counts by due time, for the chart."""
         if not self.answers.view.has_store:
             return JSONResponse({"error": "no store is configured"}, status_code=404)
         census = await self.answers.view.census.get()
@@ -130,7 +130,7 @@ class Pages:
         )
 
     async def find(self, request: Request) -> Response:
-        """From an id that somebody typed to its page."""
+        """From a typed id to the page of its message."""
         try:
             token = asked.token(request.query_params.get("id", ""))
         except Wrong as wrong:
@@ -138,7 +138,7 @@ class Pages:
         return RedirectResponse(f"/message/{token}", status_code=303)
 
     async def waiting(self, request: Request) -> Response:
-        """What waits, page by page."""
+        """Waiting messages, page by page."""
         if not self.answers.view.has_store:
             return self._storeless(request, "Waiting messages", _CASCADE)
         return await self._waiting(request, {}, "")
@@ -207,7 +207,7 @@ class Pages:
         )
 
     async def held(self, request: Request) -> Response:
-        """What destinations would not take."""
+        """Held messages."""
         if not self.answers.view.has_store:
             return self._storeless(request, "Held messages", _STRAYS)
         try:
@@ -220,7 +220,7 @@ class Pages:
         return self.html(request, "held.html", rows=page.messages, next=more)
 
     async def refused(self, request: Request) -> Response:
-        """What could not be delayed."""
+        """Refused messages."""
         queue = self.answers.inside.settings.refused.queue
         try:
             rows, depth, error = *(await self.answers.inside.refused(ROWS)), ""
@@ -244,7 +244,7 @@ class Pages:
         return self.html(request, "audit_log.html", rows=rows, next=more)
 
     async def login(self, request: Request) -> Response:
-        """The form for the token, and what becomes of it."""
+        """The form for the token, and the session that it opens."""
         if request.method == "GET":
             return self.html(request, "login.html", wrong="", who="")
         try:
@@ -265,14 +265,14 @@ class Pages:
         return answer
 
     async def logout(self, request: Request) -> Response:
-        """Forget who it was."""
+        """Close the session."""
         self.doors.close(request)
         answer = RedirectResponse("/", status_code=303)
         answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
         return answer
 
     def _storeless(self, request: Request, heading: str, line: str) -> Response:
-        """Native mode without a store: nothing is wrong, and there is less to see."""
+        """The answer in native mode without a store: there is nothing to list."""
         lines = ["No store is configured: the broker keeps what waits.", line]
         return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
 

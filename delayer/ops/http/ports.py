@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the daemon that it runs in."""
+"""The daemon as the HTTP server sees it: ports and values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ State = Mapping[str, Any]
 
 
 class Depths(NamedTuple):
-    """Messages that are ready in queues of the broker; None where a queue is missing. ``levels`` by their number."""
+    """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number."""
 
     queues: Mapping[str, int | None]
     levels: Mapping[int, int | None]
 
 
 class RefusedRow(NamedTuple):
-    """A message in the refused queue, as it is shown."""
+    """A message of the refused queue, as the page shows it."""
 
     id: str
     came_in: str
@@ -45,11 +45,11 @@ class RefusedRow(NamedTuple):
 
 
 class Inside(Protocol):
-    """The daemon around us."""
+    """The daemon."""
 
     @property
     def settings(self) -> Settings:
-        """As they are in force now."""
+        """The settings in force."""
 
     def state(self) -> State:
         """See State. Cheap."""
@@ -58,8 +58,8 @@ class Inside(Protocol):
         """Ask the broker. Raises BrokerLost."""
 
     async def refused(self, limit: int) -> tuple[Sequence[RefusedRow], int]:
-        """The first refused messages, and how many there are. Raises BrokerLost."""
+        """The first refused messages, and the number of all. Raises BrokerLost."""
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
-        """ "retry" or "drop" those of these ids. How many it were, and which stay, and why. Raises BrokerLost,
-        StoreLost."""
+        """Do "retry" or "drop". Gives the number of messages done, and the ids that stay with their reasons. Raises
+        BrokerLost, StoreLost."""

@@ -20,8 +20,8 @@ KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Note(NamedTuple):
-    """What a process had done by the end of a step. ``below``, ``late``, ``total`` of all routes together: how many
-    messages were at most as late as each bound of LATENESS, how many there were, and the sum of their seconds."""
+    """The counts of this process at the end of a step. ``below``, ``late`` and ``total``, of all routes together: the
+    messages within each bound of LATENESS, all delivered messages, and the sum of their lateness in seconds."""
 
     step: int
     counts: tuple[int, ...]
@@ -31,7 +31,7 @@ class Note(NamedTuple):
 
 
 def note(counters: Counters, now_ms: int) -> Note:
-    """What ``counters`` say now."""
+    """A note of ``counters`` as they are now."""
     counts = counters.as_dict()
     tallies = list(counters.lateness.values())
     below = tuple(sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
@@ -86,9 +86,10 @@ def _nothing(step: int) -> Step:
 
 
 def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
-    """The lateness that ``share`` of the messages did not exceed, in seconds, by the bounds of LATENESS; straight
-    between two of them, but no more than ``total``, the sum of all, leaves to as many as were at least as late. None of
-    no messages; the last bound for what is behind it.
+    """The lateness in seconds that ``share`` of the messages did not exceed, None without messages.
+
+    The value is interpolated between two bounds of LATENESS, and is at most what ``total``, the sum of all, allows.
+    Beyond the last bound it is that bound.
 
     >>> quantile(0.5, [0, 0, 10, *[10] * (len(LATENESS) - 3)], 10)
     0.0175
@@ -116,11 +117,11 @@ class Summary(NamedTuple):
     p50: float | None
     p99: float | None
     worst: float | None
-    """A bound that none of them exceeded."""
+    """A bound that no message exceeded."""
 
 
 def summary(of: Sequence[Step], seconds: float) -> Summary:
-    """Of the last ``seconds`` of these steps; of fewer, where there are not so many yet."""
+    """The summary of the last ``seconds`` of these steps, or of all if there are fewer."""
     last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
     long = max(len(last), 1) * STEP_MS / 1000
     rates = {kind: sum(one.counts[kind] for one in last) / long for kind in KINDS}
@@ -132,7 +133,7 @@ def summary(of: Sequence[Step], seconds: float) -> Summary:
 
 
 def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
-    """For a chart: instants in seconds, rates, and lateness in milliseconds, a column each."""
+    """The columns of a chart: instants in seconds, rates, lateness in milliseconds."""
     scale = 1000 / STEP_MS
     columns: dict[str, list[float | None]] = {"t": [one.at_ms / 1000 for one in of]}
     columns |= {kind: [one.counts[kind] * scale for one in of] for kind in KINDS}

@@ -26,7 +26,7 @@ _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60))
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
 )
-"""Characters that print as nothing, or turn the direction of what follows: shown as what they are."""
+"""Invisible characters and those that turn the direction of text: the page shows their code points."""
 
 
 def iso(at_ms: int | None) -> str:
@@ -58,7 +58,7 @@ def roughly(seconds: float) -> str:
 
 
 def lateness(seconds: float | None) -> str:
-    """A lateness as people say it."""
+    """A lateness, in milliseconds below one second."""
     if seconds is None:
         return "–"
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s" if seconds < 120 else roughly(seconds)
@@ -83,7 +83,7 @@ def size(count: int) -> str:
 
 
 def name(raw: bytes | str | None) -> str:
-    """What came over AMQP, as text that shows everything there is in it."""
+    """A name from AMQP, with its invisible characters as code points."""
     if raw is None:
         return ""
     text = raw if isinstance(raw, str) else reading.text(raw)
@@ -96,7 +96,7 @@ def address(exchange: bytes, routing_key: bytes) -> str:
 
 
 def query(given: Mapping[str, Any], **more: Any) -> str:
-    """A query string; what is empty is left out."""
+    """A query string without empty values."""
     return urlencode({key: value for key, value in {**given, **more}.items() if value not in ("", None)})
 
 
@@ -122,7 +122,7 @@ TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two
 
 
 def fate(found: Whole) -> str:
-    """What will happen to it, in a sentence. Pure."""
+    """The sentence about the future of a message. Pure."""
     to = address(found.entry.to_exchange, found.entry.to_key)
     said = showing.fate(found, to, name(found.owner), iso)
     return f"{said[0].upper()}{said[1:]}."
@@ -142,7 +142,7 @@ def blocked(state: State) -> bool:
 
 
 def series(census: Census | None) -> list[dict[str, Any]]:
-    """Titles, and the rows of the tables under the chart: bars that are not empty."""
+    """The charts of the backlog: titles, and a table row for each bar that is not empty."""
     counts = {} if census is None else census.together()
     found = []
     for one in horizon.SERIES:
@@ -156,7 +156,7 @@ def series(census: Census | None) -> list[dict[str, Any]]:
 
 
 def backlog_note(census: Census | None, error: str) -> str:
-    """What stands under the chart."""
+    """The note under the charts of the backlog."""
     if census is None:
         return f"Not counted yet: {error}" if error else "Not counted yet."
     counts = census.together()

@@ -34,7 +34,7 @@ from delayer.ops.http.view import View
 log = structlog.get_logger(__name__)
 
 AGAIN: Final = 5.0
-"""Seconds until a port that could not be had is tried again."""
+"""Seconds until the next attempt to listen at a port that is taken."""
 AT_ONCE: Final = 128
 """Connections and requests that are served side by side; the next are answered 503."""
 LOOK: Final = 1.0
@@ -45,7 +45,7 @@ STATIC: Final = Path(__file__).parent / "static"
 
 
 class Files(StaticFiles):
-    """Style, scripts and their licences: asked for again only after an upgrade."""
+    """Style, scripts and their licences. Browsers keep them for five minutes."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         answer = await super().get_response(path, scope)

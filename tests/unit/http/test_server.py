@@ -6,7 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from delayer.ops.http.guard import HEADERS
 from delayer.ops.http.ports import Depths, RefusedRow, State
 from delayer.ops.http.server import HttpPart
 from delayer.settings import Settings
+from tests.faults.place import eventually
 from tests.rig.web import Web
 from tests.unit.http.states import state
 
@@ -317,8 +318,8 @@ async def test_silent_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.to_thread(socket.create_connection, (host, int(port)), 10) for _ in range(2 * server.AT_ONCE)
         ]
         try:
-            with suppress(ConnectionResetError):
-                assert await asyncio.to_thread(silent[0].recv, 1) == b"", "the one that was silent for longest"
+            # Sooner than a connection is ended for its silence.
+            await eventually(lambda: web.get("/health/live"), lambda answer: answer.status == 200, timeout=8)
             for path in ("/health/live", "/health/ready", "/metrics", "/"):
                 assert (await web.get(path)).status == 200
         finally:
