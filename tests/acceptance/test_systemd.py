@@ -373,7 +373,7 @@ async def test_a_token_for_the_page(service: Service) -> None:
 
 
 def test_an_instance_for_another_broker(service: Service) -> None:
-    """delayer@orders.service, with a file and credentials of its own name."""
+    """delayer@orders.service, with a configuration and credentials of its own."""
     machine = service.machine
     machine.run("systemctl", "stop", "delayer")
     machine.run("sh", "-c", "sed 's/^#LoadCredential=/LoadCredential=/'"
@@ -381,10 +381,17 @@ def test_an_instance_for_another_broker(service: Service) -> None:
     service.change()
     for name, its in (("delayer.toml", "orders.toml"), ("broker-url", "orders.broker-url"),
                       ("store-url", "orders.store-url")):  # fmt: skip
-        machine.run("cp", "--preserve=mode", f"/etc/delayer/{name}", f"/etc/delayer/{its}")
+        machine.run("mv", f"/etc/delayer/{name}", f"/etc/delayer/{its}")
+    machine.file("/etc/delayer/orders.env").write_text("DELAYER_CONFIG=/etc/delayer/orders.toml\n")
+    directory = machine.file(f"{systemd.UNITS}/delayer@orders.service.d")
+    directory.mkdir()
+    own = (f"LoadCredential={name}:/etc/delayer/orders.{name}" for name in ("broker-url", "store-url"))
+    (directory / "credentials.conf").write_text("\n".join(["[Service]", "LoadCredential=", *own]) + "\n")
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", "delayer@orders")
     shown = machine.shown("delayer@orders", "ActiveState", "User", "StatusText")
-    assert shown == {"ActiveState": "active", "User": "delayer-orders", "StatusText": "mode store"}
+    assert shown == {"ActiveState": "active", "User": "delayer", "StatusText": "mode store"}
     machine.run("systemctl", "stop", "delayer@orders")
     assert machine.shown("delayer@orders", "Result") == {"Result": "success"}
+    for name in ("broker-url", "store-url"):
+        machine.run("mv", f"/etc/delayer/orders.{name}", f"/etc/delayer/{name}")
