@@ -12,8 +12,7 @@ import structlog
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.broker.fitting import Fitting
-from delayer.broker.inflow import BUFFER_BYTES
+from delayer.broker.flow_control import BUFFER_BYTES, Fitting
 from delayer.broker.publisher import RelayPublisher
 from delayer.core.errors import BrokerLost
 from delayer.declaring import declare_in_detail

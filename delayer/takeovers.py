@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 from delayer.broker.consumer import RelayConsumer
-from delayer.broker.fitting import Fitting
-from delayer.broker.inflow import Inflow
+from delayer.broker.flow_control import Fitting, Inflow
 from delayer.broker.relay import Relay
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.services.counting import Counters

@@ -1,29 +1,142 @@
-"""Many questions in one breath, over the wire: what a busy daemon and an impatient operator have to ask of a broker.
+"""The daemon's and the commands' own short talks with a broker over the wire: declare, look, and count, pipelined.
 
-Admin asks one thing after another, and each takes a turn of the event loop for the frame, and one for its answer: in a
-daemon that carries thousands of messages a second a hundred of them take half a minute, where these take one.
+pamqp checks names to the letter of AMQP 0-9-1. RabbitMQ takes any 255 bytes of UTF-8, and people use them, so the
+frames here leave names to the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
 
 from pamqp.base import Frame
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
-from delayer.broker import frames
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.picture import Picture, drawn, names
 from delayer.core.cascade import LEVELS, Cascade
-from delayer.core.topology import Topology
+from delayer.core.topology import Binding, Exchange, Queue, Topology
 from delayer.wire.address import Address
 from delayer.wire.channel import Channel
 from delayer.wire.connection import Connection
 from delayer.wire.errors import AccessRefused, ChannelClosed
+
+
+@dataclass(frozen=True, slots=True)
+class LevelState:
+    """``depth``: messages ready in the level's queue, None where the queue is missing."""
+
+    level: int
+    name: str
+    ttl_ms: int
+    depth: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What ``topology show`` prints. ``queues``: depths of the queues around the cascade, None where one is missing.
+    ``hidden``: which of all these the broker does not show to this user, whose depths are None too."""
+
+    kind: str
+    delivery: str
+    levels: tuple[LevelState, ...]
+    queues: dict[str, int | None]
+    hidden: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def names(cascade: Cascade, queues: Iterable[str] = ()) -> list[str]:
+    """The queues whose depths :func:`drawn` needs."""
+    return [*(level.name for level in cascade.levels()), *_around(cascade, queues)]
+
+
+def drawn(
+    cascade: Cascade, queues: Iterable[str], depths: Mapping[str, int | None], hidden: Iterable[str] = ()
+) -> Picture:
+    """The levels, ``queues``, and the strays queue."""
+    return Picture(
+        cascade.kind,
+        cascade.delivery,
+        tuple(LevelState(level.number, level.name, level.ttl_ms, depths[level.name]) for level in cascade.levels()),
+        {name: depths[name] for name in _around(cascade, queues)},
+        tuple(hidden),
+    )
+
+
+def _around(cascade: Cascade, queues: Iterable[str]) -> list[str]:
+    return [*queues, *([cascade.strays] if cascade.strays else [])]
+
+
+class _Unjudged:
+    """The broker judges."""
+
+    def validate(self) -> None:
+        return
+
+
+class ExchangeDeclare(_Unjudged, ExchangeMethods.Declare): ...
+
+
+class ExchangeDelete(_Unjudged, ExchangeMethods.Delete): ...
+
+
+class ExchangeBind(_Unjudged, ExchangeMethods.Bind): ...
+
+
+class ExchangeUnbind(_Unjudged, ExchangeMethods.Unbind): ...
+
+
+class QueueDeclare(_Unjudged, QueueMethods.Declare): ...
+
+
+class QueueDelete(_Unjudged, QueueMethods.Delete): ...
+
+
+class QueueBind(_Unjudged, QueueMethods.Bind): ...
+
+
+class QueueUnbind(_Unjudged, QueueMethods.Unbind): ...
+
+
+def exchange_frame(wanted: Exchange) -> ExchangeDeclare:
+    return ExchangeDeclare(
+        exchange=wanted.name, exchange_type=wanted.type, durable=wanted.durable, arguments=dict(wanted.arguments)
+    )
+
+
+def queue_frame(wanted: Queue) -> QueueDeclare:
+    """pamqp sends an integer in the smallest type that holds it: 64 bits for the TTLs from level 22 up.
+
+    The broker compares all integer types as one, so the declarations of other systems' clients stay equal to ours.
+    """
+    return QueueDeclare(queue=wanted.name, durable=wanted.durable, arguments=dict(wanted.arguments))
+
+
+def binding_frame(wanted: Binding) -> QueueBind | ExchangeBind:
+    if wanted.destination_kind == "queue":
+        return QueueBind(queue=wanted.destination, exchange=wanted.source, routing_key=wanted.key)
+    return ExchangeBind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)
+
+
+def unbinding_frame(wanted: Binding) -> QueueUnbind | ExchangeUnbind:
+    if wanted.destination_kind == "queue":
+        return QueueUnbind(queue=wanted.destination, exchange=wanted.source, routing_key=wanted.key)
+    return ExchangeUnbind(destination=wanted.destination, source=wanted.source, routing_key=wanted.key)
+
+
+def exchange_look(name: str) -> ExchangeDeclare:
+    return ExchangeDeclare(exchange=name, passive=True)
+
+
+def queue_look(name: str) -> QueueDeclare:
+    return QueueDeclare(queue=name, passive=True)
+
 
 T = TypeVar("T")
 
@@ -46,11 +159,11 @@ class Brief:
         that is there, nothing behind it; ask Admin.declare, which tells what."""
         channel = await self._channel()
         methods: list[tuple[Frame, type[Frame]]] = []
-        methods += [(frames.exchange(one), ExchangeMethods.DeclareOk) for one in wanted.exchanges]
-        methods += [(frames.queue(one), QueueMethods.DeclareOk) for one in wanted.queues]
+        methods += [(exchange_frame(one), ExchangeMethods.DeclareOk) for one in wanted.exchanges]
+        methods += [(queue_frame(one), QueueMethods.DeclareOk) for one in wanted.queues]
         for binding in wanted.bindings:
-            frame = frames.binding(binding)
-            answer = QueueMethods.BindOk if isinstance(frame, frames.QueueBind) else ExchangeMethods.BindOk
+            frame = binding_frame(binding)
+            answer = QueueMethods.BindOk if isinstance(frame, QueueBind) else ExchangeMethods.BindOk
             methods.append((frame, answer))
         said = await self._all([channel.call(*method) for method in methods])
         await channel.close()
@@ -106,7 +219,7 @@ class Brief:
         async def look(queue: str) -> int:
             async with room:
                 channel = await self._connection.channel()
-                found = await channel.call(frames.look_at_queue(queue), QueueMethods.DeclareOk)
+                found = await channel.call(queue_look(queue), QueueMethods.DeclareOk)
                 await channel.close()
                 return found.message_count or 0
 

@@ -9,9 +9,8 @@ from typing import Final
 
 import structlog
 
-from delayer.broker import inflow
-from delayer.broker.fitting import Fitting
-from delayer.broker.inflow import BUFFER_BYTES, Inflow
+from delayer.broker import flow_control
+from delayer.broker.flow_control import BUFFER_BYTES, Fitting, Inflow
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
@@ -219,7 +218,9 @@ class RelaySubscription:
         if self._fitting is None or not self._buffer:
             return
         self._fitting.full(len(self._buffer))
-        log.warning("deliveries given back", queue=self._queue, seconds=inflow.UNREAD, read_ahead=len(self._buffer))
+        log.warning(
+            "deliveries given back", queue=self._queue, seconds=flow_control.UNREAD, read_ahead=len(self._buffer)
+        )
         self.overrun = True
         self._stop()
         self._arrived.set()

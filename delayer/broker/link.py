@@ -15,8 +15,20 @@ import aio_pika.connection
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
+from pamqp.commands import Queue as QueueMethods
 
+from delayer.broker.brief import (
+    ExchangeDelete,
+    QueueDelete,
+    binding_frame,
+    exchange_frame,
+    exchange_look,
+    queue_frame,
+    queue_look,
+    unbinding_frame,
+)
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
+from delayer.core.topology import Binding, Exchange, Queue
 from delayer.wire.address import Address
 
 T = TypeVar("T")
@@ -106,3 +118,39 @@ async def answered(link: Link, method: Callable[[Wire], Awaitable[T]]) -> T | Ch
         return await link.call(method)
     except ChannelClosed as error:
         return error
+
+
+async def declare_exchange(channel: Wire, wanted: Exchange) -> None:
+    await channel.rpc(exchange_frame(wanted))
+
+
+async def declare_queue(channel: Wire, wanted: Queue) -> None:
+    await channel.rpc(queue_frame(wanted))
+
+
+async def bind(channel: Wire, wanted: Binding) -> None:
+    await channel.rpc(binding_frame(wanted))
+
+
+async def unbind(channel: Wire, wanted: Binding) -> None:
+    await channel.rpc(unbinding_frame(wanted))
+
+
+async def find_exchange(channel: Wire, name: str) -> None:
+    await channel.rpc(exchange_look(name))
+
+
+async def find_queue(channel: Wire, name: str) -> QueueMethods.DeclareOk:
+    """Its ``message_count`` is the messages ready for delivery, ``consumer_count`` who is there to take them."""
+    answer = await channel.rpc(queue_look(name))
+    assert isinstance(answer, QueueMethods.DeclareOk), answer
+    return answer
+
+
+async def delete_exchange(channel: Wire, name: str, *, if_unused: bool) -> None:
+    await channel.rpc(ExchangeDelete(exchange=name, if_unused=if_unused))
+
+
+async def delete_queue(channel: Wire, name: str) -> None:
+    """With its messages: quorum queues do not support "if empty", and answer by closing the connection."""
+    await channel.rpc(QueueDelete(queue=name))

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import click
 
-from delayer.broker.admin import Admin
-from delayer.broker.remove import Removal
+from delayer.broker.admin import Admin, Removal
 from delayer.commands.errors import FOUND
 from delayer.commands.options import Request, request_of
 from delayer.commands.output import depth_text, note, print_json, print_table, quoted

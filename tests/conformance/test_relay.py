@@ -16,8 +16,7 @@ import aio_pika
 import pytest
 
 from delayer.broker.consumer import RelayConsumer, RelaySubscription
-from delayer.broker.fitting import ENOUGH, Fitting
-from delayer.broker.inflow import Inflow
+from delayer.broker.flow_control import ENOUGH, Fitting, Inflow
 from delayer.broker.publisher import BATCH, RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, LaneLost
@@ -201,7 +200,7 @@ class TestRelay(BrokerContract):
             await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
             reader = RelayConsumer(relay, buffer_bytes=bound, fitting=Fitting(bound))
             with monkeypatch.context() as patch:
-                patch.setattr("delayer.broker.inflow.UNREAD", 0.3)
+                patch.setattr("delayer.broker.flow_control.UNREAD", 0.3)
                 first = await reader.subscribe("q", 32)
                 assert first.prefetch == 32
                 carried = await take(first, 1)

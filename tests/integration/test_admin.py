@@ -11,9 +11,8 @@ from urllib.parse import quote, urlsplit
 import aio_pika
 import pytest
 
-from delayer.broker.admin import Admin
+from delayer.broker.admin import Admin, Remover
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
-from delayer.broker.remove import Remover
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.rig.servers import RabbitMQ

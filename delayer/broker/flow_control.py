@@ -1,4 +1,9 @@
-"""Whether sockets are read: not while too many bytes wait in the subscriptions behind them."""
+"""Flow control: a byte limit pauses the socket, and the prefetch is fitted to what the limit holds.
+
+The prefetch counts messages, and a buffer has bytes. RabbitMQ cuts a connection that took nothing for thirty seconds.
+So a subscription that was full for too long begins again with a smaller prefetch, and with a larger one when messages
+are small again.
+"""
 
 from __future__ import annotations
 
@@ -95,3 +100,44 @@ class Inflow:
         self._unread = None
         for one in tuple(self._waiting):
             one.let_go()
+
+
+ENOUGH: Final = 10
+"""Messages tell how large they are after so many times the prefetch."""
+WORTH: Final = 2
+"""Times as many have to fit before it is worth beginning again."""
+
+
+class Fitting:
+    """``room``: bytes that may wait here."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._fits: int | None = None
+        self._messages = 0
+        self._bytes = 0
+
+    def prefetch(self, wanted: int) -> int:
+        """How many to ask for."""
+        self._messages = self._bytes = 0
+        return wanted if self._fits is None else min(wanted, self._fits)
+
+    def full(self, messages: int) -> None:
+        """So many filled the room, for too long."""
+        self._fits = max(messages, 1)
+
+    def took(self, messages: int, size: int, wanted: int) -> bool:
+        """So many, of so many bytes, were taken on. Whether it is time to ask for more than before."""
+        fits = self._fits
+        if fits is None or fits >= wanted:
+            return False
+        self._messages += messages
+        self._bytes += size
+        if self._messages < ENOUGH * fits:
+            return False
+        would_fit = self._room * self._messages // max(self._bytes, 1)
+        self._messages = self._bytes = 0
+        if would_fit < WORTH * fits:
+            return False
+        self._fits = None if would_fit >= wanted else would_fit
+        return True
