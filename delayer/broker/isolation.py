@@ -15,7 +15,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -106,6 +106,9 @@ class Isolation:
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._bisecting = asyncio.Lock()
+        self._unshared = asyncio.Event()
+        self._unshared.set()
+        self._sharing = 0
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
         self._refused = self._ended = self._heard = -math.inf
@@ -196,8 +199,6 @@ class Isolation:
         then has the connection for itself, and callers take turns."""
         try:
             if not self.wary:
-                async with self._bisecting:
-                    pass  # a caller that bisects has the connection for itself
                 try:
                     return await work()
                 except ConnectionLost as lost:
@@ -237,8 +238,23 @@ class Isolation:
                     self._objected(case, some[0], lost, indexes)
                 probing, size, most = False, 1, FEW
 
-    def _turn(self, case: _Case) -> AbstractAsyncContextManager[None]:
-        return self._bisecting if case.alone else nullcontext()
+    @asynccontextmanager
+    async def _turn(self, case: _Case) -> AsyncIterator[None]:
+        """A step beside other callers, or alone on the connection."""
+        if case.alone:
+            async with self._bisecting:
+                await self._unshared.wait()
+                yield
+            return
+        async with self._bisecting:
+            self._sharing += 1
+            self._unshared.clear()
+        try:
+            yield
+        finally:
+            self._sharing -= 1
+            if not self._sharing:
+                self._unshared.set()
 
     async def _together(self, case: _Case, some: Sequence[int]) -> None:
         """All on one channel. Enters what is known, also when it raises."""
