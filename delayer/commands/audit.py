@@ -15,7 +15,7 @@ from delayer.commands.options import request_of, store_url, store_url_of_hosts, 
 from delayer.commands.output import note, progress
 from delayer.core.secret import SecretUrl
 from delayer.settings import Settings
-from delayer.store.status import restored_ms
+from delayer.store.stats import restored_ms
 
 if TYPE_CHECKING:
     from delayer.audit.findings import Report

@@ -8,7 +8,7 @@ import click
 
 from delayer.commands.options import as_json, limit_option, request_of, store_url
 from delayer.commands.output import iso, print_json, print_table
-from delayer.store import acts as trail
+from delayer.store import audit_log as trail
 from delayer.store import listing
 
 

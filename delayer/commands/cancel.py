@@ -29,10 +29,8 @@ from delayer.commands.output import counted, iso, note, print_json, progress
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
 from delayer.settings import duration_ms, duration_text
-from delayer.store import acting, acts, listing
-from delayer.store.acting import Counted, Do
-from delayer.store.cancelling import Found
-from delayer.store.rescheduling import When
+from delayer.store import actions, audit_log, listing
+from delayer.store.actions import Counted, Do, Found, When
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
@@ -61,7 +59,7 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
       delayer cancel --key order-4711
       delayer cancel --route mail.in --due-after 7d --dry-run
     """
-    _act(context, "cancel", acting.canceller(), tokens, {}, as_json=as_json, **given)
+    _act(context, "cancel", actions.canceller(), tokens, {}, as_json=as_json, **given)
 
 
 def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
@@ -112,7 +110,7 @@ def reschedule(
     if (at_ms is None) == (by_ms is None):
         raise click.UsageError("expected a new instant: either --at or --by")
     new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
-    do = acting.rescheduler(When(at_ms, by_ms or 0))
+    do = actions.rescheduler(When(at_ms, by_ms or 0))
     _act(context, "reschedule", do, tokens, new, as_json=as_json, **given)
 
 
@@ -148,12 +146,12 @@ def _named(
     url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
 ) -> int:
     async def work() -> dict[int, Found]:
-        async with acting.acting(url, verb) as connection:
+        async with actions.acting(url, verb) as connection:
             if dry_run:
-                return await acting.whereabouts(connection, tokens)
+                return await actions.whereabouts(connection, tokens)
             asked = {"ids": [str(token) for token in tokens], **new}
-            act = await acts.begin(connection, whoami(), verb, asked)
-            return await acting.named(connection, do, tokens, act)
+            act = await audit_log.begin(connection, whoami(), verb, asked)
+            return await actions.named(connection, do, tokens, act)
 
     found = asyncio.run(work())
     if as_json:
@@ -189,7 +187,7 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], ne
         return Token(token.id, due_ms)
 
     async def look() -> list[Token]:
-        async with acting.acting(url, "look") as connection:
+        async with actions.acting(url, "look") as connection:
             entries, _ = await listing.named(connection, list(map(named, waiting)))
             return [entry.place.token for entry in entries]
 
@@ -215,8 +213,8 @@ def _filtered(
     test = reading.header_test(wanted)
 
     async def look() -> Counted:
-        async with acting.acting(url, f"count for {verb}") as connection:
-            return await acting.count(connection, wanted, test)
+        async with actions.acting(url, f"count for {verb}") as connection:
+            return await actions.count(connection, wanted, test)
 
     meant = asyncio.run(look())
     if meant.broken:
@@ -235,15 +233,15 @@ def _filtered(
         return DONE
 
     async def work() -> Counter[Found]:
-        async with acting.acting(url, verb) as connection:
-            act = await acts.begin(connection, whoami(), verb, {**wanted.as_dict(), **new})
+        async with actions.acting(url, verb) as connection:
+            act = await audit_log.begin(connection, whoami(), verb, {**wanted.as_dict(), **new})
             with progress() as say:
                 step = f"{verb.capitalize()} messages"
 
                 def done_so_far(done: int) -> None:
                     say(step, done, meant.messages)
 
-                return await acting.every(connection, do, wanted, test, act=act, say=done_so_far)
+                return await actions.every(connection, do, wanted, test, act=act, say=done_so_far)
 
     done = asyncio.run(work())
     late = done[Found.NOWHERE]

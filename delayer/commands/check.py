@@ -17,8 +17,7 @@ from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.hosts import is_loopback
 from delayer.settings import Settings, duration_text
-from delayer.store import schema, server_checks
-from delayer.store import status as store_status
+from delayer.store import schema, server_checks, stats
 from delayer.store.errors import BadStoreUrl
 from delayer.store.owners import APART, mark_of
 from delayer.wire.address import Address
@@ -259,7 +258,7 @@ async def _store(settings: Settings, mark: str) -> list[Row]:
         longest = duration_text(min(settings.intake.max_delay_ms, 268_435_455_000))
         return [Row("store", "ok", f"none configured: delays up to {longest}, no keys, no cancels")]
     try:
-        seen = await store_status.overview(url, settings.store.restore_ahead_ms)
+        seen = await stats.overview(url, settings.store.restore_ahead_ms)
     except StoreLost as lost:
         return [Row("store", "out of reach", str(lost), lost.advice or STORE_RUNS)]
     except BadStoreUrl as bad:
@@ -299,7 +298,7 @@ def _locks(need: server_checks.LockNeed) -> Row:
     return Row("locks", "note", found, advice)
 
 
-def _shared_lanes(seen: store_status.StoreOverview, mark: str) -> list[Row]:
+def _shared_lanes(seen: stats.StoreOverview, mark: str) -> list[Row]:
     """Whether daemons of another broker, or virtual host, own lanes in it. ``mark``: ours; "" where it is not known."""
     strange = [lane for lane in seen.lanes if lane.alive and lane.broker and mark and lane.broker != mark]
     if not strange:
@@ -308,7 +307,7 @@ def _shared_lanes(seen: store_status.StoreOverview, mark: str) -> list[Row]:
     return [Row("lanes", "off", f"{owned} for another broker or virtual host", APART)]
 
 
-def _lanes(seen: store_status.StoreOverview) -> list[Row]:
+def _lanes(seen: stats.StoreOverview) -> list[Row]:
     """Whether what is due has somebody to release it."""
     rows = []
     owners = {lane.owner for lane in seen.lanes if lane.alive}

@@ -29,7 +29,7 @@ from delayer.faultpoint import reach
 from delayer.services import draining as rules
 from delayer.services.draining import Left
 from delayer.settings import Settings
-from delayer.store import acting, acts, draining, listing
+from delayer.store import actions, audit_log, draining, listing
 from delayer.store.postgres import PostgresStore
 from delayer.wire.address import Address
 from delayer.wiring import cascade_of, native_of
@@ -87,15 +87,15 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
         (lane,) = await store.own_lanes(1)
         try:
             with progress("draining") as say:
-                async with acting.acting(url, "drain") as connection, relay_of(settings) as relay:
-                    act = await acts.begin(connection, whoami(), "drain to store", {})
+                async with actions.acting(url, "drain") as connection, relay_of(settings) as relay:
+                    act = await audit_log.begin(connection, whoami(), "drain to store", {})
                     # From the top: what goes down meanwhile is met again below.
                     for level in reversed(range(LOWEST, LEVELS)):
                         if not (await look_around(settings, levels)).levels[level]:
                             continue
                         due_queue = settings.native.due_queue.encode()
                         async for moved in _portions_in(store, lane, relay, levels, level, due_queue=due_queue):
-                            await acts.add(connection, act, moved)
+                            await audit_log.add(connection, act, moved)
                             done += moved
                             say("draining", done, None)
         finally:
@@ -156,9 +156,9 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
     """Each portion is confirmed by the cascade before it leaves the store. Raises BrokerLost where it is not."""
     async with await Admin.connect(settings.broker_url, name=NAME) as admin:
         await admin.declare(native_of(settings))
-    async with relay_of(settings) as relay, acting.acting(url, "drain") as connection:
+    async with relay_of(settings) as relay, actions.acting(url, "drain") as connection:
         publisher = RelayPublisher(relay)
-        act = await acts.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
+        act = await audit_log.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
         try:
             with progress("draining") as say:
                 return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)

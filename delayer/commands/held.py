@@ -29,8 +29,8 @@ from delayer.commands.options import (
 from delayer.commands.output import address, counted, iso, note, print_json, print_table
 from delayer.core.filters import Filter, Token
 from delayer.services import reading
-from delayer.store import acting, acts, heldback, listing
-from delayer.store.heldback import HeldEntry
+from delayer.store import actions, audit_log, detail, listing
+from delayer.store.detail import HeldEntry
 from delayer.store.listing import LAST_ID
 
 
@@ -84,9 +84,9 @@ def _row(one: HeldEntry) -> tuple[object, ...]:
     )
 
 
-async def _page(url: str, wanted: Filter, limit: int, after: int) -> heldback.Page:
+async def _page(url: str, wanted: Filter, limit: int, after: int) -> detail.HeldPage:
     async with listing.looking(url, "list what is held") as connection:
-        return await heldback.listed(connection, wanted, reading.header_test(wanted), limit, after)
+        return await detail.held_page(connection, wanted, reading.header_test(wanted), limit, after)
 
 
 @held.command()
@@ -184,12 +184,12 @@ class Meant(NamedTuple):
 async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[list[HeldEntry]]:
     """A page at a time: there may be millions."""
     if meant.ids:
-        yield await heldback.named(connection, meant.ids)
+        yield await detail.held_named(connection, meant.ids)
         return
     test = reading.header_test(meant.wanted)
     after: int | None = 0
     while after is not None and after < meant.last:
-        page = await heldback.listed(connection, meant.wanted, test, heldback.AT_ONCE, after)
+        page = await detail.held_page(connection, meant.wanted, test, detail.AT_ONCE, after)
         yield [one for one in page.messages if one.entry.place.id <= meant.last]
         after = page.after
 
@@ -211,11 +211,11 @@ async def _do(url: str, verb: str, meant: Meant) -> int:
     """Retry or drop all counted messages that are still held, and no later ones."""
     asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
     done = 0
-    async with acting.acting(url, f"held {verb}") as connection:
-        act = await acts.begin(connection, whoami(), f"held {verb}", asked)
+    async with actions.acting(url, f"held {verb}") as connection:
+        act = await audit_log.begin(connection, whoami(), f"held {verb}", asked)
         async for some in _pages(connection, meant):
-            work: Callable[[], Any] = partial(heldback.drop, connection, some, act)
+            work: Callable[[], Any] = partial(detail.drop, connection, some, act)
             if verb == "retry":
-                work = partial(heldback.retry, connection, [one.entry.place.id for one in some], act)
-            done += await acting.patiently(work) if some else 0
+                work = partial(detail.retry, connection, [one.entry.place.id for one in some], act)
+            done += await actions.patiently(work) if some else 0
     return done

@@ -23,10 +23,10 @@ from delayer.commands.output import address, iso, note, print_json, print_table,
 from delayer.core.filters import Filter, Token, read_token
 from delayer.services import reading
 from delayer.settings import Settings
-from delayer.store import listing, showing
-from delayer.store.cancelling import Found
+from delayer.store import detail, listing
+from delayer.store.actions import Found
+from delayer.store.detail import Whole
 from delayer.store.listing import BEGINNING, Entry
-from delayer.store.showing import Whole
 
 
 def row_of(entry: Entry) -> tuple[object, ...]:
@@ -209,13 +209,13 @@ def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool)
 
 async def _show(url: str, token: Token) -> Whole | Found:
     async with listing.looking(url, "show") as connection:
-        return await showing.show(connection, token)
+        return await detail.show(connection, token)
 
 
 def fate(found: Whole) -> str:
     """What will happen to it, in a sentence."""
     entry = found.entry
-    return showing.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
+    return detail.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
 
 
 def _json_of(found: Whole) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing
 from delayer.services import reading
 from delayer.services.refusals import Doors, Refusal, again, told
 from delayer.settings import Settings
-from delayer.store import acting, acts
+from delayer.store import actions, audit_log
 from delayer.wire.address import Address
 
 AT_ONCE: Final = 100
@@ -205,11 +205,11 @@ async def _trail(
             note("No store is configured: this is not written down.")
         yield told_of
         return
-    async with acting.acting(settings.store_url, verb) as connection:
-        act = await acts.begin(connection, who, verb, wanted.as_dict())
+    async with actions.acting(settings.store_url, verb) as connection:
+        act = await audit_log.begin(connection, who, verb, wanted.as_dict())
 
         async def add(messages: int) -> None:
-            await acts.add(connection, act, messages)
+            await audit_log.add(connection, act, messages)
 
         yield add
 

@@ -21,8 +21,7 @@ from delayer.core.delay import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.settings import Settings
 from delayer.settings.model import same_service, service_of
-from delayer.store import schema
-from delayer.store import status as store_status
+from delayer.store import schema, stats
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of, uses_cascade
 
@@ -199,7 +198,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
     if settings.store_url is None:
         return None
     try:
-        seen = await store_status.overview(settings.store_url, settings.store.restore_ahead_ms)
+        seen = await stats.overview(settings.store_url, settings.store.restore_ahead_ms)
     except StoreLost as error:
         return {"error": str(error), "upgrade_pending": False, "advice": error.advice or STORE_RUNS}
     except BadStoreUrl as error:

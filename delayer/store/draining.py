@@ -11,9 +11,9 @@ import asyncpg
 
 from delayer.core.message import Due
 from delayer.faultpoint import reach
-from delayer.store import acts, envelope, keys, segments, session, statements
+from delayer.store import audit_log, envelope, keys, segments, session, statements
 from delayer.store.listing import Place
-from delayer.store.status import KINDS, waiting
+from delayer.store.stats import KINDS, waiting
 
 _TAKE: Final = """
 DELETE FROM message AS m
@@ -93,7 +93,7 @@ async def taken(
         yield found
         reach("drain.published")
         await keys.forget_released(connection, found)
-        await acts.add(connection, act, len(rows))
+        await audit_log.add(connection, act, len(rows))
         by_lane = Counter(row["lane"] for row in rows)
         if by_lane:
             lanes = sorted(by_lane)

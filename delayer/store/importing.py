@@ -23,7 +23,7 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.importing import Batch, Phase, Run
 from delayer.core.message import Parcel
 from delayer.faultpoint import reach
-from delayer.store import acts, keys, parking, partitions, schema, session, telling
+from delayer.store import audit_log, keys, parking, partitions, schema, session, telling
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
 from delayer.store.segments import Fence
@@ -186,8 +186,8 @@ class ImportStore:
                 raise StoreLost(f"import {run.id}: somebody else went on with it")
             if superseded:
                 named = [key.decode(errors="replace") for key in superseded[:NAMED]]
-                act = await acts.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
-                await acts.add(self._connection, act, len(superseded))
+                act = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
+                await audit_log.add(self._connection, act, len(superseded))
             if any(parcel.key is not None for parcel in parcels):
                 await parking.park_keyed(self._connection, fence, parcels, [])
             elif parcels:

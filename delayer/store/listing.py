@@ -8,21 +8,138 @@ by reading on, and that is bounded: a page may end before it is full, and says s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import asyncpg
 
 from delayer.core.filters import Filter, Token
-from delayer.store import cancelling, schema, segments, session, unpacking
-from delayer.store.errors import translated
-from delayer.store.scanning import BEGINNING, LAST_ID, Place, Rows, Test, conditions
+from delayer.store import schema, segments, session, statements, unpacking
+from delayer.store.days import DAY_MS
+from delayer.store.errors import DAMAGED, translated
 
-__all__ = [
-    "BEGINNING", "LAST_ID", "SCAN", "SEGMENTS", "SETTINGS", "Entry", "Found", "Place", "Test", "conditions", "entries",
-    "entries_of", "find", "looking", "meant", "named",
-]  # fmt: skip
+LAST_ID: Final = (1 << 63) - 1
+_LANES: Final = (
+    "SELECT lane FROM counter GROUP BY lane"
+    " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
+)
+# $1 lanes, $2 and $3 bounds of due_at, which prune partitions while planning; the place behind which to begin is ($4
+# microseconds, $5 id); $6 rows of each lane at most. Where nothing but due_at is asked for, only the index is read.
+_NEXT: Final = """
+SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, {meant} AS meant, {properties} AS properties
+FROM unnest($1::smallint[]) AS l (number)
+CROSS JOIN LATERAL (
+    SELECT {columns} FROM message
+    WHERE lane = l.number AND due_at >= $2 AND due_at < $3
+      AND (due_at, id) > ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
+    ORDER BY due_at, id
+    LIMIT $6
+) AS next
+"""
+
+
+class Place(NamedTuple):
+    """Where a message waits. The order of a list is that of places."""
+
+    due_us: int
+    id: int
+    lane: int
+    segment: int | None = None
+
+    @property
+    def token(self) -> Token:
+        return Token(self.id, self.due_us // 1000)
+
+
+Test = Callable[[bytes], bool]
+"""Whether a message is meant, by its properties: what SQL cannot read."""
+BEGINNING: Final = (-(1 << 53), -1)
+
+
+class Rows:
+    """Rows of ``message``, read window by window: of the days ahead one, then two, then four, until there are enough.
+
+    One statement over all partitions would open hundreds of them to read the first page of one.
+    """
+
+    def __init__(
+        self, connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, scan: int
+    ) -> None:
+        self.places: list[Place] = []
+        self._connection = connection
+        self._wanted = wanted
+        self._test = test
+        self._limit = limit
+        self._left = scan
+        self._each = limit + 1
+        """Rows of each lane that are read at once: few first, as the first may be those that are meant."""
+
+    async def read(self, after: tuple[int, int]) -> tuple[int, int] | None:
+        """Read behind ``after``. The last place up to which everything that is meant was found; None for the end."""
+        lanes = [lane for (lane,) in await self._connection.fetch(_LANES)]
+        last_ms = segments.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
+        if self._wanted.due_from_ms is not None:
+            after = max(after, (self._wanted.due_from_ms * 1000 - 1, LAST_ID))
+        width = DAY_MS
+        low_ms = session.BEGINNING_MS if after <= BEGINNING else after[0] // 1000
+        now_ms = await self._connection.fetchval("SELECT now()")
+        while lanes and low_ms < last_ms:
+            high_ms = min(max(low_ms, now_ms) + width, last_ms)
+            if high_ms > now_ms + 1000 * DAY_MS:
+                high_ms = last_ms  # behind every partition of a day
+            stopped = await self._window(lanes, low_ms, high_ms, after)
+            if stopped is not None:
+                after = stopped
+                low_ms = after[0] // 1000
+                if len(self.places) > self._limit or self._left <= 0:
+                    return after
+                continue
+            low_ms, width = high_ms, width * 2
+            if len(self.places) > self._limit:
+                return (high_ms * 1000 - 1, LAST_ID)
+        return None
+
+    async def _window(
+        self, lanes: Sequence[int], low_ms: int, high_ms: int, after: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """Read the rows due from ``low_ms`` to before ``high_ms``. The place up to which every lane was read; None when
+        that is all of the window."""
+        narrow = self._wanted.narrow
+        each = max(min(self._left // len(lanes), self._each), 1) if narrow else self._limit + 1
+        self._each *= 4
+        meant, given = conditions(self._wanted, first=7)
+        columns = ", route, to_exchange, to_key" if given else ""
+        properties = "NULL::bytea" if self._test is None else f"CASE WHEN {meant} THEN properties END"
+        statement = _NEXT.format(
+            meant=meant,
+            properties=properties,
+            columns=f"lane, due_at, id{columns}{', properties' if self._test else ''}",
+        )
+        rows = await self._connection.fetch(statement, lanes, low_ms, high_ms, *after, each, *given)
+        counted: dict[int, int] = {}
+        last: dict[int, tuple[int, int]] = {}
+        for lane, due_us, number, _, _ in rows:
+            counted[lane] = counted.get(lane, 0) + 1
+            last[lane] = max(last.get(lane, BEGINNING), (due_us, number))
+        if narrow:
+            self._left -= len(rows)
+        end = min((last[lane] for lane, n in counted.items() if n == each), default=None)
+        self.places += [
+            Place(due_us, number, lane)
+            for lane, due_us, number, hit, raw in rows
+            if hit and (end is None or (due_us, number) <= end) and (self._test is None or self._test(raw))
+        ]
+        return end
+
+
+def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
+    """What no index knows, as SQL with parameters from ``first`` on, and these parameters."""
+    asked = {"route": wanted.route, "to_exchange": wanted.exchange, "to_key": wanted.routing_key}
+    given = {column: value for column, value in asked.items() if value is not None}
+    terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
+    return " AND ".join(terms) or "true", list(given.values())
+
 
 SCAN: Final = 10_000
 """Rows that one page reads at most, of all lanes together, to find those that are meant."""
@@ -156,11 +273,11 @@ async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tupl
     ids = {token.id for token in tokens}
     dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        places = await cancelling.find_rows(connection, list(ids), dues)
+        places = await find_rows(connection, list(ids), dues)
         rows = [] if places is None else await connection.fetch(_NAMED, *places[:3], *places.bounds)
         found = [_entry(row) for row in rows]
         left = ids - {entry.place.id for entry in found}
-        there = await cancelling.find(connection, left, dues)
+        there = await find_in_segments(connection, left, dues)
         for segment, numbers in there.holding.items():
             found += [one for one in await entries_of(connection, segment) or () if one.place.id in numbers]
     return sorted(found), sorted(there.unreadable)
@@ -243,3 +360,135 @@ def _of_table(table: Any, lane: int, segment: int) -> list[Entry]:
         Entry._make((Place(due_us, number, lane, segment), parked_us // 1000, *names, None, size, properties))
         for due_us, number, parked_us, *names, properties, size in zip(*columns, strict=True)
     ]
+
+
+IDS_AT_ONCE: Final = 64
+"""Segments whose ids are read by one statement: some 4 MB."""
+
+
+class InSegments(NamedTuple):
+    """The segments that hold messages which were asked for, each with these, and those that do not say."""
+
+    holding: dict[int, list[int]]
+    unreadable: dict[int, tuple[int, int]]
+    """Lowest and highest id of each."""
+
+
+_SEEN: Final = """
+SELECT coalesce(max(id), 0), count(*), (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
+FROM segment
+"""
+
+_EVERY_LANE = "SELECT array(SELECT number FROM lane)"
+
+# As in sql/candidates.sql, without a look at their bytes.
+_RANGES = (
+    "SELECT s.id, s.first_id, s.last_id FROM segment AS s WHERE s.id > $2 AND s.first_due <= $5 AND s.last_due >= $4"
+    " AND EXISTS (SELECT FROM unnest($1::bigint[]) AS wanted WHERE wanted BETWEEN s.first_id AND s.last_id)"
+    " ORDER BY s.id LIMIT $3"
+)
+
+Dues = Mapping[int, int]
+"""When messages are due (epoch ms), by id, of those of which that is known: they are found by it, or not at all."""
+NO_DUES: Final[Dues] = {}
+
+
+class Seen(NamedTuple):
+    """Which segments there are. Another one whenever a segment came or went in between, also one that came *and* went:
+    ids are never used again, and who restores counts."""
+
+    newest: int
+    segments: int
+    restored: int
+
+
+async def segments_seen(connection: asyncpg.Connection) -> Seen:
+    """Raises the driver's errors."""
+    return Seen(*await connection.fetchrow(_SEEN))
+
+
+class Places(NamedTuple):
+    """Where rows wait, as the statements take it: in the order that a release locks them in. Due instants travel as
+    milliseconds, and a row that somebody wrote by hand may lie between two of them; ``bounds`` of all of them."""
+
+    lanes: list[int]
+    dues: list[int]
+    ids: list[int]
+    bounds: tuple[int, int]
+
+
+async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places | None:
+    """Where the rows among ``ids`` wait; None where none does. Raises the driver's errors."""
+    known = [number for number in ids if number in dues]
+    unknown = [number for number in ids if number not in dues]
+    found = await connection.fetch(statements.FIND_ROWS, unknown, timeout=None) if unknown else []
+    if known:
+        at = [dues[number] for number in known]
+        lanes = await connection.fetchval(_EVERY_LANE)
+        found += await connection.fetch(statements.FIND_ROWS_AT, known, at, min(at), max(at) + 1, lanes)
+    if not found:
+        return None
+    of_lanes, due_ms, numbers = map(list, zip(*sorted(map(tuple, found)), strict=True))
+    return Places(of_lanes, due_ms, numbers, (min(due_ms), max(due_ms) + 1))
+
+
+async def find_in_segments(connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES) -> InSegments:
+    """Which segments hold which of the messages ``ids``, those included that were cancelled there.
+
+    Reads some 70 KB of every segment whose range of ids one of them is in; where ``dues`` has all of them, only of
+    those that reach over such an instant. Raises the driver's errors.
+    """
+    wanted, last = set(ids), 0
+    at = [dues[number] for number in wanted if number in dues]
+    known = bool(at) and len(at) == len(wanted)
+    first_ms, last_ms = (min(at), max(at) + 1) if known else (session.BEGINNING_MS, segments.FOREVER_MS)
+    found = InSegments({}, {})
+    while wanted:
+        from delayer.store import packing  # noqa: PLC0415 - pyarrow, once there may be something to read
+
+        rows, damaged = await _candidates(connection, list(wanted), last, (first_ms, last_ms))
+        found.unreadable.update(damaged)
+        for row in rows:
+            try:
+                ids_there = packing.ids_of(row["head"], row["tail"], row["size"], row["format"])
+                if ids_there is None and (packed := await unpacking.bytes_of(connection, row["id"])) is not None:
+                    ids_there = packing.ids_of(packed, b"", len(packed), row["format"])
+            except packing.SegmentBroken:
+                found.unreadable[row["id"]] = (row["first_id"], row["last_id"])
+                continue
+            if here := wanted.intersection(ids_there or ()):
+                found.holding[row["id"]] = list(here)
+        if len(rows) + len(damaged) < IDS_AT_ONCE:
+            break
+        last = max([*(row["id"] for row in rows), *damaged])
+    return found
+
+
+async def _candidates(
+    connection: asyncpg.Connection, wanted: list[int], last: int, dues: tuple[int, int]
+) -> tuple[list[asyncpg.Record], dict[int, tuple[int, int]]]:
+    """The next candidates, IDS_AT_ONCE together; and of those that the store cannot read, the ranges of ids."""
+    try:
+        return await _heads(connection, wanted, last, IDS_AT_ONCE, dues), {}
+    except DAMAGED:
+        pass  # one by one: it is some of them
+    rows: list[asyncpg.Record] = []
+    damaged: dict[int, tuple[int, int]] = {}
+    for number, first, highest in await connection.fetch(_RANGES, wanted, last, IDS_AT_ONCE, *dues, timeout=None):
+        try:
+            rows += await _heads(connection, wanted, number - 1, 1, dues)
+        except DAMAGED:
+            damaged[number] = (first, highest)
+    return rows, damaged
+
+
+async def _heads(
+    connection: asyncpg.Connection, wanted: list[int], last: int, count: int, dues: tuple[int, int]
+) -> list[asyncpg.Record]:
+    from delayer.store import packing  # noqa: PLC0415 - pyarrow
+
+    async with session.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+        rows: list[asyncpg.Record] = await connection.fetch(
+            statements.CANDIDATES, wanted, packing.HEAD, packing.TAIL, last, count, *dues, timeout=None
+        )
+    return rows

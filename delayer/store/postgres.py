@@ -18,17 +18,7 @@ from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
 from delayer.faultpoint import reach
-from delayer.store import (
-    handover,
-    owners,
-    pagewise,
-    parking,
-    partitions,
-    restoring,
-    schema,
-    segments,
-    session,
-)
+from delayer.store import handover, owners, pagewise, parking, partitions, restoring, schema, segments, session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lane import PostgresLane

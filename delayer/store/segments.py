@@ -1,5 +1,5 @@
 """Segments as they stand in the store: how many, which, and restoring them. What is in them: unpacking.py. Cancelling
-in them: cancelling.py.
+in them: actions.py.
 
 Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so a cancel is exact against a restore.
 """

@@ -12,7 +12,7 @@ from delayer.core.message import Parcel
 from delayer.store import packing
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import sql
 

@@ -12,7 +12,7 @@ from delayer.audit.rules import judge
 from delayer.audit.rules.checks import CLAIM_WAITING, POINTER, Claim, Damage
 from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
 from delayer.audit.rules.model import WAITING as ROW
-from delayer.store.status import KINDS
+from delayer.store.stats import KINDS
 from delayer.wire.properties import encode_headers
 
 NOW = 1_795_000_000_000

@@ -14,7 +14,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import restore, tasks
-from delayer.store import cancelling, segments
+from delayer.store import actions, segments
 from delayer.store.partitions import DAY_MS, name_of
 from delayer.store.quiet import quiet_lane
 from tests.audit.backlog import everything, lawful, letters, segments_of
@@ -130,7 +130,7 @@ async def test_cancelled_messages_do_not_come_back(spark: SparkSession, database
         before = await everything(database)
         await pack(spark, database)
         chosen = sorted(before)[::7]
-        outcome = await cancelling.cancel(admin, chosen)
+        outcome = await actions.cancel(admin, chosen)
         assert set(outcome) == set(chosen)
         await lawful(database)
         await bring_back(spark, database)

@@ -16,7 +16,7 @@ from delayer.audit.findings import Finding, Report
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store import cancelling, segments, unpacking
+from delayer.store import actions, segments, unpacking
 from delayer.store.partitions import DAY_MS
 from tests.audit.rows import brief
 from tests.audit.test_job import audit
@@ -108,7 +108,7 @@ async def fill(url: str) -> None:
             for segment in (await segments.listed(admin))[:2]:
                 table = await unpacking.read(admin, segment.id)
                 gone = table["id"].to_pylist()[:CANCELLED]
-                assert set((await cancelling.cancel(admin, gone)).values()) == {cancelling.Found.SEGMENT}
+                assert set((await actions.cancel(admin, gone)).values()) == {actions.Found.SEGMENT}
 
 
 def path_of(url: str, relation: str) -> str:

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from bench.rows import put_backlog
 from delayer.audit import compact, restore
 from delayer.audit.findings import Report
-from delayer.store import cancelling, upgrades
+from delayer.store import actions, upgrades
 from delayer.store.partitions import DAY_MS
 from tests.audit.rows import said
 from tests.audit.test_job import audit
@@ -63,8 +63,8 @@ async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -
         planned = await compact.plan(database, WEEK_MS, 10_000)
         packed = await asyncio.to_thread(compact.run, spark, database, planned, 10_000, quiet)
         assert not packed.lost and not packed.broken
-        cancelled = await cancelling.cancel(connection, gone)
-        assert set(cancelled.values()) == {cancelling.Found.SEGMENT}
+        cancelled = await actions.cancel(connection, gone)
+        assert set(cancelled.values()) == {actions.Found.SEGMENT}
         report = await audited(spark, database)
         assert report.totals.packed == packed.total("messages") - CANCELLED > count // 2
         assert report.totals.waiting + report.totals.packed == count - CANCELLED

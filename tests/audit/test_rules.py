@@ -11,7 +11,7 @@ from delayer.audit.rules import checks
 from delayer.audit.rules.checks import CLAIM_HELD, Damage
 from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Segment
 from delayer.store.envelope import FORMAT
-from delayer.store.status import RESTORED_MS
+from delayer.store.stats import RESTORED_MS
 from tests.audit.rows import (
     DAY,
     FOUND,

@@ -18,7 +18,7 @@ import asyncpg
 from delayer.broker.admin import Admin
 from delayer.settings import Settings
 from delayer.store import compacting, session
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from delayer.wiring import cascade_of, topology_of
 from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Ledger, Verdict

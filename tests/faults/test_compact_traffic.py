@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from delayer.audit import compact, restore, tasks
-from delayer.store import cancelling, session
-from delayer.store.cancelling import Found
+from delayer.store import actions, session
+from delayer.store.actions import Found
 from tests.faults.place import Place, eventually
 from tests.integration.test_store_lane import sql
 from tests.rig.ledger import Ledger
@@ -104,7 +104,7 @@ class Jobs:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 standing = await everything(connection)
             chosen = self.chance.sample(sorted(standing), min(AT_ONCE, len(standing)))
-            outcome = await cancelling.cancel(connection, chosen)
+            outcome = await actions.cancel(connection, chosen)
         finally:
             await session.close(connection)
         for one, found in outcome.items():

@@ -14,8 +14,8 @@ import pytest
 from delayer.audit import restore
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import cancelling, listing, partitions, rescheduling, segments, unpacking, upgrades
-from delayer.store.cancelling import Found
+from delayer.store import actions, listing, partitions, segments, unpacking, upgrades
+from delayer.store.actions import Found
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned
@@ -78,7 +78,7 @@ async def fill_cancelled(url: str) -> None:
         await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
         found = [one for one in await segments.listed(admin) if one.id % 2]
         ids = [id for one in found for id in (await listed_ids(admin, one.id))[:GONE]]
-        assert set((await cancelling.cancel(admin, ids)).values()) == {Found.SEGMENT}
+        assert set((await actions.cancel(admin, ids)).values()) == {Found.SEGMENT}
 
 
 async def listed_ids(admin: asyncpg.Connection, segment: int) -> list[int]:
@@ -166,7 +166,7 @@ async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged:
         assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}
         inside = await admin.fetchval("SELECT first_id FROM segment WHERE id = $1", broken[0])
         await admin.execute("UPDATE segment SET first_id = 1")  # as of a store whose messages came in any order
-        for ask in (cancelling.cancel, partial(rescheduling.reschedule, when=rescheduling.When(by_ms=1))):
+        for ask in (actions.cancel, partial(actions.reschedule, when=actions.When(by_ms=1))):
             found = await ask(admin, [ROWS, inside, ROWS * 9])
             assert found == {ROWS: Found.SEGMENT, inside: Found.UNREADABLE, ROWS * 9: Found.NOWHERE}
             await admin.execute("DELETE FROM segment_cancelled")

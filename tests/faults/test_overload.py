@@ -17,7 +17,7 @@ from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Outgoing
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from delayer.wire.address import Address
 from delayer.wire.connection import Connection
 from tests.faults.place import Place, eventually

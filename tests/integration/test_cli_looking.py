@@ -15,7 +15,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel
 from delayer.services import reading
 from delayer.settings import load
-from delayer.store import heldback
+from delayer.store import detail
 from delayer.store.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
@@ -244,7 +244,7 @@ async def test_many_held_ones_are_acted_on_page_by_page(
 ) -> None:
     """There may be millions, so never more than a page of them is in memory; each is met once, and none that was held
     since they were counted."""
-    monkeypatch.setattr(heldback, "AT_ONCE", 7)
+    monkeypatch.setattr(detail, "AT_ONCE", 7)
     delayer("db", "upgrade")
     async with opened(database) as place, owned(place) as [lane], sql(database) as admin:
         now = place.now_ms()

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from delayer.core.pace import Scope
-from delayer.store import acts, heldback, retry, statements, upgrades
+from delayer.store import audit_log, detail, retry, statements, upgrades
+from delayer.store.actions import When, reschedule
 from delayer.store.postgres import PostgresStore
-from delayer.store.rescheduling import When, reschedule
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel
 from tests.integration.test_store_lane import sql
 from tests.rig.fakes import NO_CONFIRM, WHY
@@ -86,7 +86,7 @@ async def test_what_is_not_due_yet_is_not_tried_even_if_a_person_says_so(databas
         held = [(parcel(month, b"in a month"), WHY), (parcel(store.now_ms(), b"now"), WHY)]
         await store.hold(lane, held)
         ids = [number for (number,) in await admin.fetch("SELECT id FROM held ORDER BY due_at")]
-        assert await heldback.retry(admin, ids, await acts.begin(admin, "test", "held retry", {})) == 2
+        assert await detail.retry(admin, ids, await audit_log.begin(admin, "test", "held retry", {})) == 2
         await lane.wait(3600.0)
         rows = await lane.claim(MANY, ROOM)
         assert bodies(rows) == [b"now"]

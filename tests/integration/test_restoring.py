@@ -21,10 +21,10 @@ from delayer.services.lanes import Lanes
 from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
-from delayer.store import cancelling, partitions
+from delayer.store import actions, partitions
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.faults.place import compact_all
@@ -345,7 +345,7 @@ async def test_a_message_cancelled_meanwhile_does_not_come_back(database: str) -
     assert await packed(database, [parcel(now - 5 + n, b"%d" % n) for n in range(5)]) == 1
     async with sql(database) as admin:
         ids = [row["id"] for row in await admin.fetch("SELECT generate_series(first_id, last_id) AS id FROM segment")]
-        await cancelling.cancel(admin, ids[1:3])
+        await actions.cancel(admin, ids[1:3])
     async with running(database) as daemon:
         await wait_for(lambda: len(daemon.publisher.published) >= 3)
     assert [message.body for message in daemon.publisher.published] == [b"0", b"3", b"4"]

@@ -13,13 +13,12 @@ from delayer.audit import compact as compaction
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
-from delayer.store import acting, acts, cancelling, heldback, partitions, retry, server_checks, session, upgrades
-from delayer.store.cancelling import Found
+from delayer.store import actions, audit_log, detail, partitions, retry, server_checks, session, upgrades
+from delayer.store.actions import Found, When
 from delayer.store.errors import SchemaOutdated
 from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
-from delayer.store.rescheduling import When
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.rights import (
     DAEMON,
@@ -173,20 +172,20 @@ async def press(url: str) -> None:
             await store.hold(lane, [(parcel(store.now_ms()), WHY) for _ in range(3)])
     finally:
         await store.close()
-    async with acting.acting(url, "test") as connection:
+    async with actions.acting(url, "test") as connection:
         waiting = [Token(number) for (number,) in await connection.fetch("SELECT id FROM message ORDER BY id")]
         segment = [Token(3)]  # see prepare()
         first, second, third = [number for (number,) in await connection.fetch("SELECT id FROM held ORDER BY id")]
-        act = await acts.begin(connection, "ada", "cancel", {})
-        move = acting.rescheduler(When(None, DAY_MS))
-        assert await acting.named(connection, move, waiting, act) == {one.id: Found.WAITING for one in waiting}
-        assert await acting.named(connection, cancelling.cancel, segment, act) == {3: Found.SEGMENT}
-        done = await acting.every(connection, cancelling.cancel, Filter(), None, act=act, say=lambda _: None)
+        act = await audit_log.begin(connection, "ada", "cancel", {})
+        move = actions.rescheduler(When(None, DAY_MS))
+        assert await actions.named(connection, move, waiting, act) == {one.id: Found.WAITING for one in waiting}
+        assert await actions.named(connection, actions.cancel, segment, act) == {3: Found.SEGMENT}
+        done = await actions.every(connection, actions.cancel, Filter(), None, act=act, say=lambda _: None)
         assert done[Found.WAITING] == 3
-        assert await acting.named(connection, move, [Token(first)], act) == {first: Found.HELD}
-        assert await heldback.retry(connection, [second], act) == 1
-        assert await heldback.drop(connection, await heldback.named(connection, [third]), act) == 1
-        (written,) = await acts.listed(connection, 10)
+        assert await actions.named(connection, move, [Token(first)], act) == {first: Found.HELD}
+        assert await detail.retry(connection, [second], act) == 1
+        assert await detail.drop(connection, await detail.held_named(connection, [third]), act) == 1
+        (written,) = await audit_log.listed(connection, 10)
         assert (written.who, written.messages) == ("ada", 3 + 1 + 3 + 1 + 1 + 1)
 
 

@@ -11,8 +11,8 @@ import asyncpg
 import pytest
 
 from delayer.core.segment import Restored
-from delayer.store import cancelling, segments
-from delayer.store.cancelling import Found, cancel
+from delayer.store import listing, segments
+from delayer.store.actions import Found, cancel
 from delayer.store.errors import WORTH_REPEATING
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import FOREVER_MS
@@ -67,7 +67,7 @@ async def test_a_key_that_stands_for_a_newer_message_stays(database: str) -> Non
 
 
 async def test_messages_in_segments(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cancelling, "AT_ONCE", 2)  # so that it takes several statements
+    monkeypatch.setattr(listing, "IDS_AT_ONCE", 2)  # so that it takes several statements
     chance = random.Random(5)
     async with store(database) as admin:
         await put(admin, rows(100, START_MS, span_ms=20 * DAY_MS) + rows(100, START_MS, lane=2, first_id=101))

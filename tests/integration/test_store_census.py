@@ -6,15 +6,15 @@ import pytest
 
 from delayer.core import horizon
 from delayer.core.horizon import DAY, HOUR, MINUTE
-from delayer.store import census, listing
+from delayer.store import listing, stats
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql
 
 
-async def counted(database: str) -> census.Census:
+async def counted(database: str) -> stats.Census:
     async with listing.looking(database, "count") as connection:
-        return await census.take(connection)
+        return await stats.take_census(connection)
 
 
 async def test_little_is_counted_exactly(database: str) -> None:
@@ -32,8 +32,8 @@ async def test_little_is_counted_exactly(database: str) -> None:
 
 
 async def test_much_is_estimated_and_adds_up(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(census, "PAGES", 60)
-    monkeypatch.setattr(census, "FEWEST", 20)
+    monkeypatch.setattr(stats, "PAGES", 60)
+    monkeypatch.setattr(stats, "FEWEST", 20)
     async with opened(database) as store, owned(store, 1) as [lane]:
         now = store.now_ms()
         rows = [parcel(now + 2 * DAY + n * 1000)._replace(route=b"a" if n % 4 else b"b") for n in range(12_000)]
@@ -53,5 +53,5 @@ async def test_segments_are_spread_without_being_read(database: str) -> None:
         await store.park(lane, [parcel(first + n * MINUTE) for n in range(500)], [])
         assert await compact_all(admin) >= 1
         found = await counted(database)
-        assert {route for route, _ in found.counts} == {census.COMPACTED}
+        assert {route for route, _ in found.counts} == {stats.COMPACTED}
         assert sum(found.counts.values()) == pytest.approx(500)

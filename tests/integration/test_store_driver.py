@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from delayer.core.filters import Filter
-from delayer.store import driver, listing, session, status
+from delayer.store import driver, listing, session, stats
 from delayer.store.upgrades import upgrade
 
 VALUES = {
@@ -64,6 +64,6 @@ async def test_looking_asks_about_no_type(database: str, asked: list[str]) -> No
     await upgrade(database)
     async with listing.looking(database, "test") as connection:
         await listing.entries(connection, await listing.find(connection, Filter(), None, 50))
-    await status.overview(database)
+    await stats.overview(database)
     assert len(asked) > 10
     assert not any(map(asks, asked))

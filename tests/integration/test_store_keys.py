@@ -10,10 +10,10 @@ import pytest
 
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.values import TakenOut
-from delayer.store import cancelling
-from delayer.store.cancelling import Found
+from delayer.store import actions
+from delayer.store.actions import Found
 from delayer.store.postgres import PostgresStore
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NO_CONFIRM, WHY
@@ -47,7 +47,7 @@ async def test_nobody_says_of_what_is_perhaps_out_that_it_is_cancelled(database:
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
         taken = await store.park(lane, [], [b"k"])
         assert taken == (TakenOut(unsure=frozenset({b"k"})) if unsure else TakenOut(frozenset({b"k"})))
-        assert await cancelling.cancel(admin, [of_l]) == {of_l: Found.UNSURE if unsure else Found.HELD}
+        assert await actions.cancel(admin, [of_l]) == {of_l: Found.UNSURE if unsure else Found.HELD}
         for table in ("message", "held", "message_key"):
             assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
         [of] = (await overview(database)).lanes
@@ -74,7 +74,7 @@ async def test_a_message_that_became_held_while_its_cancel_waited_is_cancelled(d
         rows = await lane.claim(MANY, ROOM)
         cancelling = asyncio.create_task(store.park(lane, [], [b"k"]))
         while not await admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):
-            assert not cancelling.done()
+            assert not actions.done()
         await lane.settle([], [(rows[0], WHY)])
         await cancelling
         assert await admin.fetchval("SELECT count(*) FROM held") == 0

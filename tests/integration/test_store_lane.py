@@ -17,7 +17,7 @@ from delayer.store import envelope, schema, session, upgrades
 from delayer.store.lane import PostgresLane
 from delayer.store.owners import application_of
 from delayer.store.postgres import PostgresStore
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, claim_when_due, owned, parcel, release_all
 from tests.rig.fakes import NO_CONFIRM, WHY
 from tests.rig.proxy import Proxy

@@ -14,11 +14,10 @@ import pytest
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, HoldKind
 from delayer.services import reading
-from delayer.store import acting, acts, heldback, listing, segments, showing, unpacking
-from delayer.store.cancelling import Found
+from delayer.store import actions, audit_log, detail, listing, segments, unpacking
+from delayer.store.actions import Found, When
 from delayer.store.listing import BEGINNING
 from delayer.store.partitions import DAY_MS
-from delayer.store.rescheduling import When
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_cancelling import NO_ONE
@@ -107,7 +106,7 @@ async def test_every_page_of_every_filter(database: str, packed: str) -> None:
             # With segments each page unpacks some of them.
             for limit, more in ((7, {}), (1000, {}), (5, {"scan": 30})) if packed == "rows" else ((20, {"scan": 30}),):
                 assert await paged(admin, wanted, limit, **more) == meant, (name, limit)
-            counted = await acting.count(admin, wanted, reading.header_test(wanted))
+            counted = await actions.count(admin, wanted, reading.header_test(wanted))
             assert counted == (len(meant), 0), name
 
 
@@ -124,7 +123,7 @@ async def test_by_key(database: str) -> None:
         assert await paged(admin, Filter(key=b"two"), 10) == [2]
         assert await paged(admin, Filter(key=b"three"), 10) == []
         assert await paged(admin, Filter(key=b"two", route=b"nobody's"), 10) == []
-        assert await acting.count(admin, Filter(key=b"one"), None) == (1, 0)
+        assert await actions.count(admin, Filter(key=b"one"), None) == (1, 0)
 
 
 async def test_a_broken_segment_is_told(database: str) -> None:
@@ -134,8 +133,8 @@ async def test_a_broken_segment_is_told(database: str) -> None:
         await admin.execute("UPDATE segment SET packed = set_byte(packed, 99, get_byte(packed, 99) # 255)")
         found = await listing.find(admin, Filter(), None, 10)
         assert (list(found.places), len(found.broken), found.after) == ([], 1, None)
-        assert (await acting.count(admin, Filter(route=b"delayer.in"), None)).broken == 1
-        assert await showing.show(admin, Token(5)) is Found.UNREADABLE
+        assert (await actions.count(admin, Filter(route=b"delayer.in"), None)).broken == 1
+        assert await detail.show(admin, Token(5)) is Found.UNREADABLE
 
 
 async def test_show_a_message_wherever_it_is(database: str) -> None:
@@ -150,20 +149,20 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
         wheres = {b"a": Found.SEGMENT, b"b": Found.WAITING, b"c": Found.HELD}
         for body, where in wheres.items():
             for token in (Token(ids[body]), Token(ids[body], dues[body])):
-                found = await showing.show(admin, token)
+                found = await detail.show(admin, token)
                 assert not isinstance(found, Found)
                 assert (found.where, found.body, found.sound, found.owned) == (where, body, True, True)
                 assert found.entry.place.due_us == dues[body] * 1000
                 assert (found.held is not None) == (where is Found.HELD)
-        assert await showing.show(admin, Token(ids[b"b"], now)) is Found.NOWHERE
-        assert await showing.show(admin, Token(999)) is Found.NOWHERE
-        do = acting.canceller()
-        act = await acts.begin(admin, "me", "cancel", {})
-        assert await acting.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: Found.SEGMENT}
-        assert await showing.show(admin, Token(ids[b"a"])) is Found.NOWHERE
-        assert await acting.named(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: Found.NOWHERE}
+        assert await detail.show(admin, Token(ids[b"b"], now)) is Found.NOWHERE
+        assert await detail.show(admin, Token(999)) is Found.NOWHERE
+        do = actions.canceller()
+        act = await audit_log.begin(admin, "me", "cancel", {})
+        assert await actions.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: Found.SEGMENT}
+        assert await detail.show(admin, Token(ids[b"a"])) is Found.NOWHERE
+        assert await actions.named(admin, do, [Token(ids[b"b"], now)], act) == {ids[b"b"]: Found.NOWHERE}
         await admin.execute("UPDATE message SET checksum = checksum + 1")
-        damaged = await showing.show(admin, Token(ids[b"b"]))
+        damaged = await detail.show(admin, Token(ids[b"b"]))
         assert not isinstance(damaged, Found)
         assert not damaged.sound
 
@@ -174,48 +173,48 @@ async def test_of_a_large_body_the_beginning_is_read(database: str) -> None:
         await place.park(lane, [parcel(place.now_ms() + DAY_MS, body)], [])
         await place.hold(lane, [(parcel(place.now_ms(), body), WHY)])
         for number in (1, 2):
-            whole = await showing.show(admin, Token(number), len(body))
-            part = await showing.show(admin, Token(number), len(body) - 1)
+            whole = await detail.show(admin, Token(number), len(body))
+            part = await detail.show(admin, Token(number), len(body) - 1)
             assert not isinstance(whole, Found)
             assert not isinstance(part, Found)
             assert (whole.body, whole.sound) == (body, True)
-            assert (part.body, part.sound) == (body[: showing.BEGINNING], None)
+            assert (part.body, part.sound) == (body[: detail.BEGINNING], None)
             assert part.entry == whole.entry
-            assert "checksum" not in showing.fate(part, "there", "somebody", str)
+            assert "checksum" not in detail.fate(part, "there", "somebody", str)
 
 
 @pytest.mark.parametrize("name", ["all", "route", "header"])
 async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acting, "PORTION", 25)
+    monkeypatch.setattr(actions, "PORTION", 25)
     some, wanted = mixed(60), FILTERS[name]
     meant = set(expected(some, wanted))
     async with store(database, 8) as admin:
         await put(admin, some)
         await compact(admin, START_MS + 4 * DAY_MS, rows=20)
-        act = await acts.begin(admin, "me", "cancel", wanted.as_dict())
+        act = await audit_log.begin(admin, "me", "cancel", wanted.as_dict())
         said: list[int] = []
         test = reading.header_test(wanted)
-        done = await acting.every(admin, acting.canceller(), wanted, test, act=act, say=said.append)
+        done = await actions.every(admin, actions.canceller(), wanted, test, act=act, say=said.append)
         assert done.total() == len(meant)
         assert not meant or said[-1] == len(meant)
         assert (await everything(admin)).keys() == {one.id for one in some} - meant
         assert (await conserved(admin))["cancelled"] == len(meant)
-        [told] = await acts.listed(admin, 10)
+        [told] = await audit_log.listed(admin, 10)
         assert (told.id, told.who, told.verb, told.messages) == (act, "me", "cancel", len(meant))
 
 
 @pytest.mark.parametrize("when", [When(at_ms=START_MS + 3 * DAY_MS), When(by_ms=DAY_MS + 5)])
 async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, although what is moved to a later instant is met again."""
-    monkeypatch.setattr(acting, "PORTION", 25)
+    monkeypatch.setattr(actions, "PORTION", 25)
     some, wanted = mixed(60), Filter(route=b"a")
     meant = set(expected(some, wanted))
     async with store(database, 8) as admin:
         await put(admin, some)
         before = await everything(admin)
         await compact(admin, START_MS + 4 * DAY_MS, rows=20)
-        act = await acts.begin(admin, "me", "reschedule", {})
-        done = await acting.every(admin, acting.rescheduler(when), wanted, None, act=act, say=lambda _: None)
+        act = await audit_log.begin(admin, "me", "reschedule", {})
+        done = await actions.every(admin, actions.rescheduler(when), wanted, None, act=act, say=lambda _: None)
         assert done.total() == len(meant)
         assert set(done) <= {Found.WAITING, Found.SEGMENT}
         assert done[Found.SEGMENT] > 0
@@ -224,7 +223,7 @@ async def test_reschedule_all_of_a_filter(database: str, when: When, monkeypatch
             due_us = when.at_ms * 1000 if when.at_ms is not None else one.due_us + when.by_ms * 1000
             assert after[number] == (one._replace(due_us=due_us) if number in meant else one)
         await conserved(admin)
-        [told] = await acts.listed(admin, 10)
+        [told] = await audit_log.listed(admin, 10)
         assert told.messages == len(meant)
 
 
@@ -234,31 +233,31 @@ async def test_held_ones_are_listed_retried_and_dropped(database: str) -> None:
         await place.hold(
             lane, [(parcel(now, b"%d" % n, key=b"k%d" % n), Hold(HoldKind.NACKED, f"why {n}")) for n in range(5)]
         )
-        page = await heldback.listed(admin, Filter(), None, 2)
+        page = await detail.held_page(admin, Filter(), None, 2)
         assert [one.held.reason for one in page.messages] == ["why 0", "why 1"]
-        rest = await heldback.listed(admin, Filter(), None, 9, page.after or 0)
+        rest = await detail.held_page(admin, Filter(), None, 9, page.after or 0)
         assert [one.held.reason for one in rest.messages] == ["why 2", "why 3", "why 4"]
         assert rest.after is None
-        assert [len((await heldback.listed(admin, Filter(key=key), None, 9)).messages) for key in (b"k3", b"x")] == [
+        assert [len((await detail.held_page(admin, Filter(key=key), None, 9)).messages) for key in (b"k3", b"x")] == [
             1,
             0,
         ]
-        act = await acts.begin(admin, "me", "held drop", {})
-        assert await heldback.drop(admin, rest.messages, act) == 3
-        assert await heldback.drop(admin, rest.messages, act) == 0
+        act = await audit_log.begin(admin, "me", "held drop", {})
+        assert await detail.drop(admin, rest.messages, act) == 3
+        assert await detail.drop(admin, rest.messages, act) == 0
         assert await conserved(admin) == NO_ONE | {"parked": 5, "cancelled": 3, "held": 2}
         assert await admin.fetchval("SELECT count(*) FROM message_key") == 0
-        assert await heldback.retry(admin, [one.entry.place.id for one in page.messages], act) == 2
-        assert [told.messages for told in await acts.listed(admin, 10)] == [5]
+        assert await detail.retry(admin, [one.entry.place.id for one in page.messages], act) == 2
+        assert [told.messages for told in await audit_log.listed(admin, 10)] == [5]
 
 
 async def test_the_audit_trail_by_pages(database: str) -> None:
     async with store(database) as admin:
         for number in range(5):
-            await acts.begin(admin, "a\0b", f"verb {number}", {"ids": ["x" * 3000]})
-        latest = await acts.listed(admin, 2)
+            await audit_log.begin(admin, "a\0b", f"verb {number}", {"ids": ["x" * 3000]})
+        latest = await audit_log.listed(admin, 2)
         assert [one.verb for one in latest] == ["verb 4", "verb 3"]
-        assert [one.verb for one in await acts.listed(admin, 9, latest[-1].id)] == ["verb 2", "verb 1", "verb 0"]
+        assert [one.verb for one in await audit_log.listed(admin, 9, latest[-1].id)] == ["verb 2", "verb 1", "verb 0"]
         assert Counter(one.who for one in latest) == {"a\N{REPLACEMENT CHARACTER}b": 2}
         assert max(len(one.asked) for one in latest) < 2_100
 

@@ -18,10 +18,10 @@ import pytest
 
 from delayer.core import horizon
 from delayer.core.pace import Scope
-from delayer.store import census, listing, partitions, statements, upgrades
+from delayer.store import listing, partitions, statements, stats, upgrades
 from delayer.store.claiming import READ_AT_ONCE
 from delayer.store.partitions import DAY_MS
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import WHY
@@ -356,11 +356,11 @@ async def test_a_census_samples_pages_and_reads_the_coming_hour_by_the_index(ser
     plans = Plans(server, filled)
     async with listing.looking(server.url(filled), "count") as connection:
         now = await connection.fetchval("SELECT now()")
-        counted = await census.take(connection)
+        counted = await stats.take_census(connection)
         assert sum(counted.counts.values()) > WAITING
     found = plans.take()
     near = {*of_days(now - 2 * DAY_MS, now + horizon.HOUR), "message_default"}
-    for plan in one_of(found, census.NEAR_ROWS):
+    for plan in one_of(found, stats.NEAR_ROWS):
         check_ranges(plan, near, "lane", "due_at")
         check_bounded(plan, *PARTITIONS)  # what is left of them may be sorted to be grouped
     samples = one_of(found, "SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*) FROM message_")

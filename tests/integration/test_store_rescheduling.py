@@ -11,10 +11,9 @@ import pytest
 
 from delayer.core.filters import Token
 from delayer.core.hold import Hold, unfit
-from delayer.store import cancelling, segments, showing, telling
-from delayer.store.cancelling import Found
+from delayer.store import actions, detail, segments, telling
+from delayer.store.actions import Found, When, reschedule
 from delayer.store.partitions import DAY_MS
-from delayer.store.rescheduling import When, reschedule
 from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
@@ -68,9 +67,9 @@ async def test_what_is_held_for_good_is_tried_when_a_person_says(database: str, 
 
 
 async def fate(admin: asyncpg.Connection, number: int) -> str:
-    whole = await showing.show(admin, Token(number))
+    whole = await detail.show(admin, Token(number))
     assert not isinstance(whole, Found)
-    return showing.fate(whole, "there", "somebody", str)
+    return detail.fate(whole, "there", "somebody", str)
 
 
 async def test_out_of_a_segment(database: str) -> None:
@@ -217,7 +216,7 @@ async def test_everything_at_once(database: str) -> None:
 
         async def cancels(connection: asyncpg.Connection) -> None:
             for start in range(0, 150, 15):
-                cancelled.update(await patiently(cancelling.cancel, connection, ids[start : start + 15]))
+                cancelled.update(await patiently(actions.cancel, connection, ids[start : start + 15]))
 
         async def moves(connection: asyncpg.Connection) -> None:
             for start in range(100, 400, 20):

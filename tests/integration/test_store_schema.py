@@ -19,7 +19,7 @@ from delayer.core.errors import StoreLost
 from delayer.store import schema, session, tables, upgrades
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
-from delayer.store.status import overview
+from delayer.store.stats import overview
 from tests.integration.test_store_lane import sql
 
 CATALOG = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delayer.store.partitions import DAY_MS
-from delayer.store.status import RESTORED_MS, overview, restored_ms
+from delayer.store.stats import RESTORED_MS, overview, restored_ms
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql

@@ -37,7 +37,7 @@ from delayer.audit.rules.model import (
     combined,
 )
 from delayer.store.envelope import FORMAT
-from delayer.store.status import KINDS, waiting
+from delayer.store.stats import KINDS, waiting
 from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 CHECKSUM = "the checksum does not fit its bytes"

@@ -13,7 +13,7 @@ from delayer.ops.http import metrics
 from delayer.ops.http.metrics import Sight
 from delayer.ops.http.ports import Inside, State
 from delayer.ops.http.view import View
-from delayer.store.status import StoreOverview
+from delayer.store.stats import StoreOverview
 
 
 def not_alive(state: State) -> list[str]:

@@ -21,10 +21,8 @@ from delayer.ops.http import asked, render
 from delayer.ops.http.asked import Asked, Wrong
 from delayer.ops.http.pages import STORE_ERRORS, Pages
 from delayer.services import reading
-from delayer.store import acting, acts, cancelling, heldback
-from delayer.store.acting import Do
-from delayer.store.cancelling import Found
-from delayer.store.rescheduling import When
+from delayer.store import actions, audit_log, detail
+from delayer.store.actions import Do, Found, When
 
 PAST: Final = {
     "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
@@ -119,9 +117,9 @@ class Deeds:
         if verb == "retry":
             return await self._retry(who, "retry", tokens, back)
         do, new = _do(verb, form)
-        async with acting.acting(self.pages._url(), verb) as connection:
-            act = await acts.begin(connection, who, verb, {"ids": [str(token) for token in tokens], **new})
-            found = await acting.named(connection, do, tokens, act)
+        async with actions.acting(self.pages._url(), verb) as connection:
+            act = await audit_log.begin(connection, who, verb, {"ids": [str(token) for token in tokens], **new})
+            found = await actions.named(connection, do, tokens, act)
         done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
         lines = [
             f"{token} is not in the store: delivered, cancelled or moved meanwhile."
@@ -143,13 +141,13 @@ class Deeds:
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
         ids, unsure = [token.id for token in tokens], 0
-        async with acting.acting(self.pages._url(), f"held {verb}") as connection:
-            act = await acts.begin(connection, who, f"held {verb}", {"ids": ids})
+        async with actions.acting(self.pages._url(), f"held {verb}") as connection:
+            act = await audit_log.begin(connection, who, f"held {verb}", {"ids": ids})
             if verb == "retry":
-                done = await acting.patiently(lambda: heldback.retry(connection, ids, act))
+                done = await actions.patiently(lambda: detail.retry(connection, ids, act))
             else:
-                some = await heldback.named(connection, ids)
-                done = await acting.patiently(lambda: heldback.drop(connection, some, act))
+                some = await detail.held_named(connection, ids)
+                done = await actions.patiently(lambda: detail.drop(connection, some, act))
                 unsure = sum(one.held.may_be_delivered for one in some)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
         lines += [f"{unsure} {PERHAPS_OUT}"] if unsure else []
@@ -175,12 +173,12 @@ class Deeds:
         do, new = _do(verb, form)
         test = reading.header_test(filter_.wanted)
         if form.get("confirmed") != ["yes"]:
-            async with acting.acting(self.pages._url(), f"count for {verb}") as connection:
-                meant = await acting.count(connection, filter_.wanted, test)
+            async with actions.acting(self.pages._url(), f"count for {verb}") as connection:
+                meant = await actions.count(connection, filter_.wanted, test)
             return self._confirm(request, verb, filter_, {**new, "by": form.get("by", [""])[0]}, meant)
-        async with acting.acting(self.pages._url(), verb) as connection:
-            act = await acts.begin(connection, who, verb, {**filter_.wanted.as_dict(), **new})
-            found: Counter[Found] = await acting.every(
+        async with actions.acting(self.pages._url(), verb) as connection:
+            act = await audit_log.begin(connection, who, verb, {**filter_.wanted.as_dict(), **new})
+            found: Counter[Found] = await actions.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )
         late = found[Found.NOWHERE]
@@ -192,7 +190,7 @@ class Deeds:
         return Told(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
     def _confirm(
-        self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: acting.Counted
+        self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: actions.Counted
     ) -> Response:
         if _by_program(request):
             return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})
@@ -264,15 +262,15 @@ def _by_program(request: Request) -> bool:
 def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int]]:
     """The change of each message, and the new instant for the audit log."""
     if verb == "cancel":
-        return cancelling.cancel, {}
+        return actions.cancel, {}
     at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
     if bool(at) == bool(by):
         raise Wrong("Say the new instant: either when it is due, or by how much later.")
     if at:
         at_ms = asked.instant(at, _now_ms(), "Due at")
-        return acting.rescheduler(When(at_ms)), {"at_ms": at_ms}
+        return actions.rescheduler(When(at_ms)), {"at_ms": at_ms}
     by_ms = asked.later(by)
-    return acting.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
+    return actions.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
 
 
 def _now_ms() -> int:

@@ -23,7 +23,7 @@ from delayer.ops.http.ports import Depths, State
 from delayer.ops.http.view import Seen, StoreSeen
 from delayer.services.counting import BY_ROUTE, DURATIONS, shown
 from delayer.settings import Settings
-from delayer.store.census import Census
+from delayer.store.stats import Census
 
 PREFIX: Final = "delayer_"
 

@@ -18,8 +18,8 @@ from delayer.ops.http.asked import Wrong, said
 from delayer.ops.http.guard import Doors, cookie_name
 from delayer.services import reading
 from delayer.settings.model import service_of
-from delayer.store import acts, heldback, listing, showing
-from delayer.store.cancelling import Found
+from delayer.store import audit_log, detail, listing
+from delayer.store.actions import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 
 ROWS: Final = 50
@@ -185,7 +185,7 @@ class Pages:
         try:
             token = asked.token(text)
             async with listing.looking(self._url(), "show") as connection:
-                found = await showing.show(connection, token, most=1 << 20)
+                found = await detail.show(connection, token, most=1 << 20)
         except (Wrong, *STORE_ERRORS) as error:
             return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
         if isinstance(found, Found):
@@ -213,7 +213,7 @@ class Pages:
         try:
             after = asked.number(request.query_params.get("after", "")) or 0
             async with listing.looking(self._url(), "list what is held") as connection:
-                page = await heldback.listed(connection, Filter(), None, ROWS, after)
+                page = await detail.held_page(connection, Filter(), None, ROWS, after)
         except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = "" if page.after is None else f"/held?after={page.after}"
@@ -237,7 +237,7 @@ class Pages:
         try:
             before = asked.number(request.query_params.get("before", ""))
             async with listing.looking(self._url(), "audit-log") as connection:
-                rows = await acts.listed(connection, ROWS, before)
+                rows = await audit_log.listed(connection, ROWS, before)
         except (Wrong, *STORE_ERRORS) as error:
             return self._unreached(request, error)
         more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""

@@ -17,10 +17,10 @@ from delayer.core import horizon
 from delayer.core.filters import Token
 from delayer.ops.http.ports import State
 from delayer.services import reading
-from delayer.store import showing
-from delayer.store.cancelling import Found
-from delayer.store.census import Census
-from delayer.store.showing import Whole
+from delayer.store import detail
+from delayer.store.actions import Found
+from delayer.store.detail import Whole
+from delayer.store.stats import Census
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60))
 _UNSEEN: Final = re.compile(
@@ -124,7 +124,7 @@ TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two
 def fate(found: Whole) -> str:
     """The sentence about the future of a message. Pure."""
     to = address(found.entry.to_exchange, found.entry.to_key)
-    said = showing.fate(found, to, name(found.owner), iso)
+    said = detail.fate(found, to, name(found.owner), iso)
     return f"{said[0].upper()}{said[1:]}."
 
 

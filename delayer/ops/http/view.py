@@ -14,10 +14,9 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.ops.http.ports import Depths, Inside
-from delayer.store import census, listing, status
-from delayer.store.census import Census
+from delayer.store import listing, stats
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
-from delayer.store.status import StoreOverview
+from delayer.store.stats import Census, StoreOverview
 
 T = TypeVar("T")
 
@@ -135,9 +134,9 @@ class View:
         return url
 
     async def _store(self) -> StoreSeen:
-        seen = await status.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
+        seen = await stats.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
         return StoreSeen(seen, (seen.late.segments, seen.late.messages))
 
     async def _census(self) -> Census:
         async with listing.looking(self._url(), "count the backlog") as connection:
-            return await census.take(connection)
+            return await stats.take_census(connection)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from delayer.services.counting import Counters
-from delayer.store import schema, segments, status
-from delayer.store.status import LaneOverview, StoreOverview
+from delayer.store import schema, segments, stats
+from delayer.store.stats import LaneOverview, StoreOverview
 
 LINE = {"connected": True, "blocked": False, "connects": 1}
 
@@ -32,8 +32,8 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
 def overview(
     found: str | None = schema.HEAD,
     lanes: list[LaneOverview] | None = None,
-    packed: segments.Counted = status.NO_SEGMENTS,
+    packed: segments.Counted = stats.NO_SEGMENTS,
 ) -> StoreOverview:
     """What a look at the store saw."""
-    more = {"late": status.NOT_LATE} if "late" in StoreOverview.__dataclass_fields__ else {}
+    more = {"late": stats.NOT_LATE} if "late" in StoreOverview.__dataclass_fields__ else {}
     return StoreOverview(found, schema.HEAD, 10_000, lanes or [], packed, **more)

@@ -20,8 +20,7 @@ from delayer.ops.http.view import Seen, StoreSeen
 from delayer.services.counting import Counters
 from delayer.settings import Settings
 from delayer.store import segments
-from delayer.store.census import Census
-from delayer.store.status import KINDS, LaneOverview
+from delayer.store.stats import KINDS, Census, LaneOverview
 from tests.unit.http.states import overview, state
 
 ROOT = Path(__file__).parents[3]

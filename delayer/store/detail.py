@@ -1,16 +1,17 @@
-"""One message, wherever it is: everything that the store knows of it."""
+"""Single messages for people: one wherever it is, with all that the store knows of it; and held ones, to be listed,
+retried or dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import asyncpg
 
-from delayer.core.filters import Token
-from delayer.store import cancelling, envelope, unpacking
-from delayer.store.cancelling import Found
-from delayer.store.listing import Entry, Place
+from delayer.core.filters import Filter, Token
+from delayer.store import actions, audit_log, envelope, listing, session, telling, unpacking
+from delayer.store.actions import Found
+from delayer.store.listing import Entry, Place, Test, meant
 
 HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
 _COLUMNS: Final = (
@@ -63,12 +64,12 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = _WHOLE)
         held = await connection.fetchrow(_HELD, token.id, most, BEGINNING)
         if held is not None:
             return await _whole(connection, Found.HELD, held, Held(*held[15:22]))
-        places = await cancelling.find_rows(connection, [token.id], dues)
+        places = await listing.find_rows(connection, [token.id], dues)
         if places is not None:
             lane, due_ms = places.lanes[0], places.dues[0]
             row = await connection.fetchrow(_ROW, token.id, most, BEGINNING, lane, due_ms, due_ms + 1)
             return await _whole(connection, Found.WAITING, row, None)
-        holding, unreadable = await cancelling.find(connection, [token.id], dues)
+        holding, unreadable = await listing.find_in_segments(connection, [token.id], dues)
         for segment in holding:
             found = await _in_segment(connection, segment, token.id)
             if found is not None:
@@ -157,3 +158,85 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
     if found.where is Found.SEGMENT:
         who = "after a daemon has restored its segment"
     return f"it is published to {to} at {instant(found.entry.place.due_us // 1000)}, {who}"
+
+
+AT_ONCE: Final = 1000
+SCAN: Final = 20_000
+"""Held messages that one page reads at most to find those that are meant."""
+_HELD_ENTRY: Final = f"""
+SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
+       to_exchange, to_key, key, octet_length(body) AS size, properties, {HELD}
+FROM held
+"""
+_NEXT: Final = f"{_HELD_ENTRY} WHERE id > $1 ORDER BY id LIMIT $2"
+_NAMED: Final = f"{_HELD_ENTRY} WHERE id = ANY($1) ORDER BY id"
+_RETRY: Final = (
+    "UPDATE held SET retry_at = greatest(due_at, statement_timestamp())"
+    " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING lane, retry_at"
+)
+
+
+class HeldEntry(NamedTuple):
+    """A held message without its body, and why it is held."""
+
+    entry: Entry
+    held: Held
+
+
+class HeldPage(NamedTuple):
+    """``after``: the id behind which the next page begins; None where nothing is left. ``bounded``: reading ended at
+    its limit, before the page was full."""
+
+    messages: Sequence[HeldEntry]
+    after: int | None
+    bounded: bool
+
+
+async def held_page(
+    connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0
+) -> HeldPage:
+    """The next ``limit`` held messages of ``wanted``, in the order of their arrival. Raises the driver's errors."""
+    found: list[HeldEntry] = []
+    read = 0
+    while read < SCAN:
+        rows = await connection.fetch(_NEXT, after, AT_ONCE)
+        for row in rows:
+            after = row["id"]
+            one = _read(row)
+            if meant(one.entry, wanted, test):
+                found.append(one)
+            if len(found) == limit:
+                return HeldPage(found, after, bounded=False)
+        read += len(rows)
+        if len(rows) < AT_ONCE:
+            return HeldPage(found, None, bounded=False)
+    return HeldPage(found, after, bounded=True)
+
+
+async def held_named(connection: asyncpg.Connection, ids: Collection[int]) -> list[HeldEntry]:
+    """Those of these ids that are held. Raises the driver's errors."""
+    return [_read(row) for row in await connection.fetch(_NAMED, list(ids))]
+
+
+def _read(row: asyncpg.Record) -> HeldEntry:
+    return HeldEntry(Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:12]), Held(*row[12:19]))
+
+
+async def retry(connection: asyncpg.Connection, ids: Collection[int], act: int) -> int:
+    """Try these again now, or as soon as they are due. How many there were; one that is being tried at this moment is
+    waited for. Raises the driver's errors; then nothing is changed."""
+    soonest: dict[int, int] = {}
+    async with session.transaction(connection):
+        rows = await connection.fetch(_RETRY, list(ids))
+        for lane, retry_ms in rows:
+            soonest[lane] = min(retry_ms, soonest.get(lane, retry_ms))
+        await audit_log.add(connection, act, len(rows))
+        await telling.tell(connection, {}, soonest)
+    return len(rows)
+
+
+async def drop(connection: asyncpg.Connection, messages: Sequence[HeldEntry], act: int) -> int:
+    """Cancel these. How many there were; one that was delivered meanwhile is none. Raises the driver's errors."""
+    dues = {one.entry.place.id: one.entry.place.due_us // 1000 for one in messages}
+    found = await actions.cancel(connection, list(dues), dues, act)
+    return sum(where is not Found.NOWHERE for where in found.values())
