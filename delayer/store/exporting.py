@@ -18,10 +18,8 @@ from delayer.store import envelope, listing
 from delayer.store.listing import BEGINNING, Place, Test
 
 PAGE: Final = 1_000
-SCAN: Final = 100_000
 PAGE_BYTES: Final = 16 << 20
 """Bodies that are read at once."""
-KEPT_SEGMENTS: Final = 2
 _WHOLE: Final = """
 SELECT m.id, m.due_at, m.checksum, m.route, m.exchange, m.routing_key, m.to_exchange, m.to_key, m.properties, m.body,
        m.key
@@ -96,7 +94,7 @@ async def waiting(
     exported = 0
     after: tuple[int, int] | None = BEGINNING
     while after is not None:
-        found = await listing.find(connection, wanted, test, PAGE, after, scan=SCAN)
+        found = await listing.find(connection, wanted, test, PAGE, after, scan=100_000)
         broken |= set(found.broken)
         for places in await _portions(connection, found.places):
             rows = await _rows(connection, [place for place in places if place.segment is None])
@@ -157,8 +155,9 @@ async def _rows(connection: asyncpg.Connection, places: Sequence[Place]) -> dict
 class _Segments:
     """Messages in segments, of which the latest are kept unpacked."""
 
-    def __init__(self, connection: asyncpg.Connection) -> None:
+    def __init__(self, connection: asyncpg.Connection, *, kept: int = 2) -> None:
         self._connection = connection
+        self._most = kept
         self._kept: dict[int, dict[int, Exported]] = {}
 
     async def rows(self, places: Sequence[Place]) -> dict[int, Exported]:
@@ -173,7 +172,7 @@ class _Segments:
             from delayer.store import unpacking  # noqa: PLC0415 - pyarrow, once there is something to read
 
             table = await unpacking.read(self._connection, segment)
-            while len(self._kept) >= KEPT_SEGMENTS:
+            while len(self._kept) >= self._most:
                 del self._kept[next(iter(self._kept))]
             self._kept[segment] = {} if table is None else {one[0]: one[1] for one in _messages(table)}
         return self._kept[segment]

@@ -45,9 +45,6 @@ more of them (due after FARTHEST_DAYS, or parked while no partition could be mad
 reads all of them under the lock. All is parked and released all the same, and vacuumed away instead of dropped."""
 HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
-TRY_AGAIN_SECONDS = 60.0
-TRY_AGAIN_LONGEST = 4 * 3600.0
-SAID_AGAIN_SECONDS = 3600.0
 MADE_BY_A_PARK = 16
 """Partitions that one park makes before it goes on; messages of further days wait in the default one."""
 PARK_SECONDS = 1.0
@@ -211,10 +208,11 @@ class Rarer:
 class Days:
     """Which days have a partition, as far as this process knows, so that a park need not ask."""
 
-    def __init__(self, known: Iterable[int]) -> None:
+    def __init__(self, known: Iterable[int], *, again_seconds: float = 60.0, longest: float = 4 * 3600.0) -> None:
         self._known = set(known)
-        self._vain = Rarer(TRY_AGAIN_SECONDS, TRY_AGAIN_LONGEST)  # days; and SLOW, which is all of them
-        self._said = Rarer(SAID_AGAIN_SECONDS, SAID_AGAIN_SECONDS)
+        self._again_seconds = again_seconds
+        self._vain = Rarer(again_seconds, longest)  # days; and SLOW, which is all of them
+        self._said = Rarer(3600.0, 3600.0)
         self._locked_until = -math.inf
 
     def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
@@ -257,7 +255,7 @@ class Days:
                 self._vain.done(made, at)
                 return
             else:  # a lock_timeout for each day would stop the parking
-                self._locked_until = at + TRY_AGAIN_SECONDS
+                self._locked_until = at + self._again_seconds
                 return
 
     def _say_left(self, days: int, reason: str, at: float) -> None:

@@ -22,14 +22,6 @@ CROSS JOIN pg_database AS d JOIN pg_roles AS base ON base.oid = d.datdba
 WHERE c.oid = 'lane'::regclass AND d.datname = current_database() AND tables.oid <> base.oid
   AND NOT base.rolsuper AND pg_has_role(base.oid, tables.oid, 'MEMBER')
 """
-_BESIDE: Final = 16
-"""Locks of one transaction on tables and indexes that are no partitions: lane, counter, message_key, held, segment."""
-_OF_A_PARTITION: Final = 4
-"""Its table and primary key, and the same of its out-of-line bodies."""
-_FAR_READERS: Final = 2
-"""Transactions at once that read all partitions: a dump or an export, and a command."""
-_USUAL: Final = 64
-"""Postgres's default."""
 _FOUND: Final = """
 SELECT current_setting('max_locks_per_transaction')::int,
        (SELECT sum(setting::int) FROM pg_settings WHERE name IN ('max_connections', 'max_prepared_transactions',
@@ -54,10 +46,13 @@ class LockNeed(NamedTuple):
 
         Postgres keeps one entry for each locked thing, and twice as many for each holder of one.
         """
-        of_days = self.partitions * _OF_A_PARTITION + _BESIDE
+        beside = 16  # locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment
+        of_days = 4 * self.partitions + beside  # table and primary key, and the same of out-of-line bodies
         things = of_days + LOCKS + self.lanes
-        holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + _FAR_READERS * of_days
-        return max(_USUAL, math.ceil(max(things, holders / 2) / self.connections))
+        readers = 2 * of_days  # a dump or an export, and a command
+        holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
+        usual = 64  # Postgres's default
+        return max(usual, math.ceil(max(things, holders / 2) / self.connections))
 
     @property
     def enough(self) -> bool:

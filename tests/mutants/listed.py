@@ -254,10 +254,10 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "ack-before-the-oldest",
-        "delayer/services/settle.py",
+        "delayer/services/consume.py",
         "self._order[0] in self._accepted",
         "self._accepted",
-        ["tests/unit/test_settle.py"],
+        ["tests/unit/test_acks.py"],
     ),
     Mutant(
         "returned-counts-as-confirmed",
@@ -286,7 +286,6 @@ MUTANTS: Sequence[Mutant] = (
         "replace=_turned(properties),",
         "replace={},",
         ["tests/unit/test_edits.py"],
-        times=2,
     ),
     Mutant(
         "any-host-is-ours",
