@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 POINTS = frozenset(
     {
@@ -65,10 +66,13 @@ _armed = _parse(os.environ.get("DELAYER_FAULT", ""))
 _hits = 0
 
 
-def reach(point: str) -> None:
-    """Say that ``point`` is reached. Costs one comparison when no fault is armed."""
+def _reach(point: str) -> None:
     if _armed is not None and _armed[0] == point:
         global _hits  # noqa: PLW0603 - one counter for the one armed fault of this process
         _hits += 1
         if _hits == _armed[1]:
             os.kill(os.getpid(), _armed[2])
+
+
+reach: Callable[[str], object] = bool if _armed is None else _reach
+"""Say that a point is reached. Without an armed fault this is a call of a builtin."""

@@ -220,6 +220,7 @@ class QueueConsumer:
             if not done:
                 break
             running -= done
-            raise_first(take_failures(done))
+            if any(task.cancelled() or task.exception() is not None for task in done):
+                raise_first(take_failures(done))
             carried = True
         return carried

@@ -13,8 +13,8 @@ from delayer.core.plan import Mode, Policy, Refuse, Route
 from delayer.core.retrying import Retry
 from delayer.core.values import KeyGroup
 from delayer.services import edits, envelopes
-from delayer.services.classify import Work, classify, work_for
 from delayer.services.envelopes import Names
+from delayer.services.handle import Work, classify, work_for
 from delayer.wire.fields import array, table
 from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
 from tests.rig.fakes import NOW, delivery, ids

@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from delayer import faultpoint
-from delayer.faultpoint import POINTS, reach
+from delayer.faultpoint import POINTS
+from delayer.faultpoint import _reach as reach
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -46,6 +47,7 @@ def test_inert_unless_armed(killed: list[tuple[int, int]], monkeypatch: pytest.M
     monkeypatch.setattr(faultpoint, "_armed", None)
     for point in POINTS:
         reach(point)
+        faultpoint.reach(point)
     assert killed == []
 
 
