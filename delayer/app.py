@@ -30,17 +30,21 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
     """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again through ``load``.
 
-    Ends the process with the exit code: 0 stopped as told, 1 or 2 where a person has to decide first (the reason is
-    logged). Raises ConfigError if the first ``load`` does.
+    Ends the process with its exit code: 0 after an order to stop, 1 or 2 where a person has to decide first (the log
+    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` does.
     """
     settings = load()
     telemetry.log_in_background()
     telemetry.configure(settings.log.format, settings.log.level)
     try:
         code = _run(settings, load)
-    finally:
-        telemetry.finish()
-    os._exit(code)  # the interpreter's own end waits for threads that look a name up: 10 s beside a silent name server
+    except Exception:
+        log.critical("failed", exc_info=True)
+        code = 1
+    telemetry.finish()
+    # The interpreter's own end waits for a stuck reader of stderr, and for threads that look up a name (10 s beside a
+    # silent name server).
+    os._exit(code)
 
 
 def _run(settings: Settings, load: Callable[[], Settings]) -> int:

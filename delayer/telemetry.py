@@ -31,6 +31,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "ready": "broker and topology are there, and the queues are about to be consumed",
     "stopping": "told to stop: nothing new is read, what is in flight is settled",
     "stopped": "everything is settled; with the counts of this process's life",
+    "failed": "a bug ended the daemon; with its traceback",
     "part failed too": "beside the failure that ends the daemon, another part failed",
     "stop forced": "a part did not end in time and was cut off; what it had in flight comes again",
     "tasks left behind": "work cut off at the very end did not leave in time and ended with the process, as in a crash",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,30 @@ async def test_an_order_to_reload_that_comes_early_waits(slow_file: Path) -> Non
         os.close(pipe)
         await daemon.event("reload refused", where=lambda event: "127.0.0.1:1" in event["reason"])
         assert await daemon.stop() == 0
+
+
+BUG = """
+from delayer import app
+from delayer.settings import Settings
+async def bug(*_):
+    for number in range(2_000):
+        app.log.info("ready", number=number)
+    raise KeyError("a bug")
+app._serve = bug
+app.run_daemon(lambda: Settings.model_validate({}))
+"""
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_bug_ends_the_process(read: bool) -> None:
+    """The log has the traceback, and the end does not wait for a reader of stderr."""
+    with subprocess.Popen([sys.executable, "-c", BUG], stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        if not read:
+            assert process.wait(20) == 1
+        last = process.stderr.readlines()[-1]
+        assert process.wait(20) == 1
+    if read:
+        event = json.loads(last)
+        assert (event["event"], event["level"]) == ("failed", "critical")
+        assert "KeyError: 'a bug'" in event["exception"]
