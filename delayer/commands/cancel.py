@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -158,7 +158,7 @@ def _named(
         print_json({str(token): found[token.id].value for token in tokens})
     else:
         _say_named(verb, tokens, found, dry_run=dry_run)
-        if new and not dry_run and len(tokens) <= MOST_TOLD:
+        if new and not dry_run and len(tokens) <= 10:
             _say_moved(url, tokens, found, new)
     return FOUND if any(where in (Found.NOWHERE, Found.UNREADABLE) for where in found.values()) else DONE
 
@@ -195,7 +195,6 @@ def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], ne
         click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
 
 
-MOST_TOLD: Final = 10
 PAST = {"cancel": "Cancelled", "reschedule": "Rescheduled"}
 
 

@@ -19,8 +19,8 @@ from delayer.broker.errors import BrokerRefused
 from delayer.broker.publisher import RelayPublisher
 from delayer.broker.relay import Relay
 from delayer.commands.errors import DONE, FOUND, Misused
-from delayer.commands.options import agreed, dry_run_option, request_of, whoami, yes_option
-from delayer.commands.output import Say, note, print_table, progress
+from delayer.commands.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
+from delayer.commands.output import Say, note, print_json, print_table, progress
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Filter
@@ -202,13 +202,14 @@ async def _publish(
         raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)} messages: {refused[0]}; they stay")
 
 
-@click.command(short_help="Move what waits into the cascade, or into the store.")
+@click.command(short_help="Move waiting messages into the cascade, or into the store.")
 @click.option("--to", "target", type=click.Choice(["native", "store"]), required=True, help="Where to.")
 @click.option("--keys-too", is_flag=True, help="To native: also messages with a key; then nobody can cancel them.")
 @dry_run_option
 @yes_option
+@as_json
 @click.pass_context
-def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool, yes: bool) -> None:
+def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Move what waits to where new delays go, so that the other side can be given up. First switch the mode and reload
     the daemon: it goes on releasing what the store holds, and what comes out of the cascade, all the while.
 
@@ -237,59 +238,70 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
         raise Misused("--keys-too is for --to native: messages keep their keys on the way into the store")
     url = settings.store_url
     if target == "native":
-        _to_native(context, settings, url, keys_too=keys_too, dry_run=dry_run, yes=yes)
+        _to_native(context, settings, url, keys_too=keys_too, dry_run=dry_run, yes=yes, as_json=as_json)
     else:
-        _to_store(context, settings, url, dry_run=dry_run, yes=yes)
+        _to_store(context, settings, url, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 def _to_native(
-    context: click.Context, settings: Settings, url: str, *, keys_too: bool, dry_run: bool, yes: bool
+    context: click.Context, settings: Settings, url: str, *, keys_too: bool, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     before = asyncio.run(standing(url, keys_too=keys_too))
     count = before.rows - before.soon - (0 if keys_too else before.keyed)
     stays = rules.left_in_store(before._replace(rows=before.rows - count), 0, keys_too=keys_too)
-    if _asked(context, f"{count:,} messages into the cascade", stays, any_there=count > 0, dry_run=dry_run, yes=yes):
+    done = 0
+    if count and not dry_run and _agreed(context, count, "into the cascade", stays, yes=yes):
         moved = asyncio.run(rows_to_cascade(settings, url, keys_too=keys_too))
-        click.echo(f"Moved into the cascade: {moved.messages:,}.")
+        done = moved.messages
         after = asyncio.run(standing(url, keys_too=keys_too))
         stays = rules.left_in_store(after, moved.unsound, keys_too=keys_too)
-    context.exit(_told(stays, "the store", dry_run=dry_run))
+    context.exit(_told("cascade", count, done, stays, dry_run=dry_run, as_json=as_json))
 
 
-def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool) -> None:
+def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     levels = cascade_of(settings)
     before = asyncio.run(look_around(settings, levels))
     count = sum(depth for level, depth in before.levels.items() if level >= LOWEST)
     stays = left_of(before._replace(levels={n: of for n, of in before.levels.items() if n < LOWEST}))
-    if _asked(context, f"{count:,} messages into the store", stays, any_there=count > 0, dry_run=dry_run, yes=yes):
-        click.echo(f"Moved into the store: {asyncio.run(levels_to_store(settings, url, levels)):,}.")
+    done = 0
+    if count and not dry_run and _agreed(context, count, "into the store", stays, yes=yes):
+        done = asyncio.run(levels_to_store(settings, url, levels))
         stays = left_of(asyncio.run(look_around(settings, levels)))
-    context.exit(_told(stays, "the cascade", dry_run=dry_run))
+    context.exit(_told("store", count, done, stays, dry_run=dry_run, as_json=as_json))
 
 
-def _told(left: Sequence[Left], where: str, *, dry_run: bool) -> int:
-    """What stays, with the reasons; the exit code."""
+def _told(into: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:
+    """Print what was moved, and what stays with its reasons. The exit code."""
+    if as_json:
+        rows = [{"messages": one.messages, "where": one.where, "why": one.why, "next": one.next_step} for one in left]
+        print_json({"moved": done, "would_be_moved": count if dry_run else 0, "left": rows})
+    else:
+        _print(into, count, done, left, dry_run=dry_run)
+    return DONE if dry_run or all(one.by_itself for one in left) else FOUND
+
+
+def _print(into: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool) -> None:
+    if dry_run:
+        click.echo(f"Would be moved: {count:,} messages into the {into}.")
+    else:
+        click.echo(f"Moved into the {into}: {done:,}." if count else "There are no messages to move.")
     if not left:
-        click.echo(f"Nothing {'would be' if dry_run else 'is'} left in {where}.")
-        return DONE
+        click.echo(
+            f"Nothing {'would be' if dry_run else 'is'} left in the {'store' if into == 'cascade' else 'cascade'}."
+        )
+        return
     click.echo(f"{'Would stay' if dry_run else 'Left'}:")
     print_table(
         ["messages", "where", "because", "next step"],
         [(f"{one.messages:,}", one.where, one.why, one.next_step) for one in left],
         right=(0,),
     )
-    return DONE if dry_run or all(one.by_itself for one in left) else FOUND
 
 
-def _asked(
-    context: click.Context, what: str, stays: Sequence[Left], *, any_there: bool, dry_run: bool, yes: bool
-) -> bool:
-    """Whether to move them. Exits where somebody was asked, and said no."""
-    if dry_run or not any_there:
-        click.echo(f"Would be moved: {what}." if dry_run else "Nothing is there to be moved.")
-        return False
+def _agreed(context: click.Context, count: int, where: str, stays: Sequence[Left], *, yes: bool) -> bool:
+    """Whether to move the messages. Exits if the user declines."""
     kept = sum(one.messages for one in stays)
-    if not agreed(f"Move {what}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
-        note("Nothing was done.")
+    if not agreed(f"Move {count:,} messages {where}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
+        note("Nothing was changed.")
         context.exit(DONE)
     return True

@@ -83,7 +83,6 @@ def assignments(example: str) -> Callback:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-EARLIEST_MS = -62_135_596_800_000  # the year 1, where Python's calendar begins
 
 
 def bytes_of(_context: click.Context, _option: click.Parameter, text: str | None) -> bytes | None:
@@ -220,7 +219,10 @@ def store_url(settings: Settings) -> str:
     """The store's URL. Raises Misused where none is configured."""
     url = settings.store_url
     if url is None:
-        raise Misused('no store is configured: in native mode, set store.url (or mode = "store")')
+        raise Misused(
+            'no store is configured. Next: set store.url, or mode = "store". Without a store see '
+            "`delayer strays list` and `delayer topology show`."
+        )
     return url
 
 

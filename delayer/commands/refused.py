@@ -28,10 +28,6 @@ AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
 KEPT: Final = 10_000
 """Messages that are not meant and stand before others, at most: the broker has them on its list until we go."""
-GATHER_SECONDS: Final = 0.02
-PATIENCE: Final = 3
-"""Empty answers, a second each, after which the rest of the queue is in somebody else's hands."""
-HEARTBEAT: Final = 20.0
 
 
 class Wanted(NamedTuple):
@@ -120,7 +116,7 @@ async def consuming(
     if depth is None:
         raise NoQueue(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
     # Two connections: a consumer that is paused must not keep the confirms waiting.
-    relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=HEARTBEAT) for n in (1, 2)]
+    relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=20.0) for n in (1, 2)]
     for relay in relays:
         relay.start()
     publisher = RelayPublisher(relays[1])
@@ -139,8 +135,8 @@ async def consuming(
 async def portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
     """The next ``count`` messages: not those that come while we work, among them what is refused again."""
     empty = 0
-    while count > 0 and empty < PATIENCE:
-        some = await subscription.next_batch(min(count, AT_ONCE), GATHER_SECONDS)
+    while count > 0 and empty < 3:  # seconds; after that, another consumer has the rest
+        some = await subscription.next_batch(min(count, AT_ONCE), 0.02)
         empty = 0 if some else empty + 1
         count -= len(some)
         if some:

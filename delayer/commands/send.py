@@ -26,7 +26,6 @@ from delayer.core.errors import BrokerLost
 from delayer.settings import Route, Settings, duration_ms, duration_text
 from delayer.settings.errors import readable
 
-SECONDS = 30.0
 WINDOW: Final = 500
 """Messages that wait for their confirms at once, at most."""
 WINDOW_BYTES: Final = 8 << 20
@@ -63,7 +62,7 @@ async def publish(
     Raises BrokerUnreachable, BrokerRefused.
     """
     window = max(min(WINDOW, WINDOW_BYTES // max(len(message.body), 1)), 1)
-    link = await Link.open(url, name="delayer send", patience=SECONDS)
+    link = await Link.open(url, name="delayer send", patience=30.0)
     confirmed = 0
     try:
         while confirmed < count:

@@ -25,23 +25,22 @@ from delayer.store import schema, stats
 from delayer.store.errors import BadStoreUrl
 from delayer.wiring import cascade_of, uses_cascade
 
-PATIENCE: Final = 3.0
 WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
 _CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 _HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
-async def look(settings: Settings) -> dict[str, Any]:
+async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
     """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen``; or why they
     are not known. No error: that daemon may run on another machine, or serve nothing."""
     listen = settings.http.listen
     if not listen:
         return {"error": "[http] listen is off", "last": {}}
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(patience):
             status, body = await _ask(listen)
     except (OSError, UnicodeError) as error:  # the latter of a host that can be none
-        return {"error": f"no daemon answers at {listen}: {_reason(error)}", "last": {}}
+        return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
     if status not in ("200", ""):
         return {"error": f"{listen} answers {status}", "last": {}}
     try:
@@ -69,9 +68,9 @@ async def _ask(listen: str) -> tuple[str, bytes]:
     return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
 
 
-def _reason(error: OSError | UnicodeError) -> str:
+def _reason(error: OSError | UnicodeError, patience: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"nothing within {PATIENCE:g} s"
+        return f"nothing within {patience:g} s"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:  # those below are of the resolver
         return os.strerror(error.errno)
     return str(error)
@@ -93,7 +92,7 @@ def show(live: dict[str, Any]) -> None:
         rows.append(
             (name, f"{into:.1f}", f"{rates['released']:.1f}", *(_late(last[key]) for key in ("p50", "p99", "worst")))
         )
-    columns = ["this host, over the last", "in/s", "out/s", "late: median", "99 of 100", "at most"]
+    columns = ["this host, over the last", "in/s", "out/s", "late: p50", "p99", "max"]
     print_table(columns, rows, right=(1, 2, 3, 4, 5))
     if live["blocked"]:
         click.echo(

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from delayer.core.secret import concealed, mask
 
-_LONGEST_FOUND = 80
-_LONGEST_BYTES = 512
-_LONGEST_TEXT = 16_384
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _UNPRINTABLE_BUT_LINES = re.compile(r"[^\x20-\x7e\n\t]")
 
@@ -62,7 +59,7 @@ def show(value: object, *, is_url: bool = False) -> str:
         text = json.dumps(value)  # escapes every character that could forge a line of its own
     except TypeError:
         text = str(value)  # TOML's dates and times
-    return text if len(text) <= _LONGEST_FOUND else text[: _LONGEST_FOUND - 1] + "…"
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -70,13 +67,15 @@ def _escape(match: re.Match[str]) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
-def readable(value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False) -> str:
+def readable(
+    value: str | bytes | bytearray | memoryview, *, keep_lines: bool = False, most_bytes: int = 512, most: int = 16_384
+) -> str:
     """``value`` as one printable line: other bytes and characters as escapes, passwords masked."""
     if isinstance(value, bytes | bytearray | memoryview):
         whole = bytes(value)
-        rest = len(whole) - _LONGEST_BYTES
-        value = whole[:_LONGEST_BYTES].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
-    elif len(value) > _LONGEST_TEXT:
-        value = value[:_LONGEST_TEXT] + f"… ({len(value) - _LONGEST_TEXT} more characters)"
+        rest = len(whole) - most_bytes
+        value = whole[:most_bytes].decode("utf-8", "backslashreplace") + (f"… ({rest} more bytes)" * (rest > 0))
+    elif len(value) > most:
+        value = value[:most] + f"… ({len(value) - most} more characters)"
     value = mask(value)
     return (_UNPRINTABLE_BUT_LINES if keep_lines else _UNPRINTABLE).sub(_escape, value)

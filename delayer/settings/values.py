@@ -16,9 +16,6 @@ from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, bindable
 from delayer.core.secret import Secret, SecretUrl
 from delayer.settings.errors import Expected
 
-SHORT_STRING_BYTES = 255  # an AMQP name or routing key
-LONGEST_DELAY_MS = 36_500 * 86_400_000
-
 _UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
 _DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
@@ -35,7 +32,7 @@ def duration_ms(value: object) -> int:
     if match is None:
         raise Expected(wanted)
     amount_ms = int(match[1]) * _UNITS_MS[match[2]]
-    if amount_ms > LONGEST_DELAY_MS:
+    if amount_ms > 36_500 * _UNITS_MS["d"]:
         raise Expected("a duration of at most 36500d")
     return amount_ms
 
@@ -59,18 +56,14 @@ def _heartbeat_ms(value: object) -> int:
     return amount_ms
 
 
-SHORTEST_RESTORE_AHEAD_MS = 5 * 60_000
-"""Segments are looked for once a minute, and restored one after another."""
-
-
 def _restore_ahead_ms(value: object) -> int:
     amount_ms = duration_ms(value)
-    if amount_ms < SHORTEST_RESTORE_AHEAD_MS:
+    if amount_ms < 300_000:  # the daemon looks for segments once a minute, and restores one after another
         raise Expected('a duration of at least "5m": what is restored later would be late')
     return amount_ms
 
 
-def _short_string(value: object, what: str, longest: int = SHORT_STRING_BYTES) -> str:
+def _short_string(value: object, what: str, longest: int = 255) -> str:
     if not isinstance(value, str):
         raise Expected(what)
     if len(value.encode("utf-8", "surrogatepass")) > longest:
@@ -160,17 +153,14 @@ def listen_address(value: object) -> str:
     return value
 
 
-SHORTEST_TOKEN = 16
-
-
 def _token(value: object) -> Secret | None:
     if isinstance(value, Secret):
         return value
     if value in ("", None):
         return None
-    fits = isinstance(value, str) and len(value) >= SHORTEST_TOKEN and value.isascii() and value.isprintable()
+    fits = isinstance(value, str) and len(value) >= 16 and value.isascii() and value.isprintable()
     if not isinstance(value, str) or not fits or " " in value:
-        raise Expected(f'a token of at least {SHORTEST_TOKEN} printable ASCII characters without blanks, or ""')
+        raise Expected('a token of at least 16 printable ASCII characters without blanks, or ""')
     return Secret(value)
 
 
@@ -212,12 +202,9 @@ def broker_url(value: object) -> SecretUrl:
     return url
 
 
-SHORTEST_GIVE_BACK_MS = 1000
-
-
 def _give_back_ms(value: object) -> int:
     milliseconds = duration_ms(value)
-    if milliseconds < SHORTEST_GIVE_BACK_MS:
+    if milliseconds < 1000:
         raise Expected('a duration of at least "1s"')
     return milliseconds
 

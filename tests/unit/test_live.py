@@ -58,13 +58,11 @@ async def test_why_it_is_not_known() -> None:
     assert found == f"no daemon answers at {address}: Connection refused"
 
 
-async def test_one_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "PATIENCE", 0.05)
+async def test_one_that_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = "{}:{}".format(*silent.getsockname())
-        assert (await status.look(settings(address)))[
-            "error"
-        ] == f"no daemon answers at {address}: nothing within 0.05 s"
+        found = await status.look(settings(address), patience=0.05)
+        assert found["error"] == f"no daemon answers at {address}: nothing within 0.05 s"
 
 
 async def test_a_host_that_can_be_none() -> None:
