@@ -23,13 +23,12 @@ from delayer.services.consume import Handle, Intake, QueueConsumer
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.handle import DueHandler, IntakeHandler
-from delayer.services.lanes import Lanes
+from delayer.services.lane_manager import LaneManager
 from delayer.services.lifecycle import Life
 from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
 from delayer.services.room import Room
-from delayer.services.shelf import Shelf
 from delayer.services.takeover import LevelTakeover
 from delayer.settings import Settings
 from delayer.store import retry
@@ -60,7 +59,6 @@ class Daemon:
     """One process of ``delayer run``."""
 
     def __init__(self, settings: Settings, notifier: Notifier) -> None:
-        self.shelf = Shelf()
         self.counters = Counters()
         self._notifier = notifier
         self.life = Life()
@@ -70,14 +68,22 @@ class Daemon:
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
         self._room = Room()
-        self._in_force = InForce(settings, self._cascade, self._publisher, self.shelf)
+        self.lanes = LaneManager(
+            self._release,
+            limited=lambda: self._in_force.rates,
+            pulse=self._pulse,
+            counters=self.counters,
+            reaching=lambda: self.relays["publish"].current is not None,
+            broker=self.relays.broker_mark,
+        )
+        self._in_force = InForce(settings, self._cascade, self._publisher, self.lanes)
         self._dispatch = Dispatch(
-            self._publisher, self.shelf, self._in_force, self.counters, new_id=new_id, pause_ms=retry.pause_ms
+            self._publisher, self.lanes, self._in_force, self.counters, new_id=new_id, pause_ms=retry.pause_ms
         )
         self._intake = self._session(
             "intake",
             settings.intake.queue,
-            IntakeHandler(self._in_force, self._dispatch, self.shelf, self.counters, new_id),
+            IntakeHandler(self._in_force, self._dispatch, self.lanes, self.counters, new_id),
         )
         self._due: QueueConsumer | None = None
         self._begun = False
@@ -114,25 +120,17 @@ class Daemon:
         self.life.stop()
 
     def start_lanes(self, settings: Settings) -> None:
-        """Begin to own lanes of the store, unless we do already."""
-        if self.shelf.lanes is None:
+        """Begin to take lanes of the store, unless we do already."""
+        if not self.lanes.configured:
             url = settings.store_url or ""
 
             async def connect() -> Store:
                 await self.relays.meet_broker()
                 return await PostgresStore.connect(url, broker=self.relays.broker_mark)
 
-            self.shelf.lanes = lanes = Lanes(
-                connect,
-                settings.store.lanes,
-                self._release,
-                pulse=self._pulse,
-                counters=self.counters,
-                publishing=lambda: self._publisher.ready,
-                reaching=self.relays.reaching,
-            )
-            self.life.add("lanes", lanes.run, last=True)
-            restoring = Restoring(lanes, ahead_ms=self._in_force.restore_ahead_ms, counters=self.counters)
+            self.lanes.configure(connect)
+            self.life.add("lanes", self.lanes.run, last=True)
+            restoring = Restoring(self.lanes, ahead_ms=self._in_force.restore_ahead_ms, counters=self.counters)
             self.life.add("restoring", restoring.run)
 
     def consuming(self) -> dict[str, bool]:
@@ -144,8 +142,8 @@ class Daemon:
         return Seen(
             connected=self.relays.connected(),
             blocked=self.relays.blocked(),
-            store=self.shelf.lanes is not None,
-            usable=self.shelf.usable,
+            store=self.lanes.configured,
+            usable=self.lanes.usable,
             consuming=self._intake.consuming.is_set(),
         )
 
@@ -188,9 +186,9 @@ class Daemon:
     async def _prepare(self) -> None:
         await self._declare_again()
         if self.settings.mode == "store":
-            await self.shelf.wait_usable(STORE_WAIT)
+            await self.lanes.wait_usable(STORE_WAIT)
         else:
-            await self.shelf.wait_known(LANES_WAIT)
+            await self.lanes.wait_known(LANES_WAIT)
 
     async def _announce(self, stopping: asyncio.Event) -> None:
         """Tell systemd that we are ready, when we are: consuming, and with lanes where lanes are needed."""
@@ -221,8 +219,8 @@ class Daemon:
         return takeovers_of(
             self.settings,
             self.relays["takeover"],
-            parking=self.shelf,
-            prepare=lambda: self.shelf.wait_usable(STORE_WAIT),
+            parking=self.lanes,
+            prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
             now_ms=self._in_force.now_ms,
             pulse=self._pulse,
             counters=self.counters,
@@ -238,6 +236,6 @@ class Daemon:
             counters=self.counters,
             now_ms=self._in_force.sure_ms,
             late_limits=self._in_force.late_limits,
-            pacer=self._in_force.pacer,
+            rate=lambda: None if lane.route is None else self._in_force.rates.get(lane.route),
             room=self._room,
         )

@@ -39,8 +39,8 @@ def policy_of(settings: Settings, *, has_store: bool) -> Policy:
 
 
 def rates_of(settings: Settings) -> dict[bytes, float]:
-    """How many messages a second each limited route may release in this process."""
-    return {route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate}
+    """How many messages a second each limited route may release, by all processes together."""
+    return {route.from_.encode(): float(route.max_rate) for route in settings.routes if route.max_rate}
 
 
 def _retry(table: RetryTable) -> Retry:

@@ -11,7 +11,7 @@ from delayer.broker.publisher import CONFIRM_TIMEOUT
 from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.settings import Settings
-from delayer.store import owners
+from delayer.store.lane_locks import broker_mark
 from delayer.wire.address import Address
 
 MEETING: Final = 1.0
@@ -54,11 +54,11 @@ class Relays:
             await self._relays["publish"].connection(MEETING)
 
     def broker_mark(self) -> str:
-        """Which broker this is, as far as it was ever reached (owners.py)."""
+        """Which broker this is, as far as it was ever reached (lane_locks.py)."""
         relays = [relay.current for relay in self._relays.values()]
         cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
         self._cluster = cluster
-        return owners.mark_of(cluster, self._vhost)
+        return broker_mark(cluster, self._vhost)
 
     def reaching(self) -> bool:
         """Whether any of them is connected."""

@@ -83,13 +83,13 @@ class Reload:
     async def _make_ready(self, wanted: Settings) -> None:
         """Prepare the queues, exchanges and the store that the new settings need, before they apply."""
         await self._daemon.declare(wanted)
-        if wanted.store_url is not None and self._daemon.shelf.lanes is None:
+        if wanted.store_url is not None and not self._daemon.lanes.configured:
             # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.
             store = await PostgresStore.connect(wanted.store_url)
             await store.close()
             self._daemon.start_lanes(wanted)
         elif wanted.mode == "store":
-            await self._daemon.shelf.wait_usable(STORE_WAIT)
+            await self._daemon.lanes.wait_usable(STORE_WAIT)
 
 
 def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:

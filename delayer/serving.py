@@ -40,17 +40,16 @@ class DaemonInside:
 
     def state(self) -> State:
         """See the port."""
-        daemon, lanes = self._daemon, self._daemon.shelf.lanes
+        daemon, lanes = self._daemon, self._daemon.lanes
         return {
             "mode": daemon.settings.mode,
             "routes": [route.from_ for route in daemon.settings.routes],
             "started_ms": self._started_ms,
             "consuming": daemon.consuming(),
             "connections": daemon.relays.as_dict(),
-            "store": lanes is not None,
-            "lanes": [] if lanes is None else lanes.numbers,
-            "adopted": [] if lanes is None else lanes.adopted,
-            "usable": daemon.shelf.usable,
+            "store": lanes.configured,
+            "lanes": lanes.numbers,
+            "usable": lanes.usable,
             "stalled": daemon.stalled(),
             "recent": list(self.recent.notes),
             "figures": daemon.counters.figures(),

@@ -1,16 +1,12 @@
 """`delayer restore`: segments become rows again, in bulk, without waiting for the daemons to do it.
 
-The driver takes a lane in which nothing is due soon and holds its lock, executors restore into it (:func:`work`),
-fenced by the lane's epoch. What is restored while it is ours is released by nobody; so the work goes in rounds, short
-ones for what is due soon, and after each the lane is given up and adopted by a daemon if it needs one. If this process
-dies, its lane is free, and what its executors still restore is refused from the moment that somebody takes the lane.
+Executors restore each segment into the lane that it came from (:func:`work`), and notify the lane's owner. The work
+goes in rounds, short ones for what is due soon.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +23,7 @@ from delayer.core.segment import Broken, Restored
 from delayer.store import pagewise, schema, segments, session, traffic
 from delayer.store.days import DAY_MS
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.segments import Fence, Listed
+from delayer.store.segments import Listed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,12 +48,12 @@ class Back(NamedTuple):
         return not (self.gone or self.locked or self.lost or self.broken)
 
 
-def work(url: str, fence: Fence, ids: Iterable[int], *, soon: bool = False) -> list[Back]:
+def work(url: str, ids: Iterable[int], *, soon: bool = False) -> list[Back]:
     """On an executor: restore the segments ``ids``, one after the other; in a hurry if they are due ``soon``."""
-    return asyncio.run(_work(url, fence, soon, list(ids)))
+    return asyncio.run(_work(url, soon, list(ids)))
 
 
-async def _work(url: str, fence: Fence, soon: bool, ids: Sequence[int]) -> list[Back]:
+async def _work(url: str, soon: bool, ids: Sequence[int]) -> list[Back]:
     try:
         connection = await session.connect(url, "delayer restore", {**tasks.SESSION, **session.LAZY})
     except StoreLost as error:
@@ -66,7 +62,7 @@ async def _work(url: str, fence: Fence, soon: bool, ids: Sequence[int]) -> list[
     try:
         ours = Turns(connection, hurried=soon)
         for one in ids:
-            back.append(await restore_segment(connection, fence, one, ours))
+            back.append(await restore_segment(connection, one, ours))
         await session.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
         return [_perhaps(one, describe(error)) if one.restored else one for one in back]
@@ -76,9 +72,7 @@ async def _work(url: str, fence: Fence, soon: bool, ids: Sequence[int]) -> list[
         await session.close(connection)
 
 
-async def restore_segment(
-    connection: asyncpg.Connection, fence: Fence, segment: int, ours: Turns | None = None
-) -> Back:
+async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Turns | None = None) -> Back:
     """Restore one segment. A transaction that lost against another one is tried again, and so is a segment that
     another session has locked: a daemon that is about to restore it, or one that died and whose end the server sees
     later than we do."""
@@ -87,7 +81,7 @@ async def restore_segment(
     for attempt in range(5):
         try:
             async with ours.turn() as pace:
-                found = await _restored(connection, fence, segment, pace)
+                found = await _restored(connection, segment, pace)
             if found is not None:
                 return _back(segment, found)
             lost = None
@@ -100,18 +94,18 @@ async def restore_segment(
             return Back(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
         except DRIVER_ERRORS as error:
             return Back(segment, 0, lost=describe(error))
-        except StoreLost as error:  # LaneLost too: our driver is gone, or hangs
+        except StoreLost as error:  # the store is gone
             return Back(segment, 0, lost=str(error))
     return Back(segment, 0, locked=lost is None, lost=lost)
 
 
-async def _restored(connection: asyncpg.Connection, fence: Fence, segment: int, pace: Pace) -> Restored | Broken | None:
+async def _restored(connection: asyncpg.Connection, segment: int, pace: Pace) -> Restored | Broken | None:
     """At once, or in small portions with pauses, as daemons do it."""
     if not pace.giving_way:
-        return await segments.restore(connection, fence, segment)
+        return await segments.restore(connection, segment)
     # Seconds after each portion of rows beside traffic, by Pace.share of them; a portion takes about as long.
     return await segments.restore(
-        connection, fence, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005 * pace.share
+        connection, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005 * pace.share
     )
 
 
@@ -255,18 +249,11 @@ async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], tod
 
 
 async def _round(spark: SparkSession, url: str, part: Sequence[Listed], soon: bool, say: Say) -> list[Back]:
-    """One round, in a lane that is ours meanwhile. The loop goes on beside Spark: it is what keeps the lane."""
+    """One round. The loop goes on beside Spark."""
 
-    from delayer.store.quiet import quiet_lane  # noqa: PLC0415 - structlog, as above
-
-    async with quiet_lane(url, f"restore {socket.gethostname()}:{os.getpid()}") as lane:
-        fence = Fence(lane.number, lane.epoch)
-        portions = tasks.portions([one.id for one in part], 4)
-        try:
-            return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, fence, soon=soon), say)
-        except asyncio.CancelledError:
-            tasks.cancel(spark, NAME)
-            raise
-        finally:
-            # Where its next owner begins to look; also after an error, as some of them may be back.
-            lane.note_parked(min(one.first_due_ms for one in part))
+    portions = tasks.portions([one.id for one in part], 4)
+    try:
+        return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, soon=soon), say)
+    except asyncio.CancelledError:
+        tasks.cancel(spark, NAME)
+        raise

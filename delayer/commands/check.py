@@ -19,7 +19,7 @@ from delayer.core.hosts import is_loopback
 from delayer.settings import Settings, duration_text
 from delayer.store import schema, server_checks, stats
 from delayer.store.errors import BadStoreUrl
-from delayer.store.owners import APART, mark_of
+from delayer.store.lane_locks import ONE_BROKER, broker_mark
 from delayer.wire.address import Address
 from delayer.wiring import cascade_of, topology_of, uses_cascade, without_effect
 
@@ -117,7 +117,7 @@ async def _broker(settings: Settings) -> tuple[list[Row], str]:
     shown, mark = str(settings.broker.url), ""
     try:
         async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
-            mark = mark_of(admin.cluster, Address.parse(settings.broker_url).vhost)
+            mark = broker_mark(admin.cluster, Address.parse(settings.broker_url).vhost)
             rows = [Row("broker", "ok", shown)]
             rows += await _topology(admin, settings)
             rows += await _intake(admin, settings)
@@ -249,7 +249,7 @@ async def _set_aside(admin: Admin, settings: Settings) -> list[Row]:
 
 
 UNOWNED_MS: Final = 30_000
-"""How long something may be overdue in a lane without an owner: daemons adopt such lanes within seconds."""
+"""How long something may be overdue in a lane without an owner: daemons take such lanes within seconds."""
 
 
 async def _store(settings: Settings, mark: str) -> list[Row]:
@@ -304,7 +304,7 @@ def _shared_lanes(seen: stats.StoreOverview, mark: str) -> list[Row]:
     if not strange:
         return []
     owned = f"{len(strange)} owned by {', '.join(sorted({lane.owner for lane in strange}))}"
-    return [Row("lanes", "off", f"{owned} for another broker or virtual host", APART)]
+    return [Row("lanes", "off", f"{owned} for another broker or virtual host", ONE_BROKER)]
 
 
 def _lanes(seen: stats.StoreOverview) -> list[Row]:
@@ -320,5 +320,5 @@ def _lanes(seen: stats.StoreOverview) -> list[Row]:
         since = in_words(max(lane.overdue_ms(seen.store_now_ms) for lane in left))
         lanes = f"lane {left[0].number}" if len(left) == 1 else f"{len(left)} lanes"
         found = f"messages are overdue by {since} in {lanes} that no daemon owns"
-        rows.append(Row("lanes", "off", found, "start a daemon: it adopts them within seconds; or see its log"))
+        rows.append(Row("lanes", "off", found, "start a daemon: it takes them within seconds; or see its log"))
     return rows

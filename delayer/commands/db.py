@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 import click
 
-from delayer.commands.errors import FOUND
+from delayer.commands.errors import FOUND, Misused
 from delayer.commands.options import Request, store_url
 from delayer.commands.output import note, print_json
 from delayer.store import schema, skipping
+from delayer.store.lane_locks import raise_lanes
+from delayer.store.stats import LaneOverview, overview
 
+MOST_LANES: Final = 64
 MOST_SKIPPED: Final = 1_000_000_000_000_000
 """At a time. There are nine thousand times as many."""
 
@@ -24,7 +28,7 @@ def db() -> None:
 @db.command()
 @click.pass_obj
 def upgrade(request: Request) -> None:
-    """Apply every schema upgrade that the store lacks. Safe to repeat.
+    """Apply every schema upgrade that the store lacks, and make its first lanes (store.lanes). Safe to repeat.
 
     The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. Where one role
     owns the schema and another one runs the daemon (docs/security.md), it is the owner's to run. A store that a newer
@@ -35,7 +39,8 @@ def upgrade(request: Request) -> None:
       delayer db upgrade
       CREDENTIALS_DIRECTORY=/etc/delayer delayer db upgrade     # where the service gets its URLs as credentials
     """
-    url = store_url(request.settings())
+    settings = request.settings()
+    url = store_url(settings)
 
     async def work() -> tuple[str | None, str | None]:
         from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
@@ -43,7 +48,7 @@ def upgrade(request: Request) -> None:
         before = await schema.current(url)
         if (wrong := schema.outdated(before)) is not None and wrong.newer:
             raise wrong
-        await upgrades.upgrade(url)
+        await upgrades.upgrade(url, lanes=settings.store.lanes)
         return before, await schema.current(url)
 
     before, after = asyncio.run(work())
@@ -80,6 +85,53 @@ def current(context: click.Context, as_json: bool) -> None:
     if wrong is not None:
         note(f"Next: {wrong.advice}.")
         context.exit(FOUND)
+
+
+@db.command()
+@click.argument("number", type=click.IntRange(1, MOST_LANES), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def lanes(request: Request, number: int | None, as_json: bool) -> None:
+    """Show the store's lanes, or raise their number to NUMBER.
+
+    Processes share the lanes evenly, so more processes than lanes need more lanes. Each lane takes one connection to
+    Postgres. Running daemons take new lanes within seconds. The number never shrinks. Lanes of routes with max_rate
+    come on top; daemons make them.
+
+    \b
+    Examples:
+      delayer db lanes
+      delayer db lanes 8
+    """
+    url = store_url(request.settings())
+
+    async def work() -> Sequence[LaneOverview]:
+        if number is not None:
+            await raise_lanes(url, number)
+        return (await overview(url)).lanes
+
+    found = asyncio.run(work())
+    ordinary = sum(lane.route is None for lane in found)
+    if as_json:
+        print_json(
+            [
+                {
+                    "lane": lane.number,
+                    "route": None if lane.route is None else lane.route.decode(errors="replace"),
+                    "owner": lane.owner if lane.alive else None,
+                    "parked": lane.waiting,
+                    "held": lane.held,
+                }
+                for lane in found
+            ]
+        )
+        return
+    for lane in found:
+        of = "" if lane.route is None else f", route {lane.route.decode(errors='replace')}"
+        owner = f"owned by {lane.owner}" if lane.alive else "free"
+        click.echo(f"lane {lane.number}{of}: {owner}; {lane.waiting:,} parked, {lane.held:,} held")
+    if number is not None and number < ordinary:
+        raise Misused(f"there are {ordinary} lanes, and their number never shrinks")
 
 
 @db.command("skip-ids")

@@ -84,29 +84,25 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     store = await PostgresStore.connect(url)
     done = 0
     try:
-        (lane,) = await store.own_lanes(1)
-        try:
-            with progress("draining") as say:
-                async with actions.acting(url, "drain") as connection, relay_of(settings) as relay:
-                    act = await audit_log.begin(connection, whoami(), "drain to store", {})
-                    # From the top: what goes down meanwhile is met again below.
-                    for level in reversed(range(LOWEST, LEVELS)):
-                        if not (await look_around(settings, levels)).levels[level]:
-                            continue
-                        due_queue = settings.native.due_queue.encode()
-                        async for moved in _portions_in(store, lane, relay, levels, level, due_queue=due_queue):
-                            await audit_log.add(connection, act, moved)
-                            done += moved
-                            say("draining", done, None)
-        finally:
-            await lane.release()
+        with progress("draining") as say:
+            async with actions.acting(url, "drain") as connection, relay_of(settings) as relay:
+                act = await audit_log.begin(connection, whoami(), "drain to store", {})
+                # From the top: what goes down meanwhile is met again below.
+                for level in reversed(range(LOWEST, LEVELS)):
+                    if not (await look_around(settings, levels)).levels[level]:
+                        continue
+                    due_queue = settings.native.due_queue.encode()
+                    async for moved in _portions_in(store, relay, levels, level, due_queue=due_queue):
+                        await audit_log.add(connection, act, moved)
+                        done += moved
+                        say("draining", done, None)
     finally:
         await store.close()
     return done
 
 
 async def _portions_in(
-    store: PostgresStore, lane: object, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
+    store: PostgresStore, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
 ) -> AsyncIterator[int]:
     """Park what stands in one level, portion by portion; each is acknowledged when it is committed."""
     connection = await relay.connection(10.0)
@@ -125,7 +121,7 @@ async def _portions_in(
                     for one in batch
                 ]
                 reach("drain.read")
-                await store.park(lane, parcels, [])
+                await store.park(None, parcels, [])
                 reach("drain.parked")
                 subscription.ack(batch[-1].tag, multiple=True)
                 reach("drain.acked")

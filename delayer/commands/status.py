@@ -206,6 +206,7 @@ async def _store(settings: Settings) -> dict[str, Any] | None:
     lanes = [
         {
             "lane": lane.number,
+            "route": None if lane.route is None else lane.route.decode(errors="replace"),
             "owner": lane.owner,
             "alive": lane.alive,
             "waiting": lane.waiting,
@@ -252,7 +253,7 @@ def _print_store(store: dict[str, Any] | None) -> None:
     if store["brokers"] > 1:
         click.echo(f"SHARED: daemons of {store['brokers']} brokers or virtual hosts own lanes; see `delayer check`")
     if not store["lanes"]:
-        click.echo("lanes: none yet; a running daemon makes its own")
+        click.echo("lanes: none; run `delayer db upgrade`")
         return
     click.echo()
     print_table(

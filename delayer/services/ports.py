@@ -4,12 +4,11 @@ one suite for each port, and every adapter goes through it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from delayer.core.hold import Hold, Limits
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
-from delayer.core.pace import Scope
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
@@ -85,20 +84,20 @@ class Consumer(Protocol):
 
 
 class Lane(Protocol):
-    """The part of the store that this process owns, by a lock that lives in :attr:`claim`'s own connection."""
+    """A partition of the waiting messages that this process owns, by a lock on the connection of its releases."""
 
     @property
     def number(self) -> int: ...
 
     @property
+    def route(self) -> bytes | None:
+        """The limited route whose messages it is for."""
+
+    @property
     def held_by_us(self) -> bool:
         """False from the moment that the lock's connection is known to be gone."""
 
-    def pace(self, scopes: Sequence[Scope]) -> None:
-        """Claims are of one of these scopes each from now on; of everything, if there are none. Not between
-        :meth:`claim` and :meth:`settle`."""
-
-    async def claim(self, limit: int, max_bytes: int, scope: Scope | None = None) -> list[Due]:
+    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         """Begin a transaction and take up to ``limit`` due rows (by the store's clock), soonest due first, then in
         the order of arrival, stopping after ``max_bytes`` of bodies (at least one row is taken when one is due).
 
@@ -130,16 +129,36 @@ class Lane(Protocol):
     async def wait(self, seconds: float) -> None:
         """Sleep until a row parked meanwhile is due, or for ``seconds``. Feeds the lock's idle timeout."""
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing in this lane, waiting or held, is due for so long that :meth:`Store.adopt` would not take it
-        again soon. As the store said when it was last asked, about once a minute; False until it was."""
-
-    async def keep(self) -> None:
-        """An adopted lane becomes one of our own: nobody is offered it any more. Raises LaneLost, StoreLost."""
-
     async def release(self) -> None:
         """Unlock and close. Safe to call twice."""
+
+
+class SeenLane(Protocol):
+    """A lane at one look: its number, the limited route that it is for, whether it has a live owner, and the mark of
+    that owner's broker."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def route(self) -> bytes | None: ...
+    @property
+    def owned(self) -> bool: ...
+    @property
+    def broker(self) -> str: ...
+
+
+class Look(Protocol):
+    """The lanes of the store, and its live processes: how many, and the place of this one among them."""
+
+    @property
+    def lanes(self) -> Sequence[SeenLane]: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def routes(self) -> Mapping[bytes, int]:
+        """The lanes of routes."""
 
 
 class Store(Protocol):
@@ -151,9 +170,10 @@ class Store(Protocol):
     def sure_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: what is due by it is due."""
 
-    async def park(self, lane: Lane, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
-        """Commit ``parcels`` into ``lane`` in one transaction, by COPY. A parcel with a key replaces the waiting
-        message of that key; ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
+    async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+        """Commit ``parcels`` into ``lane`` in one transaction, by COPY; those of a route with a lane of its own go
+        there, whoever owns it, and its owner is notified. A parcel with a key replaces the waiting message of that key;
+        ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
         lane afterwards. Returns of which keys a waiting message was taken out.
 
         Raises LaneLost when the lane is not ours any more (nothing is committed), StoreLost.
@@ -162,37 +182,34 @@ class Store(Protocol):
     async def hold(self, lane: Lane, parcels: Sequence[tuple[Parcel, Hold]]) -> None:
         """Commit messages that never waited (due at once, or met in the cascade) straight into held."""
 
-    async def restore(self, lane: Lane, horizon_ms: int) -> Restoration:
-        """Restore the segment with the soonest first message into ``lane``, if that is due by ``horizon_ms``; skip what
-        others are restoring, and what is marked as broken. One transaction; the event loop stays free meanwhile, and
-        the lane is told. A segment that does not read back is marked, and told about by this one call. None: no
-        segment is due by then.
+    async def restore(self, horizon_ms: int) -> Restoration:
+        """Restore the segment with the soonest first message into the lane that it came from, if that message is due by
+        ``horizon_ms``; skip what others are restoring, and what is marked as broken. One transaction; the event loop
+        stays free meanwhile, and the lane's owner is notified. A segment that does not read back is marked, and told
+        about by this one call. None: no segment is due by then.
 
-        Raises LaneLost when the lane is not ours any more, StoreLost: then nothing is changed.
+        Raises StoreLost: then nothing is changed.
         """
 
     async def doubtful(self, horizon_ms: int) -> list[int]:
         """Segments due by ``horizon_ms`` that :meth:`restore` leaves alone, the soonest first: marked as broken, or
         packed by a newer program. Raises StoreLost."""
 
-    async def restore_again(self, lane: Lane, segment: int) -> Restoration:
+    async def restore_again(self, segment: int) -> Restoration:
         """Try to restore one of :meth:`doubtful`; otherwise like :meth:`restore`. None: it is gone, or somebody else
         has it."""
 
-    async def own_free(self, count: int) -> list[Lane]:
-        """Take up to ``count`` lanes that are free at this moment, those with rows first. Raises StoreLost."""
+    async def look(self) -> Look:
+        """Look at lanes and live processes. This process counts as live from its first look on. Raises StoreLost."""
 
-    async def own_lanes(self, count: int) -> list[Lane]:
-        """Take ``count`` lanes: free ones with rows first, then free empty ones, then some that others have adopted and
-        hand over (which takes seconds), then new ones. Fewer when the store fails after the first. Raises StoreLost."""
+    async def take(self, number: int) -> Lane | None:
+        """Take a free lane; None if another process was quicker. Raises StoreLost."""
 
-    async def adopt(self, count: int) -> list[Lane]:
-        """Take up to ``count`` of the lanes without a living owner in which something is due within the next two
-        minutes, or tried again: the soonest first. Empty list most of the time. Lanes whose rows are all due later
-        stay free for :meth:`own_lanes`. Fewer when the store fails after the first. Raises StoreLost."""
+    async def add_routes(self, routes: Collection[bytes]) -> None:
+        """Make lanes for these limited routes. Raises StoreLost."""
 
-    async def wanted(self, numbers: Collection[int]) -> set[int]:
-        """Which of the adopted lanes ``numbers`` a daemon that found none to own asks for. Raises StoreLost."""
+    def leave(self) -> None:
+        """This process does not count as live any more, until it looks again."""
 
     async def maintain(self) -> None:
         """Make partitions ahead of need and drop passed empty ones, if no other daemon is at it."""

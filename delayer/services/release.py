@@ -14,7 +14,7 @@ import structlog
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
 from delayer.core.message import Confirmed, Due, Outgoing
-from delayer.core.pace import Pacer, Scope
+from delayer.core.rate_limit import TokenBucket
 from delayer.core.request import SHORT_STRING
 from delayer.faultpoint import reach
 from delayer.services import edits
@@ -63,15 +63,16 @@ class Release:
         counters: Counters,
         now_ms: Callable[[], int] = host_ms,
         late_limits: Callable[[], Limits] = dict,
-        pacer: Pacer | None = None,
+        rate: Callable[[], float | None] = lambda: None,
         room: Room | None = None,
     ) -> None:
         """``now_ms``: the clock that lateness is measured by. ``late_limits``: of the routes that hold what is late.
-        ``pacer``: how fast the routes may go that have a limit. ``room``: for the bytes of all lanes."""
+        ``rate``: messages a second that may leave this lane, None for as many as can. ``room``: for the bytes of all
+        lanes."""
         self._room = room or Room()
         self._last_bytes = 0
-        self._pacer = pacer or Pacer()
-        self._scopes: tuple[Scope, ...] = ()
+        self._rate = rate
+        self._bucket: TokenBucket | None = None
         self._late_limits = late_limits
         self._now_ms = now_ms
         self._lane = lane
@@ -80,7 +81,7 @@ class Release:
         self._loop = f"lane {lane.number}"
         self._pulse = pulse
         self._counters = counters
-        self._leaving = False
+        self.leaving = False
         self._busy_since: float | None = None
 
     @property
@@ -90,15 +91,15 @@ class Release:
 
     def leave(self) -> None:
         """End this loop alone, after its tick and within a slice of its rest or pause, and let go of the lane."""
-        self._leaving = True
+        self.leaving = True
 
     def _over(self, stopping: asyncio.Event) -> bool:
-        return self._leaving or stopping.is_set()
+        return self.leaving or stopping.is_set()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Tick until stopping is set, this loop is told to leave, or the lane is lost; then let go of the lane."""
         beat = partial(self._pulse.beat, self._loop)
-        retry = Retry(stopping, beat, lambda: self._leaving)
+        retry = Retry(stopping, beat, lambda: self.leaving)
         try:
             while not self._over(stopping):
                 beat()
@@ -135,49 +136,40 @@ class Release:
 
         Raises BrokerLost (the rows are back), LaneLost, StoreLost.
         """
-        if self._scopes != self._pacer.scopes:
-            self._scopes = self._pacer.scopes
-            self._lane.pace(self._scopes)
         limit = min(self._portion.messages, self._publisher.batch_limit)
-        if self._scopes:
-            return await self._tick_paced(limit)
-        if not await self._portion_of(limit, None):
+        rate, now = self._rate(), time.monotonic()
+        if rate is None:
+            self._bucket = None
+            claimed = await self._claim_and_send(limit)
+            return (0.0 if self._lane.more else COMPANY) if claimed else await self._lane.sleep_hint()
+        if self._bucket is None or self._bucket.rate != rate:
+            self._bucket = TokenBucket(rate, now)
+        if (wait := self._bucket.wait(now)) > 0:
+            return await self._throttled(wait)
+        tokens = self._bucket.take(limit, now)
+        claimed = await self._claim_and_send(tokens)
+        self._bucket.give_back(tokens - claimed)
+        if not claimed and not self._lane.more:
             return await self._lane.sleep_hint()
-        return 0.0 if self._lane.more else COMPANY
+        return await self._throttled(max(self._bucket.wait(time.monotonic()), COMPANY))
 
-    async def _tick_paced(self, limit: int) -> float:
-        """A portion of each scope in turn, of those with a limit as much as that allows."""
-        soonest, again = SLICE, False
-        for scope in self._scopes:
-            bucket, now = self._pacer.bucket(scope), time.monotonic()
-            if bucket is None:
-                again = await self._portion_of(limit, scope) > 0 or self._lane.more
-            elif (wait := bucket.wait(now)) > 0:
-                soonest = min(soonest, wait)
-            else:
-                tokens = bucket.take(limit, now)
-                claimed = await self._portion_of(tokens, scope)
-                bucket.give_back(tokens - claimed)
-                if claimed == tokens:
-                    soonest = min(soonest, bucket.wait(time.monotonic()))
-                else:
-                    # Tokens are left: of what was held before there may be more, however little of it a claim takes.
-                    again = again or self._lane.more or claimed > 0
-        return COMPANY if again else min(soonest, await self._lane.sleep_hint())
+    async def _throttled(self, seconds: float) -> float:
+        """Rest until there are tokens, whatever is due meanwhile."""
+        await asyncio.sleep(min(seconds, SLICE))
+        if not self._lane.held_by_us:
+            raise LaneLost(f"lane {self._lane.number}: the connection that holds its lock is gone")
+        return 0.0
 
-    async def _portion_of(self, limit: int, scope: Scope | None) -> int:
+    async def _claim_and_send(self, limit: int) -> int:
         """Claim, publish, settle; how many were claimed."""
         # About as much as the last time, lest lanes of small messages take the room of each other.
         with self._room.share(min(self._portion.body_bytes, max(FIRST_BYTES, 2 * self._last_bytes))) as share:
-            return await self._in_share(limit, scope, share)
+            return await self._in_share(limit, share)
 
-    async def _in_share(self, limit: int, scope: Scope | None, share: Share) -> int:
+    async def _in_share(self, limit: int, share: Share) -> int:
         began = time.perf_counter()
         try:
-            # Without a scope as ever: whoever stands in for a lane need not know of them.
-            rows = await (
-                self._lane.claim(limit, share.size) if scope is None else self._lane.claim(limit, share.size, scope)
-            )
+            rows = await self._lane.claim(limit, share.size)
         except StoreLost:
             self._room.took(share.size, time.perf_counter() - began, failed=True)
             raise

@@ -1,4 +1,4 @@
-"""Restoring segments ahead of time: their messages wait in a lane of ours again long before they are due.
+"""Restoring segments ahead of time: their messages wait in their lane again long before they are due.
 
 Any daemon restores any segment, the soonest first; several share them, since each is locked while it is restored. One
 segment at a time, with a rest after each, so that the traffic has the machine for most of the time; only what is due
@@ -22,7 +22,7 @@ from delayer.core.backoff import Sparing
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Locked, Restored
 from delayer.services.counting import Counters
-from delayer.services.lanes import Lanes
+from delayer.services.lane_manager import LaneManager
 from delayer.services.retry import LOSSES, Retry, raise_first, take_failures
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ _MEMORY: Final = "not enough memory to unpack a segment"
 class Restoring:
     """The part of a daemon's life that brings segments back."""
 
-    def __init__(self, lanes: Lanes, *, ahead_ms: Callable[[], int], counters: Counters) -> None:
+    def __init__(self, lanes: LaneManager, *, ahead_ms: Callable[[], int], counters: Counters) -> None:
         """``ahead_ms`` says how long before its first message is due a segment is restored."""
         self._lanes = lanes
         self._ahead_ms = ahead_ms

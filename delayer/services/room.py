@@ -1,4 +1,4 @@
-"""The bytes that the releases of a process have in hand, shared by its lanes: however many it adopted, memory does not
+"""The bytes that the releases of a process have in hand, shared by its lanes: however many it has, memory does not
 grow with them, and what a claim takes is here before the store takes it back."""
 
 from __future__ import annotations

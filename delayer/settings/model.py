@@ -200,7 +200,7 @@ class Store(Table):
     url: values.StoreUrl | None = None
     url_file: values.Path | None = None
     park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
-    lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 2
+    lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 4
     restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
 
 

@@ -25,10 +25,11 @@ import asyncpg
 
 from delayer.core.filters import Filter, Token
 from delayer.core.seen import Seen
-from delayer.store import audit_log, listing, schema, segments, session, statements, telling, unpacking
+from delayer.store import audit_log, listing, schema, segments, session, statements, unpacking
 from delayer.store.errors import WORTH_REPEATING, translated
 from delayer.store.keys import forget, lock_keys
 from delayer.store.listing import BEGINNING, NO_DUES, SETTINGS, Dues, Test
+from delayer.store.notify import notify
 
 LOOKS: Final = 10
 """How often everything is looked through for messages that slip away. Twice is rare."""
@@ -212,7 +213,7 @@ async def reschedule(
                 break
         if act is not None:
             await audit_log.add(connection, act, work.done)
-        await telling.tell(connection, work.waiting, work.held)
+        await notify(connection, work.waiting, work.held)
         await write_counters(connection, work.changes)
     return work.found
 

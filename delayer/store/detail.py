@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from delayer.core.filters import Filter, Token
-from delayer.store import actions, audit_log, envelope, listing, session, telling, unpacking
+from delayer.store import actions, audit_log, envelope, listing, session, unpacking
 from delayer.store.actions import Found
 from delayer.store.listing import Entry, Place, Test, meant
+from delayer.store.notify import notify
 
 HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
 _COLUMNS: Final = (
@@ -154,7 +155,7 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
         return f"nothing, until somebody says so (`delayer held retry`): then it is published to {to}"
     if found.held is not None and found.held.retry_ms is not None:
         return f"it is published to {to} again at {instant(found.held.retry_ms)}: attempt {found.held.attempts + 1}"
-    who = f"by {owner}" if found.owned else "by the daemon that adopts its lane"
+    who = f"by {owner}" if found.owned else "by the daemon that takes its lane"
     if found.where is Found.SEGMENT:
         who = "after a daemon has restored its segment"
     return f"it is published to {to} at {instant(found.entry.place.due_us // 1000)}, {who}"
@@ -231,7 +232,7 @@ async def retry(connection: asyncpg.Connection, ids: Collection[int], act: int) 
         for lane, retry_ms in rows:
             soonest[lane] = min(retry_ms, soonest.get(lane, retry_ms))
         await audit_log.add(connection, act, len(rows))
-        await telling.tell(connection, {}, soonest)
+        await notify(connection, {}, soonest)
     return len(rows)
 
 

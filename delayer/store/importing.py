@@ -1,7 +1,7 @@
 """Legacy imports in the store: the state of a run, the records of its file, and batches committed with both.
 
-Parked messages go into lanes of running daemons, which are told (telling.py): the daemon releases messages that are due
-soon on time, while the import still runs. Without a daemon they wait in a free lane.
+Each batch goes to the next lane, and messages of limited routes to the lanes of their routes. The owners are notified:
+they release messages that are due soon on time, while the import still runs. Without a daemon the messages wait.
 
 A message that waits under a key stays: an imported one with that key is older, or as old. It is not parked but counted
 as superseded, and the audit log names its key.
@@ -23,10 +23,9 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.importing import Batch, Phase, Run
 from delayer.core.message import Parcel
 from delayer.faultpoint import reach
-from delayer.store import audit_log, keys, parking, partitions, schema, session, telling
+from delayer.store import audit_log, keys, parking, partitions, schema, session
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.partitions import DAY_MS, Days
-from delayer.store.segments import Fence
 
 ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
@@ -35,16 +34,6 @@ _TOKEN: Final = "token"
 _INTO: Final = "into"
 """These stand among the parameters in the table, and nowhere else: no source has any of these names."""
 _COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, superseded, progress"
-_LANES: Final = """
-SELECT l.number, l.epoch, EXISTS (
-    SELECT FROM pg_locks AS k
-    WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
-      AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND k.classid = 'lane'::regclass AND k.objid = l.number::int::oid
-) AS owned
-FROM lane AS l ORDER BY owned DESC, l.number
-"""
-_NEW_LANE: Final = "INSERT INTO lane (number, epoch, owner) VALUES (1, 0, 'delayer import') ON CONFLICT DO NOTHING"
 _COMMIT: Final = (
     "UPDATE import_run SET parked = parked + $2, held = held + $3, superseded = superseded + $4, progress = $5"
     " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $6 RETURNING parked, held, superseded"
@@ -162,17 +151,11 @@ class ImportStore:
         """
         parcels = [item.parcel for item in batch.items if item.hold is None]
         held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
-        fence = await self._lane()
+        self._turn += 1
+        place = await parking.anywhere(self._connection, self._turn)
         async with session.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             parcels, superseded = await self._not_waiting(parcels)
-            # Before the counting, which takes a share of the lane's row: others wait for both in this order.
-            soonest = min((parcel.due_ms for parcel in parcels), default=0)
-            await telling.tell(
-                self._connection,
-                {fence.number: soonest} if parcels else {},
-                {fence.number: max(now_ms, min(parcel.due_ms for parcel, _ in held))} if held else {},
-            )
             row = await self._connection.fetchrow(
                 _COMMIT,
                 run.id,
@@ -189,11 +172,11 @@ class ImportStore:
                 act = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
                 await audit_log.add(self._connection, act, len(superseded))
             if any(parcel.key is not None for parcel in parcels):
-                await parking.park_keyed(self._connection, fence, parcels, [])
+                await parking.park_keyed(self._connection, place, parcels, [])
             elif parcels:
-                await parking.park_plain(self._connection, fence, parcels)
+                await parking.park_plain(self._connection, place, parcels)
             if held:
-                await parking.hold_new(self._connection, fence, held, now_ms)
+                await parking.hold_new(self._connection, place, held, now_ms)
         return tuple(row)
 
     async def _not_waiting(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[bytes]]:
@@ -215,17 +198,6 @@ class ImportStore:
                 taken.add(parcel.key)
                 kept.append(parcel)
         return kept, superseded
-
-    async def _lane(self) -> Fence:
-        """The next of the lanes that have an owner; else the first one; else a new one."""
-        rows = await self._connection.fetch(_LANES)
-        if not rows:
-            await self._connection.execute(_NEW_LANE)
-            rows = await self._connection.fetch(_LANES)
-        owned = [row for row in rows if row["owned"]] or rows[:1]
-        self._turn += 1
-        chosen = owned[self._turn % len(owned)]
-        return Fence(chosen["number"], chosen["epoch"])
 
     async def _make_days(self, wanted: Collection[int]) -> None:
         """Partitions for these days, as far as there is time. Raises StoreLost."""

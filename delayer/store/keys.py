@@ -109,22 +109,19 @@ async def _delete_message(connection: asyncpg.Connection, lane: int, due_at: int
 
 
 async def point(
-    connection: asyncpg.Connection, lane: int, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int]]
+    connection: asyncpg.Connection, cancelled: Collection[bytes], parked: Sequence[tuple[bytes, int, int, int]]
 ) -> None:
-    """Make the keys of ``parked`` (key, due_ms, id) stand for these, and the cancelled ones for nothing. Step 3."""
-    keys = sorted({*cancelled, *(key for key, _, _ in parked)})
+    """Make the keys of ``parked`` (key, lane, due_ms, id) stand for these, the cancelled ones for nothing. Step 3."""
+    keys = sorted({*cancelled, *(key for key, *_ in parked)})
     await connection.execute("SELECT FROM message_key WHERE key = ANY($1) ORDER BY key FOR UPDATE", keys)
     await connection.execute("DELETE FROM message_key WHERE key = ANY($1)", keys)
     if parked:
         ordered = sorted(parked)
         await connection.execute(
             "INSERT INTO message_key (key, lane, due_at, id)"
-            " SELECT key, $2, due_at, id"
-            " FROM unnest($1::bytea[], $3::timestamptz[], $4::bigint[]) AS new (key, due_at, id) ORDER BY key",
-            [key for key, _, _ in ordered],
-            lane,
-            [due_ms for _, due_ms, _ in ordered],
-            [message_id for _, _, message_id in ordered],
+            " SELECT key, lane, due_at, id FROM unnest($1::bytea[], $2::smallint[], $3::timestamptz[], $4::bigint[])"
+            " AS new (key, lane, due_at, id) ORDER BY key",
+            *map(list, zip(*ordered, strict=True)),
         )
 
 

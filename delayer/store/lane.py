@@ -1,10 +1,7 @@
-"""A lane: the part of the store that this process owns, for as long as one connection lives.
+"""A lane: a partition of the waiting messages, owned by this process for as long as one connection lives.
 
-That connection holds the lane's advisory lock and runs its release transactions. So "we do not own the lane any more"
-and "our open release is rolled back" are one event, and no release of ours can commit after somebody else adopted the
-lane.
-
-Where its claims begin, and until when its owner may sleep: foresight.py.
+That connection holds the lane's advisory lock and runs its release transactions. So losing the lock and rolling back
+the open release are one event: no release of ours can commit after another process took the lane.
 """
 
 from __future__ import annotations
@@ -13,93 +10,85 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from typing import Final
 
 import asyncpg
 import structlog
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import Due, Parcel
-from delayer.core.pace import Scope
+from delayer.core.message import Due
 from delayer.faultpoint import reach
-from delayer.store import handover, session, settling, statements, taking
-from delayer.store.claiming import HORIZON_MS, LONGEST_SLEEP, Claim
+from delayer.store import claims, session, statements
+from delayer.store.claims import HORIZON_MS, LONGEST_SLEEP, Claim
 from delayer.store.clock import StoreClock
+from delayer.store.cursor import ReleaseCursor, Start
 from delayer.store.errors import DRIVER_ERRORS, describe
-from delayer.store.foresight import Foresight
-from delayer.store.link import Link
-from delayer.store.outlook import IDLE_MS, Looks, Start
-from delayer.store.telling import Told
 
 log = structlog.get_logger()
 
-FEED_SECONDS = 1.0
-WRITE_SECONDS = 5.0
-FIRST_LOOK_SECONDS = 5.0
+FEED_SECONDS: Final = 1.0
+WRITE_SECONDS: Final = 5.0
+FIRST_SCAN_SECONDS: Final = 5.0
 
 
 class PostgresLane:
-    """Satisfies services.ports.Lane. Made by lanes.py, which took the lock on ``connection``."""
+    """Satisfies services.ports.Lane. Made by lane_locks.py, which took the lock on ``connection``."""
 
     def __init__(
         self,
         number: int,
+        route: bytes | None,
         start: Start,
         connection: asyncpg.Connection,
-        clock: StoreClock,
-        looks: Looks,
         *,
+        clock: StoreClock,
+        pool: asyncpg.Pool,
         release_seconds: float,
     ) -> None:
-        """``release_seconds``: for how long an open release is fed."""
+        """``pool``: for scans. ``release_seconds``: for how long an open release is kept from the idle timeout."""
+        self.number = number
+        self.route = route
         self.epoch = start.epoch
-        self._link = Link(number, connection)
+        self.connection = connection
+        self.cursor = ReleaseCursor(start, clock)
         self._clock = clock
-        self._looks = looks
-        self._known = Foresight(start, clock)
+        self._pool = pool
+        self._turn = asyncio.Lock()  # one statement or transaction of ours at a time
+        self._released = False
         self._releasing = asyncio.Event()
         self._claim: Claim | None = None
         self._written = start.watermark
         self._written_at = clock.monotonic()
         self._release_seconds = release_seconds
         self._fed_until = math.inf
-        connection.add_termination_listener(self._on_termination)
+        connection.add_termination_listener(lambda _: self.cursor.woken.set())
         self._keeper = asyncio.create_task(self._keep(), name=f"lane {number}: keep")
-        self._looker = asyncio.create_task(self._look_around(), name=f"lane {number}: look")
-
-    @property
-    def number(self) -> int:
-        return self._link.number
+        self._scanner = asyncio.create_task(self._scan_on(), name=f"lane {number}: scan")
 
     @property
     def held_by_us(self) -> bool:
-        return self._link.alive
+        """See the port."""
+        return not self._released and not self.connection.is_closed()
 
     @property
-    def idle(self) -> bool:
+    def more(self) -> bool:
         """See the port."""
-        return self._known.idle
+        return self.cursor.more
 
-    def pace(self, scopes: Sequence[Scope]) -> None:
-        """See the port."""
-        self._known.pace(scopes)
-
-    async def claim(self, limit: int, max_bytes: int, scope: Scope | None = None) -> list[Due]:
+    async def claim(self, limit: int, max_bytes: int) -> list[Due]:
         """See the port. The rows that were held before come last, and are a tenth of ``limit`` at most."""
         if self._claim is not None:
             raise RuntimeError(f"lane {self.number}: claim before the last one was settled or given up")
         began = self._clock.monotonic()
         async with self._talking("claim") as connection:
-            self._known.claiming()
-            place = connection, self._clock, self.number
-            take = partial(taking.take, *place, self._known, limit=limit, max_bytes=max_bytes, scope=scope)
+            self.cursor.claiming()
             try:
-                self._claim = await take()
+                self._claim = await self._claim_once(connection, limit, max_bytes)
             except asyncpg.DeadlockDetectedError:
-                # Against somebody who replaces several keyed messages at once. They win; then it is our turn.
+                # Against a park that replaces several keyed messages at once. It wins; then it is our turn.
                 await connection.execute("ROLLBACK")
-                self._claim = await take()
+                self._claim = await self._claim_once(connection, limit, max_bytes)
             if self._claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
                 # To the server the release was idle while its rows were on their way, perhaps for too long: then it is
                 # rolled back, and whatever is published of it comes twice.
@@ -108,6 +97,9 @@ class PostgresLane:
             self._fed_until = self._clock.monotonic() + self._release_seconds
             reach("release.claimed")
         return self._claim.rows
+
+    async def _claim_once(self, connection: asyncpg.Connection, limit: int, max_bytes: int) -> Claim:
+        return await claims.claim(connection, self._clock, self.number, self.cursor, limit=limit, max_bytes=max_bytes)
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
         """See the port. ``released`` and ``held`` together are what was claimed: committing less would lose some."""
@@ -118,14 +110,12 @@ class PostgresLane:
             await self.give_up()
             raise ValueError(f"claimed {claim.size}, settled {len(released)} released and {len(held)} held")
         async with self._talking("settle") as connection:
-            await settling.write(connection, self.number, released, held, self._clock.now_ms())
-            if held or self._known.retries.soonest_ms <= self._clock.now_ms():
-                await taking.look_at_retries(connection, self._clock, self.number, self._known, claim)
+            await claims.settle(connection, self._clock, self.number, self.cursor, claim, released=released, held=held)
             status = await connection.execute("COMMIT")
             if status != "COMMIT":
                 raise StoreLost(f"settle: the store answered COMMIT by {status}")
             self._claim, self._fed_until = None, math.inf
-        self._known.settled(claim)
+        self.cursor.settled(claim.watermark, full=claim.full, next_ms=claim.next_ms)
         if claim.size:
             reach("release.committed")
 
@@ -133,102 +123,118 @@ class PostgresLane:
         """See the port."""
         if self._claim is None:
             return
-        self._claim, self._fed_until = None, math.inf
-        self._known.more = True
-        await self._link.roll_back()
-
-    @property
-    def more(self) -> bool:
-        """See the port."""
-        return self._known.more
+        self._forget_claim()
+        async with self._turn:
+            await self._roll_back()
 
     async def sleep_hint(self) -> float:
         """See the port."""
         async with self._talking("sleep hint") as connection:
-            self._known.forget_after_step()
-            if self._known.hurries:
+            self.cursor.forget_after_step()
+            if self.cursor.more:
                 return 0.0
-            soonest = self._known.next
+            soonest = self.cursor.next
             if soonest is None:
                 horizon = self._clock.now_ms() + HORIZON_MS
-                soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self._known.read_to_ms, horizon)
-        next_ms = self._known.next_ms(soonest)
+                soonest = await connection.fetchval(statements.NEXT_DUE, self.number, self.cursor.watermark, horizon)
+        next_ms = self.cursor.next_ms(soonest)
         return min(max(self._clock.seconds_until(next_ms), 0.0), LONGEST_SLEEP)
-
-    async def keep(self) -> None:
-        """See the port."""
-        async with self._talking("keep") as connection:
-            await handover.keep(connection, self.number)
 
     def note_parked(self, due_ms: int) -> None:
         """See the port."""
-        self._known.note_parked(due_ms)
-
-    def note_parcels(self, parcels: Sequence[Parcel]) -> None:
-        """As :meth:`note_parked`, of what is known: who is not meant does not look for it."""
-        self._known.note_parcels(parcels)
+        self.cursor.note_parked(due_ms)
 
     def note_held(self, retry_ms: int) -> None:
-        """A message was put straight into held, to be tried again at ``retry_ms``."""
-        self._known.note_held(retry_ms)
-
-    def hear(self, told: Told) -> None:
-        """Somebody else put something into the lane, by hand."""
-        self._known.hear(told)
+        """A message was put straight into held, to be retried at ``retry_ms``."""
+        self.cursor.note_held(retry_ms)
 
     async def wait(self, seconds: float) -> None:
         """See the port. Also returns when the lane is lost, and when the store's clock was set: sleep hints of the
         old time are worth nothing then."""
         deadline = self._clock.monotonic() + seconds
-        while self.held_by_us and not self._known.clock_stepped:
-            self._known.woken.clear()
-            next_ms = min(self._known.noted, self._known.next_retry_ms())
+        while self.held_by_us and not self.cursor.clock_stepped:
+            self.cursor.woken.clear()
+            next_ms = min(self.cursor.noted, self.cursor.next_retry_ms())
             left = min(deadline - self._clock.monotonic(), self._clock.seconds_until(next_ms))
             if left <= 0.0:
                 return
             try:
                 # Loops round to milliseconds, some of them down: waking early costs a claim that finds nothing.
                 async with asyncio.timeout(math.ceil(left * 1000) / 1000):
-                    await self._known.woken.wait()
+                    await self.cursor.woken.wait()
             except TimeoutError:
                 continue
 
     async def release(self) -> None:
-        """See the port. An open claim is rolled back by the server."""
+        """See the port. The server rolls back an open claim and frees the lock."""
         if self._releasing.is_set():
             return
         self._releasing.set()
-        self._known.woken.set()
-        self._looker.cancel()
-        await asyncio.wait([self._keeper, self._looker])
-        if self._link.idle:
+        self.cursor.woken.set()
+        self._scanner.cancel()
+        await asyncio.wait([self._keeper, self._scanner])
+        if self.held_by_us and not self._turn.locked() and not self.connection.is_in_transaction():
             try:
-                async with self._link.talking("release") as connection:
+                async with self._talking("release") as connection:
                     await self._write_down(connection, at_once=True)
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
-        self._claim = None
-        await self._link.release()
+        self._claim, self._released = None, True
+        await session.close(self.connection)
 
     @asynccontextmanager
     async def _talking(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
+        """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused
+        something.
+
+        After a failure the transaction is rolled back. Where that is not certain the connection is cut, and the server
+        does it: a transaction that stayed open would be committed by the next one, with deletions that it does not
+        know of.
+        """
+        async with self._turn:
+            if not self.held_by_us:
+                self._forget_claim()
+                raise LaneLost(f"lane {self.number}: {doing}: the connection that holds its lock is gone")
+            try:
+                yield self.connection
+            except DRIVER_ERRORS as error:
+                self._forget_claim()
+                if isinstance(error, TimeoutError):
+                    self.connection.terminate()  # the server is silent: what it did is not known
+                await self._roll_back()
+                lost = StoreLost if self.held_by_us else LaneLost
+                raise lost(f"lane {self.number}: {doing}: {describe(error)}") from error
+            except BaseException:
+                # Cancelled between two statements or inside one, or a bug.
+                self._forget_claim()
+                self.connection.terminate()
+                raise
+
+    def _forget_claim(self) -> None:
+        """The open claim is rolled back, or will be."""
+        self._claim, self._fed_until = None, math.inf
+        self.cursor.more = True
+
+    async def _roll_back(self) -> None:
+        if self.connection.is_closed():
+            return
         try:
-            async with self._link.talking(doing) as connection:
-                yield connection
+            await self.connection.execute("ROLLBACK")
+        except DRIVER_ERRORS as error:
+            self.connection.terminate()
+            log.warning("rollback failed", lane=self.number, error=describe(error))
         except BaseException:
-            # Whatever was claimed is rolled back.
-            self._claim, self._fed_until = None, math.inf
-            self._known.more = True
+            self.connection.terminate()
             raise
 
     async def _keep(self) -> None:
-        """Feed the session's idle timeout from the event loop, and ask for the store's time by the way.
+        """Keep the session from its idle timeout, by asking for the store's time.
 
-        A process whose loop hangs stops feeding, and loses the lane: that is the point. An open release is fed as
-        well, as its broker may be slow to confirm, but not for longer than it may take.
+        A process whose event loop hangs stops feeding, and loses the lane. An open release is fed as well, as its
+        broker may be slow to confirm, but not for longer than it may take.
         """
-        while not await self._released_within(FEED_SECONDS) and self._link.alive:
-            if not self._link.quiet or self._clock.monotonic() > self._fed_until:
+        while not await self._released_within(FEED_SECONDS) and self.held_by_us:
+            if self._turn.locked() or self._clock.monotonic() > self._fed_until:
                 continue
             try:
                 async with self._talking("feed") as connection:
@@ -237,37 +243,33 @@ class PostgresLane:
                         await self._write_down(connection)
             except StoreLost as error:
                 log.warning("lane connection broken", lane=self.number, error=str(error))
-            if self._known.clock_stepped:
-                self._known.woken.set()
+            if self.cursor.clock_stepped:
+                self.cursor.woken.set()
 
     async def _write_down(self, connection: asyncpg.Connection, *, at_once: bool = False) -> None:
-        """Tell the next owner where to start. Not now, if a park holds the row: nobody waits for this."""
+        """Write the watermark for the next owner. Not now, if a park holds the row: there is no hurry."""
         now = self._clock.monotonic()
-        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != self._known.watermark:
-            self._written, self._written_at = self._known.watermark, now
-            await connection.execute(statements.WRITE_WATERMARK, self.number, self._known.watermark)
+        if (at_once or now >= self._written_at + WRITE_SECONDS) and self._written != self.cursor.watermark:
+            self._written, self._written_at = self.cursor.watermark, now
+            await connection.execute(statements.WRITE_WATERMARK, self.number, self.cursor.watermark)
 
-    async def _look_around(self) -> None:
-        pause = FIRST_LOOK_SECONDS
-        while not await self._released_within(pause) and self._link.alive:
+    async def _scan_on(self) -> None:
+        pause = FIRST_SCAN_SECONDS
+        while not await self._released_within(pause) and self.held_by_us:
             pause = LONGEST_SLEEP
             try:
-                await self.look_back()
+                await self.scan()
             except DRIVER_ERRORS as error:
-                log.warning("store unreachable", doing="look back", lane=self.number, error=describe(error))
+                log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
-    async def look_back(self) -> None:
-        """Find what was put into the lane without a note: by hand, by another tool, by a commit in doubt; and whether
-        the lane can be let go.
-
-        Raises the driver's errors.
-        """
-        seen = self._known.looking()
-        self._known.saw(await self._looks.ahead(self.number, self._clock.now_ms() + IDLE_MS), seen)
-        # Apart: it takes longer, may fail, and waits for other lanes' searches.
-        seen, search = self._known.looking(), self._known.search
-        if search is not None:
-            self._known.searched(await self._looks.behind(self.number, search), seen)
+    async def scan(self) -> None:
+        """Find rows that nobody announced: put here by hand, by another tool, by a commit in doubt. On a connection of
+        the pool, as it reads dead entries, at some 4 us each. Raises the driver's errors."""
+        watermark, horizon_ms = self.cursor.watermark, self._clock.now_ms() + HORIZON_MS
+        async with session.borrowed(self._pool) as connection:
+            first_ms = await connection.fetchval(statements.NEXT_DUE, self.number, session.BEGINNING_MS, horizon_ms)
+            retry_ms = await connection.fetchval(statements.NEXT_RETRY, self.number)
+        self.cursor.scanned(watermark, first_ms, retry_ms)
 
     async def _released_within(self, seconds: float) -> bool:
         try:
@@ -276,6 +278,3 @@ class PostgresLane:
         except TimeoutError:
             return False
         return True
-
-    def _on_termination(self, _connection: object) -> None:
-        self._known.woken.set()

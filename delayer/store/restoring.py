@@ -1,4 +1,4 @@
-"""What a daemon's restoring adds to segments.py: a look that locks nothing, partitions, and a note to the lane."""
+"""What a daemon's restoring adds to segments.py: a look that locks nothing, and partitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import asyncpg
 from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
 from delayer.store import pagewise, segments, session, statements
 from delayer.store.errors import DAMAGED
-from delayer.store.lane import PostgresLane
 from delayer.store.partitions import DAY_MS
 
 PAUSE: Final = 0.002
@@ -23,13 +22,11 @@ PAUSE: Final = 0.002
 EnsureDays = Callable[[set[int]], Awaitable[None]]
 
 
-async def restore_soonest(
-    pool: asyncpg.Pool, lane: PostgresLane, horizon_ms: int, ensure_days: EnsureDays
-) -> Restoration:
-    """Restore the soonest segment into ``lane``, if it begins by ``horizon_ms``, with partitions for its days.
+async def restore_soonest(pool: asyncpg.Pool, horizon_ms: int, ensure_days: EnsureDays) -> Restoration:
+    """Restore the soonest segment, if it begins by ``horizon_ms``, with partitions for its days.
 
     Segments on damaged pages of the table keep no others back; their error is raised when nothing else is due. Raises
-    LaneLost, the driver's errors, and what ``ensure_days`` raises.
+    the driver's errors, and what ``ensure_days`` raises.
     """
     try:
         async with session.borrowed(pool) as connection:
@@ -38,40 +35,37 @@ async def restore_soonest(
             return None
         # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
         first_ms, last_ms = soonest
-        work = partial(segments.restore_one, into=lane, horizon_ms=horizon_ms)
-        return await _restore(pool, lane, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
+        work = partial(segments.restore_one, horizon_ms=horizon_ms)
+        return await _restore(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
     except DAMAGED:  # a page of the table, met while the soonest was found or locked: it keeps nothing else there
-        found = await _restore_readable(pool, lane, horizon_ms, ensure_days)
+        found = await _restore_readable(pool, horizon_ms, ensure_days)
         if found is None:
             raise  # nothing else is due: an alarm
         return found
 
 
-async def _restore_readable(
-    pool: asyncpg.Pool, lane: PostgresLane, horizon_ms: int, ensure_days: EnsureDays
-) -> Restoration:
+async def _restore_readable(pool: asyncpg.Pool, horizon_ms: int, ensure_days: EnsureDays) -> Restoration:
     """The same beside pages that cannot be read."""
     async with session.borrowed(pool) as connection:
         soonest = await pagewise.soonest(connection, horizon_ms)
     if soonest is None:
         return None
     dues = soonest.first_due_ms, soonest.last_due_ms
-    work = partial(segments.restore, into=lane, segment=soonest.id)
-    return await _restore(pool, lane, dues, ensure_days, work) or Locked(soonest.first_due_ms)
+    work = partial(segments.restore, segment=soonest.id)
+    return await _restore(pool, dues, ensure_days, work) or Locked(soonest.first_due_ms)
 
 
-async def restore_again(pool: asyncpg.Pool, lane: PostgresLane, segment: int, ensure_days: EnsureDays) -> Restoration:
+async def restore_again(pool: asyncpg.Pool, segment: int, ensure_days: EnsureDays) -> Restoration:
     """The same for the segment of this id, one of segments.doubtful. None: it is gone, or somebody has it locked."""
     async with session.borrowed(pool) as connection:
         found = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
     if found is None:
         return None
-    return await _restore(pool, lane, tuple(found), ensure_days, partial(segments.restore, into=lane, segment=segment))
+    return await _restore(pool, tuple(found), ensure_days, partial(segments.restore, segment=segment))
 
 
 async def _restore(
     pool: asyncpg.Pool,
-    lane: PostgresLane,
     dues: tuple[int, int],
     ensure_days: EnsureDays,
     work: Callable[..., Awaitable[Restored | Broken | None]],
@@ -81,13 +75,5 @@ async def _restore(
     await asyncio.to_thread(import_module, "delayer.store.packing")
     # Days that are passed, or too far, have none in any case.
     await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
-    try:
-        async with session.borrowed(pool) as connection:
-            found = await work(connection, portion_bytes=segments.SMALL_PORTION_BYTES, pause=PAUSE)
-    except BaseException:
-        # Perhaps it was committed. None that could have been restored begins sooner.
-        lane.note_parked(first_ms)
-        raise
-    if isinstance(found, Restored):
-        lane.note_parked(found.first_due_ms)
-    return found
+    async with session.borrowed(pool) as connection:
+        return await work(connection, portion_bytes=segments.SMALL_PORTION_BYTES, pause=PAUSE)

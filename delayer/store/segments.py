@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import asyncpg
 
-from delayer.core.errors import LaneLost
 from delayer.core.segment import FORMAT, Broken, Restored
 from delayer.faultpoint import reach
 from delayer.store import session, statements, unpacking
 from delayer.store.envelope import reason_text
 from delayer.store.errors import DAMAGED, describe
+from delayer.store.notify import notify
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -26,30 +26,13 @@ SMALL_PORTION_BYTES = 256 << 10
 """What an event loop does at once beside releases, and the server as well."""
 # Without its bytes: a damaged page under them must not hide whose they are.
 _LOCK = (
-    "SELECT id, first_due, messages, cancelled, format, digest FROM segment"
+    "SELECT id, lane, first_due, messages, cancelled, format, digest FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
 )
 # Few segments would be read from the first to the last, and a damaged page would keep those beside it.
 _BY_INDEX = "SET LOCAL enable_seqscan = off"
 _LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
 _LOCK_ONE = _LOCK.format("id = $1")
-
-
-class Into(Protocol):
-    """The lane that a segment is restored into; a PostgresLane, or a :class:`Fence` of one that somebody else holds."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-
-class Fence(NamedTuple):
-    """Number and epoch of a lane, for executors: the driver of the job holds its lock."""
-
-    number: int
-    epoch: int
 
 
 class Listed(NamedTuple):
@@ -111,7 +94,6 @@ async def doubtful(connection: asyncpg.Connection, horizon_ms: int) -> list[int]
 
 async def restore_one(
     connection: asyncpg.Connection,
-    into: Into,
     horizon_ms: int,
     *,
     portion_bytes: int = PORTION_BYTES,
@@ -119,20 +101,17 @@ async def restore_one(
 ) -> Restored | Broken | None:
     """Restore the soonest segment that is due by ``horizon_ms`` and that nobody else has locked, in one transaction.
 
-    The rows go into ``into``, in portions of about ``portion_bytes`` with ``pause`` seconds after each. Decoding and
-    encoding are done in a thread. A lane of this process must be told: ``note_parked(restored.first_due_ms)``; after an
-    error too, as the commit may be in doubt.
+    The rows go back into the lane that they came from, in portions of about ``portion_bytes`` with ``pause`` seconds
+    after each. Decoding and encoding are done in a thread. The owner of the lane is notified.
 
     None: there is no such segment. Broken: it did not read back, and was marked so; then others come first, until
-    somebody asks for it by :func:`restore`. Raises LaneLost when the lane
-    changed its owner, and the driver's errors; then nothing is committed.
+    somebody asks for it by :func:`restore`. Raises the driver's errors; then nothing is committed.
     """
-    return await _restore(connection, into, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
+    return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
 
 
 async def restore(
     connection: asyncpg.Connection,
-    into: Into,
     segment: int,
     *,
     portion_bytes: int = PORTION_BYTES,
@@ -140,7 +119,7 @@ async def restore(
 ) -> Restored | Broken | None:
     """Restore the segment of this id, as :func:`restore_one` does; broken ones are tried again, and
     lose their mark with that. None: it is gone, or somebody else has it locked."""
-    return await _restore(connection, into, (_LOCK_ONE, segment), portion_bytes, pause)
+    return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
 class _Unfit(Exception):
@@ -153,10 +132,10 @@ class _Unfit(Exception):
 
 
 async def _restore(
-    connection: asyncpg.Connection, into: Into, which: tuple[str, int], portion_bytes: int, pause: float
+    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
     try:
-        return await _restore_at_once(connection, into, which, portion_bytes, pause)
+        return await _restore_at_once(connection, which, portion_bytes, pause)
     except _Unfit as unfit:
         # That is rolled back. Left as it is, it would be tried for ever, and before all others.
         news = await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
@@ -164,7 +143,7 @@ async def _restore(
 
 
 async def _restore_at_once(
-    connection: asyncpg.Connection, into: Into, which: tuple[str, int], portion_bytes: int, pause: float
+    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
 ) -> Restored | Broken | None:
     from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow, without segments a daemon never loads it
 
@@ -184,7 +163,7 @@ async def _restore_at_once(
             news = await mark_broken(connection, segment["id"], error.reason)
             return Broken(segment["id"], count, segment["first_due"], error.reason, known=not news)
         try:
-            status = await write_rows(connection, table, into.number, portion_bytes, pause)
+            status = await write_rows(connection, table, segment["lane"], portion_bytes, pause)
         except (asyncpg.IntegrityConstraintViolationError, *DAMAGED) as error:
             reason = f"its messages cannot be written: {describe(error)}"
             raise _Unfit(Broken(segment["id"], count, segment["first_due"], reason)) from error
@@ -192,11 +171,8 @@ async def _restore_at_once(
             raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
         reach("restore.copied")
         await delete(connection, segment["id"], noted=segment["cancelled"] > 0)
-        counted = await connection.fetch(
-            statements.COUNT_PARKED, [into.number], ["restored"], [count], into.number, into.epoch
-        )
-        if not counted:
-            raise LaneLost(f"lane {into.number}: it changed its owner since epoch {into.epoch}")
+        await notify(connection, {segment["lane"]: segment["first_due"]}, {})
+        await connection.execute(statements.COUNT, [segment["lane"]], ["restored"], [count])
         reach("restore.deleted")
     reach("restore.committed")
     return Restored(segment["id"], count, segment["first_due"])

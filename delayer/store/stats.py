@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from delayer.core import horizon
-from delayer.store import days, owners, schema, segments, session, statements
+from delayer.store import days, schema, segments, session, statements
 from delayer.store.days import DAY_MS
 from delayer.store.errors import translated
 
@@ -56,7 +56,9 @@ class LaneOverview:
     next_due_ms: int | None
     next_retry_ms: int | None
     broker: str = ""
-    """The mark of the broker that its living owner publishes to (owners.py); "" where it does not say."""
+    """The mark of the broker that its owner publishes to (lane_locks.py); "" where it does not say."""
+    route: bytes | None = None
+    """The limited route whose messages it is for."""
 
     @property
     def held(self) -> int:
@@ -137,7 +139,6 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
     counters = {
         row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
     }
-    brokers = await owners.brokers(connection)
     dues = await _next_dues(connection, [number for number, of in counters.items() if waiting(of)])
     lanes = [
         LaneOverview(
@@ -147,7 +148,8 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
             counters=counters[row["number"]],
             next_due_ms=dues.get(row["number"]),
             next_retry_ms=await connection.fetchval(statements.NEXT_RETRY, row["number"]),
-            broker=brokers.get(row["number"], ""),
+            broker=row["broker"],
+            route=row["route"],
         )
         for row in rows
     ]

@@ -7,7 +7,7 @@ held         a message that its destination did not take: ``kind``, ``reason``, 
              ``token`` is the x-delayer-id of a message that was published before it was held
 message_key  which message a key (header ``x-delay-key``) stands for at present
 lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
-             ``watermark`` is where the next owner starts to look, and ``route`` the limited route whose lane it is
+             ``watermark`` is where the next owner begins, ``route`` the limited route whose messages it is for
 counter      what happened to how many messages, a row for each lane and kind
 segment      a run of far-future messages of one lane, compacted and compressed (packing.py); ``messages`` were packed,
              ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
@@ -130,6 +130,7 @@ lane = Table(
     _column("number", SmallInteger, autoincrement=False),
     _column("epoch", BigInteger),
     _column("owner", Text),
+    _column("broker", Text, server_default=""),
     _column("watermark", Instant, server_default=text("'-infinity'")),
     Column("route", LargeBinary),
     PrimaryKeyConstraint("number", name="lane_pkey"),

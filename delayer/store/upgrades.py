@@ -17,6 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from delayer.store import session, tables
 from delayer.store.errors import lost, translated
+from delayer.store.lane_locks import LANES, raise_lanes
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -30,8 +31,9 @@ def _config() -> Config:
     return config
 
 
-async def upgrade(url: str) -> None:
-    """Bring the schema up to schema.HEAD, in one transaction. Raises StoreLost, BadStoreUrl."""
+async def upgrade(url: str, lanes: int = LANES) -> None:
+    """Bring the schema up to schema.HEAD, in one transaction; then make ``lanes`` lanes, if there are less. Raises
+    StoreLost, BadStoreUrl."""
 
     async def connect() -> asyncpg.Connection:
         # An upgrade of a large store takes as long as it takes.
@@ -52,3 +54,4 @@ async def upgrade(url: str) -> None:
         raise lost("schema upgrade", error.orig or error) from error
     finally:
         await engine.dispose()
+    await raise_lanes(url, lanes)

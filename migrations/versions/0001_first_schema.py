@@ -87,6 +87,7 @@ CREATE TABLE lane (
     number    smallint    NOT NULL,
     epoch     bigint      NOT NULL,
     owner     text        NOT NULL,
+    broker    text        NOT NULL DEFAULT '',
     watermark timestamptz NOT NULL DEFAULT '-infinity',
     route     bytea,
     CONSTRAINT lane_pkey PRIMARY KEY (number),

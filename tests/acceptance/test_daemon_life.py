@@ -174,7 +174,7 @@ async def test_servers_that_come_late_and_go(servers: tuple[RabbitMQ, Postgres])
             seen = len(daemon.events)
             await in_thread(postgres.restart)
             await send(raw, "after the database came back")
-            await daemon.event("lane owned", after=seen, timeout=60)
+            await daemon.event("lane taken", after=seen, timeout=60)
             await inbox.got(sent, timeout=60)
             early = [one for one in inbox.arrivals if one.at_ms < one.due_ms]
 

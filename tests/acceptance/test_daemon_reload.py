@@ -198,7 +198,7 @@ async def test_native_mode_beside_a_store(
             daemon.reload()
             await daemon.event("mode switched")
         else:
-            await daemon.event("lane owned")
+            await daemon.event("lane taken")
 
         def keyed(body: bytes) -> Message:
             headers = ((b"x-delay", number("I", 1500)), (b"x-delay-key", text("k")))

@@ -16,12 +16,11 @@ from pyspark.sql import SparkSession
 from delayer.audit import restore, tasks
 from delayer.store import actions, segments
 from delayer.store.partitions import DAY_MS, name_of
-from delayer.store.quiet import quiet_lane
-from tests.audit.backlog import everything, lawful, letters, segments_of
+from tests.audit.backlog import everything, lawful, segments_of
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, filled, pack, quiet, run_delayer
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import compact_all
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import sql
 
 pytestmark = pytest.mark.deadline(300)
 
@@ -102,24 +101,22 @@ async def test_a_segment_that_somebody_else_has_locked(
     async with filled(database, FEW), sql(database) as admin, sql(database) as other, sql(database) as watch:
         await compact_all(admin)
         soonest = (await segments_of(database))[0]
-        async with quiet_lane(database, "test") as lane:
-            fence = segments.Fence(lane.number, lane.epoch)
-            transaction = other.transaction()
-            await transaction.start()
-            await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest["id"])
-            if not let_go:
-                back = await restore.restore_segment(admin, fence, soonest["id"])
-                assert (back.locked, back.restored, back.messages) == (True, False, 0)
-                await transaction.rollback()
-            else:
-                restoring = asyncio.create_task(restore.restore_segment(admin, fence, soonest["id"]))
-                pid = admin.get_server_pid()
-                asked = "SELECT query LIKE 'SELECT EXISTS%' FROM pg_stat_activity WHERE pid = $1"
-                while not await watch.fetchval(asked, pid):  # noqa: ASYNC110 - another session
-                    await asyncio.sleep(0.005)
-                await transaction.rollback()
-                back = await restoring
-                assert (back.restored, back.messages) == (True, soonest["messages"])
+        transaction = other.transaction()
+        await transaction.start()
+        await other.execute("SELECT FROM segment WHERE id = $1 FOR UPDATE", soonest["id"])
+        if not let_go:
+            back = await restore.restore_segment(admin, soonest["id"])
+            assert (back.locked, back.restored, back.messages) == (True, False, 0)
+            await transaction.rollback()
+        else:
+            restoring = asyncio.create_task(restore.restore_segment(admin, soonest["id"]))
+            pid = admin.get_server_pid()
+            asked = "SELECT query LIKE 'SELECT EXISTS%' FROM pg_stat_activity WHERE pid = $1"
+            while not await watch.fetchval(asked, pid):  # noqa: ASYNC110 - another session
+                await asyncio.sleep(0.005)
+            await transaction.rollback()
+            back = await restoring
+            assert (back.restored, back.messages) == (True, soonest["messages"])
         await lawful(database)
     done = restore.Done([back, restore.Back(7, 0, gone=True)], 1.0)
     assert (done.locked, done.segments) == ([] if let_go else [soonest["id"]], int(let_go))
@@ -137,17 +134,6 @@ async def test_cancelled_messages_do_not_come_back(spark: SparkSession, database
         assert set(await everything(database)) == set(before) - set(chosen)
         counters = await lawful(database)
         assert counters["cancelled"] == len(chosen)
-
-
-async def test_a_quiet_lane_is_none_that_somebody_waits_for(database: str) -> None:
-    async with opened(database) as store:
-        async with owned(store, 3) as [soon, later, empty]:
-            await store.park(soon, [parcel(store.now_ms() + 5_000)], [])
-            await store.park(later, letters(1, 1, store.now_ms()), [])
-            numbers = soon.number, later.number, empty.number
-        async with quiet_lane(database, "a") as one, quiet_lane(database, "b") as two, quiet_lane(database, "c") as new:
-            assert (one.number, two.number) == (numbers[2], numbers[1])
-            assert new.number not in numbers
 
 
 def test_rounds_are_short_for_what_is_due_soon() -> None:

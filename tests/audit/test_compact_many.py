@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import compact, restore
-from delayer.store.quiet import quiet_lane
-from delayer.store.segments import Fence
-from tests.audit.backlog import everything, lawful, segments_of
-from tests.audit.compacting import COUNT, FEW, ROWS, WEEK_MS, bring_back, filled, pack
-from tests.conformance.store_contract import owned, release_all
-from tests.integration.test_store_lane import sql
+from tests.audit.backlog import everything, lawful
+from tests.audit.compacting import COUNT, bring_back, filled, pack
 
 pytestmark = pytest.mark.deadline(300)
 
@@ -44,24 +38,3 @@ async def test_packing_and_restoring_at_once(spark: SparkSession, database: str)
         await packing
         assert await everything(database) == before
         await lawful(database)
-
-
-async def test_a_lane_that_changed_its_owner_takes_nothing_more(database: str) -> None:
-    """The driver of a restore is gone and somebody owns its lane: its executors are refused."""
-    async with filled(database, FEW) as store, sql(database) as admin:
-        before = await everything(database)
-        planned = await compact.plan(database, WEEK_MS, ROWS)
-        for window in planned.windows:
-            await compact.pack_window(admin, window, ROWS)
-        [first, *_] = await segments_of(database)
-        async with quiet_lane(database, "test") as lane:
-            fence = Fence(lane.number, lane.epoch)
-        async with quiet_lane(database, "another") as lane:
-            assert lane.number == fence.number, "the lane that was given up is taken again"
-            found = await restore.restore_segment(admin, fence, first["id"])
-        assert found.lost is not None
-        assert re.search("owner", found.lost)
-        assert await everything(database) == before
-        await lawful(database)
-        async with owned(store) as [lane]:
-            assert await release_all(lane) == []

@@ -17,7 +17,6 @@ from pyspark.sql import SparkSession
 from delayer.audit import compact, restore
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from delayer.store.segments import Fence
 from tests.audit.compacting import FEW, ROWS, WEEK_MS, bring_back, command, fault, filled, pack, until_quiet
 from tests.audit.test_job import PASSWORD, pages, secret
 
@@ -89,7 +88,7 @@ async def test_errors_do_not_quote_the_url(database: str) -> None:
         await restore.plan(nowhere, None)
     window = compact.Window(1, 0, 1, 1)
     [packed] = await asyncio.to_thread(compact.work, nowhere, ROWS, [window])
-    [back] = await asyncio.to_thread(restore.work, nowhere, Fence(1, 0), [1])
+    [back] = await asyncio.to_thread(restore.work, nowhere, [1])
     assert "no_such_database" in str(packed.lost)
     assert "no_such_database" in str(back.lost)
     texts = [f"{one.value!r}{one.value}{one.value.__cause__!r}" for one in (planned, listed)]

@@ -22,7 +22,6 @@ from tests.rig.fakes import WHY
 
 MANY = 1_000_000
 ROOM = 1 << 30
-SOON_MS = 120_000
 
 
 def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
@@ -37,11 +36,29 @@ def parcel(due_ms: int, body: bytes = b"body", **more: Any) -> Parcel:
     return Parcel(due_ms=due_ms, body=body, **(values | more))
 
 
+async def free_lanes(store: Store, count: int = MANY) -> list[Lane]:
+    """Take up to ``count`` free lanes without a route."""
+    taken: list[Lane] = []
+    for seen in (await store.look()).lanes:
+        if seen.route is None and not seen.owned and len(taken) < count:
+            lane = await store.take(seen.number)
+            if lane is not None:
+                taken.append(lane)
+    return taken
+
+
+async def taken(store: Store, number: int) -> Lane:
+    """Take this lane as soon as it is free."""
+    while (lane := await store.take(number)) is None:
+        pass
+    return lane
+
+
 @asynccontextmanager
 async def owned(store: Store, count: int = 1) -> AsyncIterator[list[Lane]]:
     """Lanes of ``store``, released in the end."""
     async with AsyncExitStack() as stack:
-        lanes = await store.own_lanes(count)
+        lanes = await free_lanes(store, count)
         for lane in lanes:
             stack.push_async_callback(lane.release)
         yield lanes
@@ -65,12 +82,6 @@ async def release_all(lane: Lane) -> list[Due]:
         released += rows
     await lane.settle([], [])
     return released
-
-
-async def until_idle(lane: Lane) -> None:
-    """Lanes look for it by themselves, a few seconds after they were taken."""
-    while not lane.idle:  # noqa: ASYNC110 - the port has no event for what is asked for once a minute
-        await asyncio.sleep(0.05)
 
 
 def bodies(rows: Sequence[Due]) -> list[bytes]:
@@ -230,65 +241,76 @@ class StoreContract:
     async def test_two_daemons_never_share_a_lane(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as ones, owned(two, 2) as twos:
             assert len({lane.number for lane in [*ones, *twos]}) == 4
-            assert await one.adopt(MANY) == await two.adopt(MANY) == []
+            assert await one.take(twos[0].number) is None
             await one.park(ones[0], [parcel(one.now_ms() - 1)], [])
             assert await release_all(twos[0]) == await release_all(ones[1]) == []
             assert len(await release_all(ones[0])) == 1
 
-    async def test_a_lane_with_rows_is_adopted_when_its_owner_is_gone(self, place: str) -> None:
-        async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as [with_rows, without]:
+    async def test_a_lane_is_taken_when_its_owner_is_gone(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two, owned(one, 2) as [with_rows, _]:
             await one.park(with_rows, [parcel(one.now_ms() - 1, b"orphan")], [])
-            assert await two.adopt(MANY) == []
+            assert await two.take(with_rows.number) is None
             await with_rows.claim(MANY, ROOM)
             await with_rows.release()
             await with_rows.release()
             assert not with_rows.held_by_us
-            [adopted] = await two.adopt(MANY)
-            assert adopted.number == with_rows.number != without.number
-            assert bodies(await release_all(adopted)) == [b"orphan"]
-            await adopted.release()
-            assert await two.adopt(MANY) == []
+            again = await taken(two, with_rows.number)
+            assert bodies(await release_all(again)) == [b"orphan"]
+            await again.release()
 
-    async def test_a_lane_is_adopted_only_while_something_is_due_soon(self, place: str) -> None:
-        """Within two minutes by the store's clock, waiting or held; the others stay free, to be owned."""
+    async def test_a_look_shows_the_live_processes_and_the_owned_lanes(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two:
-            async with owned(one, 4) as [now, later, soon, held]:
-                await one.park(now, [parcel(one.now_ms() + 60_000), parcel(one.now_ms() + 90_000)], [])
-                await one.park(later, [parcel(one.now_ms() + 150_000)], [])
-                await one.park(soon, [parcel(one.now_ms() + SOON_MS + 2_000), parcel(one.now_ms() + 150_000)], [])
-                await one.hold(held, [(parcel(one.now_ms()), WHY)])
-            adopted = await two.adopt(1)
-            assert [lane.number for lane in adopted] == [held.number], "the soonest first"
-            adopted += await two.adopt(MANY)
-            assert [lane.number for lane in adopted] == [held.number, now.number]
-            while len(adopted) == 2:
-                adopted += await two.adopt(MANY)
-            assert adopted[-1].number == soon.number
-            async with owned(one, 2) as [again, _]:
-                assert again.number == later.number
-                assert await two.adopt(MANY) == []
-            for lane in adopted:
-                await lane.release()
+            assert (await one.look()).live == 1
+            async with owned(two, 2) as lanes:
+                looks = [await one.look(), await two.look()]
+                assert [look.live for look in looks] == [2, 2]
+                assert sorted(look.rank for look in looks) == [0, 1]
+                assert {lane.number for lane in looks[0].lanes if lane.owned} == {lane.number for lane in lanes}
+            two.leave()
+            while (await one.look()).live == 2:
+                pass
+            assert (await two.look()).live == 2
 
-    async def test_idle_is_what_would_not_be_adopted_again(self, place: str) -> None:
-        async with self.daemon(place) as store, owned(store, 2) as [empty, far]:
-            assert not empty.idle, "nobody has asked yet"
-            await store.park(far, [parcel(store.now_ms() + 3_600_000)], [])
-            await asyncio.gather(until_idle(empty), until_idle(far))
-            for due_ms in (0, 60_000, 300_000):
-                await store.park(far, [parcel(store.now_ms() + due_ms)], [])
-                assert not far.idle
+    async def test_messages_of_a_route_with_a_lane_go_there(self, place: str) -> None:
+        """Whichever process owns it; and its owner hears of them."""
+        async with self.daemon(place) as one, self.daemon(place) as two:
+            await one.add_routes([b"limited"])
+            await two.add_routes([b"limited"])
+            number = (await one.look()).routes[b"limited"]
+            theirs = await taken(two, number)
+            assert theirs.route == b"limited"
+            async with owned(one) as [lane]:
+                assert await release_all(theirs) == []
+                sleeper = asyncio.create_task(theirs.wait(50.0))
+                now = one.now_ms()
+                mixed = [parcel(now, b"%d" % n, route=b"limited" if n % 2 else b"free") for n in range(6)]
+                await one.park(lane, mixed, [])
+                await sleeper
+                assert bodies(await claim_when_due(theirs)) == [b"1", b"3", b"5"]
+                await theirs.give_up()
+                assert bodies(await claim_when_due(lane)) == [b"0", b"2", b"4"]
+                await lane.give_up()
+                await one.park(lane, [parcel(now + 60_000, b"6", route=b"limited", key=b"k")], [])
+                taken_out = await one.park(lane, [], [b"k"])
+                assert taken_out.keys == {b"k"}
+                await one.hold(lane, [(parcel(now, b"7", route=b"limited"), WHY)])
+                await release_all(theirs)
+                assert 1.0 < await theirs.sleep_hint() <= 10.0
+            await theirs.release()
 
-    async def test_lanes_with_rows_are_owned_first(self, place: str) -> None:
-        async with self.daemon(place) as store:
-            async with owned(store, 3) as [_, _, third]:
-                await store.park(third, [parcel(store.now_ms() + 1000)], [])
-            async with owned(store, 2) as again:
-                assert again[0].number == third.number
+    async def test_messages_without_a_lane_of_ours_are_announced(self, place: str) -> None:
+        async with self.daemon(place) as one, self.daemon(place) as two, owned(two, 4) as lanes:
+            for lane in lanes:
+                assert await release_all(lane) == []
+            sleepers = [asyncio.create_task(lane.wait(50.0)) for lane in lanes]
+            for _ in lanes:
+                await one.park(None, [parcel(one.now_ms())], [])
+            await asyncio.gather(*sleepers)
+            assert [len(await release_all(lane)) for lane in lanes] == [1] * 4
 
     async def test_a_lost_lane_takes_nothing(self, place: str) -> None:
         async with self.daemon(place) as one, self.daemon(place) as two:
-            [lane] = await one.own_lanes(1)
+            [lane] = await free_lanes(one, 1)
             await lane.release()
             async with owned(two) as [theirs]:
                 assert theirs.number == lane.number
@@ -389,7 +411,7 @@ class StoreContract:
 
     async def test_what_was_compacted_comes_out_as_it_went_in(self, place: str) -> None:
         """With its old id: whoever consumes it sees no difference."""
-        async with self.daemon(place) as store, owned(store, 2) as [lane, other]:
+        async with self.daemon(place) as store, owned(store) as [lane]:
             due_ms = store.now_ms() - 5
             parcels = [
                 Parcel(due_ms, b"route", b"ex\x00change", bytes(range(256))[1:], Target(b"", b"queue"), b"\0\0", b"\0"),
@@ -401,18 +423,18 @@ class StoreContract:
             await lane.give_up()
             assert await self.compact(place, MANY) == 1
             assert await release_all(lane) == []
-            restored = await store.restore(other, store.now_ms())
+            restored = await store.restore(store.now_ms())
             assert isinstance(restored, Restored)
             assert (restored.messages, restored.first_due_ms) == (3, due_ms)
-            assert await release_all(other) == before
-            assert await store.restore(other, store.now_ms()) is None
+            assert await release_all(lane) == before
+            assert await store.restore(store.now_ms()) is None
 
     async def test_the_soonest_is_restored_first_and_only_up_to_the_horizon(self, place: str) -> None:
         async with self.daemon(place) as store, owned(store) as [lane]:
             now = store.now_ms()
             await store.park(lane, [parcel(now + hours * 3_600_000) for hours in (3, 1, 2)], [])
             assert await self.compact(place, 1) == 3
-            found = [await store.restore(lane, now + 2 * 3_600_000) for _ in range(3)]
+            found = [await store.restore(now + 2 * 3_600_000) for _ in range(3)]
             firsts = [one.first_due_ms if isinstance(one, Restored) else None for one in found]
             assert firsts == [now + 3_600_000, now + 2 * 3_600_000, None]
 
@@ -423,7 +445,7 @@ class StoreContract:
             assert await release_all(lane) == []
             sleeper = asyncio.create_task(lane.wait(50.0))
             await asyncio.sleep(0)
-            await store.restore(lane, store.now_ms())
+            await store.restore(store.now_ms())
             await sleeper
             assert bodies(await claim_when_due(lane)) == [b"late"]
             await lane.give_up()
@@ -433,25 +455,12 @@ class StoreContract:
             await one.park(first, [parcel(one.now_ms() - 1000 + n, b"%d" % n) for n in range(12)], [])
             assert await self.compact(place, 1) == 12
 
-            async def all_of_them(store: Store, lane: Lane) -> int:
+            async def all_of_them(store: Store) -> int:
                 count = 0
-                while (found := await store.restore(lane, store.now_ms())) is not None:
+                while (found := await store.restore(store.now_ms())) is not None:
                     count += isinstance(found, Restored)
                 return count
 
-            assert sum(await asyncio.gather(all_of_them(one, first), all_of_them(two, second))) == 12
+            assert sum(await asyncio.gather(all_of_them(one), all_of_them(two))) == 12
             released = await release_all(first) + await release_all(second)
             assert sorted(bodies(released), key=int) == [b"%d" % n for n in range(12)]
-
-    async def test_nothing_is_restored_into_a_lost_lane(self, place: str) -> None:
-        async with self.daemon(place) as one, self.daemon(place) as two:
-            [lane] = await one.own_lanes(1)
-            await one.park(lane, [parcel(one.now_ms() - 1)], [])
-            assert await self.compact(place, MANY) == 1
-            await lane.release()
-            async with owned(two) as [theirs]:
-                assert theirs.number == lane.number
-                with pytest.raises(LaneLost):
-                    await one.restore(lane, one.now_ms())
-                assert isinstance(await two.restore(theirs, two.now_ms()), Restored)
-                assert len(await release_all(theirs)) == 1

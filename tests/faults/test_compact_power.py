@@ -11,7 +11,6 @@ import pytest
 from delayer.audit import compact, restore
 from delayer.store import compacting, segments, session, upgrades
 from delayer.store.partitions import DAY_MS
-from delayer.store.segments import Fence
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import sql
 from tests.rig.fakes import NOW
@@ -70,11 +69,11 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
 
     async with sql(url) as admin:
         ids = [one.id for one in await segments.listed(admin)]
-    back = await killed(server, url, lambda: restore.work(url, Fence(LANE, 0), ids), lambda n: n <= len(ids) - 5)
+    back = await killed(server, url, lambda: restore.work(url, ids), lambda n: n <= len(ids) - 5)
     assert any(one.lost for one in back)
     assert without_lanes(await looked(url, everything)) == without_lanes(before)
     await looked(url, conserved)
-    assert not any(one.lost for one in await asyncio.to_thread(restore.work, url, Fence(LANE, 0), ids))
+    assert not any(one.lost for one in await asyncio.to_thread(restore.work, url, ids))
     assert without_lanes(await looked(url, waiting)) == without_lanes(before)
     await looked(url, conserved)
 

@@ -64,7 +64,7 @@ async def test_killed_at_random_moments_while_it_restores(vhost: str, store: str
         for life in range(KILLS):
             await ledger.publish(200, longest_ms=1_000)
             async with place.daemon() as daemon:
-                begun = "segment restored" if life % 2 and await place.segments() else "lane owned"
+                begun = "segment restored" if life % 2 and await place.segments() else "lane taken"
                 await daemon.event(begun)
                 moment = chance.uniform(0, LONGEST_LIFE)
                 print(f"seed {SEED}, life {life}: killed {moment:.3f} s after {begun}")

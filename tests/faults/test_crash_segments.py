@@ -12,7 +12,7 @@ import pytest
 
 from delayer.store import segments
 from delayer.store.partitions import DAY_MS
-from tests.integration.segments_store import INTO, START_MS, restore_all, store
+from tests.integration.segments_store import START_MS, restore_all, store
 from tests.integration.test_store_lane import sql
 from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
 
@@ -28,12 +28,12 @@ async def main():
     await compact(connection, rows={AT_MOST})
 asyncio.run(main())
 """
-RESTORE = f"""
+RESTORE = """
 import asyncio, sys
 from delayer.store import segments, session
 async def main():
     connection = await session.connect(sys.argv[1], "victim")
-    while await segments.restore_one(connection, segments.Fence{tuple(INTO)}, segments.FOREVER_MS):
+    while await segments.restore_one(connection, segments.FOREVER_MS):
         pass
 asyncio.run(main())
 """

@@ -17,7 +17,6 @@ from delayer.core.segment import Broken, Restored
 from delayer.store import actions, listing, partitions, segments, unpacking, upgrades
 from delayer.store.actions import Found
 from delayer.store.partitions import DAY_MS
-from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NOW
@@ -146,7 +145,7 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
     """Its pieces belong to a segment, or to two that are neighbours."""
     found = []
     async with sql(damaged["bytes"].url) as admin:
-        while one := await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS):
+        while one := await segments.restore_one(admin, segments.FOREVER_MS):
             found.append(one)
         broken = [one for one in found if isinstance(one, Broken)]
         assert 1 <= len(broken) <= 2
@@ -177,10 +176,10 @@ async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None
     """Each is tried once, and marked: none of them stands in the way of what comes later."""
     async with sql(damaged["file"].url) as admin:
         for _ in range(ROWS // OF_A_SEGMENT):
-            found = await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS)
+            found = await segments.restore_one(admin, segments.FOREVER_MS)
             assert isinstance(found, Broken)
             assert "the store cannot read its bytes: UndefinedFileError" in found.reason
-        assert await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS) is None
+        assert await segments.restore_one(admin, segments.FOREVER_MS) is None
         assert (await segments.count(admin)).broken == ROWS // OF_A_SEGMENT
 
 
@@ -188,14 +187,14 @@ async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
     """A segment that cannot be written there is marked, and keeps none of other days back."""
     async with sql(damaged["partition"].url) as admin:
         spoiled, sound = [one.id for one in await segments.listed(admin)]
-        broken = await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS)
+        broken = await segments.restore_one(admin, segments.FOREVER_MS)
         assert isinstance(broken, Broken)
         assert broken.segment == spoiled
         assert "its messages cannot be written: IndexCorruptedError" in broken.reason
-        found = await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS)
+        found = await segments.restore_one(admin, segments.FOREVER_MS)
         assert isinstance(found, Restored)
         assert found.segment == sound
-        assert await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS) is None
+        assert await segments.restore_one(admin, segments.FOREVER_MS) is None
         assert await segments.doubtful(admin, segments.FOREVER_MS) == [spoiled]
         assert await admin.fetchval("SELECT messages FROM segment") == 50
 
@@ -232,7 +231,7 @@ async def test_a_damaged_key_of_what_was_cancelled(damaged: dict[str, Damaged]) 
 
         await admin.execute("REINDEX INDEX segment_cancelled_pkey")
         for number in await segments.doubtful(admin, segments.FOREVER_MS):
-            assert isinstance(await segments.restore(admin, Fence(LANE, 0), number), Restored)
+            assert isinstance(await segments.restore(admin, number), Restored)
         assert len(await waiting(admin)) == rows_alive == ROWS - len(broken) * GONE
         assert await admin.fetchval("SELECT count(*) FROM segment_cancelled") == 0
         await conserved(admin)
@@ -246,7 +245,7 @@ async def alive(admin: asyncpg.Connection) -> int:
 
 async def restored_or_broken(admin: asyncpg.Connection) -> list[Restored | Broken]:
     found = []
-    while one := await segments.restore_one(admin, Fence(LANE, 0), segments.FOREVER_MS):
+    while one := await segments.restore_one(admin, segments.FOREVER_MS):
         found.append(one)
     return found
 
@@ -276,7 +275,7 @@ def test_a_damaged_page_of_segments_and_bulk_restore(damaged: dict[str, Damaged]
     assert len(others) == ROWS // OF_A_SEGMENT - len(lost)
     [unreadable] = planned.unreadable
     assert unreadable.startswith("page 1 of table segment: ")
-    back = restore.work(url, Fence(LANE, 0), [lost[0], *others])
+    back = restore.work(url, [lost[0], *others])
     done = restore.Done(back, 0.0, planned.unreadable)
     assert done.lost == []
     assert done.segments == len(others)

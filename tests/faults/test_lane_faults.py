@@ -35,7 +35,7 @@ async def test_a_daemon_that_hangs_loses_its_lanes_and_notices(vhost: str, store
     async with place.ledger(SEED) as ledger, AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
         await asyncio.gather(first.ready(), second.ready())
-        owned = {event["lane"] for event in first.events if event["event"] == "lane owned"}
+        owned = {event["lane"] for event in first.events if event["event"] == "lane taken"}
         await ledger.publish(2_000, delay_ms=4_000)
         await eventually(place.rows, lambda rows: rows > 1_500)
         first.signal(signal.SIGSTOP)
@@ -44,7 +44,7 @@ async def test_a_daemon_that_hangs_loses_its_lanes_and_notices(vhost: str, store
         lost = await first.event("lane lost")
         assert {adopted["lane"], lost["lane"]} <= owned
         await ledger.all_back()
-        await first.event("lane owned", after=first.events.index(lost))
+        await first.event("lane taken", after=first.events.index(lost))
         assert [await first.stop(), await second.stop()] == [0, 0]
         verdict = await place.settle_accounts(ledger)
     print(verdict, await place.conserved())

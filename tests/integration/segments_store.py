@@ -12,30 +12,28 @@ import asyncpg
 from delayer.core.segment import Broken, Restored
 from delayer.store import partitions, segments, upgrades
 from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS, Fence
+from delayer.store.segments import FOREVER_MS
 from tests.integration.test_store_lane import sql
 
 START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
 """The first instant of a day that is far away."""
-INTO = Fence(9, 0)
 
 
 @asynccontextmanager
 async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
-    """A connection to a store with the newest schema, partitions for some days from START_MS on, and a lane INTO."""
+    """A connection to a store with the newest schema, and partitions for some days from START_MS on."""
     await upgrades.upgrade(url)
     async with sql(url) as admin:
         first = START_MS // DAY_MS
         for day in range(first, first + days):
             assert await partitions.make(admin, day, first - 10) is partitions.Making.DONE
-        await admin.execute("INSERT INTO lane VALUES ($1, $2, 'gone')", *INTO)
         yield admin
 
 
-async def restore_all(admin: asyncpg.Connection, into: Fence = INTO, **more: Any) -> list[Restored | Broken]:
+async def restore_all(admin: asyncpg.Connection, **more: Any) -> list[Restored | Broken]:
     """Everything back, as a daemon does it."""
     found = []
-    while (one := await segments.restore_one(admin, into, FOREVER_MS, **more)) is not None:
+    while (one := await segments.restore_one(admin, FOREVER_MS, **more)) is not None:
         found.append(one)
     return found
 

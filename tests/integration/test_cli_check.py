@@ -65,7 +65,7 @@ async def test_lanes_of_another_virtual_host_are_off(
             await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
     delayer("db", "upgrade")
     async with DaemonProcess({"BROKER__URL": elsewhere, "STORE__URL": database}) as daemon:
-        await daemon.event("lane owned")
+        await daemon.event("lane taken")
         await daemon.event("ready")
         assert {row["result"] for row in rows(delayer, "lanes", DELAYER_BROKER__URL=elsewhere)} == {"ok"}
         owned_by, shared = rows(delayer, "lanes", expect=1)

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from delayer.core.pace import Scope
 from delayer.store import audit_log, detail, retry, statements, upgrades
 from delayer.store.actions import When, reschedule
 from delayer.store.postgres import PostgresStore
@@ -43,12 +42,11 @@ async def test_an_id_that_it_was_published_under_before_stays(database: str) -> 
     async with owned(store) as (lane,):
         before = parcel(store.now_ms(), b"before")._replace(token=b"0123456789abcdef0123456789abcdef")
         await store.hold(lane, [(before, NO_CONFIRM), (parcel(store.now_ms(), b"never"), WHY)])
-        for scope in (None, Scope(frozenset({before.route}), only=True)):
-            lane.pace([scope] if scope else [])
+        for _ in range(2):
             tokens: dict[bytes, bytes] = {}
             while len(tokens) < 2:
                 await lane.wait(await lane.sleep_hint())
-                rows = await (lane.claim(MANY, ROOM, scope) if scope else lane.claim(MANY, ROOM))
+                rows = await lane.claim(MANY, ROOM)
                 tokens |= {row.parcel.body: row.parcel.token for row in rows if row.sound}
                 await lane.settle([], [(row, WHY) for row in rows])
             assert tokens == {b"before": before.token, b"never": b""}

@@ -44,8 +44,7 @@ async def _compact(admin: asyncpg.Connection) -> None:
 
 async def _restore(admin: asyncpg.Connection) -> None:
     [segment] = await segments.listed(admin)
-    epoch = await admin.fetchval("SELECT epoch FROM lane WHERE number = 1")
-    assert await segments.restore(admin, segments.Fence(1, epoch), segment.id)
+    assert await segments.restore(admin, segment.id)
 
 
 async def _reschedule(admin: asyncpg.Connection) -> None:

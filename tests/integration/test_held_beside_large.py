@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.core.pace import Scope
 from delayer.store import retry, upgrades
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, bodies, owned, parcel
@@ -13,27 +12,21 @@ from tests.rig.fakes import WHY
 ROOM = 100_000
 BACKLOG = 60
 HELD = 3
-EVERYTHING = Scope(frozenset({b"nothing"}), only=False)
 
 
-@pytest.mark.parametrize("scope", [None, EVERYTHING], ids=["all", "of some routes"])
 @pytest.mark.parametrize("size", [ROOM // 20, ROOM // 2, 3 * ROOM], ids=["many a claim", "two a claim", "one a claim"])
-async def test_held_messages_have_their_turn(
-    database: str, monkeypatch: pytest.MonkeyPatch, size: int, scope: Scope | None
-) -> None:
+async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(retry, "FIRST_MS", 1)
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):
-        if scope is not None:
-            lane.pace([scope])
         now_ms = store.now_ms()
         await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), WHY) for number in range(HELD)])
         await store.park(lane, [parcel(now_ms - 1000, bytes(size))] * BACKLOG, [])
         came: list[bytes] = []
         claims = 0
         while len(came) < BACKLOG + HELD:
-            rows = await (lane.claim(MANY, ROOM) if scope is None else lane.claim(MANY, ROOM, scope))
+            rows = await lane.claim(MANY, ROOM)
             assert sum(map(len, bodies(rows))) <= ROOM + size, "one more than there is room for, and no two"
             came += bodies(rows)
             claims += 1

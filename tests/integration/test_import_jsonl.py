@@ -126,7 +126,7 @@ async def content_unpacked(database: str) -> list[tuple[object, ...]]:
 
     async with sql(database) as admin:
         for segment in await segments.listed(admin):
-            await segments.restore(admin, segments.Fence(1, await _epoch(admin)), segment.id)
+            await segments.restore(admin, segment.id)
         return await content(admin)
 
 

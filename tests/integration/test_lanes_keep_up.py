@@ -6,7 +6,7 @@ import pytest
 
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import parcel
-from tests.integration.test_lanes_given_back import migrated, running
+from tests.integration.lanes_shared import migrated, running
 from tests.integration.test_store_lane import sql
 
 DUE_MS = 1_000
@@ -21,9 +21,9 @@ async def test_a_claim_that_waits_for_somebodys_lock_holds_up_only_what_was_park
         await daemon.lanes.park([parcel(daemon.now_ms() + DUE_MS, b"locked")], [])
         async with somebody.transaction():
             assert len(await somebody.fetch("SELECT id FROM message FOR UPDATE")) == 1
-            await wait_for(lambda: any(release.behind for release in daemon.lanes._in_hand.releases.values()))
+            await wait_for(lambda: any(release.behind for _, release in daemon.lanes._releases.values()))
             for body in (b"one", b"two", b"three"):
                 await daemon.lanes.park([parcel(daemon.now_ms(), body)], [])
             await wait_for(lambda: len(daemon.publisher.published) == 3, timeout=10)
-            assert {one.body for one in daemon.publisher.published} == {b"one", b"two", b"three"}
+            assert {one.body for _, one in daemon.publisher.published} == {b"one", b"two", b"three"}
         await wait_for(lambda: len(daemon.publisher.published) == 4)

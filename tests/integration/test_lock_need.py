@@ -10,15 +10,13 @@ import pytest
 
 from delayer.commands.check import _locks
 from delayer.store import keys, parking, server_checks, session, upgrades
-from delayer.store.segments import Fence
 from delayer.store.server_checks import LockNeed
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
 from tests.rig.postgres import Postgres
 
-LANE = Fence(1, 0)
+LANE = parking.Placement(1, {}, 0)
 FAR_MS = 4_000_000_000_000
-_LANE = "INSERT INTO lane (number, epoch, owner) VALUES (1, 0, 'test')"
 _ADVISORY = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
 
 
@@ -34,7 +32,6 @@ async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
 async def test_a_park_takes_few_locks_for_many_keys(database: str) -> None:
     await upgrades.upgrade(database)
     async with sql(database) as connection:
-        await connection.execute(_LANE)
         assert await park(connection, 0, 3) <= 3
         assert await park(connection, 0, 2_000) == keys.LOCKS == 64
         assert await connection.fetchval("SELECT count(*) FROM message_key") == 2_000
@@ -52,8 +49,6 @@ def small_server() -> Iterator[Postgres]:
 async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(small_server: Postgres) -> None:
     url, total, batch = small_server.url(small_server.add_database()), 100_000, 2_000
     await upgrades.upgrade(url)
-    async with sql(url) as admin:
-        await admin.execute(_LANE)
     left = [*range(0, total, batch)] * 2
     left.sort(reverse=True)
 

@@ -14,10 +14,9 @@ from structlog.testing import capture_logs
 
 from delayer.core.message import Outcome, Outgoing, Parcel
 from delayer.core.segment import Broken, Locked, Restored
-from delayer.services import lanes as lanes_module
 from delayer.services import restoring as service
 from delayer.services.counting import Counters
-from delayer.services.lanes import Lanes
+from delayer.services.lane_manager import LaneManager
 from delayer.services.ports import Lane, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
@@ -37,7 +36,7 @@ CONTENT = (b"", b"\0", bytes(range(256)), b'{"order": 1}' * 40, b"\xff" * 5_000)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes_module, "LOOK_AROUND", 0.02)
+    monkeypatch.setattr("delayer.services.lane_manager.LOOK_SECONDS", 0.02)
     monkeypatch.setattr("delayer.services.release.SLICE", 0.05)
     monkeypatch.setattr(service, "LOOK", 0.1)
 
@@ -61,7 +60,8 @@ class Daemon:
         self._url = url
         self.publisher = Witness()
         self.counters = Counters()
-        self.lanes = Lanes(self._connect, 2, self._release, pulse=Pulse(), counters=self.counters)
+        self.lanes = LaneManager(self._release, pulse=Pulse(), counters=self.counters)
+        self.lanes.configure(self._connect)
         self.restoring = Restoring(self.lanes, ahead_ms=lambda: ahead_ms, counters=self.counters)
 
     async def _connect(self) -> Store:

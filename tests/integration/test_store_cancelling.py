@@ -17,7 +17,7 @@ from delayer.store.errors import WORTH_REPEATING
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
-from tests.integration.segments_store import INTO, START_MS, apart, blocked, restore_all, store
+from tests.integration.segments_store import START_MS, apart, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import WHY
 from tests.rig.rows import compact, conserved, everything, packed, put, row, rows, waiting
@@ -100,7 +100,7 @@ async def test_the_last_one_takes_the_segment_with_it(database: str) -> None:
         assert (listed.live, listed.cancelled) == (1, 2)
         assert await cancel(admin, [3, 1]) == {3: Found.SEGMENT, 1: Found.NOWHERE}
         assert (await segments.count(admin))[:2] == (0, 0)
-        assert await segments.restore(admin, INTO, made.segment) is None
+        assert await segments.restore(admin, made.segment) is None
         assert await conserved(admin) == NO_ONE | {"parked": 3, "cancelled": 3}
 
 
@@ -127,10 +127,10 @@ async def test_cancel_against_a_restore_in_flight(database: str) -> None:
     async with store(database) as admin, sql(database) as holder, sql(database) as one, sql(database) as two:
         await put(admin, rows(10, START_MS))
         await compact(admin)
-        await admin.execute("INSERT INTO counter VALUES ($1, 'restored', 0)", INTO.number)
+        await admin.execute("INSERT INTO counter VALUES (1, 'restored', 0)")
         await holder.execute("BEGIN")
         await holder.execute("SELECT FROM counter WHERE kind = 'restored' FOR UPDATE")
-        restoring = asyncio.create_task(segments.restore_one(one, INTO, FOREVER_MS))
+        restoring = asyncio.create_task(segments.restore_one(one, FOREVER_MS))
         await blocked(admin, "%INSERT INTO counter%")
         cancels = asyncio.create_task(cancel(two, [4]))
         await blocked(admin, "SELECT id, lane, messages, cancelled FROM segment%")
@@ -195,7 +195,7 @@ async def test_everything_at_once(database: str) -> None:
 
         async def restores(connection: asyncpg.Connection) -> None:
             while not stop.is_set():
-                if await patiently(segments.restore_one, connection, INTO, FOREVER_MS) is None:
+                if await patiently(segments.restore_one, connection, FOREVER_MS) is None:
                     await asyncio.sleep(0)
 
         async def cancels(connection: asyncpg.Connection, some: list[int]) -> None:

@@ -111,7 +111,7 @@ async def test_conservation_under_everything_at_once(database: str) -> None:
                     if chance.random() < 0.1:
                         async with sql(database) as hand:
                             await hand.execute(HURRY)
-                        await lane.look_back()
+                        await lane.scan()
                         await lane.sleep_hint()
             return released
 

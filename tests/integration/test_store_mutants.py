@@ -14,7 +14,6 @@ import pytest
 
 from delayer.store import keys, parking, partitions, session, upgrades
 from delayer.store.partitions import DAY_MS
-from delayer.store.segments import Fence
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.rows import put, row
@@ -52,7 +51,7 @@ async def test_nobody_raises_the_epoch_before_a_park_is_committed(database: str)
         await taker.execute("SET lock_timeout = '200ms'")
         take = "UPDATE lane SET epoch = epoch + 1 WHERE number = 1"
         async with open_transaction(database) as parker:
-            await parking.park_plain(parker, Fence(1, 0), [parcel(4_000_000_000_000)])
+            await parking.park_plain(parker, parking.Placement(1, {}, 0), [parcel(4_000_000_000_000)])
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await taker.execute(take)
         await taker.execute(take)

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 
 from delayer.core import horizon
-from delayer.core.pace import Scope
 from delayer.store import listing, partitions, statements, stats, upgrades
-from delayer.store.claiming import READ_AT_ONCE
 from delayer.store.partitions import DAY_MS
 from delayer.store.stats import overview
 from tests.conformance.store_contract import ROOM, owned, parcel
@@ -245,42 +243,6 @@ async def test_a_release_reads_the_index_of_the_days_that_are_due(server: Postgr
             check_index(plan, "message_key", "message_key_pkey")
 
 
-@pytest.mark.parametrize(
-    ("scope", "taken"),
-    [
-        pytest.param(Scope(frozenset({b"nobody"}), only=True), 0, id="a route of which nothing waits"),
-        pytest.param(Scope(frozenset({b"r"}), only=True), 200, id="the route of all"),
-        pytest.param(Scope(frozenset({b"nobody"}), only=False), 200, id="all but one"),
-    ],
-)
-async def test_a_release_of_some_routes_reads_no_more_than_its_bound(
-    server: Postgres, filled: str, scope: Scope, taken: int
-) -> None:
-    """Among the rows of others it reads so many and no more, in the order of the index, and joins none of them."""
-    plans = Plans(server, filled)
-    async with opened(server.url(filled)) as store, owned(store, LANES) as lanes:
-        now = store.now_ms()
-        lane = lanes[-1]
-        lane.pace([scope])
-        assert len(await lane.claim(200, ROOM, scope)) == taken
-        await lane.give_up()
-        # A whole claim of them leaves no room for held ones; so once more, with room.
-        await lane.claim(READ_AT_ONCE, ROOM, scope)
-        await lane.give_up()
-        await lane.look_back()
-        found = plans.take()
-        passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
-        for plan in one_of(found, statements.ROUTES_BEHIND):
-            check_messages(plan, passed, "lane", "due_at")
-            check_bounded(plan, *PARTITIONS)
-        for plan in one_of(found, statements.CLAIM_SCOPED):
-            check_messages(plan, passed, "lane", "due_at")
-            check_bounded(plan, *PARTITIONS)
-        for plan in one_of(found, statements.CLAIM_HELD_SCOPED):
-            check_index(plan, "held", "held_lane_retry_at", "held_pkey")
-            check_bounded(plan, "held")
-
-
 async def test_a_cancel_reads_the_index_of_its_message_s_day(server: Postgres, filled: str) -> None:
     async with opened(server.url(filled)) as store, owned(store) as [lane], sql(server.url(filled)) as admin:
         keys = [b"far 20", b"far 40", b"beyond 20", b"held 19999", b"nobody's"]
@@ -310,10 +272,10 @@ async def test_looking_around_reads_the_ends_of_the_indexes(server: Postgres, fi
     """On connections that are not told which plans to prefer: who looks for lanes, looks back, or asks for status."""
     plans = Plans(server, filled)
     async with opened(server.url(filled)) as store, owned(store) as [lane]:
-        for plan in one_of(plans.take(), statements.LANES_FREE):
+        for plan in one_of(plans.take(), statements.LOOK):
             assert not scans(plan)
         now = store.now_ms()
-        await lane.look_back()
+        await lane.scan()
         found = plans.take()
         passed = {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}
         for plan in one_of(found, statements.NEXT_DUE):
@@ -333,22 +295,6 @@ async def test_looking_around_reads_the_ends_of_the_indexes(server: Postgres, fi
         for plan in probes:
             check_messages(plan, near, "lane")
         assert len(probes) <= len(near)
-
-
-async def test_who_looks_for_lanes_to_adopt_reads_one_entry_of_each(server: Postgres, filled: str) -> None:
-    plans = Plans(server, filled)
-    async with opened(server.url(filled)) as store:
-        now = store.now_ms()
-        for _ in range(2):  # the first time from the beginning, then from the watermarks
-            assert await store.adopt(0) == []
-        found = one_of(plans.take(), statements.LANES_DUE)
-        assert len(found) == 2
-        for plan in found:
-            check_messages(plan, {*of_days(now - 2 * DAY_MS, now + AHEAD_MS), "message_default"}, "lane", "due_at")
-            of_held = [node for node in scans(plan) if node["Relation Name"] == "held"]
-            assert [node["Index Name"] for node in of_held] == ["held_lane_retry_at"]
-            assert all("lane" in node["Index Cond"] for node in of_held)
-            assert {*tables(plan)} & of_days(now, now)
 
 
 async def test_a_census_samples_pages_and_reads_the_coming_hour_by_the_index(server: Postgres, filled: str) -> None:

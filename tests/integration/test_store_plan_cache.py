@@ -48,7 +48,7 @@ STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mer
 @asynccontextmanager
 async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
     """The connection of the lane, and the only one of a pool with one parker."""
-    async with lane._link.talking("test") as of_lane, session.borrowed(store._pool) as of_pool:
+    async with lane._talking("test") as of_lane, session.borrowed(store._pool) as of_pool:
         yield {"lane": of_lane, "pool": of_pool}
 
 
@@ -61,7 +61,7 @@ async def work(store: PostgresStore, lane: PostgresLane) -> None:
         rows = await lane.claim(20, ROOM)
         assert sum(due.attempts > 0 for due in rows) == 2
         await lane.settle(rows[1:-1], [(rows[0], WHY), (rows[-1], WHY)])
-        await lane.look_back()
+        await lane.scan()
     while lane.more:
         await lane.settle(await lane.claim(1000, ROOM), [])
     for _ in range(TIMES):

@@ -11,13 +11,13 @@ import pytest
 
 from delayer.core.filters import Token
 from delayer.core.hold import Hold, unfit
-from delayer.store import actions, detail, segments, telling
+from delayer.store import actions, detail, notify, segments
 from delayer.store.actions import Found, When, reschedule
 from delayer.store.partitions import DAY_MS
 from delayer.store.segments import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
-from tests.integration.segments_store import INTO, START_MS, apart, blocked, store
+from tests.integration.segments_store import START_MS, apart, blocked, store
 from tests.integration.test_store_cancelling import NO_ONE, patiently
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import LATE, WHY
@@ -148,12 +148,12 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
 
 
 async def test_what_comes_before_anybody_hears_is_kept() -> None:
-    mailbox, heard = telling.Mailbox(), list[telling.Told]()
-    mailbox._on_note(None, 1, "", "waiting 5")
-    mailbox._on_note(None, 1, "", "nonsense")
+    mailbox, heard = notify.Inbox(), list[notify.Notification]()
+    mailbox._on_notification(None, 1, "", "waiting 5")
+    mailbox._on_notification(None, 1, "", "nonsense")
     mailbox.open(heard.append)
-    mailbox._on_note(None, 1, "", "held 6")
-    assert heard == [(telling.WAITING, 5), (telling.HELD, 6)]
+    mailbox._on_notification(None, 1, "", "held 6")
+    assert heard == [(notify.WAITING, 5), (notify.HELD, 6)]
 
 
 async def test_against_a_release_in_flight(database: str) -> None:
@@ -211,7 +211,7 @@ async def test_everything_at_once(database: str) -> None:
 
         async def restores(connection: asyncpg.Connection) -> None:
             while not stop.is_set():
-                if await patiently(segments.restore_one, connection, INTO, FOREVER_MS) is None:
+                if await patiently(segments.restore_one, connection, FOREVER_MS) is None:
                     await asyncio.sleep(0)
 
         async def cancels(connection: asyncpg.Connection) -> None:
@@ -231,7 +231,6 @@ async def test_everything_at_once(database: str) -> None:
                 released.extend(claimed)
                 await asyncio.sleep(0)
 
-        await admin.execute("INSERT INTO lane VALUES ($1, $2, 'test') ON CONFLICT DO NOTHING", INTO.number, INTO.epoch)
         workers = [asyncio.create_task(apart(database, work)) for work in (packs, restores)]
         release = asyncio.create_task(releases())
         await asyncio.gather(apart(database, cancels), apart(database, moves))

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
-from tests.conformance.store_contract import MANY, ROOM, bodies, parcel, release_all
+from tests.conformance.store_contract import MANY, ROOM, bodies, free_lanes, parcel, release_all, taken
 from tests.integration.test_store_lane import opened
 from tests.rig.servers import Postgres
 
@@ -16,7 +16,7 @@ from tests.rig.servers import Postgres
 async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
     with Postgres() as server:
         async with opened(server.url(server.add_database())) as store:
-            lanes = await store.own_lanes(2)
+            lanes = await free_lanes(store, 2)
             for lane in lanes:
                 await store.park(lane, [parcel(store.now_ms(), b"%d" % n) for n in range(3)], [])
             rows = await lanes[0].claim(2, ROOM)
@@ -30,12 +30,12 @@ async def test_a_killed_database_loses_nothing_that_was_committed() -> None:
                     await store.park(lane, [parcel(store.now_ms())], [])
                 await lane.give_up()
                 await lane.release()
-            for doing in (store.adopt(MANY), store.own_lanes(1), store.maintain()):
+            for doing in (store.look(), store.take(1), store.maintain()):
                 with pytest.raises(StoreLost):
                     await doing
             assert store.now_ms() > 0
             server.start()
-            again = await store.own_lanes(2)
+            again = [await taken(store, lane.number) for lane in lanes]
             assert {lane.number for lane in again} == {lane.number for lane in lanes}
             for lane in again:
                 assert bodies(await release_all(lane)) == [b"0", b"1", b"2"]
@@ -50,11 +50,11 @@ async def test_a_cancelled_call_does_not_wait_for_a_database_that_hangs() -> Non
     with Postgres() as server:
         async with opened(server.url(server.add_database())) as store:
             calls = {
-                "adopt": lambda: store.adopt(1),
-                "own_lanes": lambda: store.own_lanes(1),
+                "look": store.look,
+                "take": lambda: store.take(4),
                 "maintain": store.maintain,
             }
-            for lane in await store.own_lanes(1):
+            for lane in await free_lanes(store, 1):
                 calls["park"] = partial(store.park, lane, [parcel(store.now_ms() + 60_000)], [])
             server.pause()
             try:

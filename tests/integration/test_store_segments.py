@@ -14,9 +14,9 @@ from delayer.core.segment import Restored
 from delayer.store import compacting, partitions, segments, statements, unpacking
 from delayer.store.compacting import Window
 from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS, Fence
-from tests.conformance.store_contract import owned, parcel, release_all
-from tests.integration.segments_store import INTO, START_MS, restore_all, store
+from delayer.store.segments import FOREVER_MS
+from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
+from tests.integration.segments_store import START_MS, restore_all, store
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
 
@@ -53,7 +53,7 @@ async def test_round_trip_to_the_byte(database: str, days: int, portion_bytes: i
         assert sum(one.messages for one in back) == len(before)
         assert [one.first_due_ms for one in back] == sorted(one.first_due_ms for one in back)
         after = await waiting(admin)
-        assert {one.lane for one in after.values()} == {INTO.number}
+        assert {one.lane for one in after.values()} == {1, 2}
         assert without_lanes(after) == without_lanes(before)
         assert (await conserved(admin))["restored"] == len(before)
         assert await admin.fetchval("SELECT count(*) FROM segment") == 0
@@ -72,25 +72,25 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
         assert await segments.count(admin) == (1, 3, 0, 0, START_MS + 5)
         assert await segments.doubtful(admin, FOREVER_MS) == []
         assert await segments.listed(admin, START_MS + 5) == []
-        assert await segments.restore_one(admin, INTO, START_MS + 4) is None
-        assert await segments.restore_one(admin, INTO, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
+        assert await segments.restore_one(admin, START_MS + 4) is None
+        assert await segments.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
         assert await segments.count(admin) == (0, 0, 0, 0, None)
         assert await unpacking.read(admin, listed.id) is None
-        assert await segments.restore(admin, INTO, listed.id) is None
+        assert await segments.restore(admin, listed.id) is None
 
 
 async def test_what_was_restored_is_released(database: str) -> None:
     """By the daemon's own parking and releasing, with the identity that it was parked under."""
-    async with opened(database) as place, owned(place, 2) as [one, two]:
+    async with opened(database) as place, owned(place) as [one]:
         now = place.now_ms()
         await place.park(one, [parcel(now - n, b"%d" % n) for n in range(5)], [])
         async with sql(database) as admin:
             ids = sorted(await waiting(admin))
             assert len(await compact(admin)) == 1
             assert await release_all(one) == []
-            [back] = await restore_all(admin, Fence(two.number, two.epoch))  # type: ignore[attr-defined]
-            two.note_parked(back.first_due_ms)
-            released = await release_all(two)
+            await restore_all(admin)
+            released = await claim_when_due(one)
+            await one.settle(released, [])
             assert [due.parcel.body for due in released] == [b"4", b"3", b"2", b"1", b"0"]
             assert sorted(due.id for due in released) == ids
             assert all(due.sound for due in released)

@@ -8,13 +8,12 @@ import random
 import asyncpg
 import pytest
 
-from delayer.core.errors import LaneLost
 from delayer.core.segment import FORMAT, Broken, Restored
 from delayer.store import compacting, segments, statements
 from delayer.store.packing import Packed, SegmentBroken
 from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS, Fence
-from tests.integration.segments_store import INTO, START_MS, apart, blocked, restore_all, store
+from delayer.store.segments import FOREVER_MS
+from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.integration.test_store_lane import sql
 from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting
 
@@ -72,11 +71,11 @@ async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
         # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
         one, *_ = broken
         marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
-        assert isinstance(await segments.restore(admin, INTO, one), Broken)
+        assert isinstance(await segments.restore(admin, one), Broken)
         assert await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one) == marked
         for number in broken:
             await admin.execute(FLIP, number, places[number])
-            assert isinstance(await segments.restore(admin, INTO, number), Restored)
+            assert isinstance(await segments.restore(admin, number), Restored)
         assert len(await waiting(admin)) == 300
         await conserved(admin)
 
@@ -123,7 +122,7 @@ async def test_what_a_newer_version_packed_is_left_to_it(database: str) -> None:
         assert [type(one) for one in await restore_all(admin)] == [Restored]
         assert await segments.doubtful(admin, START_MS + DAY_MS) == [newer]
         assert await segments.count(admin) == (1, 10, 1, 10, None)
-        found = await segments.restore(admin, INTO, newer)
+        found = await segments.restore(admin, newer)
         assert isinstance(found, Broken)
         assert (found.newer, found.messages) == (True, 10)
         assert f"found {FORMAT + 1}" in found.reason
@@ -141,7 +140,7 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
     async with store(database) as admin:
         await put(admin, rows(10, START_MS) + rows(10, START_MS + DAY_MS, first_id=11))
         first, second = await compact(admin, rows=10)
-        await put(admin, [rows(10, START_MS, lane=INTO.number)[4]])
+        await put(admin, [rows(10, START_MS, lane=1)[4]])
         back = await restore_all(admin)
         assert [(one.segment, type(one)) for one in back] == [(first.segment, Broken), (second.segment, Restored)]
         [left] = await segments.listed(admin)
@@ -149,51 +148,17 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         assert "cannot be written: UniqueViolationError" in left.broken
         assert len(await waiting(admin)) == 11
         assert (await segments.count(admin)).broken_messages == 10
-        # Into another lane nothing is in its way; that a message is twice then is for the audit to say.
-        assert isinstance(await segments.restore(admin, Fence(1, 0), first.segment), Restored)
+        await admin.execute("DELETE FROM message WHERE lane = 1 AND id = 5")
+        assert isinstance(await segments.restore(admin, first.segment), Restored)
         await conserved(admin)
-
-
-async def test_a_lane_that_changed_its_owner_gets_nothing(database: str) -> None:
-    async with store(database) as admin:
-        await put(admin, rows(10, START_MS))
-        await compact(admin)
-        before = await everything(admin)
-        for into in (Fence(INTO.number, INTO.epoch + 1), Fence(INTO.number, INTO.epoch - 1), Fence(77, 0)):
-            with pytest.raises(LaneLost, match="owner"):
-                await segments.restore_one(admin, into, FOREVER_MS)
-        assert await everything(admin) == before
-        assert await waiting(admin) == {}
-        await conserved(admin)
-
-
-async def test_an_adopter_waits_for_a_restore_in_flight(database: str) -> None:
-    """And then sees what it brought: the fence of a park."""
-    async with store(database) as admin, sql(database) as other:
-        await put(admin, rows(1_000, START_MS))
-        await compact(admin)
-        await admin.execute("INSERT INTO counter VALUES ($1, 'restored', 0)", INTO.number)
-        async with sql(database) as holder, sql(database) as adopter:
-            await holder.execute("BEGIN")
-            await holder.execute("SELECT FROM counter WHERE kind = 'restored' FOR UPDATE")
-            restoring = asyncio.create_task(segments.restore_one(other, INTO, FOREVER_MS))
-            await blocked(admin, "%INSERT INTO counter%")
-            raising = asyncio.create_task(adopter.execute("UPDATE lane SET epoch = epoch + 1"))
-            await blocked(admin, "UPDATE lane%")
-            assert not raising.done()
-            await holder.execute("COMMIT")
-            assert isinstance(await restoring, Restored)
-            await raising
-            assert len(await waiting(adopter)) == 1_000
 
 
 async def test_two_who_restore_share_the_segments(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(2_000, START_MS, span_ms=30 * DAY_MS))
         made = await compact(admin, rows=50)
-        await admin.execute("INSERT INTO lane VALUES (10, 0, 'gone')")
         async with sql(database) as one, sql(database) as two:
-            first, second = await asyncio.gather(restore_all(one), restore_all(two, Fence(10, 0)))
+            first, second = await asyncio.gather(restore_all(one), restore_all(two))
         assert len(first) + len(second) == len(made)
         assert min(len(first), len(second)) > 0
         assert len(await waiting(admin)) == 2_000

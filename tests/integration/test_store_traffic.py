@@ -14,7 +14,6 @@ from delayer.core.giving_way import Pace
 from delayer.services.ports import Lane
 from delayer.store import traffic
 from delayer.store.postgres import PostgresStore
-from delayer.store.quiet import quiet_lane
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 
@@ -53,11 +52,6 @@ async def test_what_is_claimed_is_late_until_it_is_released(database: str) -> No
         assert (await traffic.look(admin)).late_ms >= 100
         await lane.settle(rows, [])
         assert (await traffic.look(admin)).late_ms == 0.0
-
-
-async def test_who_only_restores_is_no_daemon(database: str) -> None:
-    async with opened(database), sql(database) as admin, quiet_lane(database, "restore here:1"):
-        assert (await traffic.look(admin)).owners == 0
 
 
 async def test_a_turn_goes_with_its_session(database: str) -> None:

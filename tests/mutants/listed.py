@@ -233,10 +233,10 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "token-bucket-has-no-bottom",
-        "delayer/core/pace.py",
+        "delayer/core/rate_limit.py",
         "taken = min(wanted, int(self._tokens))",
         "taken = wanted",
-        ["tests/unit/test_pace.py"],
+        ["tests/unit/test_rate_limit.py"],
     ),
     Mutant(
         "cascade-loses-dead-letters",
@@ -310,7 +310,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "cursor-from-the-later-clock",
-        "delayer/store/claiming.py",
+        "delayer/store/claims.py",
         "    before = clock.lower_ms()",
         "    before = clock.now_ms()",
         ["tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock"],

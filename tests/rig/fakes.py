@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
@@ -187,8 +188,8 @@ class ScriptedLane:
 
     def __init__(self, number: int = 1, claims: Iterable[Sequence[Due] | Exception] = (), hint: float = 3600.0) -> None:
         self.number = number
+        self.route: bytes | None = None
         self.held_by_us = True
-        self.idle = False
         self.hint = hint
         self.fail_settle: Exception | None = None
         self.events: list[str] = []
@@ -235,9 +236,6 @@ class ScriptedLane:
                 async with asyncio.timeout(left):
                     await self._woken.wait()
 
-    async def keep(self) -> None:
-        self.events.append("keep")
-
     async def release(self) -> None:
         self.events.append("release")
         self.held_by_us = False
@@ -247,22 +245,41 @@ class ScriptedLane:
 Parked = tuple[int, list[Parcel], list[bytes]]
 
 
-class ScriptedStore:
-    """Makes lanes; ``on_write`` is called before a park is noted and may raise. Segments come from a script."""
+class SeenLane(NamedTuple):
+    number: int
+    route: bytes | None
+    owned: bool
+    broker: str = ""
 
-    def __init__(self, *adoptable: ScriptedLane) -> None:
+
+class Look(NamedTuple):
+    lanes: list[SeenLane]
+    live: int
+    rank: int
+
+    @property
+    def routes(self) -> dict[bytes, int]:
+        return {lane.route: lane.number for lane in self.lanes if lane.route is not None}
+
+
+class ScriptedStore:
+    """Two lanes, more on request; ``on_write`` is called before a park is noted and may raise. Segments come from a
+    script."""
+
+    def __init__(self, lanes: int = 2) -> None:
+        self.routes: dict[int, bytes | None] = dict.fromkeys(range(1, lanes + 1))
+        self.others: set[int] = set()
+        """Lanes that other processes own."""
+        self.live, self.rank = 1, 0
+        self.broker = ""
         self.made: list[ScriptedLane] = []
         self.parked: list[Parked] = []
         self.held: list[tuple[int, str]] = []
         self.maintained = 0
         self.on_maintain: Callable[[], Awaitable[None]] | None = None
-        self.adoptions = 0
-        self.asked_for: set[int] = set()
-        self.free = 1_000
-        """So many lanes are there to be owned at once; for others, others are asked."""
-        self.on_ask: Callable[[], Awaitable[None]] | None = None
+        self.looks = 0
+        self.left = 0
         self.closed = False
-        self.adoptable = list(adoptable)
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
         self.segments: deque[Restoration | Exception] = deque()
@@ -286,10 +303,10 @@ class ScriptedStore:
             await self.on_write(lane.number)
         self.held += [(lane.number, reason) for _, reason in parcels]
 
-    async def restore(self, lane: ScriptedLane, horizon_ms: int) -> Restoration:
+    async def restore(self, horizon_ms: int) -> Restoration:
         self.horizons.append(horizon_ms)
         if self.on_write is not None:
-            await self.on_write(lane.number)
+            await self.on_write(0)
         step = self.segments.popleft() if self.segments else None
         if isinstance(step, Exception):
             raise step
@@ -298,7 +315,7 @@ class ScriptedStore:
     async def doubtful(self, horizon_ms: int) -> list[int]:
         return list(self.doubtful_ones)
 
-    async def restore_again(self, lane: ScriptedLane, segment: int) -> Restoration:
+    async def restore_again(self, segment: int) -> Restoration:
         found = self.doubtful_ones[segment]
         if isinstance(found, Exception):
             raise found
@@ -306,28 +323,34 @@ class ScriptedStore:
             del self.doubtful_ones[segment]
         return found
 
-    async def own_free(self, count: int) -> list[ScriptedLane]:
-        return await self._make(min(count, self.free))
+    @property
+    def ours(self) -> set[int]:
+        return {lane.number for lane in self.made if lane.held_by_us}
 
-    async def own_lanes(self, count: int) -> list[ScriptedLane]:
-        if self.on_ask is not None:
-            await self.on_ask()
-        return await self._make(count)
-
-    async def _make(self, count: int) -> list[ScriptedLane]:
+    async def look(self) -> Look:
+        self.looks += 1
         if self.failure is not None:
             raise self.failure
-        lanes = [ScriptedLane(len(self.made) + n + 1) for n in range(count)]
-        self.made += lanes
-        return lanes
+        owned = self.ours | self.others
+        lanes = [SeenLane(number, route, number in owned, self.broker) for number, route in self.routes.items()]
+        return Look(lanes, self.live, self.rank)
 
-    async def adopt(self, count: int) -> list[ScriptedLane]:
-        self.adoptions += 1
-        adopted, self.adoptable = self.adoptable[:count], self.adoptable[count:]
-        return adopted
+    async def take(self, number: int) -> ScriptedLane | None:
+        if self.failure is not None:
+            raise self.failure
+        if number in self.ours | self.others:
+            return None
+        lane = ScriptedLane(number)
+        lane.route = self.routes[number]
+        self.made.append(lane)
+        return lane
 
-    async def wanted(self, numbers: Collection[int]) -> set[int]:
-        return self.asked_for & set(numbers)
+    async def add_routes(self, routes: Collection[bytes]) -> None:
+        for route in sorted(routes):
+            self.routes[len(self.routes) + 1] = route
+
+    def leave(self) -> None:
+        self.left += 1
 
     async def maintain(self) -> None:
         self.maintained += 1

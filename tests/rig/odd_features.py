@@ -70,7 +70,7 @@ def at_the_border() -> None:
 
 def unlimited() -> None:
     """A limited route goes twice as fast as it may."""
-    from delayer.core.pace import Bucket
+    from delayer.core.rate_limit import TokenBucket as Bucket
 
     init = Bucket.__init__
 

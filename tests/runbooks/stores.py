@@ -47,7 +47,7 @@ async def postgres_failover(desk: Desk) -> None:
         back = ledger.total()
         desk.mark()
         address.lead_to(standby.port)
-        await desk.event("lane owned")
+        await desk.event("lane taken")
         await ledger.until(lambda: ledger.total() > back + 1_000, timeout=120)
         desk.notes.step("messages come out again")
         await desk.delayer("check", show=NOT_OK)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from delayer.services import lanes as module
+from delayer.services import lane_manager as module
 from delayer.services.counting import Counters
-from delayer.services.lanes import Lanes
+from delayer.services.lane_manager import LaneManager
 from delayer.services.ports import Lane
 from delayer.services.release import Portion, Release
 from tests.rig.fakes import Pulse, ScriptedPublisher, ScriptedStore
@@ -21,31 +21,32 @@ Connect = Callable[[], Awaitable[Any]]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_AROUND", 0.001)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr("delayer.services.release.SLICE", 0.005)
     monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
 
 
 class Scene:
-    def __init__(self, store: ScriptedStore, connect: Connect | None, wanted: int) -> None:
+    def __init__(self, store: ScriptedStore, connect: Connect | None) -> None:
         self.store = store
         self.pulse = Pulse()
         self.counters = Counters()
         self.stopping = asyncio.Event()
+        self.reaching = True
+        self.limited: set[bytes] = set()
 
         async def at_once() -> ScriptedStore:
             return store
 
-        self.publishing = self.reaching = True
-        self.lanes = Lanes(
-            connect or at_once,
-            wanted,
+        self.lanes = LaneManager(
             self.release,
+            limited=lambda: self.limited,
             pulse=self.pulse,
             counters=self.counters,
-            publishing=lambda: self.publishing,
             reaching=lambda: self.reaching,
+            broker=lambda: "ours",
         )
+        self.lanes.configure(connect or at_once)
         self.running = asyncio.create_task(self.lanes.run(self.stopping))
 
     def release(self, lane: Lane) -> Release:
@@ -58,10 +59,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(
-    store: ScriptedStore | None = None, connect: Connect | None = None, wanted: int = 2
-) -> AsyncIterator[Scene]:
-    made = Scene(store or ScriptedStore(), connect, wanted)
+async def scene(store: ScriptedStore | None = None, connect: Connect | None = None) -> AsyncIterator[Scene]:
+    made = Scene(store or ScriptedStore(), connect)
     try:
         yield made
     finally:

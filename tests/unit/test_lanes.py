@@ -1,4 +1,4 @@
-"""The lanes of a daemon: its own, parks that meet a lost one, and the end of them."""
+"""The lanes of a process: its share of them, parks that meet a lost one, and the end of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.services import in_hand
-from delayer.services import lanes as module
-from delayer.services.shelf import Shelf
-from tests.rig.fakes import NOW, WHY, ScriptedLane, ScriptedStore, due, until
+from delayer.services import lane_manager as module
+from delayer.services.counting import Counters
+from delayer.services.lane_manager import LaneManager, share
+from tests.rig.fakes import NOW, WHY, Look, Pulse, ScriptedStore, due, until
 from tests.unit.lanes_scene import quick, scene
 
 __all__ = ["quick"]
@@ -37,7 +37,7 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
         for _ in range(4):
-            await it.lanes.park([due(n).parcel for n in range(in_hand.TOGETHER)], [])
+            await it.lanes.park([due(n).parcel for n in range(module.BULK)], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
         await it.lanes.hold([(due(5).parcel, WHY)])
         assert it.store.held == [(1, WHY)]
@@ -46,8 +46,8 @@ async def test_large_parks_take_the_lanes_in_turn() -> None:
 async def test_small_parks_stay_together() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
-        small = [due(n).parcel for n in range(in_hand.TOGETHER - 1)]
-        for parcels in (small, small, [due(n).parcel for n in range(in_hand.TOGETHER)], small):
+        small = [due(n).parcel for n in range(module.BULK - 1)]
+        for parcels in (small, small, [due(n).parcel for n in range(module.BULK)], small):
             await it.lanes.park(parcels, [])
         assert [number for number, _, _ in it.store.parked[:2]] == [1, 1]
         assert it.store.parked[3][0] == 1
@@ -56,7 +56,7 @@ async def test_small_parks_stay_together() -> None:
 async def test_few_messages_with_large_bodies_are_no_small_park() -> None:
     async with scene() as it:
         await it.lanes.ready.wait()
-        large = due(1).parcel._replace(body=bytes(in_hand.TOGETHER_BYTES))
+        large = due(1).parcel._replace(body=bytes(module.BULK_BYTES))
         for _ in range(4):
             await it.lanes.park([large], [])
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
@@ -68,7 +68,7 @@ async def test_small_parks_stay_in_one_lane_for_a_while_only() -> None:
         await it.lanes.ready.wait()
         for _ in range(4):
             await it.lanes.park([due(1).parcel], [])
-            it.lanes._in_hand._began -= in_hand.STAY
+            it.lanes._began -= module.STAY_SECONDS
         assert [number for number, _, _ in it.store.parked] == [1, 2, 1, 2]
 
 
@@ -76,7 +76,7 @@ async def test_small_parks_leave_a_lane_that_does_not_keep_up() -> None:
     """More comes than one lane gets through, or its claim waits for somebody's lock: there are others."""
     async with scene() as it:
         await it.lanes.ready.wait()
-        first, second = (it.lanes._in_hand.releases[lane] for lane in it.store.made)
+        first, second = (release for _, release in it.lanes._releases.values())
         await asyncio.gather(*(lane.sleeping.wait() for lane in it.store.made))
         for behind in ((first,), (first, second), (second,), ()):
             first._busy_since = second._busy_since = None
@@ -147,13 +147,14 @@ async def test_a_lane_whose_loop_ends_is_replaced() -> None:
         first = it.store.made[0]
         first._claims.append(LaneLost("its connection is gone"))
         first.note_parked(NOW)
-        await until(lambda: it.lanes.numbers == [2, 3])
+        await until(lambda: len(it.store.made) == 3)
+        await until(lambda: it.lanes.numbers == [1, 2])
         assert first.events[-1] == "release"
 
 
 async def test_upkeep_that_takes_long_holds_up_nobody() -> None:
     """Neither the looks, nor the end."""
-    store, cancelled = ScriptedStore(ScriptedLane(99)), asyncio.Event()
+    store, cancelled = ScriptedStore(), asyncio.Event()
 
     async def for_ever() -> None:
         try:
@@ -162,10 +163,10 @@ async def test_upkeep_that_takes_long_holds_up_nobody() -> None:
             cancelled.set()
 
     store.on_maintain = for_ever
-    async with scene(store, wanted=1) as it:
-        await until(lambda: it.lanes.numbers == [1, 99])
-        looks = store.adoptions
-        await until(lambda: store.adoptions > looks + 2 * module.UPKEEP)
+    async with scene(store) as it:
+        await until(lambda: it.lanes.numbers == [1, 2])
+        looks = store.looks
+        await until(lambda: store.looks > looks + 2 * module.UPKEEP_LOOKS)
         assert store.maintained == 1
         await it.stop()
         assert cancelled.is_set()
@@ -200,7 +201,7 @@ async def test_a_store_out_of_reach_is_tried_again() -> None:
 
 
 async def test_a_store_lost_later_is_waited_for() -> None:
-    async with scene(wanted=1) as it:
+    async with scene(ScriptedStore(1)) as it:
         await it.lanes.ready.wait()
         it.store.failure = StoreLost("gone")
         lane = it.store.made[0]
@@ -210,7 +211,7 @@ async def test_a_store_lost_later_is_waited_for() -> None:
         await until(lambda: not it.lanes.ready.is_set())
         it.store.failure = None
         await it.lanes.ready.wait()
-        assert it.lanes.numbers == [2]
+        assert it.lanes.numbers == [1]
 
 
 class SchemaOutdated(Exception):
@@ -237,7 +238,7 @@ async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
             first._claims.append(ZeroDivisionError())
             first.note_parked(NOW)
         else:
-            it.store.adopt = broken  # type: ignore[method-assign]
+            it.store.look = broken  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError):
             await it.running
         assert first.released.is_set()
@@ -245,12 +246,12 @@ async def test_a_bug_ends_the_lanes_and_does_not_hang(where: str) -> None:
         assert it.store.closed
 
 
-async def broken(_: int) -> list[ScriptedLane]:
+async def broken() -> Look:
     raise ZeroDivisionError
 
 
 async def test_a_forced_stop_lets_go_of_everything() -> None:
-    async with scene(wanted=1) as it:
+    async with scene(ScriptedStore(1)) as it:
         await it.lanes.ready.wait()
         lane = it.store.made[0]
         await lane.sleeping.wait()
@@ -263,7 +264,7 @@ async def test_a_forced_stop_lets_go_of_everything() -> None:
 
 async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
     stuck = asyncio.get_running_loop().create_future()
-    async with scene(wanted=1) as it:
+    async with scene(ScriptedStore(1)) as it:
         await it.lanes.ready.wait()
         lane = it.store.made[0]
         await lane.sleeping.wait()
@@ -278,25 +279,96 @@ async def test_a_forced_stop_while_a_loop_does_not_end() -> None:
         assert it.store.closed
 
 
-async def test_the_shelf_without_a_store() -> None:
-    shelf = Shelf()
-    assert not shelf.usable
-    assert shelf.now_ms() is None
-    for attempt in (shelf.park([], []), shelf.hold([]), shelf.wait_usable(1.0)):
+@pytest.mark.parametrize(("lanes", "live"), [(4, 1), (4, 2), (4, 3), (5, 3), (3, 8), (64, 7)])
+def test_shares_add_up_and_differ_by_one_at_most(lanes: int, live: int) -> None:
+    shares = [share(lanes, live, rank) for rank in range(live)]
+    assert sum(shares) == lanes
+    assert max(shares) - min(shares) <= 1
+    of_routes = [share(3, live, live - 1 - rank) for rank in range(live)]
+    both = [one + other for one, other in zip(shares, of_routes, strict=True)]
+    assert max(both) - min(both) <= 1
+
+
+async def test_lanes_above_the_share_are_dropped_and_free_ones_taken_up_to_it() -> None:
+    async with scene(ScriptedStore(4)) as it:
+        await until(lambda: it.lanes.numbers == [1, 2, 3, 4])
+        it.store.live = 2
+        await until(lambda: len(it.store.ours) == 2)
+        kept = it.store.ours
+        it.store.others = set(range(1, 5)) - kept
+        looks = it.store.looks
+        await until(lambda: it.store.looks > looks + 5)
+        assert set(it.lanes.numbers) == it.store.ours == kept
+        it.store.live, it.store.others = 1, set()
+        await until(lambda: it.lanes.numbers == [1, 2, 3, 4])
+
+
+async def test_a_process_without_a_share_says_so_and_waits_for_one() -> None:
+    store = ScriptedStore(2)
+    store.live, store.rank, store.others = 3, 2, {1, 2}
+    with capture_logs() as logs:
+        async with scene(store) as it:
+            await until(lambda: store.looks > 5)
+            for waiting in (it.lanes.wait_usable(0.0), it.lanes.wait_known(3600.0)):
+                with pytest.raises(StoreLost, match="more processes than lanes"):
+                    await waiting
+            assert it.lanes.reached
+            store.live, store.rank, store.others = 2, 1, {1}
+            await it.lanes.ready.wait()
+            assert it.lanes.numbers == [2]
+    assert [one["processes"] for one in logs if one["event"] == "no lane"] == [3]
+
+
+async def test_a_limited_route_gets_a_lane_that_no_other_message_is_parked_into() -> None:
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        it.limited = {b"slow"}
+        await until(lambda: it.lanes.numbers == [1, 2, 3])
+        assert it.store.made[-1].route == b"slow"
+        for _ in range(6):
+            await it.lanes.park([due(n).parcel for n in range(module.BULK)], [])
+        assert {number for number, _, _ in it.store.parked} == {1, 2}
+
+
+async def test_a_store_without_lanes_is_told() -> None:
+    with capture_logs() as logs:
+        async with scene(ScriptedStore(0)) as it:
+            await until(lambda: it.store.looks > 3)
+    [told] = [one for one in logs if one["event"] == "store unreachable"]
+    assert (told["reason"], told["next_step"]) == ("the store has no lanes", "run `delayer db upgrade`")
+
+
+async def test_owners_that_publish_to_another_broker_are_told_once() -> None:
+    store = ScriptedStore(4)
+    store.live, store.others, store.broker = 2, {3, 4}, "theirs"
+    with capture_logs() as logs:
+        async with scene(store) as it:
+            await until(lambda: store.looks > 5)
+            assert it.lanes.usable
+    told = [one["lanes"] for one in logs if one["event"] == "store shared"]
+    assert told and all(lanes[-2:] == [3, 4] for lanes in told)
+
+
+async def test_without_its_broker_a_process_drops_everything_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AWAY_SECONDS", 0.05)
+    async with scene() as it:
+        await it.lanes.ready.wait()
+        it.reaching = False
+        looks = it.store.looks
+        await until(lambda: it.store.looks > looks + 3)
+        assert it.lanes.usable, "not at once"
+        await until(lambda: not it.lanes.numbers)
+        assert not it.lanes.usable and not it.store.ours
+        await until(lambda: it.store.left > 0)
+        it.reaching = True
+        await it.lanes.ready.wait()
+
+
+async def test_without_a_store() -> None:
+    lanes = LaneManager(lambda _: None, pulse=Pulse(), counters=Counters())  # type: ignore[arg-type, return-value]
+    assert not lanes.usable
+    assert lanes.now_ms() is None
+    await lanes.wait_known(3600.0)
+    for attempt in (lanes.park([], []), lanes.hold([]), lanes.wait_usable(1.0)):
         with pytest.raises(StoreLost, match="no store is configured"):
             await attempt
-
-
-async def test_the_shelf_with_lanes() -> None:
-    shelf = Shelf()
-    async with scene() as it:
-        shelf.lanes = it.lanes
-        with pytest.raises(StoreLost, match="out of reach"):
-            await shelf.wait_usable(0.0)
-        await shelf.wait_usable(30.0)
-        assert shelf.usable
-        assert shelf.now_ms() == NOW
-        await shelf.park([due(1).parcel], [b"key"])
-        await shelf.hold([(due(2).parcel, WHY)])
-        assert [(len(parcels), cancels) for _, parcels, cancels in it.store.parked] == [(1, [b"key"])]
-        assert it.store.held

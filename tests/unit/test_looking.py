@@ -10,7 +10,7 @@ from delayer.core.filters import Filter, Token, read_token
 from delayer.core.message import Delivery
 from delayer.services import reading
 from delayer.services.refusals import Doors, told, with_short
-from delayer.store.telling import HELD, WAITING, Told, read
+from delayer.store.notify import HELD, WAITING, Notification, parsed
 from tests.rig.raw import Props, Value, array, number, octets, table, text
 
 DOORS = Doors(b"delays", frozenset({b"delayer.in"}))
@@ -106,7 +106,13 @@ def test_short_strings_stand_in_their_place() -> None:
 
 @pytest.mark.parametrize(
     ("payload", "expected"),
-    [("waiting 5", Told(WAITING, 5)), ("held -1", Told(HELD, -1)), ("", None), ("waiting", None), ("other 5", None)],
+    [
+        ("waiting 5", Notification(WAITING, 5)),
+        ("held -1", Notification(HELD, -1)),
+        ("", None),
+        ("waiting", None),
+        ("other 5", None),
+    ],
 )
-def test_what_lanes_are_told(payload: str, expected: Told | None) -> None:
-    assert read(payload) == expected
+def test_what_lanes_are_told(payload: str, expected: Notification | None) -> None:
+    assert parsed(payload) == expected

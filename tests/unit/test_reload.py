@@ -27,9 +27,9 @@ def settings(**tables: Any) -> Settings:
     return Settings.model_validate(tables)
 
 
-class Shelf:
+class Lanes:
     def __init__(self, lanes: object) -> None:
-        self.lanes = lanes
+        self.configured = lanes is not None
         self.failure: Exception | None = None
 
     async def wait_usable(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class StubDaemon:
 
     def __init__(self, now: Settings, lanes: object) -> None:
         self.settings = now
-        self.shelf = Shelf(lanes)
+        self.lanes = Lanes(lanes)
         self.declared: list[Settings] = []
         self.adopted: list[Settings] = []
         self.started: list[Settings] = []
@@ -55,7 +55,7 @@ class StubDaemon:
 
     def start_lanes(self, wanted: Settings) -> None:
         self.started.append(wanted)
-        self.shelf.lanes = object()
+        self.lanes.configured = True
 
     def adopt(self, wanted: Settings) -> None:
         self.settings = wanted
@@ -224,7 +224,7 @@ async def test_a_reload_that_is_refused_changes_nothing(
 async def test_a_switch_to_a_store_that_is_out_of_reach_is_refused() -> None:
     old = settings(mode="native", store=STORE)
     async with scene(old, settings(mode="store", store=STORE)) as it:
-        it.daemon.shelf.failure = StoreLost("no lane")
+        it.daemon.lanes.failure = StoreLost("no lane")
         assert [one["event"] for one in await it.once()] == ["reload refused"]
         assert it.daemon.settings == old
 

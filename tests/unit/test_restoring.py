@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.errors import StoreLost
 from delayer.core.segment import MEND, NEWER, Broken, Locked, Restored
 from delayer.services import restoring as module
 from delayer.services.counting import Counters
-from delayer.services.lanes import Lanes
+from delayer.services.lane_manager import LaneManager
 from delayer.services.ports import Lane
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
@@ -28,7 +28,7 @@ DAY_MS = 24 * HOUR_MS
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.services.lanes.LOOK_AROUND", 0.001)
+    monkeypatch.setattr("delayer.services.lane_manager.LOOK_SECONDS", 0.001)
     monkeypatch.setattr("delayer.services.release.SLICE", 0.005)
     monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
 
@@ -47,7 +47,8 @@ class Scene:
         async def connect() -> Any:
             return store
 
-        self.lanes = Lanes(connect, 2, self.release, pulse=self.pulse, counters=self.counters)
+        self.lanes = LaneManager(self.release, pulse=self.pulse, counters=self.counters)
+        self.lanes.configure(connect)
         self.restoring = Restoring(self.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
         self.keeping = asyncio.create_task(self.lanes.run(self.settled))
 
@@ -217,21 +218,6 @@ async def test_a_store_out_of_reach_is_tried_again_and_said_once(monkeypatch: py
                 "log_level": "warning",
             }
         ]
-
-
-async def test_a_lane_lost_under_it_costs_one_try() -> None:
-    async with scene(far(1)) as it:
-        tried: list[int] = []
-
-        async def lost(number: int) -> None:
-            tried.append(number)
-            if len(tried) == 1:
-                raise LaneLost("somebody else's")
-
-        it.store.on_write = lost
-        await it.restoring.look()
-        assert tried == [1, 2]
-        assert it.counters.as_dict()["restored"] == 10
 
 
 async def test_a_lack_of_memory_ends_nobody() -> None:

@@ -55,7 +55,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert settings.native.prefix == "delayer."
     assert settings.native.due_queue == "delays.due"
     assert settings.store_url == "postgresql://localhost/delayer"
-    assert (settings.store.park_beyond_ms, settings.store.lanes, settings.store.restore_ahead_ms) == (0, 2, DAY_MS)
+    assert (settings.store.park_beyond_ms, settings.store.lanes, settings.store.restore_ahead_ms) == (0, 4, DAY_MS)
     assert settings.refused.queue == "delays.refused"
     assert settings.http.listen == "127.0.0.1:9419"
     assert (settings.log.format, settings.log.level) == ("json", "info")
@@ -312,7 +312,7 @@ def test_diff() -> None:
             "log.format": "console",
             "broker.url": "amqp://other",
             "intake.queue": "other",
-            "store.lanes": "4",
+            "store.lanes": "5",
         },
     )
     live, restart = old.diff(new)

@@ -98,7 +98,7 @@ _AGES: Final = (
     (GRACE_MS, "1 min"),
 )
 ADOPTED_MS: Final = 60_000
-"""Daemons adopt a lane at least 120 s before something in it is due (store/outlook.py); half of that was enough."""
+"""Daemons take a lane without an owner within 10 s."""
 STUCK: Final = frozenset(name for age, name in _AGES if age >= STUCK_MS)
 _SUBJECTS: Final = {
     WAITING: "lane {}",
@@ -140,8 +140,8 @@ def overdue_findings(evidence: Evidence, lanes: list[LaneFigures], paced: Mappin
 
 
 def lane_findings(evidence: Evidence, lanes: list[LaneFigures], known: frozenset[int], now_ms: int) -> list[Finding]:
-    """Lanes that need an owner and have none: daemons adopt them in time, if there are any. What is due later may well
-    wait in a lane without one. A lane without a row in the table of lanes is never adopted."""
+    """Lanes that need an owner and have none: daemons take them in time, if there are any. Without one, later
+    messages may well wait. A lane without a row in the table of lanes is never taken."""
     found = []
     for lane in lanes:
         first = evidence.first_due(lane.number)

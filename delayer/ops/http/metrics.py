@@ -60,7 +60,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "connected": _gauge("connection", "0 or 1", "whether this connection to the broker stands"),
     "blocked": _gauge("connection", "0 or 1", "whether the broker blocks this connection (a resource alarm)"),
     "reconnects_total": _counter("connection", "times that the connection had to be made anew", "connections"),
-    "lanes": _gauge("kind", "lanes", "lanes that the daemon releases from: its own, and adopted ones"),
+    "lanes": _gauge("", "lanes", "lanes that the daemon releases from"),
     "lanes_lost_total": _counter("", "lanes that were lost while messages were written to them", "lanes"),
     "parked_total": _counter("route", "messages written to the store"),
     "released_total": _counter("route", "messages published to their destination, and confirmed"),
@@ -176,9 +176,7 @@ def _of_process(state: State) -> Iterator[Sample]:
         yield "blocked", [use], int(connection["blocked"])
         yield "reconnects_total", [use], max(connection["connects"] - 1, 0)
     if state["store"]:
-        adopted = len(state["adopted"])
-        yield "lanes", ["own"], len(state["lanes"]) - adopted
-        yield "lanes", ["adopted"], adopted
+        yield "lanes", [], len(state["lanes"])
         yield "lanes_lost_total", [], figures["lanes_lost"]
     for kind in BY_ROUTE:
         # A counter that begins at 0 and not with its first message: else nobody sees that one.

@@ -16,7 +16,7 @@ State = Mapping[str, Any]
     consuming    queue -> whether it is consumed now
     connections  use -> {"connected", "blocked", "connects"}
     store        whether one is configured
-    lanes        numbers of the lanes that it releases from; adopted: those of them that are others' own
+    lanes        numbers of the lanes that it releases from
     usable       whether there is a lane to park into
     stalled      names of the loops that stand still
     recent       ops.http.recent.Recent.notes

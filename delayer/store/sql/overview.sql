@@ -1,5 +1,5 @@
 -- Every lane with its owner, whether that one lives, and its counters. A few rows; messages are not looked at.
-SELECT l.number, l.owner,
+SELECT l.number, l.owner, l.broker, l.route,
        EXISTS (
            SELECT FROM pg_locks AS k
            WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2

@@ -1,9 +1,8 @@
--- What daemons do now: the lanes that they own, and how much they have parked and released so far. A lane whose owner is
--- a bulk restore (store/quiet.py) is none: nobody waits for what is in it.
+-- What daemons do now: the lanes that they own, and how much they have parked and released so far.
 SELECT (extract(epoch FROM clock_timestamp()) * 1000)::float8,
        (SELECT coalesce(array_agg(l.number), '{}')
         FROM lane AS l
-        WHERE l.owner NOT LIKE 'restore %' AND EXISTS (
+        WHERE EXISTS (
             SELECT FROM pg_locks AS k
             WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
               AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database())

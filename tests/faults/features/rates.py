@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
-from delayer.core.pace import BURST
+from delayer.core.rate_limit import BURST
 from tests.faults.fleet import Fleet
 from tests.rig.ledger import Ledger
 
 RATE: Final = 100
-"""Messages a second, of each daemon."""
+"""Messages a second, of all daemons together."""
 PACED: Final = "paced"
 ENVIRON: Final = {
     "ROUTE": json.dumps(
@@ -35,16 +35,17 @@ class Excess(NamedTuple):
 def excess(at_ms: Sequence[float], daemons: int, rate: float = RATE) -> Excess | None:
     """The first such stretch, from one arrival to another. Pure."""
     ordered = sorted(at_ms)
-    # With a(i) = i - rate * t(i), too many came from i to j where a(j) - a(i) + 1 is more than the burst allows.
-    allowed = daemons * (rate * (BURST + JITTER))
+    # With a(i) = i - rate * t(i), too many came from i to j where a(j) - a(i) + 1 is more than the bursts allow: each
+    # daemon that takes the lane of the route begins with one.
+    allowed = rate * (daemons * BURST + JITTER)
     lowest, since = float("inf"), 0
     for position, at in enumerate(ordered):
-        level = position - daemons * rate * at / 1000
+        level = position - rate * at / 1000
         if level < lowest:
             lowest, since = level, position
         if level - lowest + 1 > allowed:
             seconds = (at - ordered[since]) / 1000
-            return Excess(position - since + 1, seconds, daemons * rate * seconds + allowed)
+            return Excess(position - since + 1, seconds, rate * seconds + allowed)
     return None
 
 

@@ -21,7 +21,6 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
         "connections": {use: dict(LINE) for use in ("intake", "publish")},
         "store": True,
         "lanes": [1, 2, 7],
-        "adopted": [7],
         "usable": True,
         "stalled": [],
         "figures": (counters or Counters()).figures(),

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from delayer.core.errors import StoreLost
-from delayer.services.shelf import Shelf
 from tests.rig.fakes import ScriptedStore, until
 from tests.unit.lanes_scene import quick, scene
 
@@ -15,20 +14,14 @@ __all__ = ["quick"]
 FOR_EVER = 3600.0
 
 
-async def test_without_a_store_there_is_nothing_to_wait_for() -> None:
-    await asyncio.wait_for(Shelf().wait_known(FOR_EVER), 5)
-
-
 async def test_a_lane_is_waited_for() -> None:
-    shelf = Shelf()
     async with scene() as it:
-        shelf.lanes = it.lanes
-        await asyncio.wait_for(shelf.wait_known(FOR_EVER), 5)
-        assert shelf.usable
+        await asyncio.wait_for(it.lanes.wait_known(FOR_EVER), 5)
+        assert it.lanes.usable
 
 
 async def test_no_store_that_is_out_of_reach_is_waited_for_and_one_that_is_back_is() -> None:
-    shelf, away = Shelf(), True
+    away = True
 
     async def connect() -> ScriptedStore:
         if away:
@@ -36,40 +29,36 @@ async def test_no_store_that_is_out_of_reach_is_waited_for_and_one_that_is_back_
         return ScriptedStore()
 
     async with scene(connect=connect) as it:
-        shelf.lanes = it.lanes
-        await asyncio.wait_for(shelf.wait_known(FOR_EVER), 5)
-        assert not shelf.usable
+        await asyncio.wait_for(it.lanes.wait_known(FOR_EVER), 5)
+        assert not it.lanes.usable
         away = False
         await asyncio.wait_for(it.lanes.ready.wait(), 5)
         assert not it.lanes.out_of_reach.is_set()
 
 
 async def test_one_that_says_nothing_is_waited_for_so_long() -> None:
-    shelf, silence = Shelf(), asyncio.Event()
+    silence = asyncio.Event()
 
     async def connect() -> ScriptedStore:
         await silence.wait()
         return ScriptedStore()
 
     async with scene(connect=connect) as it:
-        shelf.lanes = it.lanes
-        await asyncio.wait_for(shelf.wait_known(0.01), 5)
-        assert not shelf.usable
+        await asyncio.wait_for(it.lanes.wait_known(0.01), 5)
+        assert not it.lanes.usable
         silence.set()
 
 
 async def test_lanes_that_were_let_go_of_without_a_broker_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken again with the first look that sees the broker, and keys may come before it."""
-    monkeypatch.setattr("delayer.services.lanes.MUTE_SECONDS", 0.01)
-    shelf = Shelf()
+    monkeypatch.setattr("delayer.services.lane_manager.AWAY_SECONDS", 0.01)
     async with scene() as it:
-        shelf.lanes = it.lanes
         await it.lanes.ready.wait()
-        it.publishing = it.reaching = False
-        await until(lambda: not shelf.usable)
-        waiting = asyncio.create_task(shelf.wait_known(FOR_EVER))
+        it.reaching = False
+        await until(lambda: not it.lanes.usable)
+        waiting = asyncio.create_task(it.lanes.wait_known(FOR_EVER))
         await asyncio.sleep(0)
         assert not waiting.done()
-        it.publishing = it.reaching = True
+        it.reaching = True
         await asyncio.wait_for(waiting, 5)
-        assert shelf.usable
+        assert it.lanes.usable

@@ -1,0 +1,81 @@
+"""Notifications to the owner of a lane, by LISTEN and NOTIFY: another process put a row into the lane.
+
+Parks of a limited route, restores, imports, reschedules and retries notify. The owner's own parks need no notification.
+A notification is a hint: an owner that misses one finds the row by its scan, once a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import asyncpg
+
+WAITING: Final = "waiting"
+HELD: Final = "held"
+# In the order of lanes: two processes that lower the same ones must not wait for each other.
+_LOWER = (
+    "UPDATE lane AS l SET watermark = told.due"
+    " FROM (SELECT number, due FROM lane JOIN unnest($1::smallint[], $2::timestamptz[]) AS t (lane, due)"
+    " ON number = t.lane WHERE watermark > due ORDER BY number FOR NO KEY UPDATE OF lane) AS told"
+    " WHERE l.number = told.number"
+)
+
+
+class Notification(NamedTuple):
+    """A lane got a row: a WAITING or a HELD one, to be claimed from this instant on (epoch ms)."""
+
+    kind: str
+    at_ms: int
+
+
+def channel(lane: int) -> str:
+    """The notification channel of a lane."""
+    return f"delayer_lane_{lane}"
+
+
+async def notify(connection: asyncpg.Connection, waiting: Mapping[int, int], held: Mapping[int, int]) -> None:
+    """Notify the owners of these lanes when the open transaction commits: the soonest instant for each lane.
+
+    A lane may have no owner at this moment. Its next owner begins at the written watermark, so that is lowered. Raises
+    the driver's errors.
+    """
+    if waiting:
+        lanes = sorted(waiting)
+        await connection.execute(_LOWER, lanes, [waiting[lane] for lane in lanes])
+    for kind, soonest in ((WAITING, waiting), (HELD, held)):
+        for lane, at_ms in soonest.items():
+            await connection.execute("SELECT pg_notify($1, $2)", channel(lane), f"{kind} {at_ms}")
+
+
+class Inbox:
+    """Keeps notifications from the first moment on, until a lane reads them."""
+
+    def __init__(self) -> None:
+        self._kept: list[Notification] = []
+        self._read: Callable[[Notification], None] = self._kept.append
+
+    async def listen(self, connection: asyncpg.Connection, lane: int) -> None:
+        """Listen on the connection that holds the lock of ``lane``."""
+        await connection.add_listener(channel(lane), self._on_notification)
+
+    def open(self, read: Callable[[Notification], None]) -> None:
+        """Pass on what was kept, and from now on each notification at once."""
+        self._read = read
+        for one in self._kept:
+            read(one)
+
+    def _on_notification(self, _connection: object, _pid: int, _channel: str, payload: str) -> None:
+        if (one := parsed(payload)) is not None:
+            self._read(one)
+
+
+def parsed(payload: str) -> Notification | None:
+    """The notification of a payload; None for a payload that is not ours, as any session may notify."""
+    kind, _, at = payload.partition(" ")
+    if kind not in (WAITING, HELD):
+        return None
+    try:
+        return Notification(kind, int(at))
+    except ValueError:
+        return None

@@ -1,0 +1,256 @@
+"""Processes share the lanes of one store: evenly, each lane with one live owner, and nothing lost or early."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections import Counter
+
+import asyncpg
+import pytest
+
+from delayer.store.lane_locks import raise_lanes
+from tests.acceptance.world import wait_for
+from tests.conformance.store_contract import parcel, taken
+from tests.integration.lanes_shared import Process, migrated, running
+from tests.integration.test_store_lane import opened, sql
+
+BALANCED_SECONDS = 10.0
+LANES = 12
+CONSTANT = 6
+"""Connections of a process beside its lanes: presence, and the pool of parks."""
+_OWNERS = """
+SELECT l.number, l.owner, EXISTS (
+    SELECT FROM pg_locks AS k JOIN pg_database AS d ON d.oid = k.database AND d.datname = current_database()
+    WHERE k.locktype = 'advisory' AND k.granted AND k.classid = 'lane'::regclass AND k.objid = l.number
+) AS owned FROM lane AS l ORDER BY l.number
+"""
+_SESSIONS = """
+SELECT count(*) FILTER (WHERE application_name LIKE 'delayer lane %'), count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'delayer %'
+"""
+
+
+class Child:
+    """A process of tests/integration/lanes_shared.py."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self.process = name, process
+        self.published: list[tuple[str, int, int]] = []
+        self.reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, url: str, name: str) -> Child:
+        arguments = "-m", "tests.integration.lanes_shared", url, name
+        pipe = asyncio.subprocess.PIPE
+        errors = asyncio.subprocess.DEVNULL
+        return cls(name, await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=pipe, stderr=errors))
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            words = line.decode().split()
+            if len(words) == 3 and words[1].isdigit():
+                self.published.append((words[0], int(words[1]), int(words[2])))
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.wait()
+        await self.reader
+
+
+async def balanced(admin: asyncpg.Connection, live: set[str]) -> float:
+    """Seconds until every lane has a live owner, and shares differ by one at most."""
+    began = time.monotonic()
+    while True:
+        rows = await admin.fetch(_OWNERS)
+        shares = Counter(row["owner"] for row in rows if row["owned"])
+        if (
+            all(row["owned"] for row in rows)
+            and shares.keys() == live
+            and max(shares.values()) - min(shares.values()) <= 1
+        ):
+            return time.monotonic() - began
+        assert time.monotonic() - began < 30.0, (shares, live)
+        await asyncio.sleep(0.05)
+
+
+async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
+    await migrated(database)
+    await raise_lanes(database, LANES)
+    children = {name: await Child.start(database, name) for name in (f"p{n}" for n in range(8))}
+    ended: list[Child] = []
+    sent: set[str] = set()
+    stopping = asyncio.Event()
+
+    async def park() -> None:
+        async with opened(database) as store:
+            while not stopping.is_set():
+                now = store.now_ms()
+                for delay in (-1000, 500, 3000):
+                    name = f"m{len(sent)}"
+                    sent.add(name)
+                    await store.park(None, [parcel(now + delay, f"{name} {now + delay}".encode())], [])
+                await asyncio.sleep(0.02)
+
+    parking = asyncio.create_task(park())
+    took: dict[str, float] = {}
+    try:
+        async with sql(database) as admin:
+            await balanced(admin, set(children))
+            for name in ("p0", "p1", "p2"):
+                ended.append(children.pop(name))
+                await ended[-1].end()
+            took["killed"] = await balanced(admin, set(children))
+            hanging = {"p3", "p4"}
+            for name in hanging:
+                children[name].signal(signal.SIGSTOP)
+            took["hanging"] = await balanced(admin, set(children) - hanging)
+            for name in hanging:
+                children[name].signal(signal.SIGCONT)
+            took["returned"] = await balanced(admin, set(children))
+            for name in ("p8", "p9", "p10"):
+                children[name] = await Child.start(database, name)
+            took["new"] = await balanced(admin, set(children))
+            of_lanes, all_of_them = await admin.fetchrow(_SESSIONS)
+            assert of_lanes == LANES
+            assert all_of_them <= LANES + CONSTANT * (len(children) + 1)
+            stopping.set()
+            await parking
+
+            def published() -> set[str]:
+                return {name for child in [*children.values(), *ended] for name, _, _ in child.published}
+
+            await wait_for(lambda: published() == sent, timeout=20)
+            # Of what is claimed once more after a fault the second copy comes soon.
+            counted = "SELECT kind, sum(n)::int FROM counter GROUP BY kind"
+            figures = dict(await admin.fetch(counted))
+            assert (figures["parked"], figures["released"]) == (len(sent), len(sent))
+    finally:
+        stopping.set()
+        for child in [*children.values(), *ended]:
+            await child.end()
+        await asyncio.gather(parking, return_exceptions=True)
+    everything = [one for child in [*children.values(), *ended] for one in child.published]
+    assert all(now_ms >= due_ms for _, due_ms, now_ms in everything), "early"
+    assert len(everything) - len(sent) < len(sent) / 20, "copies of what was in flight, and no others"
+    assert all(seconds <= BALANCED_SECONDS for seconds in took.values()), took
+
+
+async def test_the_last_process_has_every_lane_and_what_was_in_them(database: str) -> None:
+    await migrated(database)
+    async with running(database, "living") as living:
+        async with running(database, "other") as other:
+            await wait_for(lambda: len(living.lanes.numbers) == len(other.lanes.numbers) == 2)
+            due_ms = other.now_ms() + 3_000
+            for n in range(8):
+                await other.lanes.park([parcel(due_ms, b"%d" % n)], [])
+        await wait_for(lambda: living.lanes.numbers == [1, 2, 3, 4])
+        assert living.now_ms() < due_ms, "taken before the rows are due"
+        await wait_for(lambda: len(living.publisher.published) == 8)
+        assert living.now_ms() < due_ms + 2_000
+
+
+async def test_more_processes_than_lanes(database: str) -> None:
+    """One waits, and takes over from the first that ends; more lanes are taken without a restart."""
+    await migrated(database)
+    async with sql(database) as admin:
+        await admin.execute("DELETE FROM lane WHERE number > 1")
+    async with running(database, "one") as one:
+        spare = Process(database, "spare", {})
+        stopping = asyncio.Event()
+        task = asyncio.create_task(spare.lanes.run(stopping))
+        try:
+            await wait_for(lambda: len(one.lanes.numbers) + len(spare.lanes.numbers) == 1)
+            await wait_for(lambda: one.lanes.spare.is_set() or spare.lanes.spare.is_set())
+            assert await raise_lanes(database, 2) == 2
+            await wait_for(lambda: len(one.lanes.numbers) == len(spare.lanes.numbers) == 1)
+            assert not spare.lanes.spare.is_set()
+        finally:
+            stopping.set()
+            await task
+    assert await raise_lanes(database, 1) == 2, "the number never shrinks"
+
+
+async def test_without_its_broker_a_process_leaves_its_lanes_to_others(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delayer.services.lane_manager.AWAY_SECONDS", 0.5)
+    await migrated(database)
+    async with running(database, "one") as one, running(database, "two") as two:
+        await wait_for(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
+        one.reaching = False
+        await wait_for(lambda: len(two.lanes.numbers) == 4)
+        assert not one.lanes.usable
+        one.reaching = True
+        await wait_for(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
+
+
+RATE = 100.0
+
+
+async def test_a_limit_holds_for_three_processes_together(database: str) -> None:
+    """Also when the owner of the route's lane ends in the middle; and no other route waits for it."""
+    await migrated(database)
+    rates = {b"slow": RATE}
+    processes = [running(database, name, rates) for name in ("one", "two", "three")]
+    started = [await process.__aenter__() for process in processes]
+    try:
+        await wait_for(lambda: sum(len(one.lanes.numbers) for one in started) == 5)
+        began = time.monotonic()
+        for n in range(150):
+            for one in started:
+                now = one.now_ms()
+                await one.lanes.park([parcel(now, b"slow %d" % n, route=b"slow"), parcel(now, b"fast %d" % n)], [])
+
+        def published(what: bytes) -> list[float]:
+            return sorted(at for one in started for at, out in one.publisher.published if out.body.startswith(what))
+
+        await wait_for(lambda: len(published(b"fast")) == 450)
+        assert len(published(b"slow")) < 450, "the others passed them"
+        [owner] = [n for n, one in enumerate(started) if any(lane.route for lane, _ in one.lanes._releases.values())]
+        ending = asyncio.create_task(processes[owner].__aexit__(None, None, None))
+        await wait_for(lambda: len(published(b"slow")) == 450)
+        await ending
+        times = published(b"slow")
+        assert times[-1] - began > 450 / RATE - 1.0
+        for first, at in enumerate(times):
+            within = sum(at <= other <= at + 1.0 for other in times[first : first + 300])
+            assert within <= RATE * 1.0 + 2 * 0.2 * RATE + 2, "a second, and the bursts of two owners"
+        del processes[owner]
+    finally:
+        for process in processes:
+            await process.__aexit__(None, None, None)
+
+
+async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -> None:
+    await migrated(database)
+    async with running(database, "one", {b"slow": 1.0}) as one, sql(database) as admin:
+        await wait_for(lambda: len(one.lanes.numbers) == 5)
+        now = one.now_ms()
+        await one.lanes.park([parcel(now, b"%d" % n, route=b"slow") for n in range(50)], [])
+        assert await admin.fetchval("SELECT route FROM lane WHERE number = 5") == b"slow"
+        assert await admin.fetchval("SELECT count(DISTINCT lane) FROM counter") == 1
+        one.rates = {}
+        await wait_for(lambda: len(one.publisher.published) == 50)
+
+
+async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.store.lane.FIRST_SCAN_SECONDS", 0.2)
+    monkeypatch.setattr("delayer.store.lane.LONGEST_SLEEP", 0.5)
+    await migrated(database)
+    async with running(database) as one, opened(database) as other, sql(database) as admin:
+        await wait_for(lambda: len(one.lanes.numbers) == 4)
+        await one.lanes.park([parcel(one.now_ms() + 3_600_000, b"moved")], [])
+        await asyncio.sleep(0.3)
+        await admin.execute("UPDATE message SET due_at = now() - interval '1 hour'")
+        await wait_for(lambda: len(one.publisher.published) == 1)
+        assert await other.take(one.lanes.numbers[0]) is None
+    lane = await taken(other, 1)
+    await lane.release()
