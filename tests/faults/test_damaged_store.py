@@ -258,7 +258,7 @@ async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damage
     async with opened(url) as store, owned(store) as [lane]:
         assert await store.doubtful(segments.FOREVER_MS) == []
         with pytest.raises(StoreLost, match=r"restore: .*invalid page in block 0"):
-            while one := await store.restore(lane, segments.FOREVER_MS):
+            while one := await store.restore(segments.FOREVER_MS):
                 assert isinstance(one, Restored)
                 found.append(one.segment)
     assert len(found) == len(set(found)) == ROWS // OF_A_SEGMENT - len(lost)

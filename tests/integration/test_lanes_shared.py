@@ -27,6 +27,10 @@ SELECT l.number, l.owner, EXISTS (
     WHERE k.locktype = 'advisory' AND k.granted AND k.classid = 'lane'::regclass AND k.objid = l.number
 ) AS owned FROM lane AS l ORDER BY l.number
 """
+_PRESENT = """
+SELECT count(*) FROM pg_locks AS k JOIN pg_database AS d ON d.oid = k.database AND d.datname = current_database()
+WHERE k.locktype = 'advisory' AND k.granted AND k.classid = 'lane'::regclass AND k.objid = 0
+"""
 _SESSIONS = """
 SELECT count(*) FILTER (WHERE application_name LIKE 'delayer lane %'), count(*) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name LIKE 'delayer %'
@@ -81,6 +85,13 @@ async def balanced(admin: asyncpg.Connection, live: set[str]) -> float:
         await asyncio.sleep(0.05)
 
 
+async def present(admin: asyncpg.Connection, processes: int) -> None:
+    """Until so many processes live: to start eight of them takes a busy machine half a minute."""
+    async with asyncio.timeout(120.0):
+        while await admin.fetchval(_PRESENT) != processes:  # noqa: ASYNC110 - the processes set no event
+            await asyncio.sleep(0.05)
+
+
 async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     await migrated(database)
     await raise_lanes(database, LANES)
@@ -103,6 +114,7 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     took: dict[str, float] = {}
     try:
         async with sql(database) as admin:
+            await present(admin, len(children))
             await balanced(admin, set(children))
             for name in ("p0", "p1", "p2"):
                 ended.append(children.pop(name))
@@ -117,6 +129,7 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
             took["returned"] = await balanced(admin, set(children))
             for name in ("p8", "p9", "p10"):
                 children[name] = await Child.start(database, name)
+            await present(admin, len(children))
             took["new"] = await balanced(admin, set(children))
             of_lanes, all_of_them = await admin.fetchrow(_SESSIONS)
             assert of_lanes == LANES
@@ -204,10 +217,10 @@ async def test_a_limit_holds_for_three_processes_together(database: str) -> None
     try:
         await wait_for(lambda: sum(len(one.lanes.numbers) for one in started) == 5)
         began = time.monotonic()
-        for n in range(150):
-            for one in started:
-                now = one.now_ms()
-                await one.lanes.park([parcel(now, b"slow %d" % n, route=b"slow"), parcel(now, b"fast %d" % n)], [])
+        for one in started:
+            now = one.now_ms()
+            slow = [parcel(now, b"slow %d" % n, route=b"slow") for n in range(150)]
+            await one.lanes.park(slow + [parcel(now, b"fast %d" % n) for n in range(150)], [])
 
         def published(what: bytes) -> list[float]:
             return sorted(at for one in started for at, out in one.publisher.published if out.body.startswith(what))

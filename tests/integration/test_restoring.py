@@ -144,13 +144,13 @@ async def test_a_row_is_the_row_it_was(database: str) -> None:
             before = await admin.fetch(question)
             assert await compact_all(admin) == 1
             assert await admin.fetchval("SELECT count(*) FROM message") == 1, "rows with keys stay rows"
-            found = await store.restore(other, now + DAY_MS)
+            found = await store.restore(now + DAY_MS)
             assert isinstance(found, Restored)
             assert (found.messages, found.first_due_ms) == (len(parcels), now)
             assert await admin.fetch(question) == before
             assert await admin.fetchval("SELECT count(*) FROM segment") == 0
             assert {row["lane"] for row in await admin.fetch("SELECT lane FROM message")} == {other.number}
-        assert await store.restore(other, now + DAY_MS) is None
+        assert await store.restore(now + DAY_MS) is None
     await account(database)
 
 
@@ -196,10 +196,10 @@ async def test_what_another_one_has_locked_is_left_to_it_and_not_forgotten(datab
     async with opened(database) as store, owned(store) as [lane], sql(database) as another:
         await another.execute("BEGIN")
         await another.execute("SELECT FROM segment FOR UPDATE")
-        assert await store.restore(lane, now) is None
-        assert await store.restore(lane, now + DAY_MS) == Locked(now + HOUR_MS)
+        assert await store.restore(now) is None
+        assert await store.restore(now + DAY_MS) == Locked(now + HOUR_MS)
         await another.execute("ROLLBACK")
-        found = [await store.restore(lane, now + DAY_MS) for _ in range(3)]
+        found = [await store.restore(now + DAY_MS) for _ in range(3)]
     assert [type(one) for one in found] == [Restored, Restored, type(None)]
 
 
@@ -271,7 +271,7 @@ async def test_one_whose_messages_are_there_already_is_broken(database: str) -> 
             " generate_series(1, 2) AS n WHERE id = (SELECT min(id) FROM segment)"
         )
     async with opened(database) as store, owned(store, 2) as [lane, _]:
-        found = [await store.restore(lane, now + DAY_MS) for _ in range(3)]
+        found = [await store.restore(now + DAY_MS) for _ in range(3)]
     kinds = [type(one) for one in found]
     assert kinds == [Broken, Restored, type(None)], found
 
@@ -284,7 +284,7 @@ async def test_partitions_are_there_for_what_is_restored(database: str) -> None:
         for day in await partitions.existing(admin):
             await admin.execute(f"DROP TABLE {partitions.name_of(day)}")
         async with opened(database) as store, owned(store) as [lane]:
-            assert isinstance(await store.restore(lane, now + DAY_MS), Restored)
+            assert isinstance(await store.restore(now + DAY_MS), Restored)
         assert await partitions.existing(admin) >= days
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
 
@@ -326,11 +326,11 @@ async def test_the_event_loop_goes_on_while_a_large_segment_is_restored(database
             last = time.perf_counter()
 
     async with opened(database) as store, owned(store) as [lane]:
-        await store.restore(lane, now + DAY_MS)  # the first one loads pyarrow
+        await store.restore(now + DAY_MS)  # the first one loads pyarrow
         watching = asyncio.create_task(watch())
         began = time.perf_counter()
         for _ in range(made - 1):
-            assert isinstance(await store.restore(lane, now + DAY_MS), Restored)
+            assert isinstance(await store.restore(now + DAY_MS), Restored)
         took = time.perf_counter() - began
         watching.cancel()
     gaps.sort()
@@ -363,6 +363,6 @@ async def test_a_restored_row_behind_the_watermark_is_found_at_once(database: st
     assert await packed(database, [parcel(now - 10 * DAY_MS, b"late")]) == 1
     async with opened(database) as store, owned(store) as [lane]:
         assert await release_all(lane) == []
-        await store.restore(lane, now + DAY_MS)
+        await store.restore(now + DAY_MS)
         assert await lane.sleep_hint() == 0.0
         assert bodies(await release_all(lane)) == [b"late"]
