@@ -255,7 +255,7 @@ async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damage
     url, lost = damaged["daemon"]
     assert lost
     found = []
-    async with opened(url) as store, owned(store) as [lane]:
+    async with opened(url) as store, owned(store):
         assert await store.doubtful(segments.FOREVER_MS) == []
         with pytest.raises(StoreLost, match=r"restore: .*invalid page in block 0"):
             while one := await store.restore(segments.FOREVER_MS):

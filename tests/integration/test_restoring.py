@@ -193,7 +193,7 @@ async def test_two_daemons_share(database: str) -> None:
 async def test_what_another_one_has_locked_is_left_to_it_and_not_forgotten(database: str) -> None:
     now = await now_ms(database)
     assert await packed(database, [parcel(now + HOUR_MS), parcel(now + 2 * HOUR_MS)], 1) == 2
-    async with opened(database) as store, owned(store) as [lane], sql(database) as another:
+    async with opened(database) as store, owned(store), sql(database) as another:
         await another.execute("BEGIN")
         await another.execute("SELECT FROM segment FOR UPDATE")
         assert await store.restore(now) is None
@@ -270,7 +270,7 @@ async def test_one_whose_messages_are_there_already_is_broken(database: str) -> 
             " to_key, properties, body) SELECT first_id, first_due, 0, n, 1, '', '', '', '', '', '', '' FROM segment,"
             " generate_series(1, 2) AS n WHERE id = (SELECT min(id) FROM segment)"
         )
-    async with opened(database) as store, owned(store, 2) as [lane, _]:
+    async with opened(database) as store, owned(store, 2):
         found = [await store.restore(now + DAY_MS) for _ in range(3)]
     kinds = [type(one) for one in found]
     assert kinds == [Broken, Restored, type(None)], found
@@ -283,7 +283,7 @@ async def test_partitions_are_there_for_what_is_restored(database: str) -> None:
         await packed(database, [parcel(day * DAY_MS + DAY_MS - 1) for day in days])
         for day in await partitions.existing(admin):
             await admin.execute(f"DROP TABLE {partitions.name_of(day)}")
-        async with opened(database) as store, owned(store) as [lane]:
+        async with opened(database) as store, owned(store):
             assert isinstance(await store.restore(now + DAY_MS), Restored)
         assert await partitions.existing(admin) >= days
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 0
@@ -325,7 +325,7 @@ async def test_the_event_loop_goes_on_while_a_large_segment_is_restored(database
             gaps.append(time.perf_counter() - last)
             last = time.perf_counter()
 
-    async with opened(database) as store, owned(store) as [lane]:
+    async with opened(database) as store, owned(store):
         await store.restore(now + DAY_MS)  # the first one loads pyarrow
         watching = asyncio.create_task(watch())
         began = time.perf_counter()
