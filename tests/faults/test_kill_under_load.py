@@ -73,12 +73,13 @@ async def test_one_of_two_daemons_is_killed(mode: str, vhost: str, store: str) -
         await asyncio.gather(first.ready(), second.ready())
         publishing = asyncio.create_task(ledger.publish(MESSAGES // 2, longest_ms=2_000))
         await ledger.until(lambda: len(ledger.arrivals) > MESSAGES // 10)
+        before = len(second.events)
         first.signal(signal.SIGKILL)
         await first.wait()
         await publishing
         await ledger.all_back()
         if mode == "store":
-            await second.event("lane adopted")
+            await second.event("lane taken", after=before)
         await work_off(place, second)
         verdict = await place.settle_accounts(ledger)
     await report(mode, place, verdict, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 from contextlib import AsyncExitStack
 
 import aio_pika
@@ -11,6 +12,7 @@ import pytest
 
 from delayer.store import session
 from tests.faults.place import Place, eventually
+from tests.rig.daemon import DaemonProcess
 
 SEED = 4_000
 
@@ -29,17 +31,27 @@ async def end_connections(store: str, application: str) -> int:
         await session.close(connection)
 
 
+async def _lanes(*daemons: DaemonProcess) -> list[set[int]]:
+    """The lanes of each, by its log."""
+
+    def said(daemon: DaemonProcess, event: str) -> Counter[int]:
+        return Counter(one["lane"] for one in daemon.events if one["event"] == event)
+
+    return [set(said(daemon, "lane taken") - said(daemon, "lane dropped")) for daemon in daemons]
+
+
 async def test_a_daemon_that_hangs_loses_its_lanes_and_notices(vhost: str, store: str) -> None:
-    """Stopped for longer than its lanes live, while another runs: that one adopts and releases them."""
+    """Stopped for longer than its lanes live, while another runs: that one takes and releases them."""
     place = await Place("store", vhost, store).declare()
     async with place.ledger(SEED) as ledger, AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(place.daemon()) for _ in range(2)]
         await asyncio.gather(first.ready(), second.ready())
-        owned = {event["lane"] for event in first.events if event["event"] == "lane taken"}
+        owned, _ = await eventually(lambda: _lanes(first, second), lambda both: len(both[0]) == len(both[1]) == 2)
         await ledger.publish(2_000, delay_ms=4_000)
         await eventually(place.rows, lambda rows: rows > 1_500)
+        before = len(second.events)
         first.signal(signal.SIGSTOP)
-        adopted = await second.event("lane adopted", where=lambda event: event["lane"] in owned)
+        adopted = await second.event("lane taken", after=before, where=lambda event: event["lane"] in owned)
         first.signal(signal.SIGCONT)
         lost = await first.event("lane lost")
         assert {adopted["lane"], lost["lane"]} <= owned

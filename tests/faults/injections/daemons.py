@@ -77,11 +77,11 @@ async def hanging(fleet: Fleet, fault: Fault) -> None:
     if watched:
         with suppress(AssertionError, *DRIVER_ERRORS):  # then it says below that nobody adopted one
             await eventually(lambda: _some_rows(fleet, daemon), lambda rows: rows == SOME, timeout=POINT_SECONDS)
-    before = fleet.told("lane adopted"), _losses(daemon)
+    before = fleet.told("lane taken"), _losses(daemon)
     daemon.process.signal(signal.SIGSTOP)
     try:
         await asyncio.sleep(fault.seconds)
-        adopted = fleet.told("lane adopted") - before[0]
+        adopted = fleet.told("lane taken") - before[0]
     finally:
         daemon.process.signal(signal.SIGCONT)
     if not watched:
