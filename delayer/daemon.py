@@ -1,53 +1,176 @@
-"""The running daemon: its parts, constructed from settings and wired to each other. The rules are in the services."""
+"""The daemon: its connections and parts, constructed from settings. The rules are in the services."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 import structlog
 
+from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
 from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.broker.flow_control import BUFFER_BYTES, Fitting
-from delayer.broker.publisher import RelayPublisher
+from delayer.broker.flow_control import BUFFER_BYTES, Fitting, Inflow
+from delayer.broker.isolation import Isolation
+from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
+from delayer.broker.relay import Relay
+from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.errors import BrokerLost
-from delayer.declaring import declare_in_detail
+from delayer.core.topology import Topology
 from delayer.in_force import InForce
 from delayer.ops.notify import Condition, Notifier, Seen, WatchedPulse
-from delayer.relays import Relays
 from delayer.services.consume import Handle, Intake, QueueConsumer
 from delayer.services.counting import Counters
 from delayer.services.dispatch import Dispatch
 from delayer.services.handle import DueHandler, IntakeHandler
 from delayer.services.lane_manager import LaneManager
 from delayer.services.lifecycle import Life
-from delayer.services.ports import Lane, Store
+from delayer.services.ports import Lane, Parking, Pulse, Store
 from delayer.services.release import Portion, Release
 from delayer.services.restoring import Restoring
 from delayer.services.room import Room
 from delayer.services.takeover import LevelTakeover
 from delayer.settings import Settings
 from delayer.store import retry
+from delayer.store.lane_locks import broker_mark
 from delayer.store.postgres import PostgresStore
-from delayer.takeovers import takeovers_of
+from delayer.wire.address import Address
 from delayer.wiring import cascade_of, topology_of, uses_cascade
 
 log = structlog.get_logger(__name__)
 
+
+def levels_of(settings: Settings) -> Iterator[tuple[Cascade, int]]:
+    """The levels that are taken over, the longest first."""
+    for table in settings.takeovers:
+        cascade = Cascade(table.cascade, owner=table.prefix)
+        for level in reversed(range(table.levels_from, LEVELS)):
+            yield cascade, level
+
+
+def takeovers_of(
+    settings: Settings,
+    relay: Relay,
+    *,
+    parking: Parking,
+    prepare: Callable[[], Awaitable[None]],
+    now_ms: Callable[[], int],
+    pulse: Pulse,
+    counters: Counters,
+) -> list[LevelTakeover]:
+    """A takeover for each level. They share ``relay``, which has no other use, and 16 MiB of messages read ahead.
+
+    A batch of one level has at most 1 MiB: two parks of each of some twenty levels may be open at once.
+    """
+    all_bytes = 16 << 20
+    inflow, levels = Inflow(all_bytes), list(levels_of(settings))
+
+    def takeover(cascade: Cascade, level: int) -> LevelTakeover:
+        fitting = Fitting(all_bytes // len(levels))
+        return LevelTakeover(
+            cascade,
+            level,
+            consumer=RelayConsumer(relay, batch_bytes=1 << 20, inflow=inflow, fitting=fitting),
+            parking=parking,
+            prepare=prepare,
+            now_ms=now_ms,
+            pulse=pulse,
+            counters=counters,
+            reads_ahead=fitting.full,
+        )
+
+    return [takeover(cascade, level) for cascade, level in levels]
+
+
+class Relays:
+    """The connections to the broker, by use: ``intake``, ``due``, ``publish``, ``takeover`` (where configured)."""
+
+    def __init__(self, settings: Settings) -> None:
+        address = Address.parse(settings.broker_url)
+        self._vhost, self._cluster = address.vhost, ""
+        heartbeat = settings.broker.heartbeat_ms / 1000
+        self._relays = {
+            use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
+            for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
+        }
+        self.isolation = Isolation(self._relays["publish"], timeout=CONFIRM_TIMEOUT)
+
+    def __getitem__(self, use: str) -> Relay:
+        return self._relays[use]
+
+    def __contains__(self, use: str) -> bool:
+        return use in self._relays
+
+    def start(self) -> None:
+        """Connect, and stay so."""
+        for relay in self._relays.values():
+            relay.start()
+
+    def closings(self) -> list[Coroutine[None, None, None]]:
+        """The coroutines that close them, to be awaited together: a broker that hangs answers no close."""
+        self.isolation.close()
+        return [relay.close() for relay in self._relays.values()]
+
+    async def meet_broker(self, seconds: float = 1.0) -> None:
+        """Wait briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows."""
+        with suppress(BrokerLost):
+            await self._relays["publish"].connection(seconds)
+
+    def broker_mark(self) -> str:
+        """The mark of this broker, from the last connection (lane_locks.py)."""
+        relays = [relay.current for relay in self._relays.values()]
+        cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
+        self._cluster = cluster
+        return broker_mark(cluster, self._vhost)
+
+    def reaching(self) -> bool:
+        """Whether any of them is connected."""
+        return any(relay.current is not None for relay in self._relays.values())
+
+    def connected(self) -> bool:
+        """Whether all of them are."""
+        return all(relay.current is not None for relay in self._relays.values())
+
+    def blocked(self) -> bool:
+        """Whether the broker takes no publishes on one of them."""
+        return any(relay.current is not None and relay.current.blocked for relay in self._relays.values())
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Of each: whether it is connected and blocked, and the number of connects."""
+        return {
+            use: {
+                "connected": relay.current is not None,
+                "blocked": relay.current is not None and relay.current.blocked,
+                "connects": relay.connects,
+            }
+            for use, relay in self._relays.items()
+        }
+
+
+async def connect_admin(url: str) -> Admin:
+    """An administrative connection. Raises BrokerLost."""
+    try:
+        return await Admin.connect(url)
+    except BrokerRefused as refused:
+        raise BrokerLost(str(refused)) from refused
+
+
+async def declare_in_detail(url: str, topology: Topology) -> None:
+    """Declare over the connection that reports each mismatch in detail. Raises BrokerLost, TopologyMismatch."""
+    admin = await connect_admin(url)
+    try:
+        await admin.declare(topology)
+    finally:
+        await admin.close()
+
+
 STORE_WAIT: Final = 2.0
-"""Seconds that consuming waits for a lane before it says that there is none, and waits again."""
-LANES_WAIT: Final = 5.0
-"""Seconds that it waits in native mode, for a store that is in reach: without a lane it would refuse every key."""
-
-DUE_GATHER: Final = 0.005
-"""Seconds that what came out of the cascade may wait for company (see Intake): all of it is due, and later by that."""
-
-FAREWELL: Final = 1.0
-"""Seconds for closing the connections in order, after everything is settled."""
+"""Seconds that consuming waits for a lane before it logs that there is none, and waits again."""
 
 
 def new_id() -> bytes:
@@ -90,11 +213,11 @@ class Daemon:
 
     @property
     def settings(self) -> Settings:
-        """Those in force."""
+        """The settings in force."""
         return self._in_force.settings
 
     async def run(self) -> None:
-        """Until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
+        """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
         self.relays.start()
         if self.settings.store_url is not None:
             self.start_lanes(self.settings)
@@ -108,19 +231,19 @@ class Daemon:
         try:
             await self.life.run()
         finally:
-            # Side by side and bounded: a broker that hangs answers no goodbye, and ten seconds are promised for all.
+            # Together, and bounded: a broker that hangs answers no close, and a stop takes ten seconds at most.
             farewells = self.relays.closings()
-            await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=FAREWELL)
+            await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=1.0)
             log.info("stopped", **self.counters.as_dict())
 
     def stop(self) -> None:
-        """Stop consuming, settle what is in flight, let go of the lanes."""
+        """Stop consuming, settle messages in flight, drop the lanes."""
         log.info("stopping")
         self._notifier.stopping()
         self.life.stop()
 
     def start_lanes(self, settings: Settings) -> None:
-        """Begin to take lanes of the store, unless we do already."""
+        """Start to take lanes of the store, unless the daemon does already."""
         if not self.lanes.configured:
             url = settings.store_url or ""
 
@@ -134,7 +257,7 @@ class Daemon:
             self.life.add("restoring", restoring.run)
 
     def consuming(self) -> dict[str, bool]:
-        """Which queues are consumed just now."""
+        """The queues, and whether each is consumed now."""
         sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
         return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
 
@@ -148,15 +271,15 @@ class Daemon:
         )
 
     def stalled(self) -> list[str]:
-        """The loops that stand still."""
+        """The loops without progress."""
         return self._pulse.stalled()
 
     def adopt(self, settings: Settings) -> None:
-        """Let the live part of new settings rule from the next batch on."""
+        """Apply the live part of new settings from the next batch on."""
         self._in_force.adopt(settings)
 
     async def declare(self, settings: Settings | None = None) -> None:
-        """Make the topology so. Raises BrokerLost, TopologyMismatch."""
+        """Declare the topology. Raises BrokerLost, TopologyMismatch."""
         wanted = settings or self.settings
         try:
             async with briefly(self.settings.broker_url, "delayer admin") as broker:
@@ -174,8 +297,8 @@ class Daemon:
         self.life.add("due", self._due.run)
 
     async def _declare_again(self) -> None:
-        """As at the start, but that what is there and different ends nobody who has begun: what is parked is released,
-        and this is tried again until somebody has decided. Raises BrokerLost; TopologyMismatch at the start."""
+        """Declare as at the start, but a mismatch does not stop a daemon that has begun: it keeps releasing and tries
+        again until an operator resolves the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
         try:
             await self.declare()
         except TopologyMismatch as wrong:
@@ -188,10 +311,10 @@ class Daemon:
         if self.settings.mode == "store":
             await self.lanes.wait_usable(STORE_WAIT)
         else:
-            await self.lanes.wait_known(LANES_WAIT)
+            await self.lanes.wait_known(5.0)  # without a lane, native mode refuses every key
 
     async def _announce(self, stopping: asyncio.Event) -> None:
-        """Tell systemd that we are ready, when we are: consuming, and with lanes where lanes are needed."""
+        """Report READY to systemd once the daemon consumes, with lanes where it needs lanes."""
         consuming = asyncio.create_task(self._intake.consuming.wait(), name="consuming")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +331,7 @@ class Daemon:
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
         if use == "due":
-            intake = replace(intake, gather=DUE_GATHER)
+            intake = replace(intake, gather=0.005)  # all of it is due, and late by this
         prepare = self._prepare if use == "intake" else self._declare_again
         consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
         return QueueConsumer(intake, consumer, handle, prepare=prepare, pulse=self._pulse)

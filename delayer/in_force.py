@@ -1,4 +1,4 @@
-"""What is in force in a running daemon just now: its settings, what follows from them, and the clock that rules."""
+"""The live settings of a running daemon, the policy that follows from them, and the clock that decides."""
 
 from __future__ import annotations
 
@@ -9,16 +9,55 @@ from dataclasses import replace
 from delayer.broker.publisher import RelayPublisher
 from delayer.core.cascade import Cascade
 from delayer.core.hold import Limits
-from delayer.core.plan import Policy
-from delayer.policies import policy_of, rates_of
+from delayer.core.plan import Mode, Policy, Route
+from delayer.core.retrying import Retry
 from delayer.services.envelopes import Names
 from delayer.services.lane_manager import LaneManager
+from delayer.settings import Retry as RetryTable
 from delayer.settings import Settings
-from delayer.wiring import uses_cascade
+from delayer.wiring import own_names, uses_cascade
+
+
+def policy_of(settings: Settings, *, has_store: bool) -> Policy:
+    """The policy that these settings describe."""
+    routes = (
+        Route(
+            source=route.from_.encode(),
+            to=route.to.encode(),
+            routing_key=route.routing_key.encode(),
+            delay_from=route.delay_from,
+            default_delay_ms=route.default_delay_ms,
+            allow_exchanges=route.allow_exchanges,
+            late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
+            paced=route.max_rate > 0,
+            retry=None if route.retry is None else _retry(route.retry),
+        )
+        for route in settings.routes
+    )
+    queues, exchanges = own_names(settings)
+    return Policy(
+        mode=Mode(settings.mode),
+        routes={route.source: route for route in routes},
+        intake_queue=settings.intake.queue.encode(),
+        max_delay_ms=settings.intake.max_delay_ms,
+        park_beyond_ms=settings.store.park_beyond_ms,
+        has_store=has_store,
+        own_queues=queues,
+        own_exchanges=exchanges,
+    )
+
+
+def rates_of(settings: Settings) -> dict[bytes, float]:
+    """How many messages a second each limited route may release, by all processes together."""
+    return {route.from_.encode(): float(route.max_rate) for route in settings.routes if route.max_rate}
+
+
+def _retry(table: RetryTable) -> Retry:
+    return Retry(table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode())
 
 
 class InForce:
-    """Asked for every batch, so that a reload rules from the next one on."""
+    """Read for every batch, so that a reload applies from the next one on."""
 
     def __init__(self, settings: Settings, cascade: Cascade, publisher: RelayPublisher, lanes: LaneManager) -> None:
         self.settings = settings
@@ -29,15 +68,17 @@ class InForce:
         self.rates: Mapping[bytes, float] = rates_of(settings)
 
     def adopt(self, settings: Settings) -> None:
-        """Let the live part of new settings rule from the next batch on."""
+        """Apply the live part of new settings from the next batch on."""
         self.settings = settings
         self._policy = policy_of(settings, has_store=self._lanes.configured)
         self.rates = rates_of(settings)
 
     def policy(self) -> Policy:
-        """In native mode a store that is out of reach is no store: a message with a key is refused, with that reason,
-        where waiting for the store would stop everybody. In store mode a broker that takes no publishes is no reason to
-        take nothing in."""
+        """The policy of the next batch.
+
+        In native mode a store out of reach counts as no store: the daemon refuses messages with a key, because waiting
+        would stop all others. In store mode a broker that takes no publishes does not stop the intake.
+        """
         policy = self._policy
         # Without a lane in a store that is reached, consuming waits for one.
         reached = self._lanes.usable or self._lanes.reached
@@ -46,7 +87,7 @@ class InForce:
         return policy if self._publisher.ready else replace(policy, publishing=False)
 
     def late_limits(self) -> Limits:
-        """Of the routes that have one."""
+        """The late limits of the routes that have one."""
         limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
         return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
 
@@ -56,11 +97,11 @@ class InForce:
         return self._lanes.usable or not uses_cascade(self.settings)
 
     def restore_ahead_ms(self) -> int:
-        """How long before it is due a segment is restored."""
+        """The time from a segment's restore to its first due instant."""
         return self.settings.store.restore_ahead_ms
 
     def names(self) -> Names:
-        """What the messages of this daemon are published to, and by."""
+        """The exchanges and queues of this daemon."""
         return Names(
             levels=self._cascade,
             due_queue=self.settings.native.due_queue.encode(),
@@ -69,11 +110,11 @@ class InForce:
         )
 
     def now_ms(self) -> int:
-        """The clock that rules: the store's where there is one, else this host's; rounded up, so never early."""
+        """The upper bound of the store's clock, or of this host's without a store."""
         stored = self._lanes.now_ms()
         return -(-time.time_ns() // 1_000_000) if stored is None else stored
 
     def sure_ms(self) -> int:
-        """The same clock, rounded down: what is due by this one is due."""
+        """The lower bound of the same clock: a message that is due by it is due."""
         stored = self._lanes.sure_ms()
         return time.time_ns() // 1_000_000 if stored is None else stored

@@ -1,4 +1,4 @@
-"""From settings to the values that the layers below understand: cascade and topology. For the policy: policies.py."""
+"""Topology and cascade from settings. in_force.py makes the policy."""
 
 from __future__ import annotations
 

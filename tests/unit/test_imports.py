@@ -51,12 +51,7 @@ HOUSE: Mapping[str, Layer] = {
     "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
 # The edge may import everything below it; what it may not is to be imported from below.
-EDGE = frozenset(
-    {
-        "cli", "commands", "app", "daemon", "declaring", "in_force", "policies", "relays",
-        "reload", "serving", "takeovers", "wiring",
-    }
-)  # fmt: skip
+EDGE = frozenset({"cli", "commands", "app", "daemon", "in_force", "serving", "wiring"})
 # What only the HTTP layer knows of.
 OF_HTTP = frozenset({"starlette", "uvicorn", "prometheus_client"})
 

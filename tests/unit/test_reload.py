@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from delayer import reload as module
+from delayer import app as module
+from delayer.app import Reload, live_part
 from delayer.broker.errors import TopologyMismatch
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon import Daemon
 from delayer.ops.notify import Notifier
-from delayer.reload import Reload, live_part
 from delayer.settings import ConfigError, Settings
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from tests.rig.fakes import until

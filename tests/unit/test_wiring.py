@@ -8,7 +8,7 @@ import pytest
 
 from delayer.core.cascade import Cascade
 from delayer.core.plan import Mode, Route
-from delayer.policies import policy_of
+from delayer.in_force import policy_of
 from delayer.settings import Settings
 from delayer.wiring import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
 
