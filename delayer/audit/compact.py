@@ -88,13 +88,11 @@ async def pack_window(connection: asyncpg.Connection, window: Window, rows: int,
     # How often a window is tried that loses against other transactions.
     while attempts < 5:
         try:
-            async with ours.turn() as pace:
+            async with ours.turn() as beside_traffic:
                 # Rows that are locked at once beside traffic: 10 ms of the server's, and a megabyte of its log.
-                portion = 1_000 if pace.giving_way else None
-                # Seconds after each portion, by Pace.share of them.
-                one = await compacting.compact_one(
-                    connection, window, rows=rows, portion=portion, pause=0.01 * pace.share
-                )
+                portion = 1_000 if beside_traffic else None
+                # Seconds after each portion.
+                one = await compacting.compact_one(connection, window, rows=rows, portion=portion, pause=0.01)
                 if one is not None:
                     made.append(one)  # whatever happens to the turn
         except WORTH_REPEATING as error:

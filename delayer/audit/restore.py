@@ -1,7 +1,7 @@
 """`delayer restore`: segments become rows again, in bulk, without waiting for the daemons to do it.
 
 Executors restore each segment into the lane that it came from (:func:`work`), and notify the lane's owner. The work
-goes in rounds, short ones for what is due soon.
+goes in rounds of some hundred segments.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import asyncpg
 from delayer.audit import tasks
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
-from delayer.core.giving_way import Pace
 from delayer.core.segment import Broken, Restored
-from delayer.store import pagewise, schema, segments, session, traffic
+from delayer.store import pagewise, schema, segments, session
 from delayer.store.days import DAY_MS
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.segments import Listed
@@ -48,21 +47,21 @@ class Back(NamedTuple):
         return not (self.gone or self.locked or self.lost or self.broken)
 
 
-def work(url: str, ids: Iterable[int], *, soon: bool = False) -> list[Back]:
-    """On an executor: restore the segments ``ids``, one after the other; in a hurry if they are due ``soon``."""
-    return asyncio.run(_work(url, soon, list(ids)))
+def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
+    """On an executor: restore segments (id, first due instant), one after the other; in a hurry what is due soon."""
+    return asyncio.run(_work(url, list(portion)))
 
 
-async def _work(url: str, soon: bool, ids: Sequence[int]) -> list[Back]:
+async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
     try:
         connection = await session.connect(url, "delayer restore", {**tasks.SESSION, **session.LAZY})
     except StoreLost as error:
-        return [Back(one, 0, lost=str(error)) for one in ids]
+        return [Back(one, 0, lost=str(error)) for one, _ in portion]
     back: list[Back] = []
     try:
-        ours = Turns(connection, hurried=soon)
-        for one in ids:
-            back.append(await restore_segment(connection, one, ours))
+        for one, first_due_ms in portion:
+            soon = first_due_ms < time.time() * 1000 + 600_000  # this machine's clock will do for that
+            back.append(await restore_segment(connection, one, Turns(connection, hurried=soon)))
         await session.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
         return [_perhaps(one, describe(error)) if one.restored else one for one in back]
@@ -80,8 +79,8 @@ async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Tu
     ours = ours or Turns(connection, hurried=True)
     for attempt in range(5):
         try:
-            async with ours.turn() as pace:
-                found = await _restored(connection, segment, pace)
+            async with ours.turn() as beside_traffic:
+                found = await _restored(connection, segment, beside_traffic)
             if found is not None:
                 return _back(segment, found)
             lost = None
@@ -99,14 +98,11 @@ async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Tu
     return Back(segment, 0, locked=lost is None, lost=lost)
 
 
-async def _restored(connection: asyncpg.Connection, segment: int, pace: Pace) -> Restored | Broken | None:
+async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic: bool) -> Restored | Broken | None:
     """At once, or in small portions with pauses, as daemons do it."""
-    if not pace.giving_way:
+    if not beside_traffic:
         return await segments.restore(connection, segment)
-    # Seconds after each portion of rows beside traffic, by Pace.share of them; a portion takes about as long.
-    return await segments.restore(
-        connection, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005 * pace.share
-    )
+    return await segments.restore(connection, segment, portion_bytes=segments.SMALL_PORTION_BYTES, pause=0.005)
 
 
 def _perhaps(one: Back, reason: str) -> Back:
@@ -120,13 +116,6 @@ def _back(segment: int, found: Restored | Broken) -> Back:
             return Back(segment, 0, broken=f"{found.reason}; {found.advice}" if found.newer else found.reason)
         case Restored():
             return Back(segment, found.messages)
-
-
-NAME: Final = "restoring"
-ROUND: Final = 240
-"""Segments of a round: some 2 M messages, a minute's work on two cores, and within SOON_MS on the slowest machine."""
-SOON_MS: Final = 600_000
-"""What is due within this time from the beginning of a round is restored in short ones, without rests."""
 
 
 class Plan(NamedTuple):
@@ -192,68 +181,39 @@ async def plan(url: str, within_ms: int | None) -> Plan:
         await session.close(connection)
 
 
-def next_round(left: Sequence[Listed], now_ms: int) -> Sequence[Listed]:
-    """The segments of the next round, out of those that are ``left``: few while they are due soon."""
-    soon = [one for one in left[:8] if one.first_due_ms < now_ms + SOON_MS]
-    return soon or left[:ROUND]
-
-
 def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
-    """Restore what is ``planned``; ends after a round in which the store was lost. ``say`` hears how far it is, in
-    segments. Raises JobFailed, StoreLost."""
+    """Restore what is ``planned``, some hundred segments at a time, until the store is lost. ``say`` hears how far it
+    is, in segments. Raises JobFailed, StoreLost."""
     began = time.monotonic()
     back: list[Back] = []
-    left = planned.segments
-    while left and not any(one.lost for one in back):
-        # Cut when it begins: starting Spark, and the rounds before this one, take minutes.
-        part, soon = asyncio.run(_prepare(url, left))
-        left = left[len(part) :]
-        done = len(back)
+    for start in range(0, len(planned.segments), 240):
+        part = planned.segments[start : start + 240]
+        asyncio.run(_make_days(url, part))
+        portions = tasks.portions([(one.id, one.first_due_ms) for one in part], 4)
 
-        def told(name: str, tasks_done: int, of: int, done: int = done, count: int = len(part)) -> None:
-            say(name, done + count * tasks_done // max(of, 1), len(planned.segments))
+        def told(name: str, done: int, of: int, start: int = start, count: int = len(part)) -> None:
+            say(name, start + count * done // max(of, 1), len(planned.segments))
 
-        back += asyncio.run(_round(spark, url, part, soon, told))
+        back += tasks.run(spark, "restoring", portions, partial(work, url), told)
+        if any(one.lost for one in back):
+            break
     return Done(back, time.monotonic() - began, planned.unreadable)
 
 
-async def _prepare(url: str, left: Sequence[Listed]) -> tuple[Sequence[Listed], bool]:
-    """The next round, by the store's time, with partitions for what comes back; and whether it is due soon."""
-    connection = await session.connect(url, "delayer restore plan")
-    try:
-        with translated("make partitions"):
-            now_ms = await connection.fetchval("SELECT statement_timestamp()")
-            pace = Pace()
-            pace.look(await traffic.look(connection))
-            # The same beside traffic, where a segment takes a second, and with the longest rests ten.
-            part = next_round(left, now_ms)[: 40 if pace.giving_way else ROUND]
-            await _make_days(connection, part, now_ms // DAY_MS, pace)
-    finally:
-        await session.close(connection)
-    return part, part[0].first_due_ms < now_ms + SOON_MS
-
-
-async def _make_days(connection: asyncpg.Connection, part: Sequence[Listed], today: int, pace: Pace) -> None:
+async def _make_days(url: str, part: Sequence[Listed]) -> None:
+    """Partitions for what comes back; a row of a day without one waits in the default partition."""
     from delayer.store import partitions  # noqa: PLC0415 - structlog, which executors need not load
 
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
-    days = partitions.Days(await partitions.existing(connection))
-    # For the making of partitions before a round; rows of a day without one wait in the default partition.
-    until = time.monotonic() + 20.0
-    while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
-        pace.look(await traffic.look(connection))
-        await days.make(connection, missing[:1] if pace.giving_way else missing, today, now, until - now)
-        if pace.giving_way:
-            # Seconds between two partitions beside traffic: each stops it for as long as a release takes.
-            await asyncio.sleep(0.1)
-
-
-async def _round(spark: SparkSession, url: str, part: Sequence[Listed], soon: bool, say: Say) -> list[Back]:
-    """One round. The loop goes on beside Spark."""
-
-    portions = tasks.portions([one.id for one in part], 4)
+    connection = await session.connect(url, "delayer restore plan")
     try:
-        return await asyncio.to_thread(tasks.run, spark, NAME, portions, partial(work, url, soon=soon), say)
-    except asyncio.CancelledError:
-        tasks.cancel(spark, NAME)
-        raise
+        with translated("make partitions"):
+            today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
+            days = partitions.Days(await partitions.existing(connection))
+            until = time.monotonic() + 20.0
+            # One at a time, with a pause: each stops the traffic for as long as a release takes.
+            while (now := time.monotonic()) < until and (missing := days.missing(wanted, today, now)):
+                await days.make(connection, missing[:1], today, now, until - now)
+                await asyncio.sleep(0.1)
+    finally:
+        await session.close(connection)

@@ -22,9 +22,9 @@ import asyncpg
 from delayer.audit import spark as sessions
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
-from delayer.core.giving_way import Pace
 from delayer.core.secret import mask
 from delayer.store import traffic
+from delayer.store.traffic import Traffic
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -138,7 +138,7 @@ SESSION: Final[Mapping[str, str]] = {
     "idle_session_timeout": HUNG,
 }
 
-_pace = Pace()
+_traffic = Traffic()
 """One for each process: a worker of Spark's has many tasks, one after the other."""
 
 
@@ -149,44 +149,35 @@ def step_back() -> None:
 
 
 class Turns:
-    """The turns of the executor behind ``connection``."""
+    """The turns of the executor behind ``connection``: beside traffic one executor works at a time, a piece after
+    another, and rests after each for as long as the piece took."""
 
-    def __init__(self, connection: asyncpg.Connection, pace: Pace = _pace, *, hurried: bool = False) -> None:
+    def __init__(self, connection: asyncpg.Connection, seen: Traffic | None = None, *, hurried: bool = False) -> None:
         """``hurried``: its work is the traffic of the next minutes, and gives way to nobody."""
         self._connection = connection
-        self._pace = pace
+        self._seen = seen or _traffic
         self._hurried = hurried
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Pace]:
-        """For one piece of work: waits until it may begin, and rests after it. Raises the driver's errors."""
-        if self._hurried:
-            yield Pace(giving_way=False)
-            return
-        self._pace.look(await traffic.look(self._connection))
-        held = await self._wait()
+    async def turn(self) -> AsyncIterator[bool]:
+        """For one piece of work: waits until it may begin, and rests after it. Whether there is traffic. Raises the
+        driver's errors."""
+        held = not self._hurried and await self._wait()
         began = time.monotonic()
         try:
-            yield self._pace
+            yield held
             if held:
-                took = time.monotonic() - began
-                self._pace.look(await traffic.look(self._connection))
-                await asyncio.sleep(self._pace.rest(took))
+                await asyncio.sleep(min(10.0, time.monotonic() - began))
         finally:
             if held and not self._connection.is_closed():
                 await traffic.end_turn(self._connection)
 
     async def _wait(self) -> bool:
         """Whether the turn is ours; not where nobody needs to wait for it."""
-        looked = time.monotonic()
-        while self._pace.giving_way:
+        while await self._seen.look(self._connection):
             if await traffic.take_turn(self._connection):
                 return True
             await asyncio.sleep(0.05)
-            # How often who waits for its turn looks whether there is still somebody to make way for.
-            if time.monotonic() - looked >= 1.0:
-                self._pace.look(await traffic.look(self._connection))
-                looked = time.monotonic()
         return False
 
 

@@ -25,10 +25,10 @@ from datetime import UTC, datetime, timedelta
 import asyncpg
 import structlog
 
-from delayer.core.giving_way import Pace
-from delayer.store import partitions, session, traffic
+from delayer.store import partitions, session
 from delayer.store.errors import describe, translated
 from delayer.store.partitions import DAYS_AHEAD
+from delayer.store.traffic import Traffic
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ VACUUM_LOCK_MS = 5_000
 """How long VACUUM waits behind another one; the traffic passes meanwhile. Postgres ends an autovacuum of its own for
 whoever waits for deadlock_timeout (1 s): not waiting left a partition of 80 MB in a job on five million rows."""
 COST_DELAY_MS = 2.0
-"""VACUUM's pauses beside traffic, by Pace.share of them: what autovacuum makes. Elsewhere none."""
+"""VACUUM's pauses beside traffic: what autovacuum makes. Elsewhere none."""
 
 SETTLED = timedelta(days=35)
 """How much later than its newest segment the VACUUM of a day is that need not be done again: a job may have died, or an
@@ -114,9 +114,9 @@ async def _shrink(
     before = int(await connection.fetchval(_SIZE))
     days = await partitions.existing(connection)
     names = {day: partitions.name_of(day) for day in sorted(days)}
-    pace = Pace()
+    seen = Traffic()
     far = [name for day, name in names.items() if day > today + DAYS_AHEAD]
-    dropped, emptied = await _dropped_at_once(connection, far, pace)
+    dropped, emptied = await _dropped_at_once(connection, far, seen)
     made = {day: at for day, at in await connection.fetch(_MADE) if day > today}
     vacuumed = dict(map(tuple, await connection.fetch(_VACUUMED)))
     worked = [names.get(day, "message_default") for day in {*touched, *unfinished(made, names, vacuumed)}]
@@ -124,13 +124,11 @@ async def _shrink(
     left = []
     for done, name in enumerate(vacuum):
         say(done, len(vacuum))
-        pace.look(await traffic.look(connection))
-        await connection.execute(f"SET vacuum_cost_delay = {COST_DELAY_MS * pace.share if pace.giving_way else 0}")
+        await connection.execute(f"SET vacuum_cost_delay = {COST_DELAY_MS if await seen.look(connection) else 0}")
         if not await _vacuum(connection, name) and name not in emptied:
             left.append(name)
     for name in emptied:
-        pace.look(await traffic.look(connection))
-        gone = await _drop(connection, name, PAUSE_SECONDS if pace.giving_way else 0.0)
+        gone = await _drop(connection, name, PAUSE_SECONDS if await seen.look(connection) else 0.0)
         if gone is None:
             left.append(name)
         elif gone:
@@ -142,15 +140,15 @@ async def _shrink(
 
 
 async def _dropped_at_once(
-    connection: asyncpg.Connection, names: Sequence[str], pace: Pace
+    connection: asyncpg.Connection, names: Sequence[str], seen: Traffic
 ) -> tuple[list[str], list[str]]:
     """Drop those of ``names`` that are empty, as far as that needs no VACUUM. Those dropped, and those to be."""
     dropped: list[str] = []
     emptied: list[str] = []
     for name in names:
         if await _empty(connection, name):
-            pace.look(await traffic.look(connection))
-            (dropped if not pace.giving_way and await _drop_at_once(connection, name) else emptied).append(name)
+            at_once = not await seen.look(connection) and await _drop_at_once(connection, name)
+            (dropped if at_once else emptied).append(name)
     return dropped, emptied
 
 

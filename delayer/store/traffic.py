@@ -1,34 +1,33 @@
-"""What the traffic does, for a job that gives way to it (core/giving_way.py); and whose turn it is beside it."""
+"""Whether there is traffic that a job gives way to; and whose turn it is beside it."""
 
 from __future__ import annotations
 
 import time
-from typing import Final
 
 import asyncpg
 
-from delayer.core.giving_way import Seen
-from delayer.store import session, statements
+from delayer.store import statements
 
-SINCE_MS: Final = 1_000
-"""How late a message is at the most, as far as a look can say."""
-# Whatever the statistics say of a partition that changes all the time.
-_BY_INDEX: Final = "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
-_TURN: Final = "('segment'::regclass::oid::int, 1)"
+_TURN = "('segment'::regclass::oid::int, 1)"
 
 
-async def look(connection: asyncpg.Connection) -> Seen:
-    """Look at it: some index entries, whatever waits. Raises the driver's errors."""
-    now_ms, lanes, passed = await connection.fetchrow(statements.TRAFFIC)
-    late_ms = await _late_ms(connection, lanes, now_ms) if lanes else 0.0
-    return Seen(time.monotonic(), len(lanes), passed, late_ms)
+class Traffic:
+    """Daemons at work, as one process of a job sees them. ``busy`` until a look says otherwise."""
 
+    def __init__(self) -> None:
+        self.busy = True
+        self._at = 0.0
+        self._passed: int | None = None
 
-async def _late_ms(connection: asyncpg.Connection, lanes: list[int], now_ms: float) -> float:
-    async with session.transaction(connection):
-        await connection.execute(_BY_INDEX)
-        late_ms: float | None = await connection.fetchval(statements.LATE, lanes, now_ms - SINCE_MS, now_ms)
-    return late_ms or 0.0
+    async def look(self, connection: asyncpg.Connection) -> bool:
+        """Once a second at most: are lanes owned, and do 50 messages a second pass? Raises the driver's errors."""
+        now = time.monotonic()
+        if self._passed is not None and now - self._at < 1.0:
+            return self.busy
+        _, lanes, passed = await connection.fetchrow(statements.TRAFFIC)
+        self.busy = bool(lanes) and (self._passed is None or (passed - self._passed) / (now - self._at) >= 50)
+        self._at, self._passed = now, passed
+        return self.busy
 
 
 async def take_turn(connection: asyncpg.Connection) -> bool:

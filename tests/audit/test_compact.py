@@ -6,18 +6,16 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import restore, tasks
-from delayer.store import actions, segments
+from delayer.store import actions
 from delayer.store.partitions import DAY_MS, name_of
 from tests.audit.backlog import everything, lawful, segments_of
-from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, filled, pack, quiet, run_delayer
+from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, filled, pack, run_delayer
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import sql
@@ -134,48 +132,6 @@ async def test_cancelled_messages_do_not_come_back(spark: SparkSession, database
         assert set(await everything(database)) == set(before) - set(chosen)
         counters = await lawful(database)
         assert counters["cancelled"] == len(chosen)
-
-
-def test_rounds_are_short_for_what_is_due_soon() -> None:
-    now = 1_000_000_000
-
-    def listed(due_ms: int) -> segments.Listed:
-        return segments.Listed(0, 1, due_ms, due_ms, 1, 0, 1, 1, now, None)
-
-    soon = [listed(now + n) for n in range(20)]
-    later = [listed(now + restore.SOON_MS + n) for n in range(restore.ROUND + 1)]
-    left, found = [*soon, *later], []
-    while left:
-        found.append(part := restore.next_round(left, now))
-        left = left[len(part) :]
-    assert [len(part) for part in found] == [8, 8, 4, restore.ROUND, 1]
-    assert [one for part in found for one in part] == [*soon, *later]
-    # A quarter of an hour into the job, what was due later is due soon.
-    assert len(restore.next_round(later, now + 900_000)) == 8
-
-
-async def test_each_round_looks_at_the_clock(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not at that of the plan, which may be an hour old by the time of the last one."""
-    seen: list[int] = []
-    rounds = restore.next_round
-
-    def watched(left: Sequence[segments.Listed], now_ms: int) -> Sequence[segments.Listed]:
-        seen.append(now_ms)
-        return rounds(left, now_ms)[:1]
-
-    monkeypatch.setattr(restore, "next_round", watched)
-    monkeypatch.setattr(
-        tasks, "run", lambda _spark, _name, parts, work, _say: [one for part in parts for one in work(part)]
-    )
-    async with filled(database, FEW):
-        async with sql(database) as admin:
-            await compact_all(admin, 500)
-        planned = await restore.plan(database, None)
-        done = await asyncio.to_thread(restore.run, cast(Any, None), database, planned, quiet)
-    assert done.messages == FEW
-    assert len(seen) == len(planned.segments) >= 4
-    assert planned.now_ms < seen[0] < seen[-1], "each by its own look at the store's clock"
-    assert sorted(seen) == seen
 
 
 def test_masters_that_try_again() -> None:

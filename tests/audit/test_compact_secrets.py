@@ -88,7 +88,7 @@ async def test_errors_do_not_quote_the_url(database: str) -> None:
         await restore.plan(nowhere, None)
     window = compact.Window(1, 0, 1, 1)
     [packed] = await asyncio.to_thread(compact.work, nowhere, ROWS, [window])
-    [back] = await asyncio.to_thread(restore.work, nowhere, [1])
+    [back] = await asyncio.to_thread(restore.work, nowhere, [(1, 0)])
     assert "no_such_database" in str(packed.lost)
     assert "no_such_database" in str(back.lost)
     texts = [f"{one.value!r}{one.value}{one.value.__cause__!r}" for one in (planned, listed)]

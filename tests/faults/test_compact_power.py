@@ -68,7 +68,7 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
     assert await looked(url, waiting) == {}
 
     async with sql(url) as admin:
-        ids = [one.id for one in await segments.listed(admin)]
+        ids = [(one.id, one.first_due_ms) for one in await segments.listed(admin)]
     back = await killed(server, url, lambda: restore.work(url, ids), lambda n: n <= len(ids) - 5)
     assert any(one.lost for one in back)
     assert without_lanes(await looked(url, everything)) == without_lanes(before)
@@ -83,7 +83,7 @@ async def test_what_is_told_is_on_disk(server: Postgres) -> None:
     await upgrades.upgrade(url)
     lazy = await session.connect(url, "lazy", session.LAZY)
     try:
-        await lazy.execute("INSERT INTO lane VALUES (1, 0, 'somebody')")
+        await lazy.execute("INSERT INTO lane (number, epoch, owner) VALUES (99, 0, 'somebody')")
         written = await lazy.fetchval("SELECT pg_current_wal_insert_lsn()")
         await session.flush(lazy)
     finally:

@@ -275,7 +275,7 @@ def test_a_damaged_page_of_segments_and_bulk_restore(damaged: dict[str, Damaged]
     assert len(others) == ROWS // OF_A_SEGMENT - len(lost)
     [unreadable] = planned.unreadable
     assert unreadable.startswith("page 1 of table segment: ")
-    back = restore.work(url, [lost[0], *others])
+    back = restore.work(url, [(one, 0) for one in (lost[0], *others)])
     done = restore.Done(back, 0.0, planned.unreadable)
     assert done.lost == []
     assert done.segments == len(others)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import asyncpg
 import pytest
 
 from delayer.audit.tasks import Turns
-from delayer.core.giving_way import Pace
 from delayer.services.ports import Lane
 from delayer.store import traffic
 from delayer.store.postgres import PostgresStore
-from tests.conformance.store_contract import owned, parcel, release_all
+from delayer.store.traffic import Traffic
+from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened, sql
 
 PIECES = 5
@@ -29,29 +30,25 @@ async def daemon(database: str) -> AsyncIterator[tuple[PostgresStore, Lane]]:
 
 async def test_nobody_is_at_work(database: str) -> None:
     async with opened(database), sql(database) as admin:
-        seen = await traffic.look(admin)
-        assert (seen.owners, seen.passed, seen.late_ms) == (0, 0, 0.0)
+        assert Traffic().busy
+        assert not await Traffic().look(admin)
 
 
-async def test_what_a_daemon_parks_and_releases_passes(database: str) -> None:
+async def test_a_daemon_with_nothing_to_do_is_no_traffic(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(traffic, "time", SimpleNamespace(monotonic=lambda: now))
     async with daemon(database) as (store, lane), sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() - 200), parcel(store.now_ms() + 60_000)], [])
-        seen = await traffic.look(admin)
-        assert (seen.owners, seen.passed) == (1, 2)
-        assert 200 <= seen.late_ms < traffic.SINCE_MS
-        await release_all(lane)
-        seen = await traffic.look(admin)
-        assert (seen.passed, seen.late_ms) == (3, 0.0)
-
-
-async def test_what_is_claimed_is_late_until_it_is_released(database: str) -> None:
-    async with daemon(database) as (store, lane), sql(database) as admin:
-        await store.park(lane, [parcel(store.now_ms() - 100)], [])
-        rows = list(await lane.claim(10, 1 << 20))
-        assert len(rows) == 1
-        assert (await traffic.look(admin)).late_ms >= 100
-        await lane.settle(rows, [])
-        assert (await traffic.look(admin)).late_ms == 0.0
+        seen = Traffic()
+        assert await seen.look(admin), "what it does is not known yet"
+        now += 2.0
+        assert not await seen.look(admin)
+        await store.park(lane, [parcel(store.now_ms() + 60_000) for _ in range(100)], [])
+        now += 0.5
+        assert not await seen.look(admin), "looked at once a second"
+        now += 0.5
+        assert await seen.look(admin)
+        now += 3.0
+        assert not await seen.look(admin)
 
 
 async def test_a_turn_goes_with_its_session(database: str) -> None:
@@ -74,7 +71,7 @@ class Working:
 
     async def executor(self, connection: asyncpg.Connection, meet: int) -> None:
         """Some pieces of work; in the first one it waits until ``meet`` of them are there."""
-        ours = Turns(connection, Pace())
+        ours = Turns(connection, Traffic())
         for piece in range(PIECES):
             async with ours.turn():
                 self.now += 1
@@ -116,7 +113,7 @@ async def test_where_nobody_is_they_work_all_at_once(database: str) -> None:
 
 async def test_work_that_fails_ends_its_turn(database: str) -> None:
     async with daemon(database), sql(database) as one, sql(database) as two:
-        ours = Turns(one, Pace())
+        ours = Turns(one, Traffic())
         with pytest.raises(asyncpg.DivisionByZeroError):
             async with ours.turn(), one.transaction():
                 await one.fetchval("SELECT 1 / 0")
