@@ -38,7 +38,7 @@ VERBS: Final = {
     "compact": "compact",
     "restore": "restore",
     "import": "sources:import_",
-    "export": "exporting:export",
+    "export": "export",
 }
 """Where the verbs are, in the order of their use: the module in delayer.commands, and the name in it if another."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

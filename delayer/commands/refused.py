@@ -27,11 +27,11 @@ from delayer.wire.address import Address
 AT_ONCE: Final = 100
 """Messages that are published together; each is acknowledged when it is confirmed."""
 KEPT: Final = 10_000
-"""Messages that are not meant and stand before others, at most: the broker has them on its list until we go."""
+"""Most messages that one look holds unacknowledged."""
 
 
 class Wanted(NamedTuple):
-    """Which refused messages are meant; empty: any."""
+    """A filter of refused messages. Empty: all."""
 
     ids: frozenset[str]
     reason: str
@@ -52,7 +52,7 @@ ANY: Final = Wanted(frozenset(), "", None)
 
 
 class Seen(NamedTuple):
-    """A refused message as it is shown: without its body, however large, but for the beginning."""
+    """A refused message as it is shown, with the beginning of its body."""
 
     refusal: Refusal
     properties: bytes
@@ -66,8 +66,8 @@ class Seen(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of those that were meant. ``left``: why the others stay, each with its id. ``cut``: so many stay that
-    the rest was not looked at."""
+    """How many messages were changed. ``left``: id and reason of those that stay. ``cut``: the look ended early, as
+    KEPT messages stay before the rest."""
 
     messages: int
     left: Sequence[tuple[str, str]]
@@ -75,12 +75,12 @@ class Done(NamedTuple):
 
 
 def doors_of(settings: Settings) -> Doors:
-    """Where messages may have come in."""
+    """The exchanges and the queue that messages may have come in by."""
     return Doors(settings.intake.queue.encode(), frozenset(route.from_.encode() for route in settings.routes))
 
 
 Do = Callable[[RelayPublisher, Sequence[Delivery], Doors], Awaitable[list[str]]]
-"""What to do with each of a portion: "" where it may be acknowledged, else why it stays."""
+"""An action on a portion. Its result for each message: "" to acknowledge it, or the reason why it stays."""
 
 
 async def _taken(_publisher: RelayPublisher, some: Sequence[Delivery], _doors: Doors) -> list[str]:
@@ -102,20 +102,20 @@ def _why(outcome: Outcome) -> str:
 
 
 class NoQueue(Off):
-    """There is no queue of that name."""
+    """The queue does not exist."""
 
 
 @asynccontextmanager
 async def consuming(
     settings: Settings, prefetch: int = KEPT, queue: str = ""
 ) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, int]]:
-    """A subscription of the refused queue, or of another; a publisher beside it; how many messages were ready."""
+    """A subscription of the refused queue or of ``queue``, a publisher, and how many messages were ready."""
     queue = queue or settings.refused.queue
     async with await Admin.connect(settings.broker_url, name="delayer refused") as admin:
         depth = (await admin.depths([queue]))[queue]
     if depth is None:
         raise NoQueue(f"queue {quoted(queue)} does not exist. Next: `delayer topology apply`.")
-    # Two connections: a consumer that is paused must not keep the confirms waiting.
+    # Two connections: a paused consumer must not delay the confirms.
     relays = [Relay(Address.parse(settings.broker_url), f"delayer refused {n}", heartbeat=20.0) for n in (1, 2)]
     for relay in relays:
         relay.start()
@@ -133,7 +133,7 @@ async def consuming(
 
 
 async def portions(subscription: RelaySubscription, count: int) -> AsyncIterator[list[Delivery]]:
-    """The next ``count`` messages: not those that come while we work, among them what is refused again."""
+    """The next ``count`` messages, without those that arrive later (a retried message may be refused again)."""
     empty = 0
     while count > 0 and empty < 3:  # seconds; after that, another consumer has the rest
         some = await subscription.next_batch(min(count, AT_ONCE), 0.02)
@@ -144,7 +144,7 @@ async def portions(subscription: RelaySubscription, count: int) -> AsyncIterator
 
 
 async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[Seen], int]:
-    """Those that are meant among the first ``limit``, and how many there are. Raises BrokerLost, BrokerRefused, Off."""
+    """The messages that match among the first ``limit``, and the depth. Raises BrokerLost, BrokerRefused, Off."""
     found: list[Seen] = []
     doors = doors_of(settings)
     async with consuming(settings, limit) as (subscription, _, depth):
@@ -154,14 +154,14 @@ async def look(settings: Settings, wanted: Wanted, limit: int) -> tuple[list[See
 
 
 Unwritten = Callable[[int], None]
-"""Told of so many messages, portion by portion, where there is no store whose trail could have them."""
+"""Called with the messages of each portion if there is no store with an audit log."""
 
 
 async def do(
     settings: Settings, verb: str, wanted: Wanted, who: str, depth: int = KEPT, *, unwritten: Unwritten | None = None
 ) -> Done:
-    """Retry or drop those that are meant among the first ``depth``, in the name of ``who``. Raises as :func:`look`,
-    and StoreLost."""
+    """Retry or drop the messages that match among the first ``depth``. ``who``: the operator. Raises as
+    :func:`look`, and StoreLost."""
     work, doors = DEEDS[verb], doors_of(settings)
     done = 0
     left: list[tuple[str, str]] = []
@@ -174,7 +174,7 @@ async def do(
             meant = [one for one in some if wanted.means(told(one, doors))]
             whys = await work(publisher, meant, doors) if meant else []
             taken = [one for one, why in zip(meant, whys, strict=True) if not why]
-            # Written down before it is gone from the queue; an acknowledgement that is lost repeats a message.
+            # In the audit log before it leaves the queue; a lost acknowledgement repeats a message.
             await add(len(taken))
             for one in taken:
                 queue.ack(one.tag, multiple=False)
@@ -190,7 +190,7 @@ async def do(
 async def _trail(
     settings: Settings, verb: str, wanted: Wanted, who: str, unwritten: Unwritten | None
 ) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
-    """The audit trail: in the store, where there is one."""
+    """An entry of the audit log, if there is a store."""
     if settings.store_url is None:
 
         async def told_of(messages: int) -> None:
@@ -198,7 +198,7 @@ async def _trail(
                 unwritten(messages)
 
         if unwritten is None:
-            note("No store is configured: this is not written down.")
+            note("There is no store, and so no audit log of this.")
         yield told_of
         return
     async with actions.acting(settings.store_url, verb) as connection:
@@ -214,7 +214,7 @@ PAST = {"retry": "Published again", "drop": "Dropped"}
 
 
 def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a Wanted."""
+    """The options that select refused messages."""
     command = click.option("--from", "exchange", metavar="EXCHANGE", help="The exchange that they came through.")(
         command
     )
@@ -224,7 +224,7 @@ def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group(short_help="List, retry or drop refused messages.")
 def refused() -> None:
-    """List, retry or drop refused messages: what could not be delayed, in the queue refused.queue.
+    """List, retry or drop refused messages. They could not be delayed, and are in the queue refused.queue.
 
     An ID is the x-delayer-id that `refused list` prints, or the message's own message_id.
     """
@@ -238,7 +238,7 @@ def refused() -> None:
 def list_(
     context: click.Context, /, *, ids: Sequence[str], reason: str, exchange: str | None, limit: int, as_json: bool
 ) -> None:
-    """List refused messages from the head of their queue, with the reason. They stay where they are.
+    """List refused messages from the head of their queue, with the reason. They stay in the queue.
 
     \b
     Examples:
@@ -256,7 +256,7 @@ def list_(
     else:
         click.echo("No messages are refused." if not depth else "No refused messages match.")
     if depth > limit:
-        note(f"{depth:,} stand in {quoted(settings.refused.queue)}; the first {limit:,} were looked at (--limit).")
+        note(f"{quoted(settings.refused.queue)} has {depth:,} messages; the first {limit:,} were looked at (--limit).")
 
 
 def _row(one: Seen) -> tuple[object, ...]:
@@ -288,7 +288,7 @@ def _json_of(one: Seen) -> dict[str, Any]:
 @yes_option
 @click.pass_context
 def retry(context: click.Context, /, **given: Any) -> None:
-    """Publish refused messages once more to where they came in, without the headers that the refusal added.
+    """Publish refused messages again to the exchange that they came in by, without the headers of the refusal.
 
     Mend the cause first: what still cannot be delayed is refused again. A relative delay counts from now. Each is
     acknowledged in the refused queue only when the broker has confirmed it elsewhere.
@@ -332,7 +332,7 @@ def _act(
 ) -> None:
     wanted = Wanted(frozenset(ids), reason, exchange)
     if everything == (wanted != ANY):
-        raise click.UsageError("say which messages: ids, --reason, --from, or --all alone")
+        raise click.UsageError("expected the messages: ids, --reason, --from, or --all alone")
     settings = request_of(context).settings()
     found, depth = asyncio.run(look(settings, wanted, KEPT))
     about = f"{len(found):,} of {depth:,} refused messages"
@@ -340,14 +340,14 @@ def _act(
     missing = set(ids).difference(*((one.refusal.id, one.refusal.message_id) for one in found)) if seen_all else set()
     question = f"{verb.capitalize()} {about}"
     if not found and not seen_all:
-        note(f"{depth:,} stand there; the first {KEPT:,} were looked at, and the rest was not.")
+        note(f"The queue has {depth:,} messages; only the first {KEPT:,} were looked at.")
     cut = not seen_all
     go_on(context, question, missing, some=bool(found), named=bool(ids), cut=cut, dry_run=dry_run, yes=yes)
     done = asyncio.run(do(settings, verb, wanted, whoami(), depth))
     click.echo(f"{PAST[verb]}: {done.messages:,}.")
     if done.cut:
-        note(f"{KEPT:,} messages that stay stand before the rest, which was not looked at.")
+        note(f"The look ended at {KEPT:,} messages that stay; those behind them were not looked at.")
     for name, why in done.left:
-        note(f"{name or 'one without an id'} stays refused: {why}.")
+        note(f"{name or 'a message without an id'} stays refused: {why}.")
     if done.left or done.cut or missing:
         context.exit(FOUND)

@@ -1,4 +1,4 @@
-"""delayer strays: messages that wait in the strays queue for a person."""
+"""delayer strays: messages in the strays queue that wait for an operator."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at th
 
 
 class Seen(NamedTuple):
-    """A stray as it is shown: without its body but for the beginning. ``due_ms`` is None of a message that is none of
-    ours."""
+    """A stray as it is shown, with the beginning of its body. ``due_ms`` is None if its envelope cannot be read."""
 
     id: bytes
     due_ms: int | None
@@ -51,7 +50,7 @@ class Seen(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Those that are meant of the ``looked`` that were looked at; so many stood there."""
+    """The strays that match, how many were looked at, and how many are in the queue."""
 
     strays: list[Seen]
     looked: int
@@ -64,12 +63,12 @@ def wanted_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("ids", nargs=-1, metavar="[ID]...")(command)
 
 
-@click.group(short_help="List, retry or drop what waits among the strays (native mode).")
+@click.group(short_help="List, retry or drop strays (native mode).")
 def strays() -> None:
     """List, retry or drop strays: messages in the strays queue on the broker, where no store holds them. Their
     destination did not take them ten times, or they came too late for their route (late_limit).
 
-    Those that a daemon is trying at this moment are not seen. An ID is what `strays list` prints, the x-delayer-id.
+    An ID is the x-delayer-id, which `strays list` prints.
     """
 
 
@@ -78,7 +77,7 @@ def strays() -> None:
 @as_json
 @click.pass_context
 def list_(context: click.Context, /, *, ids: Sequence[str], reason: str, as_json: bool) -> None:
-    """List strays from the head of their queue, with the reason. They stay there.
+    """List strays from the head of their queue, with the reason. They stay in the queue.
 
     \b
     Examples:
@@ -120,7 +119,7 @@ def retry(context: click.Context, /, **given: Any) -> None:
 @yes_option
 @click.pass_context
 def drop(context: click.Context, /, **given: Any) -> None:
-    """Drop strays for good. Without a store this is written down nowhere.
+    """Drop strays for good. The audit log does not show this.
 
     \b
     Examples:
@@ -134,25 +133,27 @@ def _act(
     context: click.Context, verb: str, *, ids: Sequence[str], reason: str, everything: bool, dry_run: bool, yes: bool
 ) -> None:
     if bool(ids) + bool(reason) + everything != 1:
-        raise click.UsageError("say which messages: ids, --reason, or --all alone")
+        raise click.UsageError("expected the messages: ids, --reason, or --all alone")
     settings = request_of(context).settings()
-    found = asyncio.run(_work(settings, _means(ids, reason)))
-    meant = frozenset(one.id for one in found.strays)
+    wanted = _means(ids, reason)
+    found = asyncio.run(_work(settings, wanted))
+    known = frozenset(one.id for one in found.strays)
     cut = _say_cut(found)
-    missing = set() if cut else set(ids) - {reading.text(id) for id in meant}
-    question = f"{verb.capitalize()} {len(meant):,} of {found.depth:,} strays"
-    go_on(context, question, missing, some=bool(meant), named=bool(ids), cut=cut, dry_run=dry_run, yes=yes)
-    done = asyncio.run(_work(settings, lambda one: one.id in meant, verb)).strays
+    missing = set() if cut else set(ids) - {reading.text(id) for id in known}
+    question = f"{verb.capitalize()} {len(found.strays):,} of {found.depth:,} strays"
+    go_on(context, question, missing, some=bool(known), named=bool(ids), cut=cut, dry_run=dry_run, yes=yes)
+    # All unreadable strays have the same empty id: the reason tells them apart.
+    done = asyncio.run(_work(settings, lambda one: one.id in known and wanted(one), verb)).strays
     click.echo(f"{PAST[verb]}: {len(done):,}.")
-    if cut or missing or len(done) < len(meant):
+    if cut or missing or len(done) < len(found.strays):
         context.exit(FOUND)
 
 
 def _say_cut(found: Found) -> bool:
-    """Whether there are more than were looked at; then it is said."""
+    """Whether the look ended before the last stray. If so, report it."""
     if found.looked < KEPT or found.depth <= found.looked:
         return False
-    note(f"{found.depth:,} stand there; the first {found.looked:,} were looked at, and the rest was not.")
+    note(f"The queue has {found.depth:,} strays; only the first {found.looked:,} were looked at.")
     return True
 
 
@@ -162,13 +163,13 @@ def _means(ids: Sequence[str], reason: str) -> Callable[[Seen], bool]:
 
 
 async def _work(settings: Settings, means: Callable[[Seen], bool], verb: str = "") -> Found:
-    """Those that are meant among the first KEPT; with ``verb``, what it was done to. Raises BrokerLost, Off."""
+    """The strays that match among the first KEPT; with ``verb``, those that it changed. Raises BrokerLost, Off."""
     try:
         return await _looked(settings, means, verb)
     except NoQueue:
         if settings.mode != "store":
             raise
-        # Store mode makes no strays, and no queue for them: what is not taken is held.
+        # Store mode has no strays queue: it holds such messages in the store.
         return Found([], 0, 0)
 
 
@@ -198,7 +199,7 @@ async def _looked(settings: Settings, means: Callable[[Seen], bool], verb: str) 
 async def _taken(
     some: Sequence[Envelope | str], publisher: RelayPublisher, exchange: str, due_queue: bytes
 ) -> list[bool]:
-    """Publish these to the due queue, to be tried at once; which of them it took."""
+    """Publish strays to the due queue, to be tried at once. For each, whether it was confirmed."""
     now_ms, key = time.time_ns() // 1_000_000, routing_key(0, due_queue)
     batch = []
     for one in some:

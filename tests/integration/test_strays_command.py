@@ -13,7 +13,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.services import envelopes
 from tests.integration.test_cli import Run, delayer
-from tests.rig.raw import Message, Raw
+from tests.rig.raw import Message, Props, Raw, number
 
 __all__ = ["delayer"]
 
@@ -42,13 +42,26 @@ async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkey
         await stand(range(6, 10))
         listed = delayer("strays", "list", "--json")
         assert (json.loads(listed.stdout)["depth"], len(json.loads(listed.stdout)["messages"])) == (10, 6)
-        assert "10 stand there; the first 6 were looked at" in delayer("strays", "list").stderr
+        assert "The queue has 10 strays; only the first 6 were looked at" in delayer("strays", "list").stderr
         some = delayer("strays", "drop", "--reason", "late", "--yes", expect=1)
-        assert "Dropped: 3." in some.stdout and "10 stand there" in some.stderr
+        assert "Dropped: 3." in some.stdout and "10 strays" in some.stderr
         far = delayer("strays", "drop", f"{9:032x}", expect=1)  # behind those that are looked at
         assert "0 of" in far.stdout and "were looked at" in far.stderr
         assert "Dropped: 6." in delayer("strays", "drop", "--all", "--yes", expect=1).stdout
         assert "Dropped: 1." in delayer("strays", "drop", "--all", "--yes").stdout
+
+
+async def test_a_reason_selects_among_strays_without_an_id(delayer: Run, vhost: str) -> None:
+    delayer("--mode", "native", "topology", "apply")
+    newer = Props(headers=((b"x-delayer-envelope", number("l", 99)),), delivery_mode=2)
+    async with await Raw.connect(vhost) as raw:
+        await raw.publish(Message("", QUEUE, Props(delivery_mode=2), b"none"), Message("", QUEUE, newer, b"newer"))
+    listed = json.loads(delayer("--mode", "native", "strays", "list", "--json").stdout)["messages"]
+    reasons = {one["body"]: one["reason"] for one in listed}
+    assert reasons.keys() == {"none", "newer"} and len(set(reasons.values())) == 2, reasons
+    assert "Dropped: 1." in delayer("--mode", "native", "strays", "drop", "--reason", reasons["newer"], "--yes").stdout
+    (left,) = json.loads(delayer("--mode", "native", "strays", "list", "--json").stdout)["messages"]
+    assert left["body"] == "none"
 
 
 def test_store_mode_has_none(delayer: Run) -> None:
