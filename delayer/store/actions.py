@@ -339,8 +339,6 @@ T = TypeVar("T")
 PORTION: Final = 1000
 SCAN: Final = 100_000
 """Rows that are read for one portion at most; then it goes on with the next."""
-ATTEMPTS: Final = 20
-"""How often a portion is tried that loses against other transactions."""
 
 Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[int, Found]]]
 """Cancel or move messages by id; in one transaction."""
@@ -429,9 +427,9 @@ async def every(
     return done
 
 
-async def patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Again, where it lost against another transaction: a release, or somebody who replaces several keyed messages."""
-    for _ in range(ATTEMPTS - 1):
+async def patiently(work: Callable[[], Awaitable[T]], attempts: int = 20) -> T:
+    """Try a portion again that lost against another transaction: a release, or a park that replaces several keys."""
+    for _ in range(attempts - 1):
         try:
             return await work()
         except WORTH_REPEATING:

@@ -22,7 +22,6 @@ _COLUMNS: Final = (
 )
 _ROW: Final = f"SELECT {_COLUMNS} FROM message WHERE lane = $4 AND due_at >= $5 AND due_at < $6 AND id = $1"
 _HELD: Final = f"SELECT {_COLUMNS}, {HELD} FROM held WHERE id = $1"
-_WHOLE: Final = (1 << 31) - 1
 BEGINNING: Final = 4096
 """Bytes of a body that are read where it is not read whole."""
 _NAMES: Final = (
@@ -57,7 +56,7 @@ class Whole(NamedTuple):
     owned: bool
 
 
-async def show(connection: asyncpg.Connection, token: Token, most: int = _WHOLE) -> Whole | Found:
+async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | Found:
     """The message of this name, on one snapshot; NOWHERE, or UNREADABLE where a segment that may hold it does not read
     back. Of a body larger than ``most`` only the beginning. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
@@ -162,8 +161,6 @@ def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> st
 
 
 AT_ONCE: Final = 1000
-SCAN: Final = 20_000
-"""Held messages that one page reads at most to find those that are meant."""
 _HELD_ENTRY: Final = f"""
 SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, parked_at, route, exchange, routing_key,
        to_exchange, to_key, key, octet_length(body) AS size, properties, {HELD}
@@ -194,12 +191,14 @@ class HeldPage(NamedTuple):
 
 
 async def held_page(
-    connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0
+    connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, after: int = 0, *, scan: int = 20_000
 ) -> HeldPage:
-    """The next ``limit`` held messages of ``wanted``, in the order of their arrival. Raises the driver's errors."""
+    """The next ``limit`` held messages of ``wanted``, in the order of their arrival.
+
+    It reads ``scan`` held messages at most. Raises the driver's errors."""
     found: list[HeldEntry] = []
     read = 0
-    while read < SCAN:
+    while read < scan:
         rows = await connection.fetch(_NEXT, after, AT_ONCE)
         for row in rows:
             after = row["id"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 FIRST_MS = 10_000
 LONGEST_MS = 3_600_000
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring ids land far apart
-_WORD = (1 << 64) - 1
 
 
 def pause_ms(attempts: int, message_id: int) -> int:
@@ -17,5 +15,6 @@ def pause_ms(attempts: int, message_id: int) -> int:
     [10000, 20000, 2560000, 3600000, 3600000]
     """
     whole = min(FIRST_MS << min(attempts - 1, 16), LONGEST_MS)
-    spread = (message_id * _MIX & _WORD) >> 48  # 0..65535
+    # Times 2^64 / golden ratio, so that neighbouring ids land far apart; of that the highest 16 bits.
+    spread = (message_id * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> 48
     return whole - (whole // 5 * spread >> 16)

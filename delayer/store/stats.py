@@ -183,11 +183,9 @@ async def _probe(connection: asyncpg.Connection, partition: str, lanes: Sequence
 PAGES: Final = 20_000
 """Pages (8 KB) that one census reads at most, more or less, of all partitions together."""
 FEWEST: Final = 50
-MOST: Final = 2_000
-"""Pages of one partition that are read at least, if it has them, and at most."""
+"""Pages of one partition that are read at least, if it has them."""
 NEAR: Final = 20_000
 """Rows due within the hour that are counted one by one, of each lane."""
-SECONDS: Final = 10.0
 COMPACTED: Final = b"(compacted)"
 """Stands for the routes of messages in segments: those are not unpacked for being counted."""
 _SIZES: Final = (
@@ -242,7 +240,7 @@ class Census:
 async def take_census(connection: asyncpg.Connection) -> Census:
     """Count, on one snapshot. Raises the driver's errors."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        await connection.execute(f"SET LOCAL statement_timeout = '{SECONDS:.0f}s'")
+        await connection.execute("SET LOCAL statement_timeout = '10s'")
         now_ms = await connection.fetchval("SELECT now()")
         sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms))
         exact_total = await _total(connection)
@@ -258,10 +256,10 @@ async def take_census(connection: asyncpg.Connection) -> Census:
     return Census(now_ms, counts, exact=not sampled)
 
 
-async def _in_partitions(connection: asyncpg.Connection, bounds: list[int]) -> tuple[Counts, Counts]:
-    """What samples say, already for the whole of their partitions; and what was counted."""
+async def _in_partitions(connection: asyncpg.Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:
+    """What samples of ``most`` pages at most say of whole partitions; and what was counted."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
-    each = min(max(PAGES // max(len(sizes), 1), FEWEST), MOST)
+    each = min(max(PAGES // max(len(sizes), 1), FEWEST), most)
     sampled: Counts = {}
     certain: Counts = {}
     for name, pages in sizes.items():
