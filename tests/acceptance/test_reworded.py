@@ -123,7 +123,7 @@ async def test_in_native_mode(place: Place, tmp_path: Path, reworded: bool) -> N
         assert {row["reason"] == TEXT for row in rows} == {reworded}
         await command(config, "strays", "retry", rows[0]["id"])
         await inbox.got([rows[0]["body"].encode()])
-        await eventually(strays, lambda rows: len(rows) == 1)  # while the daemon looks there are none
+        await eventually(strays, lambda rows: len(rows) == 1)
         await eventually(
             lambda: command(config, "strays", "drop", "--all", "--yes"), lambda said: "Dropped: 1." in said
         )

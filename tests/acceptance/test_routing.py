@@ -29,7 +29,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def routed(any_world: World) -> World:
-    own = (b"x-delay-exchange", text(any_world.exchange))
+    own = (b"x-delay-exchange", text("out"))
     messages = [*MESSAGES, Message("in", b"inbox", delayed(own), b"the route's own exchange")]
     any_world.run(any_world.raw.publish(*messages))
     any_world.wait(
