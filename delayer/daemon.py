@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from delayer.in_force import InForce
 from delayer.ops.notify import Condition, Notifier, Seen, WatchedPulse
 from delayer.services.consume import Handle, Intake, QueueConsumer
 from delayer.services.counting import Counters
-from delayer.services.dispatch import Dispatch
+from delayer.services.dispatch import Dispatch, new_id
 from delayer.services.handle import DueHandler, IntakeHandler
 from delayer.services.lane_manager import LaneManager
 from delayer.services.lifecycle import Life
@@ -171,11 +170,6 @@ async def declare_in_detail(url: str, topology: Topology) -> None:
 
 STORE_WAIT: Final = 2.0
 """Seconds that consuming waits for a lane before it logs that there is none, and waits again."""
-
-
-def new_id() -> bytes:
-    """An ``x-delayer-id`` for a message that no store has numbered."""
-    return uuid.uuid4().hex.encode()
 
 
 class Daemon:

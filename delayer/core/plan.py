@@ -7,16 +7,30 @@ Start here to understand the system: this is what the daemon decides; everything
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
 
-from delayer.core import request
-from delayer.core.cascade import MAX_SECONDS
-from delayer.core.delay import seconds_until
-from delayer.core.forms import CANCEL, CONSULTED, DEFAULT_FORMS, DELAY, DELAY_FORMS, KEY, Ask
+from delayer.core import forms, nservicebus
+from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
+from delayer.core.delay import UnreadableDelay, in_words, seconds_until, shown
+from delayer.core.forms import (
+    CANCEL,
+    CONSULTED,
+    DEFAULT_FORMS,
+    DELAY,
+    DELAY_FORMS,
+    EXCHANGE,
+    KEY,
+    NSERVICEBUS_TIMEOUT,
+    ROUTING_KEY,
+    Ask,
+    said_due_ms,
+)
 from delayer.core.hold import Hold, too_late
-from delayer.core.message import Target
-from delayer.core.request import LATEST_MS, SHORT_STRING, Mode, Policy, Refused, Route
+from delayer.core.message import Target, is_direct_reply
 from delayer.core.retrying import Failure, NoFailure, Retry, failure, wait_ms
 from delayer.core.values import KeyGroup
 
@@ -25,6 +39,61 @@ __all__ = [
     "Cascade", "Mode", "Park", "Plan", "Policy", "Refuse", "Route", "TooLate",
     "decide", "has_key",
 ]  # fmt: skip
+
+
+SHORT_STRING: Final = 255
+LATEST_MS: Final = 253_402_300_799_999
+"""The end of the year 9999: later instants fit neither every store nor every program that reads one."""
+
+
+class Mode(StrEnum):
+    """Where new delays go."""
+
+    NATIVE = "native"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One ``[[route]]``: the exchange that messages come through, and what becomes of them."""
+
+    source: bytes
+    to: bytes
+    routing_key: bytes = b""
+    delay_from: tuple[str, ...] = DEFAULT_FORMS
+    default_delay_ms: int = 0
+    allow_exchanges: tuple[str, ...] = ()
+    late_limit_ms: int | None = None
+    """What is later than this is held instead of delivered; None: nothing is too late."""
+    retry: Retry | None = None
+    paced: bool = False
+    """Its messages go out at a limited rate: in store mode they are parked, those that are due at once too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The part of the configuration that decisions depend on. One value, swapped whole on reload.
+
+    ``own_queues`` and ``own_exchanges`` are delayer's own: whoever could send a message there through us could stop a
+    level of the cascade for everybody, or put an envelope with a destination of its own into the due queue.
+
+    ``publishing`` is False while the broker takes no publishes: in store mode everything is parked then, whenever it is
+    due, so that nobody waits behind what cannot go out.
+    """
+
+    mode: Mode
+    routes: Mapping[bytes, Route]
+    intake_queue: bytes
+    max_delay_ms: int
+    park_beyond_ms: int = 0
+    has_store: bool = True
+    publishing: bool = True
+    own_queues: frozenset[bytes] = frozenset()
+    own_exchanges: frozenset[bytes] = frozenset()
+
+
+class Refused(Exception):
+    """Carries a reason out of the functions below; plan.decide() turns it into a value."""
 
 
 class Cascade(NamedTuple):
@@ -101,21 +170,21 @@ def decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int | None = None) ->
 
 def _decide(ask: Ask, policy: Policy, now_ms: int, sure_ms: int) -> Plan:
     headers = ask.headers
-    route = request.route_of(ask, policy)
+    route = route_of(ask, policy)
     if route.retry is not None:
         return _retried(ask, route, route.retry, policy, now_ms)
     if CANCEL in headers:
-        return Cancel(request.key_of(CANCEL, ask, policy))
-    saga = request.cleared_of(ask, route, policy)
+        return Cancel(key_of(CANCEL, ask, policy))
+    saga = cleared_of(ask, route, policy)
     if saga is not None:
         return Cancel(saga)
-    due_ms, from_ms = request.due_of(ask, route, policy, now_ms, sure_ms)
-    target = request.target_of(ask, route, policy)
+    due_ms, from_ms = due_of(ask, route, policy, now_ms, sure_ms)
+    target = target_of(ask, route, policy)
     if KEY in headers:
         # Also when it is due at once: only the store can take the waiting one out exactly.
-        return Park(due_ms, target, request.key_of(KEY, ask, policy))
+        return Park(due_ms, target, key_of(KEY, ask, policy))
     if policy.mode is Mode.STORE and due_ms > from_ms:
-        key = request.saga_key_of(ask, route, due_ms)
+        key = saga_key_of(ask, route, due_ms)
         if key is not None:
             return Park(due_ms, target, key)
     return _carried((due_ms, from_ms), target, route, ask, policy)
@@ -145,14 +214,14 @@ def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) 
         raise Refused(str(none)) from none
     target = Target(b"", retry.exhausted if failed.exhausted else failed.queue)
     # To this one queue: of what CC names nothing goes along.
-    request.check_not_ours(target.exchange, target.routing_key, ask._replace(copies=frozenset()), policy)
+    check_not_ours(target.exchange, target.routing_key, ask._replace(copies=frozenset()), policy)
     due_ms = now_ms if failed.exhausted else now_ms + wait_ms(retry, failed.retries, ask.chance)
     return _carried((due_ms, now_ms), target, route, ask, policy, failed=failed)
 
 
 def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
     hold = too_late(due_ms, now_ms, route.late_limit_ms)
-    if hold is None or request.wants_no_delay(ask, route):
+    if hold is None or wants_no_delay(ask, route):
         return AtOnce(due_ms, target)
     return TooLate(due_ms, target, hold)
 
@@ -162,3 +231,154 @@ def _cascade(due_ms: int, now_ms: int, target: Target) -> Cascade:
     if seconds > MAX_SECONDS:
         raise Refused(f"the delay is too long for the cascade: expected at most {MAX_SECONDS} s, found {seconds} s")
     return Cascade(due_ms, seconds, target)
+
+
+def route_of(ask: Ask, policy: Policy) -> Route:
+    """The route of the exchange that it came through. Raises Refused, as the others do."""
+    route = policy.routes.get(ask.exchange)
+    if route is None:
+        raise Refused(f"no route for exchange {_name(ask.exchange)}: expected one of {_names(policy.routes)}")
+    return route
+
+
+def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) -> tuple[int, int]:
+    """The due instant, and the instant from which the wait for it counts."""
+    try:
+        due_ms, from_ms = said_due_ms(ask, route.delay_from, route.default_delay_ms, now_ms, sure_ms)
+    except UnreadableDelay as unreadable:
+        raise Refused(str(unreadable)) from unreadable
+    wait_ms = due_ms - from_ms
+    if wait_ms > policy.max_delay_ms or due_ms > LATEST_MS:
+        longest_ms = min(policy.max_delay_ms, LATEST_MS - from_ms)
+        raise Refused(f"the delay is too long: expected at most {in_words(longest_ms)}, found {in_words(wait_ms)}")
+    # Minus a googol milliseconds is a number too, and means "at once"; as an instant it would fit no header and no row.
+    return max(due_ms, 0), from_ms
+
+
+def wants_no_delay(ask: Ask, route: Route) -> bool:
+    """Whether it is meant to be at once, and so is never late."""
+    return forms.wants_no_delay(ask, route.delay_from, route.default_delay_ms)
+
+
+def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
+    exchange, routing_key = route.to, route.routing_key or _address(ask, route) or strip_prefix(ask.routing_key)
+    if ROUTING_KEY in ask.headers:
+        routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
+    if EXCHANGE in ask.headers:
+        # Of a longer name RabbitMQ 4 cannot say that there is no such exchange: it ends the whole connection.
+        exchange = _short_string(EXCHANGE, ask.headers[EXCHANGE], NAME_BYTES)
+        if exchange != route.to and not _allowed(exchange, route.allow_exchanges):
+            raise Refused(
+                f"x-delay-exchange: exchange {_name(exchange)} is forbidden on this route: "
+                f"expected a match of allow_exchanges {list(route.allow_exchanges)}"
+            )
+    check_not_ours(exchange, routing_key, ask, policy)
+    return Target(exchange, routing_key)
+
+
+def _address(ask: Ask, route: Route) -> bytes | None:
+    """The queue that a timeout names; None for any other message."""
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers:
+        return None
+    try:
+        timeout = nservicebus.timeout(ask.headers)
+    except UnreadableDelay as unreadable:  # where another form said when, nobody has read it yet
+        raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
+    if timeout is not None and len(timeout.address) > SHORT_STRING:
+        raise Refused(
+            f"{NSERVICEBUS_TIMEOUT}: expected an address of at most {SHORT_STRING} bytes, found {len(timeout.address)}"
+        )
+    return None if timeout is None else timeout.address
+
+
+def check_not_ours(exchange: bytes, routing_key: bytes, ask: Ask, policy: Policy) -> None:
+    """Raise Refused where the message would come straight back, due at once, for ever; enter what is our own; or harm
+    whoever publishes it."""
+    if exchange != b"":
+        if exchange == ask.exchange:
+            raise Refused(_leads(exchange, routing_key, "back into the intake queue"))
+        if exchange in policy.own_exchanges:
+            raise Refused(_leads(exchange, routing_key, "into delayer's own exchanges"))
+        return
+    # At the default exchange every key is a queue, those of CC too.
+    for key in (routing_key, *sorted(ask.copies)):
+        if key == policy.intake_queue:
+            raise Refused(_leads(exchange, key, "back into the intake queue"))
+        if key in policy.own_queues:
+            raise Refused(_leads(exchange, key, "into delayer's own queues"))
+        if is_direct_reply(exchange, key):
+            # Up to RabbitMQ 4.x a key of this kind that is not the broker's own ends the connection, and everybody's
+            # publishes with it; one that is does deliver, and is told to lead nowhere.
+            raise Refused(_leads(exchange, key, "to a direct reply, which no queue waits for"))
+
+
+def _leads(exchange: bytes, routing_key: bytes, where: str) -> str:
+    return f"the destination (exchange {_name(exchange)}, key {_name(routing_key)}) leads {where}"
+
+
+def _allowed(exchange: bytes, patterns: tuple[str, ...]) -> bool:
+    name = exchange.decode("utf-8", "surrogateescape")
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def key_of(header: bytes, ask: Ask, policy: Policy) -> bytes:
+    if not policy.has_store:
+        raise Refused(f"{header.decode()}: {_NEEDS_STORE}")
+    key = _short_string(header, ask.headers[header])
+    if not key:
+        raise Refused(f"{header.decode()}: expected a key, found an empty string")
+    return key
+
+
+_SAGA: Final = b"nservicebus-saga:%b:"
+_NEEDS_STORE: Final = "keys and cancels need a store, and none is configured and in reach"
+
+
+def cleared_of(ask: Ask, route: Route, policy: Policy) -> KeyGroup | None:
+    """The keys of a saga whose timeouts are to go; None where the message asks for something else."""
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.CLEAR_TIMEOUTS not in ask.headers:
+        return None
+    try:
+        saga = nservicebus.cleared_saga(ask.headers)
+    except UnreadableDelay as unreadable:
+        raise Refused(f"{NSERVICEBUS_TIMEOUT}: {unreadable}") from unreadable
+    if saga is None:
+        return None
+    if not policy.has_store:
+        raise Refused(f"{nservicebus.CLEAR_TIMEOUTS.decode()}: {_NEEDS_STORE}")
+    return KeyGroup(_SAGA % saga)
+
+
+def saga_key_of(ask: Ask, route: Route, due_ms: int) -> bytes | None:
+    """The key of a saga's timeout, so that it can be cleared; a saga may have many. None where there is no saga, or no
+    id by which two timeouts could be told apart: merged, one of them would be lost."""
+    if NSERVICEBUS_TIMEOUT not in route.delay_from or nservicebus.EXPIRE not in ask.headers or not ask.message_id:
+        return None
+    saga = nservicebus.saga_of(ask.headers)
+    if saga is None:
+        return None
+    key = (_SAGA % saga) + b"%b:%d" % (ask.message_id, due_ms)
+    return key if len(key) <= SHORT_STRING else None
+
+
+def _short_string(header: bytes, value: object, most: int = SHORT_STRING) -> bytes:
+    match value:
+        case str():
+            raw = value.encode("utf-8", "surrogateescape")
+        case bytes():
+            raw = value
+        case _:
+            raise Refused(f"{header.decode()}: expected a string, found {shown(value)}")
+    if len(raw) > most:
+        raise Refused(f"{header.decode()}: expected at most {most} bytes, found {len(raw)}")
+    return raw
+
+
+def _name(raw: bytes) -> str:
+    text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in raw.decode("ascii", "backslashreplace"))
+    # A name of other letters may take a thousand: what is wrong with it must still fit behind it in a reason.
+    return f"'{text}'" if len(text) <= 160 else f"'{text[: 160 - 3]}...'"
+
+
+def _names(raw: Mapping[bytes, Route]) -> str:
+    return ", ".join(_name(source) for source in sorted(raw))

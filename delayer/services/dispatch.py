@@ -7,6 +7,7 @@ strays queue (``delayer strays``).
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -28,6 +29,11 @@ log = structlog.get_logger(__name__)
 
 MOST_ATTEMPTS: Final = 10
 """Publishes after which a message that waits in the cascade goes to the strays queue."""
+
+
+def new_id() -> bytes:
+    """An ``x-delayer-id`` for a message that no store has numbered."""
+    return uuid.uuid4().hex.encode()
 
 
 class Publication(NamedTuple):

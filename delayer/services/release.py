@@ -14,8 +14,8 @@ import structlog
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
 from delayer.core.message import Confirmed, Due, Outgoing
+from delayer.core.plan import SHORT_STRING
 from delayer.core.rate_limit import TokenBucket
-from delayer.core.request import SHORT_STRING
 from delayer.faultpoint import reach
 from delayer.services import edits
 from delayer.services.counting import Counters, host_ms

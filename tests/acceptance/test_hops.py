@@ -25,7 +25,7 @@ from tests.rig.raw import Raw
 from tests.rig.servers import Postgres, RabbitMQ
 
 PACKAGE = str(Path(delayer.__file__).parent) + os.sep
-MOST = {"store": 53, "native": 39}
+MOST = {"store": 45, "native": 33}
 WINDOW = 4.0
 """Seconds of each recording: of an idle daemon, and of the same daemon with one message."""
 
