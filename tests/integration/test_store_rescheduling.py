@@ -140,7 +140,7 @@ async def test_the_next_owner_of_a_lane_begins_where_something_was_moved_to(data
         [one] = await waiting(admin)
         sooner = place.now_ms() + 100
         await reschedule(admin, [one], When(at_ms=sooner))
-        assert await admin.fetchval("SELECT watermark FROM lane") == sooner
+        assert await admin.fetchval("SELECT watermark FROM lane WHERE number = $1", lane.number) == sooner
         async with owned(place) as [lane]:
             while not (released := await release_all(lane)):
                 pass

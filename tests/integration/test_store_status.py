@@ -13,7 +13,7 @@ from tests.rig.fakes import WHY
 async def test_lanes_counters_and_what_is_next(database: str) -> None:
     async with opened(database, owner="somebody") as store:
         now = store.now_ms()
-        async with owned(store, 3) as [empty, near, far]:
+        async with owned(store, 4) as [empty, near, far, last]:
             await store.park(near, [parcel(now - 1), parcel(now + 3 * DAY_MS), parcel(now + 2 * DAY_MS)], [])
             await store.park(
                 far, [parcel(now + 900 * DAY_MS), parcel(now + 30 * DAY_MS), parcel(now + 800 * DAY_MS)], []
@@ -22,11 +22,11 @@ async def test_lanes_counters_and_what_is_next(database: str) -> None:
             rows = await near.claim(MANY, ROOM)
             await near.settle(rows, [])
             whole = await overview(database)
-            assert [lane.number for lane in whole.lanes] == [empty.number, near.number, far.number]
+            assert [lane.number for lane in whole.lanes] == [empty.number, near.number, far.number, last.number]
             assert {(lane.owner, lane.alive) for lane in whole.lanes} == {("somebody", True)}
-            assert [lane.waiting for lane in whole.lanes] == [0, 2, 3]
-            assert [lane.held for lane in whole.lanes] == [0, 0, 1]
-            assert [lane.next_due_ms for lane in whole.lanes] == [None, now + 2 * DAY_MS, now + 30 * DAY_MS]
+            assert [lane.waiting for lane in whole.lanes] == [0, 2, 3, 0]
+            assert [lane.held for lane in whole.lanes] == [0, 0, 1, 0]
+            assert [lane.next_due_ms for lane in whole.lanes] == [None, now + 2 * DAY_MS, now + 30 * DAY_MS, None]
             retries = [lane.next_retry_ms for lane in whole.lanes]
             assert retries[:2] == [None, None]
             assert retries[2] is not None
