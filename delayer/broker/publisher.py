@@ -93,7 +93,7 @@ class RelayPublisher:
             if left(deadline) > self._timeout * 3 / 4:
                 self.batch_limit = min(BATCH, 2 * self.batch_limit)
             return [outcomes[index] for index in range(len(batch))]
-        if not left(deadline):
+        if left(deadline) <= self._timeout * (1 - SHARED):
             self.batch_limit = max(1, min(self.batch_limit, len(batch)) // 4)
         raise _unconfirmed(batch, outcomes, lost) from lost
 
