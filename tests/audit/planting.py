@@ -230,7 +230,7 @@ class Planting:
     # ---- overdue, lanes
 
     async def overdue(self) -> Findings:
-        await self._connection.execute("INSERT INTO lane (number, epoch, owner) VALUES (3, 1, 'gone')")
+        await self._connection.execute("UPDATE lane SET owner = 'gone' WHERE number = 3")
         await self._change("due_at = now() - interval '10 minutes', lane = 3")
         await self._moved(3)
         return [
