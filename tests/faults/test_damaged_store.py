@@ -55,7 +55,7 @@ async def fill(url: str) -> None:
         await admin.execute("ALTER TABLE segment SET (fillfactor = 10)")
         await put(admin, [row(n + 1, start + n * 1000, 1, chance.randbytes(300)) for n in range(ROWS)])
         await compact(admin, rows=OF_A_SEGMENT)
-        await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone')")
+        await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
 
 
 async def fill_days(url: str) -> None:
@@ -67,7 +67,7 @@ async def fill_days(url: str) -> None:
             await put(admin, rows(50, day * DAY_MS, first_id=day * 100, span_ms=DAY_MS - 1))
         await compact(admin, rows=50)
         await put(admin, [row(1, FIRST_DAY * DAY_MS)])
-        await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone')")
+        await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
 
 
 async def fill_cancelled(url: str) -> None:

@@ -73,7 +73,8 @@ async def fill(url: str, waiting: int = WAITING) -> None:
         for day in range(today - 1, today + DAYS):
             await partitions.make(admin, day, today)
         await admin.execute(
-            "INSERT INTO lane SELECT n, 0, 'gone' FROM generate_series(1, $1::int) AS n", LANES + EMPTIED
+            "INSERT INTO lane SELECT n, 0, 'gone' FROM generate_series(1, $1::int) AS n ON CONFLICT DO NOTHING",
+            LANES + EMPTIED,
         )
         for kind in ("parked", "released"):
             await admin.execute(_EMPTIED.format(kind=kind), LANES, EMPTIED)
