@@ -320,9 +320,6 @@ async def test_check_counts_what_is_set_aside(delayer: Run, vhost: str, database
             for _ in range(count):
                 await channel.default_exchange.publish(aio_pika.Message(b""), queue)
     connection = await asyncpg.connect(database)
-    await connection.execute(
-        "INSERT INTO lane (number, epoch, owner) VALUES (1, 1, 'somebody') ON CONFLICT (number) DO UPDATE SET epoch = 1, owner = 'somebody'"
-    )
     await connection.execute("INSERT INTO counter VALUES (1, 'parked', 3), (1, 'held', 3)")
     await connection.close()
     answer = json.loads(delayer("check", "--json").stdout)

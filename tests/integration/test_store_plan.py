@@ -53,9 +53,11 @@ _FAR = "now() + interval '1 hour' + 38 * interval '1 day' * random()"
 _SOON = "now() - interval '30 hours' * random()"  # so that no partition that is read is empty
 _BEYOND = "now() + interval '500 days'"
 _HELD = """
-INSERT INTO held
-SELECT nextval('message_id'), now(), now(), now(), now() + (n - 400) * interval '1 second', 0, 1, 1 + n % $2::int, 1,
-       'r', 'e', 'k', 'e', 'k', 'p', decode(md5(n::text), 'hex'), 'held '::bytea || n::text::bytea, 'why'
+INSERT INTO held (id, due_at, retry_at, checksum, attempts, lane, format, route, exchange, routing_key, to_exchange, to_key,
+                  properties, body, key, kind, reason, may_be_delivered, isolated)
+SELECT nextval('message_id'), now(), now() + (n - 400) * interval '1 second', 0, 1, 1 + n % $2::int, 1,
+       'r', 'e', 'k', 'e', 'k', 'p', decode(md5(n::text), 'hex'), 'held '::bytea || n::text::bytea,
+       'nacked', 'why', false, false
 FROM generate_series(1, $1::int) AS n
 """
 _KEYS = "INSERT INTO message_key SELECT key, lane, due_at, id FROM {table} WHERE key IS NOT NULL"
