@@ -53,8 +53,8 @@ _FAR = "now() + interval '1 hour' + 38 * interval '1 day' * random()"
 _SOON = "now() - interval '30 hours' * random()"  # so that no partition that is read is empty
 _BEYOND = "now() + interval '500 days'"
 _HELD = """
-INSERT INTO held (id, due_at, retry_at, checksum, attempts, lane, format, route, exchange, routing_key, to_exchange, to_key,
-                  properties, body, key, kind, reason, may_be_delivered, isolated)
+INSERT INTO held (id, due_at, retry_at, checksum, attempts, lane, format, route, exchange, routing_key,
+                  to_exchange, to_key, properties, body, key, kind, reason, may_be_delivered, isolated)
 SELECT nextval('message_id'), now(), now() + (n - 400) * interval '1 second', 0, 1, 1 + n % $2::int, 1,
        'r', 'e', 'k', 'e', 'k', 'p', decode(md5(n::text), 'hex'), 'held '::bytea || n::text::bytea,
        'nacked', 'why', false, false
