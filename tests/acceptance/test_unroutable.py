@@ -138,7 +138,8 @@ async def test_the_broker_found_no_queue_at_the_end_of_the_cascade(place: Place,
     place.write(config, "native", {})
     async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
-        await daemon.ready()
+        # The consumer of the due queue declares the binding before it begins.
+        await daemon.event("consuming", where=lambda event: event["queue"] == "delays.due")
         unbind = f"/api/bindings/{place.vhost}/e/delayer.delay-delivery/q/delays.due/{delivery_binding('delays.due')}"
         place.rabbitmq.api("DELETE", unbind)
         await raw.publish(delayed("lost on the way", 1_000))
