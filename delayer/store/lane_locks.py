@@ -36,6 +36,15 @@ _ADD = (
     "INSERT INTO lane (number, epoch, owner, route)"
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
 )
+# The server's idle timeouts do not act while it waits for the client in the middle of a statement: between Parse and
+# Bind, or in a COPY. A process that freezes there would keep its lanes, and its presence, for as long as it is frozen.
+_END_FROZEN = (
+    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND usename = current_user"
+    " AND (application_name LIKE 'delayer lane %' OR application_name = 'delayer presence')"
+    " AND state = 'active' AND wait_event = 'ClientRead'"
+    " AND query_start < clock_timestamp() - make_interval(secs => $1)"
+)
 _ORDINARY = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
@@ -98,6 +107,7 @@ class LaneLocks:
         self._broker = broker
         self._presence: asyncpg.Connection | None = None
         self._pid = 0
+        self._idle_seconds = idle
         self._idle = {
             "idle_session_timeout": f"{idle * 1000:.0f}ms",
             "tcp_user_timeout": f"{idle * 1000:.0f}ms",
@@ -120,6 +130,7 @@ class LaneLocks:
             with translated("look at lanes"):
                 if not self._pid:
                     self._pid = await self._presence.fetchval(_PRESENCE, column=1)
+                await self._presence.execute(_END_FROZEN, self._idle_seconds, timeout=LOOK_SECONDS)
                 rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_SECONDS)
         except BaseException:
             self.leave()

@@ -7,11 +7,13 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import asyncpg
 import pytest
 
-from delayer.store.lane_locks import raise_lanes
+from delayer.store import session
+from delayer.store.lane_locks import application_of, raise_lanes
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import parcel, taken
 from tests.integration.lanes_shared import Process, migrated, running
@@ -154,6 +156,30 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     assert all(now_ms >= due_ms for _, due_ms, now_ms in everything), "early"
     assert len(everything) - len(sent) < len(sent) / 20, "copies of what was in flight, and no others"
     assert all(seconds <= BALANCED_SECONDS for seconds in took.values()), took
+
+
+async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lane(database: str) -> None:
+    """No timeout of the server acts while it waits for the rest of a statement: here, of a COPY."""
+    frozen, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def never() -> AsyncIterator[bytes]:
+        frozen.set()
+        await goes_on.wait()
+        yield b""
+
+    async with opened(database, idle_timeout=1.0) as store:
+        lost = await session.connect(database, application_of(1), {"idle_session_timeout": "1s"})
+        assert await lost.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")
+        copying = asyncio.create_task(lost.copy_to_table("held", source=never()))
+        await frozen.wait()
+        assert await store.take(1) is None
+        while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
+            await asyncio.sleep(0.05)
+        lane = await taken(store, 1)
+        await lane.release()
+        goes_on.set()
+        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
+            await copying
 
 
 async def test_the_last_process_has_every_lane_and_what_was_in_them(database: str) -> None:
