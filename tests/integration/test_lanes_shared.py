@@ -7,13 +7,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 
 import asyncpg
 import pytest
 
-from delayer.store import session
-from delayer.store.lane_locks import application_of, raise_lanes
+from delayer.store.lane_locks import raise_lanes
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import parcel, taken
 from tests.integration.lanes_shared import Process, migrated, running
@@ -158,28 +156,42 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
     assert all(seconds <= BALANCED_SECONDS for seconds in took.values()), took
 
 
+FROZEN = """
+import asyncio, sys
+from delayer.store import session
+from delayer.store.lane_locks import application_of
+
+async def never():
+    print("frozen", flush=True)
+    await asyncio.Event().wait()
+    yield b""
+
+async def main(url):
+    connection = await session.connect(url, application_of(1), {"idle_session_timeout": "1s"})
+    assert await connection.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")
+    await connection.copy_to_table("held", source=never())
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
 async def test_a_process_that_freezes_in_the_middle_of_a_statement_loses_its_lane(database: str) -> None:
     """No timeout of the server acts while it waits for the rest of a statement: here, of a COPY."""
-    frozen, goes_on = asyncio.Event(), asyncio.Event()
-
-    async def never() -> AsyncIterator[bytes]:
-        frozen.set()
-        await goes_on.wait()
-        yield b""
-
     async with opened(database, idle_timeout=1.0) as store:
-        lost = await session.connect(database, application_of(1), {"idle_session_timeout": "1s"})
-        assert await lost.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")
-        copying = asyncio.create_task(lost.copy_to_table("held", source=never()))
-        await frozen.wait()
-        assert await store.take(1) is None
-        while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
-            await asyncio.sleep(0.05)
-        lane = await taken(store, 1)
-        await lane.release()
-        goes_on.set()
-        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-            await copying
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", FROZEN, database, stdout=pipe)
+        try:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"frozen\n"
+            process.send_signal(signal.SIGSTOP)
+            assert await store.take(1) is None
+            while (await store.look()).lanes[0].owned:  # noqa: ASYNC110 - the session sets no event
+                await asyncio.sleep(0.05)
+            lane = await taken(store, 1)
+            await lane.release()
+        finally:
+            process.kill()
+            await process.wait()
 
 
 async def test_the_last_process_has_every_lane_and_what_was_in_them(database: str) -> None:
