@@ -68,7 +68,7 @@ async def test_many_processes_that_replace_many_keys_do_not_fill_the_lock_table(
 async def test_what_the_lock_table_must_hold(database: str) -> None:
     await upgrades.upgrade(database)
     found = await server_checks.looked(database)
-    assert (found.allowed, found.lanes, found.enough) == (64, 0, True)
+    assert (found.allowed, found.lanes, found.enough) == (64, 4, True)
     assert 200 < found.connections < 300
     year = found._replace(partitions=370, lanes=4, connections=122)
     assert 64 < year.needed < 256
