@@ -1,4 +1,4 @@
-"""The service as an operator installs and runs it: by the README's lines, under a systemd of our own (tests/rig)."""
+"""The service as an operator installs and runs it: by the lines of docs/install.md, under a systemd of our own (tests/rig)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")
 CONFIG = "/etc/delayer/delayer.toml"
 LOG = "/var/log/delayer.json"
 NOT_HERE = ("pip install", "createuser", "rabbitmqctl")
-"""Lines of the README about what is there already."""
+"""Lines of docs/install.md about programs and users that are there already."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +43,7 @@ pytestmark = [
 
 def readme() -> list[str]:
     """The commands of "Install as a service"."""
-    (block,) = re.findall(r"### Install as a service\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"### Install as a service\n.*?```sh\n(.*?)```", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
     return [line for line in block.splitlines() if not any(word in line for word in NOT_HERE)]
 
 
