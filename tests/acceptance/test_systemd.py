@@ -43,7 +43,9 @@ pytestmark = [
 
 def readme() -> list[str]:
     """The commands of "Install as a service"."""
-    (block,) = re.findall(r"### Install as a service\n.*?```sh\n(.*?)```", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"### Install as a service\n.*?```sh\n(.*?)```", (ROOT / "docs" / "install.md").read_text(), re.DOTALL
+    )
     return [line for line in block.splitlines() if not any(word in line for word in NOT_HERE)]
 
 

@@ -142,9 +142,9 @@ def lenient() -> None:
 def new_id() -> None:
     """What is released again after a crash, or comes out of the due queue again, has another x-delayer-id (G3)."""
     from delayer.core.message import Due
-    from delayer.services import due, release
+    from delayer.services import handle, release
 
-    prepared, opened = release.prepared, due.envelopes.opened
+    prepared, opened = release.prepared, handle.opened
 
     def broken(row: Due, max_properties: int) -> Any:
         return prepared(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
@@ -153,7 +153,7 @@ def new_id() -> None:
         return opened(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
 
     release.prepared = broken
-    due.envelopes.opened = renamed
+    handle.opened = renamed
 
 
 def same_id() -> None:

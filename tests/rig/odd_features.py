@@ -9,14 +9,14 @@ from typing import Any, Final
 def keyless() -> None:
     """A message with a key replaces nothing."""
     from delayer.core.message import Parcel
-    from delayer.services import sorting
+    from delayer.services import handle
 
-    parcel = sorting.parcel
+    parcel = handle.parcel
 
     def broken(delivery: Any, due_ms: int, target: Any, key: bytes | None = None) -> Parcel:
         return parcel(delivery, due_ms, target)
 
-    sorting.parcel = broken
+    handle.parcel = broken
 
 
 def deaf_to_cancels() -> None:
@@ -65,7 +65,7 @@ def at_the_border() -> None:
     """What is too short for the store does not wait at all."""
     from delayer.core import plan
 
-    plan._cascade = lambda due_ms, _now_ms, target, _route, _ask: plan.AtOnce(due_ms, target)  # type: ignore[assignment]
+    plan._cascade = lambda due_ms, _now_ms, target: plan.AtOnce(due_ms, target)  # type: ignore[assignment]
 
 
 def unlimited() -> None:
