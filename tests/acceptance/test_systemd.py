@@ -1,4 +1,4 @@
-"""The service as an operator installs and runs it: by the lines of docs/install.md, under a systemd of our own (tests/rig)."""
+"""The service as an operator installs and runs it: by docs/install.md, under a systemd of our own (tests/rig)."""
 
 from __future__ import annotations
 
