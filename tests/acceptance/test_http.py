@@ -54,7 +54,7 @@ async def test_metrics_say_what_happened(place: Place, store: str) -> None:
         assert found["delayer_lateness_seconds_count", route] == 100
         assert 0 <= found["delayer_lateness_seconds_sum", route] < 100
         assert found["delayer_waiting_messages",] == 43
-        assert found["delayer_lanes", "kind=own"] == 2
+        assert found["delayer_lanes",] == 4
         assert found["delayer_queue_messages", "queue=delays.refused", "role=refused"] in (
             0,
             1,

@@ -287,7 +287,7 @@ def test_frames_have_the_columns_that_the_rules_expect(spark: SparkSession, fill
         assert [f"{one} {kind}" for one, kind in frame.dtypes] == [field.strip() for field in ddl.split(",")], name
         frame.collect()
     assert frames.keys.count() == 150
-    assert frames.held.select("reason").orderBy("id").collect() == [("no queue",), ("why",)]
+    assert {row.reason for row in frames.held.select("reason").collect()} == {"why", "too late"}
     assert frames.facts.whole
     # Nothing of a body is on the job's disk.
     assert not any(b"\x00" * 3000 in path.read_bytes() for path in Path(work).rglob("*.parquet"))
@@ -300,7 +300,8 @@ def test_an_empty_store(spark: SparkSession, database: str, work: str) -> None:
 
     asyncio.run(prepare())
     frames = take(spark, database, work)
-    assert [getattr(frames, name).count() for name in ("messages", "held", "segments", "keys", "lanes")] == [0] * 5
+    assert [getattr(frames, name).count() for name in ("messages", "held", "segments", "keys")] == [0] * 4
+    assert frames.lanes.count() == 4  # a new store has its lanes
 
 
 def test_a_sample_reads_a_share(spark: SparkSession, database: str, work: str) -> None:

@@ -129,7 +129,7 @@ async def test_a_cascade_on_its_way_down_comes_out_on_time(delayer: Run, vhost: 
     cascade = Cascade("celery", owner="shop")
     await declared(vhost, cascade.topology(), queues("tasks"))
     await declared(vhost, Topology(bindings=(Binding(cascade.delivery, "tasks", "queue", "#.tasks"),)))
-    delayer("db", "upgrade")
+    delayer("--set", "store.lanes=1", "db", "upgrade")
     count = 60
     async with await Raw.connect(vhost) as raw:
         began = now_ms()
