@@ -154,7 +154,7 @@ async def test_every_action(place: Place, store: str, tmp_path: Path) -> None:
         assert await result(page) == "Dropped: 3 of 3"
         assert await _refused(this) == []
 
-        await page.get_by_role("link", name="Acts").click()
+        await page.get_by_role("link", name="Audit log").click()
         assert "ada (page, 127.0.0.1)" in await page.locator("tbody").inner_text()
         assert {one["who"] for one in await this.acts()} == {"ada (page, 127.0.0.1)"}
         assert len(await this.acts()) == 10
