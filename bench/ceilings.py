@@ -14,7 +14,7 @@ from bench.plain import PORTION, Plain, message, number, properties
 from bench.rows import sample_row
 from bench.run import Bench
 from bench.servers import Place
-from delayer.store import envelope
+from delayer.store.rows import envelope
 
 BATCH = 2000
 SESSIONS = (1, 2, 3)

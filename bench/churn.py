@@ -12,7 +12,7 @@ from bench.figures import median
 from bench.run import Bench
 from bench.servers import Place
 from bench.steady import once, report
-from delayer.store import partitions
+from delayer.store.rows import partitions
 
 LOOKS = 60
 """Over the whole time."""

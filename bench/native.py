@@ -18,9 +18,9 @@ from bench.run import Bench, thousands
 from bench.servers import IN, OUT, Place
 from bench.steady import once as steady_once
 from bench.watch import Course, follow
+from delayer.amqp import envelopes
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Parcel, Target
-from delayer.services import envelopes
 
 SIZE = 512
 DUE_QUEUE = b"delays.due"

@@ -23,8 +23,8 @@ from bench.marks import DUE_HEADER, NUMBER_HEADER, NUMBERED
 from bench.plain import Plain, message, number, properties
 from bench.rows import KEY
 from bench.servers import OUT
+from delayer.amqp.connection import Connection
 from delayer.core.message import Delivery, Outgoing
-from delayer.wire.connection import Connection
 
 ADDRESS = "bench.kombu"
 CLAIMED = 1000

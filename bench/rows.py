@@ -15,8 +15,9 @@ import asyncpg
 from bench.plain import number, properties
 from bench.servers import IN, OUT
 from delayer.core.message import Parcel, Target
-from delayer.store import envelope, partitions, session
-from delayer.store.partitions import DAY_MS
+from delayer.store import pool
+from delayer.store.rows import envelope, partitions
+from delayer.store.rows.partitions import DAY_MS
 
 CHUNK = 250_000
 WRITERS = 2
@@ -84,7 +85,7 @@ async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None]
     """``rows`` that are due over the coming BACKLOG_DAYS; then what autovacuum would have done by and by."""
     # Without limits on the time of a statement, on either side: some of these take minutes.
     more = {"statement_timeout": "0"}
-    writers = [await session.connect_plain(url, "bench", more, command_seconds=None) for _ in range(WRITERS)]
+    writers = [await pool.connect_plain(url, "bench", more, command_seconds=None) for _ in range(WRITERS)]
     try:
         first, *_ = writers
         today = int(time.time() * 1000) // DAY_MS
@@ -104,4 +105,4 @@ async def put_backlog(url: str, rows: int, size: int, say: Callable[[str], None]
         await first.execute("CHECKPOINT")
     finally:
         for connection in writers:
-            await session.close(connection)
+            await pool.close(connection)

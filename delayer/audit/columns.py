@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayer.audit import frames
-from delayer.store.envelope import checksum
+from delayer.store.rows.envelope import checksum
 
 _TYPES: Final[Mapping[str, pa.DataType]] = {
     "bigint": pa.int64(),

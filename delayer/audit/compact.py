@@ -1,8 +1,8 @@
 """`delayer compact`: rows that are due in the far future become segments.
 
 The driver cuts the backlog into windows, executors make segments of them (:func:`work`), and in the end the
-partitions that lost their rows give their room back (store/shrinking.py). Nothing is kept beside the store: a job that
-was killed is simply started again, and so is a task.
+partitions that lost their rows give their room back (store/segments/shrink.py). Nothing is kept beside the store: a
+job that was killed is simply started again, and so is a task.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from delayer.audit import tasks
 from delayer.audit.errors import JobMisused
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
-from delayer.store import compacting, schema, session
-from delayer.store.compacting import Compacted, Window
-from delayer.store.days import DAY_MS
+from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.rows.days import DAY_MS
+from delayer.store.segments import compact
+from delayer.store.segments.compact import Compacted, Window
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayer.store.shrinking import Shrunk
+    from delayer.store.segments.shrink import Shrunk
 
 
 class Packed(NamedTuple):
@@ -53,7 +54,7 @@ def work(url: str, rows: int, windows: Iterable[Window]) -> list[Packed]:
 
 async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
     try:
-        connection = await session.connect(url, "delayer compact", {**tasks.SESSION, **session.LAZY})
+        connection = await pool.connect(url, "delayer compact", {**tasks.SESSION, **pool.LAZY})
     except StoreLost as error:
         return [Packed(window, 0, 0, 0, 0, lost=str(error)) for window in windows]
     packed: list[Packed] = []
@@ -61,14 +62,14 @@ async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
         ours = Turns(connection)
         for window in windows:
             packed.append(await pack_window(connection, window, rows, ours))
-        await session.flush(connection)
+        await pool.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush, mostly: perhaps the last of them are undone
         told = {one.window: one for one in packed}
         return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]
     else:
         return packed
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 def _perhaps(one: Packed, reason: str) -> Packed:
@@ -79,7 +80,7 @@ def _perhaps(one: Packed, reason: str) -> Packed:
 
 async def pack_window(connection: asyncpg.Connection, window: Window, rows: int, ours: Turns | None = None) -> Packed:
     """Segments of ``window`` until nothing is left there that can be taken."""
-    from delayer.store.packing import SegmentBroken  # noqa: PLC0415 - pyarrow
+    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
 
     made: list[Compacted] = []
     ours = ours or Turns(connection)
@@ -92,7 +93,7 @@ async def pack_window(connection: asyncpg.Connection, window: Window, rows: int,
                 # Rows that are locked at once beside traffic: 10 ms of the server's, and a megabyte of its log.
                 portion = 1_000 if beside_traffic else None
                 # Seconds after each portion.
-                one = await compacting.compact_one(connection, window, rows=rows, portion=portion, pause=0.01)
+                one = await compact.compact_one(connection, window, rows=rows, portion=portion, pause=0.01)
                 if one is not None:
                     made.append(one)  # whatever happens to the turn
         except WORTH_REPEATING as error:
@@ -183,7 +184,7 @@ class Done:
 
 def check_after(after_ms: int, restore_ahead_ms: int) -> None:
     """Raise JobMisused for a limit within which daemons restore: they would undo the job at once."""
-    from delayer.settings import duration_text  # noqa: PLC0415 - executors load this module, and need no settings
+    from delayer.config import duration_text  # noqa: PLC0415 - executors load this module, and need no settings
 
     if after_ms <= restore_ahead_ms:
         raise JobMisused(
@@ -205,9 +206,9 @@ async def plan(url: str, after_ms: int, rows: int) -> Plan:
                 user = await connection.fetchval("SELECT current_user")
                 raise StoreLost(f"the role {user} may not write segments", _RIGHTS)
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
-            return Plan(now_ms, now_ms + after_ms, await compacting.windows(connection, now_ms + after_ms, rows))
+            return Plan(now_ms, now_ms + after_ms, await compact.windows(connection, now_ms + after_ms, rows))
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def numbers(url: str, planned: Plan) -> Numbers:
@@ -216,13 +217,13 @@ async def numbers(url: str, planned: Plan) -> Numbers:
     try:
         with translated("count"):
             messages, keyed, large, raw = await connection.fetchrow(
-                _NUMBERS, planned.after_ms, compacting.LARGEST, timeout=None
+                _NUMBERS, planned.after_ms, compact.LARGEST, timeout=None
             )
     finally:
-        await session.close(connection)
-    from delayer.store import shrinking  # noqa: PLC0415 - structlog, as below
+        await pool.close(connection)
+    from delayer.store.segments import shrink  # noqa: PLC0415 - structlog, as below
 
-    return Numbers(messages, keyed, large, raw, await shrinking.size(url))
+    return Numbers(messages, keyed, large, raw, await shrink.size(url))
 
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
@@ -242,11 +243,11 @@ def nothing(url: str, planned: Plan) -> Done:
 
 
 def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
-    from delayer.store import shrinking  # noqa: PLC0415 - structlog, which executors need not load
+    from delayer.store.segments import shrink  # noqa: PLC0415 - structlog, which executors need not load
 
     began = time.monotonic()
     touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
-    shrunk = asyncio.run(shrinking.shrink(url, touched, planned.now_ms // DAY_MS, say))
+    shrunk = asyncio.run(shrink.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return Done(packed, shrunk, seconds, time.monotonic() - began)
 
 
@@ -257,7 +258,7 @@ def days_of(window: Window) -> range:
 
 async def _connect(url: str, application: str) -> asyncpg.Connection:
     """A session whose statements may take their time, and whose instants are epoch milliseconds."""
-    connection = await session.connect_plain(url, application, {"statement_timeout": "0"}, command_seconds=None)
+    connection = await pool.connect_plain(url, application, {"statement_timeout": "0"}, command_seconds=None)
     with translated("connect"):
-        await session.prepare(connection)
+        await pool.prepare(connection)
     return connection

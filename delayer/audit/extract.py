@@ -22,8 +22,10 @@ import asyncpg
 from delayer.audit import spark as sessions
 from delayer.audit.frames import CAME_OUT, DAMAGE, OF_SEGMENTS, SCHEMAS, Facts, Frames
 from delayer.core.secret import SecretUrl
-from delayer.store import damaged, partitions, schema, session
+from delayer.store import pool, schema
 from delayer.store.errors import DAMAGED, translated
+from delayer.store.rows import partitions
+from delayer.store.segments import damaged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -123,11 +125,11 @@ def hold_snapshot(url: SecretUrl) -> Iterator[Snapshot]:
         try:
             yield Snapshot(url, connection, runner, *runner.run(_begin(connection)))
         finally:
-            runner.run(session.close(connection))
+            runner.run(pool.close(connection))
 
 
 async def _open(url: SecretUrl) -> asyncpg.Connection:
-    return await session.connect(url.reveal(), "delayer audit snapshot", _MORE)
+    return await pool.connect(url.reveal(), "delayer audit snapshot", _MORE)
 
 
 async def _begin(connection: asyncpg.Connection) -> tuple[str, Facts]:

@@ -23,7 +23,7 @@ from delayer.audit.tasks import Say, Watching
 from delayer.core.files import replacing
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
-from delayer.store.stats import RESTORED_MS
+from delayer.store.admin.stats import RESTORED_MS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -36,7 +36,7 @@ from delayer.audit.rules.model import (
     Segment,
     Tally,
 )
-from delayer.store.stats import RESTORED_MS
+from delayer.store.admin.stats import RESTORED_MS
 
 
 def message_rows(frames: Frames) -> DataFrame:

@@ -19,10 +19,12 @@ from delayer.audit import tasks
 from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import pagewise, schema, segments, session
-from delayer.store.days import DAY_MS
+from delayer.store import pool, schema
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.segments import Listed
+from delayer.store.rows.days import DAY_MS
+from delayer.store.segments import catalog as segments
+from delayer.store.segments import pagewise
+from delayer.store.segments.catalog import Listed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -54,7 +56,7 @@ def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
 
 async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
     try:
-        connection = await session.connect(url, "delayer restore", {**tasks.SESSION, **session.LAZY})
+        connection = await pool.connect(url, "delayer restore", {**tasks.SESSION, **pool.LAZY})
     except StoreLost as error:
         return [Back(one, 0, lost=str(error)) for one, _ in portion]
     back: list[Back] = []
@@ -62,13 +64,13 @@ async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
         for one, first_due_ms in portion:
             soon = first_due_ms < time.time() * 1000 + 600_000  # this machine's clock will do for that
             back.append(await restore_segment(connection, one, Turns(connection, hurried=soon)))
-        await session.flush(connection)
+        await pool.flush(connection)
     except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
         return [_perhaps(one, describe(error)) if one.restored else one for one in back]
     else:
         return back
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Turns | None = None) -> Back:
@@ -167,7 +169,7 @@ class Done:
 
 async def plan(url: str, within_ms: int | None) -> Plan:
     """What is due within ``within_ms`` from now, or all of it. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
-    connection = await session.connect(url, "delayer restore plan")
+    connection = await pool.connect(url, "delayer restore plan")
     try:
         with translated("plan"):
             await schema.check(connection)
@@ -178,7 +180,7 @@ async def plan(url: str, within_ms: int | None) -> Plan:
             except DAMAGED:  # a page of the table
                 return Plan(now_ms, *await pagewise.listed(connection, before))
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
@@ -202,10 +204,10 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
 
 async def _make_days(url: str, part: Sequence[Listed]) -> None:
     """Partitions for what comes back; a row of a day without one waits in the default partition."""
-    from delayer.store import partitions  # noqa: PLC0415 - structlog, which executors need not load
+    from delayer.store.rows import partitions  # noqa: PLC0415 - structlog, which executors need not load
 
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
-    connection = await session.connect(url, "delayer restore plan")
+    connection = await pool.connect(url, "delayer restore plan")
     try:
         with translated("make partitions"):
             today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
@@ -216,4 +218,4 @@ async def _make_days(url: str, part: Sequence[Listed]) -> None:
                 await days.make(connection, missing[:1], today, now, until - now)
                 await asyncio.sleep(0.1)
     finally:
-        await session.close(connection)
+        await pool.close(connection)

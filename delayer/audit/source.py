@@ -174,14 +174,14 @@ def unpacked(reading: Reading, piece: Piece, columns: dict[str, Column]) -> Iter
 def _segment(
     one: _Packed, tombstones: list[int], columns: dict[str, Column], schema: pa.Schema
 ) -> Iterator[pa.RecordBatch]:
-    from delayer.store import packing  # noqa: PLC0415
+    from delayer.store.segments import codec  # noqa: PLC0415
 
     try:
-        table = packing.unpack(one.packed, one.format, one.messages, one.digest)
-    except packing.SegmentBroken as broken:
+        table = codec.unpack(one.packed, one.format, one.messages, one.digest)
+    except codec.SegmentBroken as broken:
         yield _summary(schema, segment=one.id, lane=one.lane, fault=broken.reason)
         return
-    live = packing.without(table, tombstones)
+    live = codec.without(table, tombstones)
     origin = Origin("segment", segment=one.id, lane=one.lane)
     # Rows of an unpacked segment that travel together.
     for part in live.to_batches(max_chunksize=10_000):

@@ -23,8 +23,8 @@ from delayer.audit import spark as sessions
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
 from delayer.core.secret import mask
-from delayer.store import traffic
-from delayer.store.traffic import Traffic
+from delayer.store.admin import traffic
+from delayer.store.admin.traffic import Traffic
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from delayer.audit.findings import Finding, Peak, Report
-from delayer.telemetry import readable
+from delayer.config.logs import readable
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 _SECOND_MS, _MINUTE_MS, _HOUR_MS, _DAY_MS = 1_000, 60_000, 3_600_000, 86_400_000

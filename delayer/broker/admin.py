@@ -19,6 +19,7 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
 )
 
+from delayer.amqp.address import Address
 from delayer.broker.brief import Picture, drawn, names
 from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
 from delayer.broker.link import (
@@ -33,11 +34,10 @@ from delayer.broker.link import (
     find_queue,
     unbind,
 )
-from delayer.broker.management import Management
+from delayer.broker.management_api import Management
 from delayer.broker.verify import Finding, Verifier
 from delayer.core.cascade import Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
-from delayer.wire.address import Address
 
 
 class QueueState(NamedTuple):

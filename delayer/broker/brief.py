@@ -16,13 +16,13 @@ from pamqp.base import Frame
 from pamqp.commands import Exchange as ExchangeMethods
 from pamqp.commands import Queue as QueueMethods
 
+from delayer.amqp.address import Address
+from delayer.amqp.channel import Channel
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import AccessRefused, ChannelClosed
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
-from delayer.wire.address import Address
-from delayer.wire.channel import Channel
-from delayer.wire.connection import Connection
-from delayer.wire.errors import AccessRefused, ChannelClosed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.core.message import Outcome, Outgoing, Unanswered
-from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
 
 MANY: Final = 3
 """Open breakers of one exchange that make its other keys doubtful: where keys name orders, each key is new."""

@@ -9,14 +9,14 @@ from typing import Final
 
 import structlog
 
+from delayer.amqp.channel import Channel
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ConsumerCancelled
 from delayer.broker import flow_control
+from delayer.broker.connection import Relay
 from delayer.broker.flow_control import BUFFER_BYTES, Fitting, Inflow
-from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery
-from delayer.wire.channel import Channel
-from delayer.wire.connection import Connection
-from delayer.wire.errors import ConsumerCancelled
 
 log = structlog.get_logger(__name__)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management import Management
+from delayer.broker.management_api import Management
 from delayer.broker.routing import Route, Stop, Verdict, route
-from delayer.wire.address import Address
 
 NAME: Final = "delayer audit"
 _KEYS_AT_A_STRETCH: Final = 1000

@@ -22,8 +22,13 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from delayer.amqp.channel import Channel
+from delayer.amqp.confirms import TOKEN_HEADER
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
-from delayer.broker.relay import Relay
+from delayer.broker.connection import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import (
     CONFIRMED,
@@ -34,11 +39,6 @@ from delayer.core.message import (
     Outgoing,
     Unanswered,
 )
-from delayer.wire.channel import Channel
-from delayer.wire.confirms import TOKEN_HEADER
-from delayer.wire.connection import Connection
-from delayer.wire.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
-from delayer.wire.properties import encode_headers, entry, long_string
 
 log = structlog.get_logger(__name__)
 

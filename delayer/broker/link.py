@@ -17,6 +17,7 @@ from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
 from pamqp.commands import Queue as QueueMethods
 
+from delayer.amqp.address import Address
 from delayer.broker.brief import (
     ExchangeDelete,
     QueueDelete,
@@ -29,7 +30,6 @@ from delayer.broker.brief import (
 )
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
 from delayer.core.topology import Binding, Exchange, Queue
-from delayer.wire.address import Address
 
 T = TypeVar("T")
 

@@ -16,13 +16,13 @@ from typing import Final
 
 import structlog
 
+from delayer.amqp.channel import Channel
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.broker.connection import Relay
 from delayer.broker.isolation import Isolation, confirming, left
-from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, is_direct_reply
-from delayer.wire.channel import Channel
-from delayer.wire.connection import Connection
-from delayer.wire.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,7 @@ from pamqp.commands import Basic
 
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.broker.link import Link, answered, declare_exchange, declare_queue, find_exchange, find_queue
-from delayer.broker.management import Management, policies_in_force
+from delayer.broker.management_api import Management, policies_in_force
 from delayer.core.cascade import LEVELS, Cascade, bindable, delivery_binding, routing_key
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 

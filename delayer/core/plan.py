@@ -13,10 +13,10 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from delayer.core import forms, nservicebus
+from delayer.core import delay_headers, nservicebus
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
 from delayer.core.delay import UnreadableDelay, in_words, seconds_until, shown
-from delayer.core.forms import (
+from delayer.core.delay_headers import (
     CANCEL,
     CONSULTED,
     DEFAULT_FORMS,
@@ -31,7 +31,7 @@ from delayer.core.forms import (
 )
 from delayer.core.hold import Hold, too_late
 from delayer.core.message import Target, is_direct_reply
-from delayer.core.retrying import Failure, NoFailure, Retry, failure, wait_ms
+from delayer.core.retry_policy import Failure, NoFailure, Retry, failure, wait_ms
 from delayer.core.values import KeyGroup
 
 __all__ = [
@@ -257,7 +257,7 @@ def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) ->
 
 def wants_no_delay(ask: Ask, route: Route) -> bool:
     """Whether it is meant to be at once, and so is never late."""
-    return forms.wants_no_delay(ask, route.delay_from, route.default_delay_ms)
+    return delay_headers.wants_no_delay(ask, route.delay_from, route.default_delay_ms)
 
 
 def target_of(ask: Ask, route: Route, policy: Policy) -> Target:

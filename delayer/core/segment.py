@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 FORMAT: Final = 1
-"""The newest packing that this program reads and the one that it writes; what it is stands in store/packing.py."""
+"""The newest packing that this program reads and the one that it writes (store/segments/codec.py)."""
 
 NEWER: Final = "let daemons of the version that packed it run here: they restore it, and this one leaves it to them"
 MEND: Final = (

@@ -12,18 +12,21 @@ from typing import Final
 import asyncpg
 
 from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.core.values import TakenOut
-from delayer.faultpoint import reach
-from delayer.store import pagewise, parking, partitions, restoring, schema, segments, session
+from delayer.store import pool as session
+from delayer.store import schema
 from delayer.store.clock import StoreClock
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.lane import PostgresLane
-from delayer.store.lane_locks import LaneLocks, Look
-from delayer.store.parking import Placement
-from delayer.store.partitions import DAY_MS, Days
+from delayer.store.lanes.lane import PostgresLane
+from delayer.store.lanes.locks import LaneLocks, Look
+from delayer.store.rows import park, partitions
+from delayer.store.rows.park import Placement
+from delayer.store.rows.partitions import DAY_MS, Days
+from delayer.store.segments import catalog, pagewise, restore
 
 ATTEMPTS: Final = 3
 """How often a park is tried when it loses against another transaction."""
@@ -116,9 +119,9 @@ class PostgresStore:
             nonlocal taken_out
             place = await self._place(connection, ours, routes)
             if keyed:
-                taken_out = await parking.park_keyed(connection, place, parcels, cancels)
+                taken_out = await park.park_keyed(connection, place, parcels, cancels)
             else:
-                await parking.park_plain(connection, place, parcels)
+                await park.park_plain(connection, place, parcels)
 
         await self._ensure_days({parcel.due_ms // DAY_MS for parcel in parcels})
         try:
@@ -140,7 +143,7 @@ class PostgresStore:
         async def work(connection: asyncpg.Connection) -> None:
             nonlocal soonest
             place = Placement(ours.number, self._routes, ours.epoch)
-            soonest = await parking.hold_new(connection, place, parcels, self._clock.now_ms())
+            soonest = await park.hold_new(connection, place, parcels, self._clock.now_ms())
 
         await self._write("hold", ours, work)
         if soonest is not None:
@@ -149,21 +152,21 @@ class PostgresStore:
     async def restore(self, horizon_ms: int) -> Restoration:
         """See the port."""
         with translated("restore"):
-            return await restoring.restore_soonest(self._pool, horizon_ms, self._ensure_days)
+            return await restore.restore_soonest(self._pool, horizon_ms, self._ensure_days)
 
     async def doubtful(self, horizon_ms: int) -> list[int]:
         """See the port. Raises StoreLost."""
         with translated("look for broken segments"):
             async with session.borrowed(self._pool) as connection:
                 try:
-                    return await segments.doubtful(connection, horizon_ms)
+                    return await catalog.doubtful(connection, horizon_ms)
                 except DAMAGED:  # a page of the table
                     return await pagewise.doubtful(connection, horizon_ms)
 
     async def restore_again(self, segment: int) -> Restoration:
         """See the port."""
         with translated("restore"):
-            return await restoring.restore_again(self._pool, segment, self._ensure_days)
+            return await restore.restore_again(self._pool, segment, self._ensure_days)
 
     async def _ensure_days(self, days: set[int]) -> None:
         with translated("make partitions"):
@@ -174,7 +177,7 @@ class PostgresStore:
     ) -> Placement:
         if lane is None:
             self._turn += 1
-            return await parking.anywhere(connection, self._turn)
+            return await park.anywhere(connection, self._turn)
         return Placement(lane.number, routes, lane.epoch)
 
     async def _write(

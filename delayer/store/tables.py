@@ -9,7 +9,7 @@ message_key  which message a key (header ``x-delay-key``) stands for at present
 lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
              ``watermark`` is where the next owner begins, ``route`` the limited route whose messages it is for
 counter      what happened to how many messages, a row for each lane and kind
-segment      a run of far-future messages of one lane, compacted and compressed (packing.py); ``messages`` were packed,
+segment      a run of far-future messages of one lane, compacted (segments/codec.py); ``messages`` were packed,
              ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
 segment_cancelled  which messages of a segment were cancelled: they do not come back
 audit_log    what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)

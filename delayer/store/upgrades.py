@@ -15,9 +15,9 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from delayer.store import session, tables
+from delayer.store import pool, tables
 from delayer.store.errors import lost, translated
-from delayer.store.lane_locks import LANES, raise_lanes
+from delayer.store.lanes.locks import LANES, raise_lanes
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -37,7 +37,7 @@ async def upgrade(url: str, lanes: int = LANES) -> None:
 
     async def connect() -> asyncpg.Connection:
         # An upgrade of a large store takes as long as it takes.
-        return await session.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
+        return await pool.connect_plain(url, "delayer schema", {"statement_timeout": "0"}, command_seconds=None)
 
     def run(connection: Connection) -> None:
         config = _config()

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import delayer
-from delayer.daemon import Daemon
-from delayer.ops.notify import Notifier
-from delayer.settings import load
+from delayer.config import load
+from delayer.daemon.daemon import Daemon
+from delayer.daemon.systemd import Notifier
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
 from tests.rig.raw import Raw

@@ -112,7 +112,7 @@ def service(rabbitmq: RabbitMQ, postgres: Postgres) -> Iterator[Service]:
         packages = next(machine.file("/opt/delayer/lib").glob("python3.*")) / "site-packages"
         (packages / "delayer.pth").write_text("\n".join(systemd.PATHS) + "\n")
         machine.install(
-            "/opt/delayer/bin/delayer", ["#!/opt/delayer/bin/python", "from delayer.cli import main", "main()"]
+            "/opt/delayer/bin/delayer", ["#!/opt/delayer/bin/python", "from delayer.cli.main import main", "main()"]
         )
         share = machine.file("/opt/delayer/share/delayer")
         share.mkdir(parents=True)

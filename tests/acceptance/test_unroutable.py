@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from delayer.amqp import envelopes
 from delayer.core.cascade import delivery_binding
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
-from delayer.services import envelopes
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import FORBIDDEN, STORE, USER, World, secret_broker_url, wait_for
 from tests.faults.place import eventually

@@ -9,10 +9,10 @@ from typing import Any
 import asyncpg
 
 from delayer.core.message import Parcel
-from delayer.store import packing
-from delayer.store.partitions import DAY_MS
+from delayer.store.admin.stats import overview
 from delayer.store.postgres import PostgresStore
-from delayer.store.stats import overview
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import codec
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import sql
 
@@ -64,10 +64,10 @@ async def everything(database: str) -> dict[int, tuple[Any, ...]]:
 
 
 async def _unpacked(connection: asyncpg.Connection, segment: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    table = packing.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
+    table = codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
     gone = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment["id"])
     assert len(gone) == segment["cancelled"]
-    kept = packing.without(table, [id for (id,) in gone])
+    kept = codec.without(table, [id for (id,) in gone])
     return [tuple(row.values()) for row in kept.to_pylist()]
 
 

@@ -14,8 +14,8 @@ import psutil
 from pyspark.sql import SparkSession
 
 from delayer.audit import compact, restore
-from delayer.store.partitions import DAY_MS
 from delayer.store.postgres import PostgresStore
+from delayer.store.rows.partitions import DAY_MS
 from tests.audit.backlog import fill
 from tests.integration.test_store_lane import opened, sql
 

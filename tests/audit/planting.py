@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 import asyncpg
 
 from delayer.audit.rules import checks as rules
-from delayer.store import compacting, envelope, packing
-from delayer.store.compacting import Compacted
-from delayer.store.partitions import DAY_MS, bounds_of, name_of
+from delayer.store.rows import envelope
+from delayer.store.rows.partitions import DAY_MS, bounds_of, name_of
+from delayer.store.segments import codec, compact
+from delayer.store.segments.compact import Compacted
 from tests.audit.backlog import fill
 from tests.audit.rows import properties
 from tests.conformance.store_contract import owned, parcel
@@ -40,8 +41,8 @@ async def build(database: str) -> None:
         now = store.now_ms()
         async with owned(store, 2) as lanes, sql(database) as connection:
             assert [lane.number for lane in lanes] == [1, 2]
-            for window in (await compacting.windows(connection, now + WEEK_MS, SEGMENT_ROWS))[:SEGMENTS]:
-                assert await compacting.compact_one(connection, window, rows=SEGMENT_ROWS)
+            for window in (await compact.windows(connection, now + WEEK_MS, SEGMENT_ROWS))[:SEGMENTS]:
+                assert await compact.compact_one(connection, window, rows=SEGMENT_ROWS)
             near = [
                 parcel(now + DAY_MS + n * 60_000, b"near %d" % n, properties=properties(b"%d" % n)) for n in range(NEAR)
             ]
@@ -174,8 +175,8 @@ class Planting:
         """One message in a segment of its own, in a lane of its own."""
         now_ms = round(await self._connection.fetchval("SELECT extract(epoch FROM now()) * 1000"))
         await put(self._connection, [row(900_000 + lane, now_ms + due_in_ms, lane)._replace(**changes)])
-        [window] = [one for one in await compacting.windows(self._connection, 0) if one.lane == lane]
-        made = await compacting.compact_one(self._connection, window)
+        [window] = [one for one in await compact.windows(self._connection, 0) if one.lane == lane]
+        made = await compact.compact_one(self._connection, window)
         assert made is not None and made.messages == 1
         return made
 
@@ -333,7 +334,7 @@ class Planting:
     async def segment_empty(self) -> Findings:
         """Whoever cancels the last message deletes the segment; here nobody did."""
         segment = await self._segment()
-        table = packing.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
+        table = codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
         for number in table["id"].to_pylist():
             await self._connection.execute("INSERT INTO segment_cancelled VALUES ($1, $2)", segment["id"], number)
         await self._connection.execute("UPDATE segment SET cancelled = messages WHERE id = $1", segment["id"])

@@ -7,13 +7,13 @@ from hashlib import blake2b
 from random import Random
 from typing import Any
 
+from delayer.amqp.properties import encode_headers
 from delayer.audit.findings import Finding, Report
 from delayer.audit.rules import judge
 from delayer.audit.rules.checks import CLAIM_WAITING, POINTER, Claim, Damage
 from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Message, Segment
 from delayer.audit.rules.model import WAITING as ROW
-from delayer.store.stats import KINDS
-from delayer.wire.properties import encode_headers
+from delayer.store.admin.stats import KINDS
 
 NOW = 1_795_000_000_000
 DAY = NOW // DAY_MS

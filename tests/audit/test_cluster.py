@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from delayer.audit.findings import Report
-from delayer.commands import submit
+from delayer.cli import submit
 from tests.audit.cluster import Cluster
 from tests.audit.test_job import violated
 from tests.audit.test_reading import execute, fill, pack

@@ -12,8 +12,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import restore, tasks
-from delayer.store import actions
-from delayer.store.partitions import DAY_MS, name_of
+from delayer.store.admin import actions
+from delayer.store.rows.partitions import DAY_MS, name_of
 from tests.audit.backlog import everything, lawful, segments_of
 from tests.audit.compacting import COUNT, FEW, ROWS, bring_back, filled, pack, run_delayer
 from tests.conformance.store_contract import owned, parcel

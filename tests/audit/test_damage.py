@@ -16,8 +16,9 @@ from delayer.audit.findings import Finding, Report
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store import actions, segments, unpacking
-from delayer.store.partitions import DAY_MS
+from delayer.store.admin import actions
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog, unpacking
 from tests.audit.rows import brief
 from tests.audit.test_job import audit
 from tests.audit.test_reading import execute, fetch, load
@@ -105,7 +106,7 @@ async def fill(url: str) -> None:
             await compact(admin, after_ms=day + 2 * DAY_MS - 1, rows=300)
             # As of a table that is large: what was cancelled in one of them lies on another page than the others'.
             await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
-            for segment in (await segments.listed(admin))[:2]:
+            for segment in (await catalog.listed(admin))[:2]:
                 table = await unpacking.read(admin, segment.id)
                 gone = table["id"].to_pylist()[:CANCELLED]
                 assert set((await actions.cancel(admin, gone)).values()) == {actions.Found.SEGMENT}

@@ -22,8 +22,8 @@ from delayer.audit import job, judging, source
 from delayer.audit import spark as sessions
 from delayer.audit.findings import Report
 from delayer.audit.tasks import Watching
-from delayer.cli import cli
-from delayer.commands import submit
+from delayer.cli import submit
+from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
 from tests.audit.test_reading import execute, fill, load, pack, take
 from tests.rig.daemon import EXECUTABLE

@@ -18,9 +18,10 @@ from delayer.audit.frames import SCHEMAS, Frames
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store import compacting, session
+from delayer.store import pool
 from delayer.store.errors import SchemaOutdated
-from delayer.store.partitions import DAY_MS, name_of
+from delayer.store.rows.partitions import DAY_MS, name_of
+from delayer.store.segments import compact
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import LATE, WHY
@@ -232,16 +233,16 @@ def pack(url: str, after_days: int = 3) -> int:
     """Compact what is due in more days; how many messages that were."""
 
     async def work() -> int:
-        connection = await session.connect(url, "test")
+        connection = await pool.connect(url, "test")
         try:
             after_ms = await connection.fetchval("SELECT clock_timestamp()") + after_days * DAY_MS
             packed = 0
-            for window in await compacting.windows(connection, after_ms, 400):
-                made = await compacting.compact_one(connection, window, rows=400)
+            for window in await compact.windows(connection, after_ms, 400):
+                made = await compact.compact_one(connection, window, rows=400)
                 packed += made.messages if made else 0
             return packed
         finally:
-            await session.close(connection)
+            await pool.close(connection)
 
     return asyncio.run(work())
 

@@ -10,8 +10,8 @@ import pytest
 from delayer.audit.rules import checks
 from delayer.audit.rules.checks import CLAIM_HELD, Damage
 from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Segment
-from delayer.store.envelope import FORMAT
-from delayer.store.stats import RESTORED_MS
+from delayer.store.admin.stats import RESTORED_MS
+from delayer.store.rows.envelope import FORMAT
 from tests.audit.rows import (
     DAY,
     FOUND,

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from delayer.amqp.edits import ID
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.broker.ports import Consumer, Publisher, Subscription
 from delayer.core.errors import BrokerLost
 from delayer.core.message import ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing, Returned
-from delayer.services.edits import ID
-from delayer.services.ports import Consumer, Publisher, Subscription
-from delayer.wire.properties import encode_headers, entry, long_string
 
 GATHER = 0.02
 Objection = Returned | ClosedChannel | ClosedConnection

@@ -7,10 +7,10 @@ from contextlib import AbstractAsyncContextManager, suppress
 
 import pytest
 
+from delayer.amqp.edits import ID
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, NACKED, Outgoing
-from delayer.services.edits import ID
-from delayer.wire.properties import encode_headers, entry, long_string
 from tests.conformance.broker_world import (
     BOUND,
     Objection,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from delayer.broker.ports import Lane, Store
 from delayer.core.errors import LaneLost
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due, Parcel, Target
 from delayer.core.segment import Restored
 from delayer.core.values import KeyGroup
-from delayer.services.ports import Lane, Store
 from tests.rig.fakes import WHY
 
 MANY = 1_000_000

@@ -15,19 +15,19 @@ from urllib.parse import quote
 import aio_pika
 import pytest
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
+from delayer.amqp.edits import ID
+from delayer.amqp.errors import AccessRefused
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.broker.connection import Relay
 from delayer.broker.consumer import RelayConsumer, RelaySubscription
 from delayer.broker.flow_control import ENOUGH, Fitting, Inflow
 from delayer.broker.publisher import BATCH, RelayPublisher
-from delayer.broker.relay import Relay
+from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
 from delayer.core.message import CONFIRMED, ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing
-from delayer.services.counting import Counters
-from delayer.services.edits import ID
-from delayer.services.release import Portion, Release
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
-from delayer.wire.errors import AccessRefused
-from delayer.wire.properties import encode_headers, entry, long_string
+from delayer.release.loop import Portion, Release
 from tests.conformance.broker_contract import BrokerContract
 from tests.conformance.broker_world import BOUND, GATHER, Objection, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
@@ -391,7 +391,7 @@ class TestRelay(BrokerContract):
             opened.append(name)
             return await opening(address, name=name, **more)
 
-        monkeypatch.setattr("delayer.broker.relay.Connection.open", counted)
+        monkeypatch.setattr("delayer.broker.connection.Connection.open", counted)
         async with self.world(place) as world, relay_to(Address.parse(place)) as relay:
             await world.hand.queue("q")
             publisher = RelayPublisher(relay)
@@ -525,7 +525,7 @@ async def test_a_relay_that_was_never_started_is_closed() -> None:
 
 async def test_the_end_of_the_keeper_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only losses are waited out. Anything else would leave us without a connection for ever, and nobody told."""
-    monkeypatch.setattr("delayer.broker.relay.Connection.open", _broken)
+    monkeypatch.setattr("delayer.broker.connection.Connection.open", _broken)
     async with relay_to(Address.parse("amqp://localhost/")) as relay:
         with pytest.raises(BrokerLost):
             await relay.connection(0.05)

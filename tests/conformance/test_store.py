@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from delayer.services.ports import Store
-from delayer.store import schema, session, upgrades
+from delayer.broker.ports import Store
+from delayer.store import pool, schema, upgrades
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import StoreContract
 from tests.faults.place import compact_all
@@ -30,8 +30,8 @@ class TestPostgresStore(StoreContract):
             await store.close()
 
     async def compact(self, place: str, messages: int) -> int:
-        connection = await session.connect(place, "test")
+        connection = await pool.connect(place, "test")
         try:
             return await compact_all(connection, messages)
         finally:
-            await session.close(connection)
+            await pool.close(connection)

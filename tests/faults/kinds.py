@@ -9,7 +9,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from delayer.broker.publisher import CONFIRM_TIMEOUT
-from delayer.faultpoint import POINTS
+from delayer.core.faultpoint import POINTS
 from delayer.store.postgres import IDLE_SECONDS
 from tests.faults.fault import Fault
 from tests.faults.fleet import DAEMONS, Fleet

@@ -16,10 +16,11 @@ from typing import Self, TypeVar
 import asyncpg
 
 from delayer.broker.admin import Admin
-from delayer.settings import Settings
-from delayer.store import compacting, session
-from delayer.store.stats import overview
-from delayer.wiring import cascade_of, topology_of
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, topology_of
+from delayer.store import pool
+from delayer.store.admin.stats import overview
+from delayer.store.segments import compact
 from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Ledger, Verdict
 
@@ -127,32 +128,32 @@ class Place:
     async def rows(self) -> int:
         """Messages in the store, waiting or held."""
         assert self.store
-        connection = await session.connect(self.store, "test")
+        connection = await pool.connect(self.store, "test")
         try:
             return await _rows(connection)
         finally:
-            await session.close(connection)
+            await pool.close(connection)
 
     async def segments(self) -> int:
         """Messages in segments."""
         assert self.store
-        connection = await session.connect(self.store, "test")
+        connection = await pool.connect(self.store, "test")
         try:
             return await _in_segments(connection)
         finally:
-            await session.close(connection)
+            await pool.close(connection)
 
-    async def compact(self, rows: int = compacting.ROWS) -> int:
+    async def compact(self, rows: int = compact.ROWS) -> int:
         """Pack all that waits, whenever it is due, with the daemons stopped. How many segments there are of it."""
         assert self.store
         assert not any(daemon.running for daemon in self.daemons)
-        connection = await session.connect(self.store, "test")
+        connection = await pool.connect(self.store, "test")
         try:
             made = await compact_all(connection, rows)
             assert await _rows(connection) == 0
             return made
         finally:
-            await session.close(connection)
+            await pool.close(connection)
 
     async def standing(self, *, cascade: bool = True) -> dict[str, int]:
         """Everything that has not gone out, in the broker and in the store; with or without the cascade's levels."""
@@ -173,7 +174,7 @@ class Place:
         """The counters of the store, after comparing them with its rows, lane by lane."""
         assert self.store
         seen = await overview(self.store)
-        connection = await session.connect(self.store, "test")
+        connection = await pool.connect(self.store, "test")
         try:
             for lane in seen.lanes:
                 waiting = await connection.fetchval("SELECT count(*) FROM message WHERE lane = $1", lane.number)
@@ -182,7 +183,7 @@ class Place:
             packed = await _in_segments(connection)
             assert seen.counters["compacted"] - seen.counters["restored"] == packed, seen.counters
         finally:
-            await session.close(connection)
+            await pool.close(connection)
         return seen.counters
 
     async def settle_accounts(self, ledger: Ledger) -> Verdict:
@@ -202,11 +203,11 @@ async def _in_segments(connection: asyncpg.Connection) -> int:
     return count
 
 
-async def compact_all(connection: asyncpg.Connection, rows: int = compacting.ROWS) -> int:
+async def compact_all(connection: asyncpg.Connection, rows: int = compact.ROWS) -> int:
     """Pack all that waits into segments of up to ``rows`` messages. How many were made."""
     made = 0
-    for window in await compacting.windows(connection, 0, rows):
-        while (packed := await compacting.compact_one(connection, window, rows=rows)) is not None:
+    for window in await compact.windows(connection, 0, rows):
+        while (packed := await compact.compact_one(connection, window, rows=rows)) is not None:
             made += 1
             if not packed.more:
                 break

@@ -16,9 +16,9 @@ from delayer.broker.consumer import RelaySubscription
 from delayer.broker.publisher import RelayPublisher
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Due, Outcome, Outgoing
-from delayer.daemon import Daemon
-from delayer.ops.notify import Notifier
-from delayer.store.lane import PostgresLane
+from delayer.daemon.daemon import Daemon
+from delayer.daemon.systemd import Notifier
+from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from tests.faults.place import Place, eventually
 from tests.rig.ledger import Ledger

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from delayer.audit import compact, restore
-from delayer.store import compacting, segments, session, upgrades
-from delayer.store.partitions import DAY_MS
+from delayer.store import pool, upgrades
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
+from delayer.store.segments import compact as compacting
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import sql
 from tests.rig.fakes import NOW
@@ -35,7 +37,7 @@ async def killed(server: Postgres, url: str, work: Callable[[], Any], done: Call
     async with sql(url) as admin:
 
         async def count() -> int:
-            return (await segments.count(admin)).segments
+            return (await catalog.count(admin)).segments
 
         await eventually(count, lambda n: done(n) or working.done())
         assert not working.done()
@@ -68,7 +70,7 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
     assert await looked(url, waiting) == {}
 
     async with sql(url) as admin:
-        ids = [(one.id, one.first_due_ms) for one in await segments.listed(admin)]
+        ids = [(one.id, one.first_due_ms) for one in await catalog.listed(admin)]
     back = await killed(server, url, lambda: restore.work(url, ids), lambda n: n <= len(ids) - 5)
     assert any(one.lost for one in back)
     assert without_lanes(await looked(url, everything)) == without_lanes(before)
@@ -81,13 +83,13 @@ async def test_each_message_is_a_row_or_in_one_segment(server: Postgres) -> None
 async def test_what_is_told_is_on_disk(server: Postgres) -> None:
     url = server.url(server.add_database())
     await upgrades.upgrade(url)
-    lazy = await session.connect(url, "lazy", session.LAZY)
+    lazy = await pool.connect(url, "lazy", pool.LAZY)
     try:
         await lazy.execute("INSERT INTO lane (number, epoch, owner) VALUES (99, 0, 'somebody')")
         written = await lazy.fetchval("SELECT pg_current_wal_insert_lsn()")
-        await session.flush(lazy)
+        await pool.flush(lazy)
     finally:
-        await session.close(lazy)
+        await pool.close(lazy)
     async with sql(url) as admin:
         assert await admin.fetchval("SELECT pg_current_wal_flush_lsn() >= $1", written)
     server.kill()

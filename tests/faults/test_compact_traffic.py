@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from delayer.audit import compact, restore, tasks
-from delayer.store import actions, session
-from delayer.store.actions import Found
+from delayer.store import pool as session
+from delayer.store.admin import actions
+from delayer.store.admin.actions import Found
 from tests.faults.place import Place, eventually
 from tests.integration.test_store_lane import sql
 from tests.rig.ledger import Ledger

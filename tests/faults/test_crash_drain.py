@@ -18,10 +18,10 @@ PORTION = 100
 LOWEST = 2
 """The lowest level that is emptied, of 4 s: what stands below comes out meanwhile."""
 PROGRAM = f"""
-from delayer.commands import drain
+from delayer.cli import drain
 drain.PORTION = {PORTION}
 drain.LOWEST, drain.MARGIN_MS = {LOWEST}, 2_000
-from delayer.cli import main
+from delayer.cli.main import main
 main()
 """
 

@@ -18,11 +18,11 @@ import pytest
 import structlog
 from click.testing import CliRunner
 
-from delayer.cli import cli
+from delayer.cli.main import cli
 from delayer.core import lines
 from delayer.core.lines import Line
 from delayer.core.message import Parcel, Target
-from delayer.legacy import files
+from delayer.imports import files
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
 from tests.integration.test_store_lane import sql
 from tests.rig.rows import conserved
@@ -35,10 +35,10 @@ BATCH = 20
 FAR_MS = 4_000_000_000_000
 PROGRAM = f"""
 import sys
-from delayer.legacy import files, queues, sql
+from delayer.imports import files, queues, sql
 queues.BATCH = files.BATCH = sql.BATCH = {BATCH}
 sql.LEAST = sql.READ = 7
-from delayer.cli import main
+from delayer.cli.main import main
 main()
 """
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from delayer.store import segments
-from delayer.store.partitions import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
 from tests.integration.segments_store import START_MS, restore_all, store
 from tests.integration.test_store_lane import sql
 from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
@@ -59,7 +59,7 @@ async def test_compacting(database: str, step: str, nth: int) -> None:
         await killed(database, COMPACT, f"compact.{step}:{nth}")
         assert await everything(admin) == before
         done = nth if step == "committed" else nth - 1
-        assert (await segments.count(admin)).segments == done
+        assert (await catalog.count(admin)).segments == done
         assert (await conserved(admin))["compacted"] == COUNT - len(await waiting(admin))
         await compact(admin, rows=AT_MOST)
         assert await packed(admin) == before
@@ -76,7 +76,7 @@ async def test_restoring(database: str, step: str, nth: int) -> None:
         await killed(database, RESTORE, f"restore.{step}:{nth}")
         assert without_lanes(await everything(admin)) == without_lanes(before)
         done = nth if step == "committed" else nth - 1
-        assert (await segments.count(admin)).segments == made - done
+        assert (await catalog.count(admin)).segments == made - done
         assert (await conserved(admin))["restored"] == len(await waiting(admin))
         await restore_all(admin)
         assert without_lanes(await waiting(admin)) == without_lanes(before)

@@ -15,8 +15,8 @@ from delayer.broker.admin import Admin
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.importing import BEHIND, Batch
 from delayer.core.topology import Queue, Topology, arguments
-from delayer.legacy import queues
-from delayer.legacy.queues import Queues
+from delayer.imports import queues
+from delayer.imports.queues import Queues
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import delayer, gone
 from tests.faults.test_crash_import_queues import HOLD

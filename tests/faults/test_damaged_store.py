@@ -14,9 +14,12 @@ import pytest
 from delayer.audit import restore
 from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
-from delayer.store import actions, listing, partitions, segments, unpacking, upgrades
-from delayer.store.actions import Found
-from delayer.store.partitions import DAY_MS
+from delayer.store import upgrades
+from delayer.store.admin import actions, listing
+from delayer.store.admin.actions import Found
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog, unpacking
 from tests.conformance.store_contract import owned
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NOW
@@ -75,7 +78,7 @@ async def fill_cancelled(url: str) -> None:
     await fill(url)
     async with sql(url) as admin:
         await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
-        found = [one for one in await segments.listed(admin) if one.id % 2]
+        found = [one for one in await catalog.listed(admin) if one.id % 2]
         ids = [id for one in found for id in (await listed_ids(admin, one.id))[:GONE]]
         assert set((await actions.cancel(admin, ids)).values()) == {Found.SEGMENT}
 
@@ -145,13 +148,13 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
     """Its pieces belong to a segment, or to two that are neighbours."""
     found = []
     async with sql(damaged["bytes"].url) as admin:
-        while one := await segments.restore_one(admin, segments.FOREVER_MS):
+        while one := await catalog.restore_one(admin, catalog.FOREVER_MS):
             found.append(one)
         broken = [one for one in found if isinstance(one, Broken)]
         assert 1 <= len(broken) <= 2
         assert "the store cannot read its bytes" in broken[0].reason
         assert len(found) == ROWS // OF_A_SEGMENT
-        counted = await segments.count(admin)
+        counted = await catalog.count(admin)
         assert (counted.broken, counted.broken_messages) == (len(broken), len(broken) * OF_A_SEGMENT)
         assert len(await waiting(admin)) == ROWS - counted.broken_messages
 
@@ -159,7 +162,7 @@ async def test_a_damaged_page_of_bytes(damaged: dict[str, Damaged]) -> None:
 async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged: dict[str, Damaged]) -> None:
     """What is elsewhere is found, even by an id that the damaged segments may have. The rest is unreadable."""
     async with sql(damaged["cancel"].url) as admin:
-        entries = {one.id: await listing.entries_of(admin, one.id) for one in await segments.listed(admin)}
+        entries = {one.id: await listing.entries_of(admin, one.id) for one in await catalog.listed(admin)}
         broken = [number for number, found in entries.items() if found is None]
         assert 1 <= len(broken) <= 2
         assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}
@@ -176,26 +179,26 @@ async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None
     """Each is tried once, and marked: none of them stands in the way of what comes later."""
     async with sql(damaged["file"].url) as admin:
         for _ in range(ROWS // OF_A_SEGMENT):
-            found = await segments.restore_one(admin, segments.FOREVER_MS)
+            found = await catalog.restore_one(admin, catalog.FOREVER_MS)
             assert isinstance(found, Broken)
             assert "the store cannot read its bytes: UndefinedFileError" in found.reason
-        assert await segments.restore_one(admin, segments.FOREVER_MS) is None
-        assert (await segments.count(admin)).broken == ROWS // OF_A_SEGMENT
+        assert await catalog.restore_one(admin, catalog.FOREVER_MS) is None
+        assert (await catalog.count(admin)).broken == ROWS // OF_A_SEGMENT
 
 
 async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
     """A segment that cannot be written there is marked, and keeps none of other days back."""
     async with sql(damaged["partition"].url) as admin:
-        spoiled, sound = [one.id for one in await segments.listed(admin)]
-        broken = await segments.restore_one(admin, segments.FOREVER_MS)
+        spoiled, sound = [one.id for one in await catalog.listed(admin)]
+        broken = await catalog.restore_one(admin, catalog.FOREVER_MS)
         assert isinstance(broken, Broken)
         assert broken.segment == spoiled
         assert "its messages cannot be written: IndexCorruptedError" in broken.reason
-        found = await segments.restore_one(admin, segments.FOREVER_MS)
+        found = await catalog.restore_one(admin, catalog.FOREVER_MS)
         assert isinstance(found, Restored)
         assert found.segment == sound
-        assert await segments.restore_one(admin, segments.FOREVER_MS) is None
-        assert await segments.doubtful(admin, segments.FOREVER_MS) == [spoiled]
+        assert await catalog.restore_one(admin, catalog.FOREVER_MS) is None
+        assert await catalog.doubtful(admin, catalog.FOREVER_MS) == [spoiled]
         assert await admin.fetchval("SELECT messages FROM segment") == 50
 
 
@@ -225,13 +228,13 @@ async def test_a_damaged_key_of_what_was_cancelled(damaged: dict[str, Damaged]) 
         assert "REINDEX INDEX segment_cancelled_pkey" in broken[0].reason
         assert len(await waiting(admin)) == every // 2 * OF_A_SEGMENT
         assert await listing.entries_of(admin, broken[0].segment) is None
-        assert [(one.cancelled, one.broken is not None) for one in await segments.listed(admin)] == [
-            (GONE, True)
-        ] * len(broken)
+        assert [(one.cancelled, one.broken is not None) for one in await catalog.listed(admin)] == [(GONE, True)] * len(
+            broken
+        )
 
         await admin.execute("REINDEX INDEX segment_cancelled_pkey")
-        for number in await segments.doubtful(admin, segments.FOREVER_MS):
-            assert isinstance(await segments.restore(admin, number), Restored)
+        for number in await catalog.doubtful(admin, catalog.FOREVER_MS):
+            assert isinstance(await catalog.restore(admin, number), Restored)
         assert len(await waiting(admin)) == rows_alive == ROWS - len(broken) * GONE
         assert await admin.fetchval("SELECT count(*) FROM segment_cancelled") == 0
         await conserved(admin)
@@ -245,7 +248,7 @@ async def alive(admin: asyncpg.Connection) -> int:
 
 async def restored_or_broken(admin: asyncpg.Connection) -> list[Restored | Broken]:
     found = []
-    while one := await segments.restore_one(admin, segments.FOREVER_MS):
+    while one := await catalog.restore_one(admin, catalog.FOREVER_MS):
         found.append(one)
     return found
 
@@ -256,9 +259,9 @@ async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damage
     assert lost
     found = []
     async with opened(url) as store, owned(store):
-        assert await store.doubtful(segments.FOREVER_MS) == []
+        assert await store.doubtful(catalog.FOREVER_MS) == []
         with pytest.raises(StoreLost, match=r"restore: .*invalid page in block 0"):
-            while one := await store.restore(segments.FOREVER_MS):
+            while one := await store.restore(catalog.FOREVER_MS):
                 assert isinstance(one, Restored)
                 found.append(one.segment)
     assert len(found) == len(set(found)) == ROWS // OF_A_SEGMENT - len(lost)

@@ -17,7 +17,7 @@ import aio_pika
 import pytest
 
 from delayer.core.cascade import Cascade, routing_key
-from delayer.store import session
+from delayer.store import pool
 from tests.faults.hostile import ENVELOPE
 from tests.faults.place import Place, eventually
 from tests.faults.villain import STRAYS
@@ -101,11 +101,11 @@ async def test_an_envelope_in_a_level_is_not_opened(
     async with await Raw.connect(place.broker) as raw:
         await raw.publish(met_in_a_level(b"old", 3_600))
     await command(configured(place, "store", tmp_path), *verb, "--yes")
-    connection = await session.connect(store, "test")
+    connection = await pool.connect(store, "test")
     try:
         [row] = await connection.fetch("SELECT to_exchange, to_key FROM message")
     finally:
-        await session.close(connection)
+        await pool.close(connection)
     assert row["to_exchange"] in (b"", Cascade().delivery.encode())
     assert row["to_key"].endswith(b"mine")
 

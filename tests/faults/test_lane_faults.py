@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import aio_pika
 import pytest
 
-from delayer.store import session
+from delayer.store import pool
 from tests.faults.place import Place, eventually
 from tests.rig.daemon import DaemonProcess
 
@@ -19,7 +19,7 @@ SEED = 4_000
 
 async def end_connections(store: str, application: str) -> int:
     """End the server's processes behind these connections (a LIKE pattern); how many there were."""
-    connection = await session.connect(store, "test")
+    connection = await pool.connect(store, "test")
     try:
         ended: int = await connection.fetchval(
             "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
@@ -28,7 +28,7 @@ async def end_connections(store: str, application: str) -> int:
         )
         return ended
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def _lanes(*daemons: DaemonProcess) -> list[set[int]]:

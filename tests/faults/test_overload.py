@@ -13,13 +13,13 @@ import aio_pika
 import psutil
 import pytest
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
+from delayer.broker.connection import Relay
 from delayer.broker.publisher import RelayPublisher
-from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Outgoing
-from delayer.store.stats import overview
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
+from delayer.store.admin.stats import overview
 from tests.faults.place import Place, eventually
 from tests.rig.daemon import DaemonProcess
 from tests.rig.ledger import Ledger

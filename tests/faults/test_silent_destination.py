@@ -22,8 +22,8 @@ from tests.rig.silent import silent
 PROGRAM = (
     sys.executable,
     "-c",
-    "from delayer.store import retry; retry.FIRST_MS, retry.LONGEST_MS = 1_000, 5_000\n"
-    "from delayer.cli import main; main()",
+    "from delayer.store.lanes import retry; retry.FIRST_MS, retry.LONGEST_MS = 1_000, 5_000\n"
+    "from delayer.cli.main import main; main()",
 )
 """The daemon with pauses from 1 to 5 s instead of 10 s to an hour."""
 MODES = ("store", "native")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from delayer.amqp.errors import HeaderTooLarge
 from delayer.core.errors import BrokerLost
-from delayer.store import session
-from delayer.wire.errors import HeaderTooLarge
+from delayer.store import pool
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.faults.place import Place, eventually
 from tests.rig.raw import Arrival, Header, Inbox, Message, Props, Raw, Value, content, number
@@ -260,11 +260,11 @@ async def turned_away(raw: Raw, message: Message, content_class: int = CONTENT_C
 async def held_rows(place: Place) -> list[tuple[bytes, str]]:
     """Body and reason of everything that is held in the store."""
     assert place.store
-    connection = await session.connect(place.store, "test")
+    connection = await pool.connect(place.store, "test")
     try:
         return [tuple(row) for row in await connection.fetch("SELECT body, reason FROM held")]
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 def _said(arrival: Arrival, header: bytes) -> str:

@@ -12,11 +12,11 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from delayer.broker.ports import Lane, Store
+from delayer.core.counters import Counters
 from delayer.core.message import CONFIRMED, Outcome, Outgoing
-from delayer.services.counting import Counters
-from delayer.services.lane_manager import LaneManager
-from delayer.services.ports import Lane, Store
-from delayer.services.release import Portion, Release
+from delayer.release.lane_manager import LaneManager
+from delayer.release.loop import Portion, Release
 from delayer.store.postgres import PostgresStore
 from tests.integration.test_store_lane import opened
 from tests.rig.fakes import Pulse

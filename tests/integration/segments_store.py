@@ -10,9 +10,11 @@ from typing import Any
 import asyncpg
 
 from delayer.core.segment import Broken, Restored
-from delayer.store import partitions, segments, upgrades
-from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS
+from delayer.store import upgrades
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
+from delayer.store.segments.catalog import FOREVER_MS
 from tests.integration.test_store_lane import sql
 
 START_MS = 1_900_000_000_000 // DAY_MS * DAY_MS
@@ -33,7 +35,7 @@ async def store(url: str, days: int = 0) -> AsyncIterator[asyncpg.Connection]:
 async def restore_all(admin: asyncpg.Connection, **more: Any) -> list[Restored | Broken]:
     """Everything back, as a daemon does it."""
     found = []
-    while (one := await segments.restore_one(admin, FOREVER_MS, **more)) is not None:
+    while (one := await catalog.restore_one(admin, FOREVER_MS, **more)) is not None:
         found.append(one)
     return found
 

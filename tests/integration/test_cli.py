@@ -22,9 +22,9 @@ from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from click.testing import CliRunner, Result
 from pamqp.common import FieldTable
 
-from delayer.cli import cli
-from delayer.commands import send
-from delayer.settings import Settings
+from delayer.cli import send
+from delayer.cli.main import cli
+from delayer.config import Settings
 from tests.rig.servers import Postgres, RabbitMQ
 
 Run = Callable[..., Result]
@@ -470,7 +470,15 @@ def test_a_process_of_its_own_with_a_credential(vhost: str, tmp_path: Path) -> N
     file = tmp_path / "delayer.toml"
     file.write_text('[broker]\nurl_file = "${CREDENTIALS_DIRECTORY}/broker-url"\n')
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")}
-    command = [sys.executable, "-c", "from delayer.cli import main; main()", "--config", str(file), "topology", "apply"]
+    command = [
+        sys.executable,
+        "-c",
+        "from delayer.cli.main import main; main()",
+        "--config",
+        str(file),
+        "topology",
+        "apply",
+    ]
     done = subprocess.run(
         command,
         env=environ | {"CREDENTIALS_DIRECTORY": str(tmp_path)},

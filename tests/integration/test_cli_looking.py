@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from delayer.commands import held, refused
+from delayer.amqp import reading
+from delayer.cli import held, refused
+from delayer.config import load
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel
-from delayer.services import reading
-from delayer.settings import load
-from delayer.store import detail
-from delayer.store.partitions import DAY_MS
+from delayer.store.admin import detail
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer, take

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.core.forms import Ask
+from delayer.core.delay_headers import Ask
 from delayer.core.message import Target
 from delayer.core.plan import AtOnce, Cascade, Mode, Park, Plan, Policy, Route, decide
 

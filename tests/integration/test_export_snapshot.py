@@ -12,10 +12,13 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.commands.errors import DONE
+from delayer.cli.errors import DONE
 from delayer.core.filters import Filter
-from delayer.store import exporting, partitions, segments, upgrades
-from delayer.store.partitions import DAY_MS
+from delayer.store import upgrades
+from delayer.store.admin import exporting
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
 from tests.integration.test_store_lane import sql
 from tests.rig.daemon import EXECUTABLE
 from tests.rig.rows import compact, everything, put, rows
@@ -43,8 +46,8 @@ async def _compact(admin: asyncpg.Connection) -> None:
 
 
 async def _restore(admin: asyncpg.Connection) -> None:
-    [segment] = await segments.listed(admin)
-    assert await segments.restore(admin, segment.id)
+    [segment] = await catalog.listed(admin)
+    assert await catalog.restore(admin, segment.id)
 
 
 async def _reschedule(admin: asyncpg.Connection) -> None:

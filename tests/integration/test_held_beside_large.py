@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.store import retry, upgrades
+from delayer.store import upgrades
+from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, bodies, owned, parcel
 from tests.rig.fakes import WHY

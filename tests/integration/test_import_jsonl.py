@@ -15,13 +15,13 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.commands.errors import DONE, FOUND, OUT_OF_REACH, USAGE
+from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, USAGE
 from delayer.core import importing
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
-from delayer.legacy import files
+from delayer.imports import files
 from delayer.store import upgrades
-from delayer.store.partitions import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_export_snapshot import hold
@@ -122,11 +122,11 @@ async def test_round_trip(delayer: Run, database: str, postgres: Postgres, tmp_p
 
 async def content_unpacked(database: str) -> list[tuple[object, ...]]:
     """The same of a store whose segments are restored first."""
-    from delayer.store import segments
+    from delayer.store.segments import catalog
 
     async with sql(database) as admin:
-        for segment in await segments.listed(admin):
-            await segments.restore(admin, segment.id)
+        for segment in await catalog.listed(admin):
+            await catalog.restore(admin, segment.id)
         return await content(admin)
 
 

@@ -17,8 +17,11 @@ from urllib.parse import unquote
 
 import pytest
 
+from delayer.amqp.envelopes import enveloped
 from delayer.broker.admin import Admin
-from delayer.broker.management import Management
+from delayer.broker.management_api import Management
+from delayer.config import Settings
+from delayer.config.topology import topology_of
 from delayer.core import lines
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.lines import Line
@@ -26,10 +29,7 @@ from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from delayer.core.values import Timestamp
-from delayer.legacy.hold_queues import Leads
-from delayer.services.envelopes import enveloped
-from delayer.settings import Settings
-from delayer.wiring import topology_of
+from delayer.imports.hold_queues import Leads
 from tests.conformance.store_contract import claim_when_due, owned
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
@@ -184,7 +184,7 @@ async def test_from_another_broker_and_a_resumed_drain(
         "DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database, "DELAYER_BROKER__URL": vhost,
         "DELAYER_IMPORT_URL": rabbitmq.url(other), "DELAYER_FAULT": "import.committed",
     }  # fmt: skip
-    program = "from delayer.cli import main; main()"
+    program = "from delayer.cli.main import main; main()"
     victim = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, env=environ)
     assert await victim.wait() == -signal.SIGKILL
     assert len(await rows_of(database)) == 41
@@ -378,7 +378,7 @@ async def test_into_the_cascade_and_back(delayer: Run, vhost: str, database: str
         "DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database, "DELAYER_BROKER__URL": vhost,
         "DELAYER_FAULT": "import.published", **native,
     }  # fmt: skip
-    program = "from delayer.cli import main; main()"
+    program = "from delayer.cli.main import main; main()"
     victim = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, env=environ)
     assert await victim.wait() == -signal.SIGKILL
     assert await rows_of(database) == {}

@@ -15,10 +15,10 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-from delayer.legacy import sql as sources
-from delayer.legacy import tables
-from delayer.legacy.databases import database_url
-from delayer.wire.properties import Properties
+from delayer.amqp.properties import Properties
+from delayer.imports import sql as sources
+from delayer.imports import tables
+from delayer.imports.databases import database_url
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import sql
 from tests.rig.mariadb import MariaDB

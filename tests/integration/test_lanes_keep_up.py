@@ -15,7 +15,7 @@ DUE_MS = 1_000
 async def test_a_claim_that_waits_for_somebodys_lock_holds_up_only_what_was_parked_before(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("delayer.services.release.BEHIND", 0.3)
+    monkeypatch.setattr("delayer.release.loop.BEHIND", 0.3)
     await migrated(database)
     async with running(database) as daemon, sql(database) as somebody:
         await daemon.lanes.park([parcel(daemon.now_ms() + DUE_MS, b"locked")], [])

@@ -11,7 +11,7 @@ from collections import Counter
 import asyncpg
 import pytest
 
-from delayer.store.lane_locks import raise_lanes
+from delayer.store.lanes.locks import raise_lanes
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import parcel, taken
 from tests.integration.lanes_shared import Process, migrated, running
@@ -159,7 +159,7 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
 FROZEN = """
 import asyncio, sys
 from delayer.store import session
-from delayer.store.lane_locks import application_of
+from delayer.store.lanes.locks import application_of
 
 async def never():
     print("frozen", flush=True)
@@ -232,7 +232,7 @@ async def test_more_processes_than_lanes(database: str) -> None:
 async def test_without_its_broker_a_process_leaves_its_lanes_to_others(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("delayer.services.lane_manager.AWAY_SECONDS", 0.5)
+    monkeypatch.setattr("delayer.release.lane_manager.AWAY_SECONDS", 0.5)
     await migrated(database)
     async with running(database, "one") as one, running(database, "two") as two:
         await wait_for(lambda: len(one.lanes.numbers) == len(two.lanes.numbers) == 2)
@@ -293,8 +293,8 @@ async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -
 
 
 async def test_rows_that_nobody_announced_are_found_by_the_scan(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.store.lane.FIRST_SCAN_SECONDS", 0.2)
-    monkeypatch.setattr("delayer.store.lane.LONGEST_SLEEP", 0.5)
+    monkeypatch.setattr("delayer.store.lanes.lane.FIRST_SCAN_SECONDS", 0.2)
+    monkeypatch.setattr("delayer.store.lanes.lane.LONGEST_SLEEP", 0.5)
     await migrated(database)
     async with running(database) as one, opened(database) as other, sql(database) as admin:
         await wait_for(lambda: len(one.lanes.numbers) == 4)

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import asyncpg
 import pytest
 
-from delayer.commands.check import _locks
-from delayer.store import keys, parking, server_checks, session, upgrades
-from delayer.store.server_checks import LockNeed
+from delayer.cli.check import _locks
+from delayer.store import pool, upgrades
+from delayer.store.admin import server_checks
+from delayer.store.admin.server_checks import LockNeed
+from delayer.store.rows import keys
+from delayer.store.rows import park as parking
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
 from tests.rig.postgres import Postgres
@@ -22,7 +25,7 @@ _ADVISORY = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid =
 
 async def park(connection: asyncpg.Connection, first: int, last: int) -> int:
     """Park messages under so many keys. The advisory locks of the transaction."""
-    async with session.transaction(connection):
+    async with pool.transaction(connection):
         some = [parcel(FAR_MS + n, b"", key=b"order %d" % n) for n in range(first, last)]
         await parking.park_keyed(connection, LANE, some, [])
         locks: int = await connection.fetchval(_ADVISORY)

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from delayer.amqp import envelopes
 from delayer.core import cascade
 from delayer.core.message import Parcel, Target
-from delayer.services import envelopes
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
 from tests.rig.raw import Message, Props, Raw, text

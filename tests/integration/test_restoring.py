@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from delayer.broker.ports import Lane, Store
+from delayer.core.counters import Counters
 from delayer.core.message import Outcome, Outgoing, Parcel
 from delayer.core.segment import Broken, Locked, Restored
-from delayer.services import restoring as service
-from delayer.services.counting import Counters
-from delayer.services.lane_manager import LaneManager
-from delayer.services.ports import Lane, Store
-from delayer.services.release import Portion, Release
-from delayer.services.restoring import Restoring
-from delayer.store import actions, partitions
-from delayer.store.partitions import DAY_MS
+from delayer.release import restore as service
+from delayer.release.lane_manager import LaneManager
+from delayer.release.loop import Portion, Release
+from delayer.release.restore import Restoring
+from delayer.store.admin import actions
+from delayer.store.admin.stats import overview
 from delayer.store.postgres import PostgresStore
-from delayer.store.stats import overview
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
 from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.faults.place import compact_all
@@ -36,8 +37,8 @@ CONTENT = (b"", b"\0", bytes(range(256)), b'{"order": 1}' * 40, b"\xff" * 5_000)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.services.lane_manager.LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("delayer.services.release.SLICE", 0.05)
+    monkeypatch.setattr("delayer.release.lane_manager.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("delayer.release.loop.SLICE", 0.05)
     monkeypatch.setattr(service, "LOOK", 0.1)
 
 
@@ -300,8 +301,8 @@ async def test_a_daemon_that_loses_its_connections_in_the_middle_begins_again(
         if point == "restore.copied" and len(cuts) < 2:
             cuts.append(asyncio.create_task(cut(database, "delayer park")))
 
-    monkeypatch.setattr("delayer.store.segments.reach", reach)
-    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.05)
+    monkeypatch.setattr("delayer.store.segments.catalog.reach", reach)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.05)
     async with running(database) as daemon:
         await wait_for(lambda: len(daemon.publisher.published) >= 1_000)
         await asyncio.gather(*cuts)

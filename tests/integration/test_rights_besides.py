@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Outgoing, Returned
-from delayer.settings import Settings
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
-from delayer.wiring import cascade_of, topology_of
 from tests.faults.place import eventually
 from tests.integration.rights import Patterns, besides, clear, patterns_of, store, user_url, with_besides
 from tests.rig.daemon import DaemonProcess, command

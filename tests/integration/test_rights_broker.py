@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.broker.management import Management
+from delayer.broker.management_api import Management
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, topology_of
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Outgoing, Returned
-from delayer.settings import Settings
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
-from delayer.wiring import cascade_of, topology_of
 from tests.integration.rights import MODES, patterns_of, user_url
 from tests.rig.raw import Props, text
 from tests.rig.servers import RabbitMQ

@@ -13,12 +13,15 @@ from delayer.audit import compact as compaction
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
-from delayer.store import actions, audit_log, detail, partitions, retry, server_checks, session, upgrades
-from delayer.store.actions import Found, When
+from delayer.store import pool, upgrades
+from delayer.store.admin import actions, audit_log, detail, server_checks
+from delayer.store.admin.actions import Found, When
+from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
-from delayer.store.partitions import DAY_MS
+from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
-from delayer.store.stats import overview
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.rights import (
     DAEMON,
@@ -108,7 +111,7 @@ async def work(url: str) -> None:
 
 async def upkeep(url: str, store: PostgresStore, today: int) -> None:
     """Partitions are made and dropped; what cannot be done there is a warning, so the catalog is asked."""
-    connection = await session.connect(url, "test")
+    connection = await pool.connect(url, "test")
     try:
         await partitions.make(connection, today - 5, today - 10)
         assert today - 5 in await partitions.existing(connection)
@@ -118,7 +121,7 @@ async def upkeep(url: str, store: PostgresStore, today: int) -> None:
         await connection.execute(f"INSERT INTO message {_ROW}", today * DAY_MS + 401 * DAY_MS)
         assert await partitions.make(connection, today + 401, today) is partitions.Making.DONE
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 _ROW = (
@@ -131,7 +134,7 @@ async def prepare(postgres: Postgres) -> None:
     """A store without partitions, and with two segments as the jobs leave them: one broken, of the other a message was
     cancelled."""
     await asyncio.to_thread(clear, postgres)
-    owner = await session.connect(postgres.url(DATABASE, user=OWNER), "test")
+    owner = await pool.connect(postgres.url(DATABASE, user=OWNER), "test")
     try:
         now_ms = await owner.fetchval("SELECT now()")
         for number in range(2):
@@ -141,7 +144,7 @@ async def prepare(postgres: Postgres) -> None:
         await owner.execute("INSERT INTO segment_cancelled (segment, id) SELECT max(id), 4 FROM segment")
         await owner.execute("UPDATE segment SET cancelled = 1 WHERE id = (SELECT max(id) FROM segment)")
     finally:
-        await session.close(owner)
+        await pool.close(owner)
 
 
 @pytest.mark.usefixtures("soon")
@@ -206,12 +209,12 @@ async def test_the_page_s_buttons_need_each_of_them(page: str, postgres: Postgre
     "statement", ["UPDATE audit_log SET who = 'eve'", "DELETE FROM audit_log", "TRUNCATE audit_log"]
 )
 async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: str, statement: str) -> None:
-    connection = await session.connect(page, "test")
+    connection = await pool.connect(page, "test")
     try:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
             await connection.execute(statement)
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +229,12 @@ async def test_with_the_page_s_rights_the_trail_is_added_to_and_no_more(page: st
     ],
 )
 async def test_what_the_daemon_s_role_may_not_do(store: str, statement: str) -> None:
-    connection = await session.connect(store, "test")
+    connection = await pool.connect(store, "test")
     try:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
             await connection.execute(statement)
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(store: str, postgres: Postgres) -> None:
@@ -242,12 +245,12 @@ async def test_the_owner_can_go_on_upgrading_beside_the_daemon_s_partitions(stor
         await daemon.maintain()
     finally:
         await daemon.close()
-    connection = await session.connect(postgres.url(DATABASE, user=OWNER), "test")
+    connection = await pool.connect(postgres.url(DATABASE, user=OWNER), "test")
     try:
         await connection.execute("ALTER TABLE message ADD COLUMN later int")
         await connection.execute("ALTER TABLE message DROP COLUMN later")
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postgres: Postgres) -> None:
@@ -260,18 +263,18 @@ async def test_the_daemon_looks_after_days_that_its_owner_made(store: str, postg
             await owner.park(lane, [parcel((today + 20) * DAY_MS)], [])
     finally:
         await owner.close()
-    connection = await session.connect(store, "test")
+    connection = await pool.connect(store, "test")
     try:
         assert await partitions.drop_passed(connection, today + 30) == [], "it has a row"
         await connection.execute("DELETE FROM message")
         assert await partitions.drop_passed(connection, today + 30) == [partitions.name_of(today + 20)]
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(store: str, postgres: Postgres) -> None:
     await asyncio.to_thread(clear, postgres)
-    connection = await session.connect(store, "test")
+    connection = await pool.connect(store, "test")
     try:
         for day in (100, 101, 102):
             await partitions.make(connection, day, 0)
@@ -282,7 +285,7 @@ async def test_a_day_that_is_somebody_else_s_keeps_no_other_from_being_dropped(s
         assert dropped == [partitions.name_of(100), partitions.name_of(102)]
         assert [entry["partition"] for entry in logged if entry["event"] == "partition not dropped"] == [theirs]
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def test_compaction_without_the_right_says_so_before_the_work(store: str) -> None:

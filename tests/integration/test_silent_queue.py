@@ -10,14 +10,14 @@ from itertools import count
 import aio_pika
 import pytest
 
+from delayer.amqp import handshake
+from delayer.amqp.address import Address
 from delayer.broker import isolation as module
+from delayer.broker.connection import Relay
 from delayer.broker.isolation import Isolation
 from delayer.broker.publisher import RelayPublisher
-from delayer.broker.relay import Relay
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, ClosedChannel, Outcome, Outgoing, Unanswered
-from delayer.wire import handshake
-from delayer.wire.address import Address
 from tests.conformance.broker_world import message
 from tests.conformance.test_relay import AdminHand, refusing, relay_to
 from tests.faults.place import eventually

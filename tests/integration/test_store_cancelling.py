@@ -11,11 +11,12 @@ import asyncpg
 import pytest
 
 from delayer.core.segment import Restored
-from delayer.store import listing, segments
-from delayer.store.actions import Found, cancel
+from delayer.store.admin import listing
+from delayer.store.admin.actions import Found, cancel
 from delayer.store.errors import WORTH_REPEATING
-from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
+from delayer.store.segments.catalog import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, apart, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
@@ -95,17 +96,17 @@ async def test_the_last_one_takes_the_segment_with_it(database: str) -> None:
         await put(admin, rows(3, START_MS))
         [made] = await compact(admin)
         await cancel(admin, [1, 2])
-        assert (await segments.count(admin))[:2] == (1, 1)
-        [listed] = await segments.listed(admin)
+        assert (await catalog.count(admin))[:2] == (1, 1)
+        [listed] = await catalog.listed(admin)
         assert (listed.live, listed.cancelled) == (1, 2)
         assert await cancel(admin, [3, 1]) == {3: Found.SEGMENT, 1: Found.NOWHERE}
-        assert (await segments.count(admin))[:2] == (0, 0)
-        assert await segments.restore(admin, made.segment) is None
+        assert (await catalog.count(admin))[:2] == (0, 0)
+        assert await catalog.restore(admin, made.segment) is None
         assert await conserved(admin) == NO_ONE | {"parked": 3, "cancelled": 3}
 
 
 async def test_ids_that_take_more_than_the_head_of_a_file(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.store.packing.HEAD", 64)
+    monkeypatch.setattr("delayer.store.segments.codec.HEAD", 64)
     async with store(database) as admin:
         await put(admin, rows(500, START_MS))
         await compact(admin)
@@ -130,7 +131,7 @@ async def test_cancel_against_a_restore_in_flight(database: str) -> None:
         await admin.execute("INSERT INTO counter VALUES (1, 'restored', 0)")
         await holder.execute("BEGIN")
         await holder.execute("SELECT FROM counter WHERE kind = 'restored' FOR UPDATE")
-        restoring = asyncio.create_task(segments.restore_one(one, FOREVER_MS))
+        restoring = asyncio.create_task(catalog.restore_one(one, FOREVER_MS))
         await blocked(admin, "%INSERT INTO counter%")
         cancels = asyncio.create_task(cancel(two, [4]))
         await blocked(admin, "SELECT id, lane, messages, cancelled FROM segment%")
@@ -195,7 +196,7 @@ async def test_everything_at_once(database: str) -> None:
 
         async def restores(connection: asyncpg.Connection) -> None:
             while not stop.is_set():
-                if await patiently(segments.restore_one, connection, FOREVER_MS) is None:
+                if await patiently(catalog.restore_one, connection, FOREVER_MS) is None:
                     await asyncio.sleep(0)
 
         async def cancels(connection: asyncpg.Connection, some: list[int]) -> None:

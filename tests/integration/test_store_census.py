@@ -6,7 +6,7 @@ import pytest
 
 from delayer.core import horizon
 from delayer.core.horizon import DAY, HOUR, MINUTE
-from delayer.store import listing, stats
+from delayer.store.admin import listing, stats
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql

@@ -6,7 +6,8 @@ import asyncpg
 import pytest
 
 from delayer.core.filters import Filter
-from delayer.store import driver, listing, session, stats
+from delayer.store import driver, pool
+from delayer.store.admin import listing, stats
 from delayer.store.upgrades import upgrade
 
 VALUES = {
@@ -14,7 +15,7 @@ VALUES = {
     "smallint[]": [1, -2, None],
     "int[]": [1, -(1 << 31)],
     "bigint[]": [[1, 2], [3, 1 << 62]],
-    "timestamptz[]": [1_795_434_299_758, None, session.BEGINNING_MS],
+    "timestamptz[]": [1_795_434_299_758, None, pool.BEGINNING_MS],
 }
 
 
@@ -31,8 +32,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         connection.add_query_logger(lambda query: heard.append(query.query))
         await original(connection)
 
-    original = session.prepare
-    monkeypatch.setattr(session, "prepare", prepare)
+    original = pool.prepare
+    monkeypatch.setattr(pool, "prepare", prepare)
     return heard
 
 
@@ -48,7 +49,7 @@ async def test_what_is_known_is_what_the_server_says(database: str) -> None:
 
 
 async def test_values_go_there_and_back(database: str, asked: list[str]) -> None:
-    connection = await session.connect(database, "test")
+    connection = await pool.connect(database, "test")
     try:
         for name, value in VALUES.items():
             assert await connection.fetchval(f"SELECT $1::{name}", value) == value
@@ -57,7 +58,7 @@ async def test_values_go_there_and_back(database: str, asked: list[str]) -> None
         assert await connection.fetchval("SELECT $1::date[]", []) == []  # of which nothing is known
         assert any(map(asks, asked))
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def test_looking_asks_about_no_type(database: str, asked: list[str]) -> None:

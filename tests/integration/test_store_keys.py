@@ -11,11 +11,11 @@ import pytest
 
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.values import TakenOut
-from delayer.store import actions
-from delayer.store.actions import Found
-from delayer.store.lane_locks import raise_lanes
+from delayer.store.admin import actions
+from delayer.store.admin.actions import Found
+from delayer.store.admin.stats import overview
+from delayer.store.lanes.locks import raise_lanes
 from delayer.store.postgres import PostgresStore
-from delayer.store.stats import overview
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import NO_CONFIRM, WHY

@@ -13,11 +13,12 @@ import pytest
 
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold, HoldKind
-from delayer.store import envelope, schema, session, upgrades
-from delayer.store.lane import PostgresLane
-from delayer.store.lane_locks import application_of
+from delayer.store import pool, schema, upgrades
+from delayer.store.admin.stats import overview
+from delayer.store.lanes.lane import PostgresLane
+from delayer.store.lanes.locks import application_of
 from delayer.store.postgres import PostgresStore
-from delayer.store.stats import overview
+from delayer.store.rows import envelope
 from tests.conformance.store_contract import (
     MANY,
     ROOM,
@@ -46,11 +47,11 @@ async def opened(url: str, **options: Any) -> AsyncIterator[PostgresStore]:
 
 @asynccontextmanager
 async def sql(url: str) -> AsyncIterator[asyncpg.Connection]:
-    connection = await session.connect(url, "test")
+    connection = await pool.connect(url, "test")
     try:
         yield connection
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 async def cut(url: str, application: str) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import asyncpg
 import pytest
 
+from delayer.amqp import reading
 from delayer.core.filters import Filter, Token
 from delayer.core.hold import Hold, HoldKind
-from delayer.services import reading
-from delayer.store import actions, audit_log, detail, listing, segments, unpacking
-from delayer.store.actions import Found, When
-from delayer.store.listing import BEGINNING
-from delayer.store.partitions import DAY_MS
+from delayer.store.admin import actions, audit_log, detail, listing
+from delayer.store.admin.actions import Found, When
+from delayer.store.admin.listing import BEGINNING
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog, unpacking
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_cancelling import NO_ONE
@@ -100,7 +101,7 @@ async def test_every_page_of_every_filter(database: str, packed: str) -> None:
         await put(admin, some)
         if packed != "rows":
             await compact(admin, START_MS + 4 * DAY_MS if packed == "half" else 0, rows=10)
-            assert (await segments.count(admin)).segments > 5
+            assert (await catalog.count(admin)).segments > 5
         for name, wanted in FILTERS.items():
             meant = expected(some, wanted)
             # With segments each page unpacks some of them.

@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from delayer.store import keys, parking, partitions, session, upgrades
-from delayer.store.partitions import DAY_MS
+from delayer.store import pool as session
+from delayer.store import upgrades
+from delayer.store.rows import keys, park, partitions
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.rows import put, row
@@ -51,7 +53,7 @@ async def test_nobody_raises_the_epoch_before_a_park_is_committed(database: str)
         await taker.execute("SET lock_timeout = '200ms'")
         take = "UPDATE lane SET epoch = epoch + 1 WHERE number = 1"
         async with open_transaction(database) as parker:
-            await parking.park_plain(parker, parking.Placement(1, {}, 0), [parcel(4_000_000_000_000)])
+            await park.park_plain(parker, park.Placement(1, {}, 0), [parcel(4_000_000_000_000)])
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await taker.execute(take)
         await taker.execute(take)

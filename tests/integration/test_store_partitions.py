@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.store import partitions
-from delayer.store.partitions import DAY_MS, Making, name_of
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS, Making, name_of
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
 

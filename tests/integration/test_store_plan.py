@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from delayer.core import horizon
-from delayer.store import listing, partitions, statements, stats, upgrades
-from delayer.store.partitions import DAY_MS
-from delayer.store.stats import overview
+from delayer.store import statements, upgrades
+from delayer.store.admin import listing, stats
+from delayer.store.admin.stats import overview
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.rig.fakes import WHY

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 import asyncpg
 import pytest
 
-from delayer.store import session, statements
-from delayer.store.lane import PostgresLane
-from delayer.store.partitions import DAY_MS
+from delayer.store import pool, statements
+from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.integration.test_store_plan import CANCEL, CANCEL_HELD, fill
@@ -48,7 +48,7 @@ STEERED = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mer
 @asynccontextmanager
 async def sessions(store: PostgresStore, lane: PostgresLane) -> AsyncIterator[dict[str, asyncpg.Connection]]:
     """The connection of the lane, and the only one of a pool with one parker."""
-    async with lane._talking("test") as of_lane, session.borrowed(store._pool) as of_pool:
+    async with lane._talking("test") as of_lane, pool.borrowed(store._pool) as of_pool:
         yield {"lane": of_lane, "pool": of_pool}
 
 
@@ -101,12 +101,12 @@ async def test_no_statement_is_planned_for_any_arguments(database: str) -> None:
 async def test_the_server_would_do_that_without_our_setting(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: this is what it sees in sessions that are not told. For which statements the server does
     it is its own affair: costs, and so statistics, and so whether autovacuum came by."""
-    ours = session.settings
+    ours = pool.settings
 
     def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
         return ours(application, more) | {"plan_cache_mode": "auto"}
 
-    monkeypatch.setattr(session, "settings", settings)
+    monkeypatch.setattr(pool, "settings", settings)
     made = await plans_made(database)
     assert [text for of_session in made.values() for text, (generic, _) in of_session.items() if generic]
 

@@ -11,10 +11,12 @@ import pytest
 
 from delayer.core.filters import Token
 from delayer.core.hold import Hold, unfit
-from delayer.store import actions, detail, notify, segments
-from delayer.store.actions import Found, When, reschedule
-from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS
+from delayer.store.admin import actions, detail
+from delayer.store.admin.actions import Found, When, reschedule
+from delayer.store.lanes import notify
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
+from delayer.store.segments.catalog import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.faults.place import eventually
 from tests.integration.segments_store import START_MS, apart, blocked, store
@@ -85,7 +87,7 @@ async def test_out_of_a_segment(database: str) -> None:
         assert await conserved(admin) == NO_ONE | {"parked": 20, "compacted": 18}
         rest = [number for number in before if number not in (3, 4)]
         assert set((await reschedule(admin, rest, When(by_ms=7))).values()) == {Found.SEGMENT}
-        assert (await segments.count(admin)).segments == 0
+        assert (await catalog.count(admin)).segments == 0
         assert await conserved(admin) == NO_ONE | {"parked": 20}
 
 
@@ -211,7 +213,7 @@ async def test_everything_at_once(database: str) -> None:
 
         async def restores(connection: asyncpg.Connection) -> None:
             while not stop.is_set():
-                if await patiently(segments.restore_one, connection, FOREVER_MS) is None:
+                if await patiently(catalog.restore_one, connection, FOREVER_MS) is None:
                     await asyncio.sleep(0)
 
         async def cancels(connection: asyncpg.Connection) -> None:

@@ -16,10 +16,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 from delayer.core.errors import StoreLost
-from delayer.store import schema, session, tables, upgrades
+from delayer.store import pool, schema, tables, upgrades
+from delayer.store.admin.stats import overview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
-from delayer.store.stats import overview
 from tests.integration.test_store_lane import sql
 
 CATALOG = {
@@ -52,7 +52,7 @@ async def catalog(url: str) -> dict[str, list[tuple[object, ...]]]:
 
 async def on_engine(url: str, work: object) -> object:
     async def connect() -> asyncpg.Connection:
-        return await session.connect_plain(url, "test")
+        return await pool.connect_plain(url, "test")
 
     engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
     try:

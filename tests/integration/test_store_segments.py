@@ -11,10 +11,13 @@ import asyncpg
 import pytest
 
 from delayer.core.segment import Restored
-from delayer.store import compacting, partitions, segments, statements, unpacking
-from delayer.store.compacting import Window
-from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS
+from delayer.store import statements
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import compact as compacting
+from delayer.store.segments.catalog import FOREVER_MS
+from delayer.store.segments.compact import Window
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, restore_all, store
 from tests.integration.test_store_lane import opened, sql
@@ -63,20 +66,20 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
     async with store(database) as admin:
         await put(admin, [row(7, START_MS + 5, body=b"abc"), row(3, START_MS + 9, body=b"de"), row(5, START_MS + 7)])
         [made] = await compact(admin)
-        [listed] = await segments.listed(admin)
+        [listed] = await catalog.listed(admin)
         raw = 3 + 2 + 4 + 3 * 3
         assert (made.segment, made.messages, made.raw_bytes, made.more) == (listed.id, 3, raw, False)
         assert listed[1:8] == (1, START_MS + 5, START_MS + 9, 3, 0, raw, made.packed_bytes)
         assert (listed.live, listed.broken) == (3, None)
         assert await admin.fetchrow("SELECT first_id, last_id, format FROM segment") == (3, 7, 1)
-        assert await segments.count(admin) == (1, 3, 0, 0, START_MS + 5)
-        assert await segments.doubtful(admin, FOREVER_MS) == []
-        assert await segments.listed(admin, START_MS + 5) == []
-        assert await segments.restore_one(admin, START_MS + 4) is None
-        assert await segments.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
-        assert await segments.count(admin) == (0, 0, 0, 0, None)
+        assert await catalog.count(admin) == (1, 3, 0, 0, START_MS + 5)
+        assert await catalog.doubtful(admin, FOREVER_MS) == []
+        assert await catalog.listed(admin, START_MS + 5) == []
+        assert await catalog.restore_one(admin, START_MS + 4) is None
+        assert await catalog.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
+        assert await catalog.count(admin) == (0, 0, 0, 0, None)
         assert await unpacking.read(admin, listed.id) is None
-        assert await segments.restore(admin, listed.id) is None
+        assert await catalog.restore(admin, listed.id) is None
 
 
 async def test_what_was_restored_is_released(database: str) -> None:

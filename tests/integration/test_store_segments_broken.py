@@ -9,10 +9,12 @@ import asyncpg
 import pytest
 
 from delayer.core.segment import FORMAT, Broken, Restored
-from delayer.store import compacting, segments, statements
-from delayer.store.packing import Packed, SegmentBroken
-from delayer.store.partitions import DAY_MS
-from delayer.store.segments import FOREVER_MS
+from delayer.store import statements
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
+from delayer.store.segments import compact as compacting
+from delayer.store.segments.catalog import FOREVER_MS
+from delayer.store.segments.codec import Packed, SegmentBroken
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.integration.test_store_lane import sql
 from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting
@@ -39,7 +41,7 @@ async def test_what_does_not_read_back_is_not_committed(database: str, monkeypat
             with pytest.raises(RuntimeError, match="20 messages packed, but DELETE 19"):
                 await compact(admin)
         assert await waiting(admin) == before
-        assert await segments.listed(admin) == []
+        assert await catalog.listed(admin) == []
         assert (await conserved(admin))["compacted"] == 0
 
 
@@ -60,22 +62,22 @@ async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
         assert {one.segment for one in back if isinstance(one, Restored)} == inside.keys() - broken
         assert all(one.messages == inside[one.segment] for one in back)
         assert all("checksum" in one.reason for one in back if isinstance(one, Broken))
-        left = await segments.listed(admin)
+        left = await catalog.listed(admin)
         assert {one.id for one in left} == broken
         assert all(one.broken and "checksum" in one.broken for one in left)
         count = sum(inside[number] for number in broken)
-        assert await segments.count(admin) == (len(broken), count, len(broken), count, None)
-        assert set(await segments.doubtful(admin, FOREVER_MS)) == broken
+        assert await catalog.count(admin) == (len(broken), count, len(broken), count, None)
+        assert set(await catalog.doubtful(admin, FOREVER_MS)) == broken
         assert len(await waiting(admin)) == 300 - count
         await conserved(admin)
         # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
         one, *_ = broken
         marked = await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one)
-        assert isinstance(await segments.restore(admin, one), Broken)
+        assert isinstance(await catalog.restore(admin, one), Broken)
         assert await admin.fetchval("SELECT broken_at FROM segment WHERE id = $1", one) == marked
         for number in broken:
             await admin.execute(FLIP, number, places[number])
-            assert isinstance(await segments.restore(admin, number), Restored)
+            assert isinstance(await catalog.restore(admin, number), Restored)
         assert len(await waiting(admin)) == 300
         await conserved(admin)
 
@@ -109,7 +111,7 @@ async def test_all_broken_ones_are_told(database: str) -> None:
         await put(admin, rows(120, START_MS))
         made = [one.segment for one in await compact(admin, rows=1)]
         await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why'")
-        assert sorted(await segments.doubtful(admin, FOREVER_MS)) == sorted(made)
+        assert sorted(await catalog.doubtful(admin, FOREVER_MS)) == sorted(made)
         assert len(made) == 120
 
 
@@ -120,13 +122,13 @@ async def test_what_a_newer_version_packed_is_left_to_it(database: str) -> None:
         newer, ours = [one.segment for one in await compact(admin, rows=10)]
         await admin.execute("UPDATE segment SET format = $2 WHERE id = $1", newer, FORMAT + 1)
         assert [type(one) for one in await restore_all(admin)] == [Restored]
-        assert await segments.doubtful(admin, START_MS + DAY_MS) == [newer]
-        assert await segments.count(admin) == (1, 10, 1, 10, None)
-        found = await segments.restore(admin, newer)
+        assert await catalog.doubtful(admin, START_MS + DAY_MS) == [newer]
+        assert await catalog.count(admin) == (1, 10, 1, 10, None)
+        found = await catalog.restore(admin, newer)
         assert isinstance(found, Broken)
         assert (found.newer, found.messages) == (True, 10)
         assert f"found {FORMAT + 1}" in found.reason
-        [left] = await segments.listed(admin)
+        [left] = await catalog.listed(admin)
         assert (left.id, left.broken) == (newer, None)
         await admin.execute("UPDATE segment SET format = $1", FORMAT)  # as the newer version sees it
         assert [one.segment for one in await restore_all(admin)] == [newer]
@@ -143,13 +145,13 @@ async def test_messages_that_are_there_already_are_not_written_twice(database: s
         await put(admin, [rows(10, START_MS, lane=1)[4]])
         back = await restore_all(admin)
         assert [(one.segment, type(one)) for one in back] == [(first.segment, Broken), (second.segment, Restored)]
-        [left] = await segments.listed(admin)
+        [left] = await catalog.listed(admin)
         assert left.broken is not None
         assert "cannot be written: UniqueViolationError" in left.broken
         assert len(await waiting(admin)) == 11
-        assert (await segments.count(admin)).broken_messages == 10
+        assert (await catalog.count(admin)).broken_messages == 10
         await admin.execute("DELETE FROM message WHERE lane = 1 AND id = 5")
-        assert isinstance(await segments.restore(admin, first.segment), Restored)
+        assert isinstance(await catalog.restore(admin, first.segment), Restored)
         assert len(await waiting(admin)) == 20
 
 

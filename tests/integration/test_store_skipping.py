@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from delayer.store import skipping
-from delayer.store.skipping import FAR, skip_ids
+from delayer.store.admin import skipping
+from delayer.store.admin.skipping import FAR, skip_ids
 from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from delayer.store.partitions import DAY_MS
-from delayer.store.stats import RESTORED_MS, overview, restored_ms
+from delayer.store.admin.stats import RESTORED_MS, overview, restored_ms
+from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql

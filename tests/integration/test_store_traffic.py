@@ -11,10 +11,10 @@ import asyncpg
 import pytest
 
 from delayer.audit.tasks import Turns
-from delayer.services.ports import Lane
-from delayer.store import traffic
+from delayer.broker.ports import Lane
+from delayer.store.admin import traffic
+from delayer.store.admin.traffic import Traffic
 from delayer.store.postgres import PostgresStore
-from delayer.store.traffic import Traffic
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened, sql
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from delayer.commands import strays
+from delayer.amqp import envelopes
+from delayer.cli import strays
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
-from delayer.services import envelopes
 from tests.integration.test_cli import Run, delayer
 from tests.rig.raw import Message, Props, Raw, number
 

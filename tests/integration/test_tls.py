@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
 from delayer.audit.connection import reading
 from delayer.broker.admin import Admin
-from delayer.broker.management import Management
+from delayer.broker.management_api import Management
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store import session
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
+from delayer.store import pool
 from tests.rig import ports, tls
 from tests.rig.servers import Postgres, RabbitMQ
 from tests.rig.tls import BAD, RIGHT, WRONG_HOST, Papers, TlsFront
@@ -44,11 +44,11 @@ async def by_management(url: str) -> None:
 
 
 async def by_asyncpg(url: str) -> None:
-    connection = await session.connect(url, "test")
+    connection = await pool.connect(url, "test")
     try:
         assert await connection.fetchval("SELECT 1") == 1
     finally:
-        await session.close(connection)
+        await pool.close(connection)
 
 
 CLIENTS: dict[str, Connect] = {"wire": by_wire, "admin": by_admin, "management": by_management, "asyncpg": by_asyncpg}

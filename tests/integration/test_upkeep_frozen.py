@@ -11,7 +11,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from delayer.store import partitions, session
+from delayer.store import pool
+from delayer.store.rows import partitions
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import opened, sql
 
@@ -28,13 +29,13 @@ async def test_the_upkeep_s_session_ends_when_it_says_nothing(database: str, mon
     async with opened(database, parkers=1) as store:
         await store.maintain()
         assert seen == ["15s"]
-        async with session.borrowed(store._pool) as connection:
+        async with pool.borrowed(store._pool) as connection:
             assert await connection.fetchval("SHOW idle_session_timeout") == "0", "a park may come after an hour"
         async with sql(database) as other:
             await other.execute("SELECT pg_advisory_lock('message'::regclass::oid::int, 2)")
             await store.maintain()
             assert seen == ["15s"]
-            async with session.borrowed(store._pool) as connection:
+            async with pool.borrowed(store._pool) as connection:
                 assert await connection.fetchval("SHOW idle_session_timeout") == "0"
 
 

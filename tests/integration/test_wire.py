@@ -13,11 +13,11 @@ import pytest
 from pamqp import commands
 from pamqp.common import FieldTable
 
+from delayer.amqp.channel import Channel
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import AccessRefused, ChannelClosed
+from delayer.amqp.properties import Properties, encode_headers, entry, long_string, splice
 from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned
-from delayer.wire.channel import Channel
-from delayer.wire.connection import Connection
-from delayer.wire.errors import AccessRefused, ChannelClosed
-from delayer.wire.properties import Properties, encode_headers, entry, long_string, splice
 from tests.rig.proxy import Proxy
 from tests.rig.raw import Props
 from tests.rig.servers import RabbitMQ

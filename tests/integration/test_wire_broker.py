@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import trustme
 
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ConnectionLost
 from delayer.core.message import CONFIRMED
-from delayer.wire.connection import Connection
-from delayer.wire.errors import ConnectionLost
 from tests.integration.test_wire import connected, declare, message, publisher
 from tests.rig.rabbitmq import Certificates
 from tests.rig.servers import RabbitMQ

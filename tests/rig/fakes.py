@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+from delayer.amqp.edits import ID
+from delayer.amqp.envelopes import Names
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import Hold, HoldKind, Limits
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import Mode, Policy
 from delayer.core.segment import Broken, Restoration
-from delayer.services.edits import ID
-from delayer.services.envelopes import Names
-from delayer.wire.properties import encode_headers, entry, long_string
 
 NOW = 1_800_000_000_000
 

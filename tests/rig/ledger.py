@@ -20,10 +20,10 @@ from typing import Any, Self
 
 import aio_pika
 
+from delayer.amqp.channel import Channel
+from delayer.amqp.connection import Connection
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Outgoing
-from delayer.wire.channel import Channel
-from delayer.wire.connection import Connection
 from tests.rig.account import Account, Arrival, Arrivals, Owed, Verdict
 from tests.rig.letters import NUMBER, Letter, Letters, doomed
 from tests.rig.proxy import Listener

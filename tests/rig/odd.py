@@ -48,8 +48,8 @@ class Clock:
 
 def acknowledge_first() -> None:
     """A crash loses what was read (G1)."""
-    from delayer.services.consume import AckTracker
-    from delayer.services.handle import IntakeHandler
+    from delayer.intake.consume import AckTracker
+    from delayer.intake.handle import IntakeHandler
 
     handle = IntakeHandler.__call__
 
@@ -69,7 +69,7 @@ def early() -> None:
     """Rows are released 200 ms before they are due; the cascade is a second too short, and nobody looks at its end
     (G2)."""
     from delayer.core import plan
-    from delayer.services.handle import DueHandler
+    from delayer.intake.handle import DueHandler
     from delayer.store import statements
 
     judge = "statement_timestamp()"
@@ -142,9 +142,10 @@ def lenient() -> None:
 def new_id() -> None:
     """What is released again after a crash, or comes out of the due queue again, has another x-delayer-id (G3)."""
     from delayer.core.message import Due
-    from delayer.services import handle, release
+    from delayer.intake import handle
+    from delayer.release import loop
 
-    prepared, opened = release.prepared, handle.opened
+    prepared, opened = loop.prepared, handle.opened
 
     def broken(row: Due, max_properties: int) -> Any:
         return prepared(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
@@ -152,26 +153,26 @@ def new_id() -> None:
     def renamed(*arguments: Any) -> Any:
         return opened(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
 
-    release.prepared = broken
+    loop.prepared = broken
     handle.opened = renamed
 
 
 def same_id() -> None:
     """Two rows leave under one x-delayer-id: a consumer that knows copies by it drops one of them (G3)."""
     from delayer.core.message import Due
-    from delayer.services import release
+    from delayer.release import loop
 
-    prepared = release.prepared
+    prepared = loop.prepared
 
     def broken(row: Due, max_properties: int) -> Any:
         return prepared(row._replace(id=row.id // 2), max_properties)
 
-    release.prepared = broken
+    loop.prepared = broken
 
 
 def narrow() -> None:
     """A signed integer leaves as an unsigned one (G4)."""
-    from delayer.services import edits
+    from delayer.amqp import edits
 
     released = edits.released
 
@@ -183,8 +184,8 @@ def narrow() -> None:
 
 def sorts_headers() -> None:
     """Headers leave in the order of their names (G4), which brokers from 4.0 on would have done before."""
-    from delayer.services import edits
-    from delayer.wire.properties import Properties, splice
+    from delayer.amqp import edits
+    from delayer.amqp.properties import Properties, splice
 
     released = edits.released
 
@@ -221,7 +222,7 @@ def main() -> None:
         Clock(odd.clock).rule()
     if odd.bug:
         (BUGS | OF_FEATURES)[odd.bug]()
-    from delayer import cli
+    from delayer.cli import main as cli
 
     sys.argv[1:] = sys.argv[at + 1 :]
     cli.main()

@@ -9,7 +9,7 @@ from typing import Any, Final
 def keyless() -> None:
     """A message with a key replaces nothing."""
     from delayer.core.message import Parcel
-    from delayer.services import handle
+    from delayer.intake import handle
 
     parcel = handle.parcel
 
@@ -55,7 +55,7 @@ def once_more() -> None:
 
 def hurried() -> None:
     """What is taken over goes out before the cascade would have let it out."""
-    from delayer.services import takeover
+    from delayer.intake import takeover
 
     due_at_level = takeover.due_at_level
     takeover.due_at_level = lambda *said: due_at_level(*said) - 1_500
@@ -82,7 +82,7 @@ def unlimited() -> None:
 
 def never_too_late() -> None:
     """What falls due too late for its route is delivered all the same."""
-    from delayer.in_force import InForce
+    from delayer.daemon.live_settings import InForce
 
     InForce.late_limits = lambda self: {}  # type: ignore[method-assign]
 

@@ -1,6 +1,6 @@
 """Property bytes made and read by hand, and a client that sends and receives them as they are.
 
-`Props` knows nothing of delayer.wire: it is what tests expect from the code there. The client uses the wire's
+`Props` knows nothing of delayer.amqp: it is what tests expect from the code there. The client uses the wire's
 connection, because no other client leaves the bytes alone, but only to move them.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Self
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
 from delayer.core.message import Confirmed, Delivery, Outgoing
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
 
 # ---- field values
 

@@ -30,7 +30,7 @@ def reword() -> None:
 
 if __name__ == "__main__":
     reword()
-    from delayer.cli import main
+    from delayer.cli.main import main
 
     sys.argv[0] = "delayer"
     main()

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
-from delayer.store import compacting, envelope, segments, unpacking
-from delayer.store.partitions import DAY_MS
+from delayer.store.rows import envelope
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog, compact, unpacking
 
 _US = "(extract(epoch FROM {0}) * 1000000)::bigint AS {0}"
 _INSTANT = "'epoch'::timestamptz + {0} * interval '1 microsecond'"
@@ -87,7 +88,7 @@ async def waiting(admin: asyncpg.Connection) -> dict[int, Row]:
 async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
     """The live messages in segments, by id; each in one only."""
     found: dict[int, Row] = {}
-    for segment in await segments.listed(admin):
+    for segment in await catalog.listed(admin):
         table = await unpacking.read(admin, segment.id)
         assert table is not None
         columns = [column.cast("int64") if column.type.num_fields == 0 and str(column.type).startswith("timestamp")
@@ -128,13 +129,11 @@ async def conserved(admin: asyncpg.Connection) -> dict[str, int]:
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 
 
-async def compact(
-    admin: asyncpg.Connection, after_ms: int = 0, rows: int = compacting.ROWS
-) -> list[compacting.Compacted]:
+async def compact(admin: asyncpg.Connection, after_ms: int = 0, rows: int = compact.ROWS) -> list[compact.Compacted]:
     """Make segments of all that is due after ``after_ms``."""
     made = []
-    for window in await compacting.windows(admin, after_ms, rows):
-        while (one := await compacting.compact_one(admin, window, rows=rows)) is not None:
+    for window in await compact.windows(admin, after_ms, rows):
+        while (one := await compact.compact_one(admin, window, rows=rows)) is not None:
             made.append(one)
             if not one.more:
                 break

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import asyncpg
 
-from delayer.commands.output import iso
+from delayer.cli.output import iso
 from tests.faults.place import eventually
 from tests.rig.flow import flowing
 from tests.rig.postgres_kinds import SmallDisk, Standby

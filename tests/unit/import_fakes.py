@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from delayer.core.importing import Batch, Goal, Item, Phase, Run, Survey
 from delayer.core.message import Parcel, Target
-from delayer.legacy import machine
-from delayer.legacy.machine import ImportImpossible
+from delayer.imports import state_machine
+from delayer.imports.state_machine import ImportImpossible
 
 
 def parcel(due_ms: int, exchange: bytes = b"", routing_key: bytes = b"sales", body: bytes = b"body") -> Parcel:
@@ -172,7 +172,7 @@ def silent(_what: str, _done: int, _of: int | None) -> None:
     return
 
 
-async def run_once(shelf: Shelf, book: FakeBook, at: int | None = None) -> machine.Report:
+async def run_once(shelf: Shelf, book: FakeBook, at: int | None = None) -> state_machine.Report:
     switch = Switch(at)
     book.switch = switch
-    return await machine.run(FakeSource(shelf, switch, PARAMETERS), book, FakeJudge(), "me", silent)
+    return await state_machine.run(FakeSource(shelf, switch, PARAMETERS), book, FakeJudge(), "me", silent)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from delayer.services import lane_manager as module
-from delayer.services.counting import Counters
-from delayer.services.lane_manager import LaneManager
-from delayer.services.ports import Lane
-from delayer.services.release import Portion, Release
+from delayer.broker.ports import Lane
+from delayer.core.counters import Counters
+from delayer.release import lane_manager as module
+from delayer.release.lane_manager import LaneManager
+from delayer.release.loop import Portion, Release
 from tests.rig.fakes import Pulse, ScriptedPublisher, ScriptedStore
 
 Connect = Callable[[], Awaitable[Any]]
@@ -22,8 +22,8 @@ Connect = Callable[[], Awaitable[Any]]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("delayer.services.release.SLICE", 0.005)
-    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
+    monkeypatch.setattr("delayer.release.loop.SLICE", 0.005)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 
 
 class Scene:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from delayer.core.forms import DELAY_FORMS
+from delayer.core.delay_headers import DELAY_FORMS
 
 DURATION = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
 KNOWN = "a known key"

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from delayer.services import edits
-from delayer.wire.properties import Properties
+from delayer.amqp import edits
+from delayer.amqp.properties import Properties
 from tests.rig.account import AFTERMATH_MS, Account, Arrivals
 from tests.rig.letters import Form, Gained, Letters, long, message_id_of, table_of, text
 from tests.rig.verdict import Arrival, Verdict, Window

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.services.consume import AckTracker
+from delayer.intake.consume import AckTracker
 from tests.rig.fakes import Acks, delivery
 
 

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from delayer.audit.errors import JobFailed
 from delayer.audit.findings import RuleRun
 from delayer.audit.job import Audited, Options
-from delayer.cli import cli
-from delayer.commands import audit
+from delayer.cli import audit
+from delayer.cli.main import cli
 from tests.unit import audit_reports
 
 

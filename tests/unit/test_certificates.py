@@ -7,7 +7,7 @@ import ssl
 import pytest
 
 from delayer.broker.errors import BrokerUnreachable
-from delayer.commands.errors import failure
+from delayer.cli.errors import failure
 from delayer.core.errors import certificate_advice
 from delayer.store.errors import lost
 

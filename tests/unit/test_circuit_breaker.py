@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import MANY, CircuitBreaker, Destination
 from delayer.core.message import ClosedChannel, Outcome, Outgoing, Unanswered
-from delayer.wire.properties import encode_headers, entry, long_string
 
 X = b"x"
 

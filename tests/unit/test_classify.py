@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp import edits, envelopes
+from delayer.amqp.envelopes import Names
+from delayer.amqp.fields import array, table
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Mode, Policy, Refuse, Route
-from delayer.core.retrying import Retry
+from delayer.core.retry_policy import Retry
 from delayer.core.values import KeyGroup
-from delayer.services import edits, envelopes
-from delayer.services.envelopes import Names
-from delayer.services.handle import Work, classify, work_for
-from delayer.wire.fields import array, table
-from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.intake.handle import Work, classify, work_for
 from tests.rig.fakes import NOW, delivery, ids
 from tests.unit.wire.tables import properties
 

@@ -16,15 +16,15 @@ import structlog
 from click.testing import CliRunner, Result
 
 import delayer
-from delayer import app
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, Mismatch, TopologyMismatch
-from delayer.cli import cli
-from delayer.commands.errors import FOUND, OUT_OF_REACH, USAGE, failure
-from delayer.commands.options import instant_ms
-from delayer.commands.output import print_table, when
-from delayer.commands.send import Message, ask, prepared
+from delayer.cli.errors import FOUND, OUT_OF_REACH, USAGE, failure
+from delayer.cli.main import cli
+from delayer.cli.options import instant_ms
+from delayer.cli.output import print_table, when
+from delayer.cli.send import Message, ask, prepared
+from delayer.config import ConfigError, Problem, Route, Settings, loading
 from delayer.core.errors import StoreLost
-from delayer.settings import ConfigError, Problem, Route, Settings, loading
+from delayer.daemon import app
 from delayer.store.errors import BadStoreUrl, SchemaOutdated, lost
 
 NOWHERE = ["--broker-url", "amqp://user:hunter2@127.0.0.1:1", "--store-url", "postgresql://user:hunter2@127.0.0.1:1/d"]
@@ -340,7 +340,7 @@ def test_a_table_takes_nothing_for_markup(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_module_and_the_command_are_the_same() -> None:
-    command = [sys.executable, "-c", "from delayer.cli import main; main()", "--version"]
+    command = [sys.executable, "-c", "from delayer.cli.main import main; main()", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"delayer {delayer.__version__}\n"
 
@@ -415,7 +415,7 @@ def test_typed_headers() -> None:
     headers = ["a=1", "b:int=1", "c:float=1.5", "d:bool=true", "e:f:str=x=y", "g:str=", "x:y:int=-3"]
     arguments = [part for header in headers for part in ("--header", header)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("delayer.commands.send.publish", published)
+        patch.setattr("delayer.cli.send.publish", published)
         result = call(
             "send",
             "--key",

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from delayer.ops import notify
-from delayer.ops.notify import Condition, Notifier, Seen, trouble
+from delayer.daemon import systemd
+from delayer.daemon.systemd import Condition, Notifier, Seen, trouble
 
 WELL = Seen(connected=True, blocked=False, store=True, usable=True, consuming=True)
 
 
 def test_examples() -> None:
-    assert doctest.testmod(notify).failed == 0
+    assert doctest.testmod(systemd).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.services.consume import AckTracker, Intake, Patience, QueueConsumer
+from delayer.intake.consume import AckTracker, Intake, Patience, QueueConsumer
 from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
@@ -96,7 +96,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         attempts.append(attempt)
         return 0.0001
 
-    monkeypatch.setattr("delayer.services.retry.pause", pause)
+    monkeypatch.setattr("delayer.broker.retry.pause", pause)
     return attempts
 
 

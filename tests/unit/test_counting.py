@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from delayer.core.counters import KINDS, MOST_ROUTES, OTHERS, Counters
 from delayer.core.horizon import LATENESS, Tally
 from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
-from delayer.services.counting import KINDS, MOST_ROUTES, OTHERS, Counters
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.store.damaged import Named, question
+from delayer.store.segments.damaged import Named, question
 
 
 @pytest.mark.parametrize(

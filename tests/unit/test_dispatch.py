@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.amqp import envelopes
+from delayer.amqp.properties import Properties
 from delayer.core.cascade import routing_key
+from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost, Unconfirmed
 from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import (
@@ -18,11 +21,8 @@ from delayer.core.message import (
     Target,
     Unanswered,
 )
-from delayer.services import envelopes
-from delayer.services.consume import AckTracker
-from delayer.services.counting import Counters
-from delayer.services.dispatch import Dispatch, Objection, Publication
-from delayer.wire.properties import Properties
+from delayer.intake.consume import AckTracker
+from delayer.intake.dispatch import Dispatch, Objection, Publication
 from tests.rig.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.amqp import edits
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
 from delayer.core.levels import delay_in_key
 from delayer.core.message import Delivery, Due, Parcel, Target
-from delayer.services import edits
-from delayer.services.draining import AGAIN, Left, into_cascade, into_store, left_in_cascade, left_in_store
-from delayer.store.draining import Standing
-from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.imports.draining import AGAIN, Left, into_cascade, into_store, left_in_cascade, left_in_store
+from delayer.store.admin.draining import Standing
 from tests.rig.fakes import NOW
 
 OURS = Cascade()

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
+from delayer.amqp import edits, envelopes
+from delayer.amqp.envelopes import Held
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
+from delayer.core.counters import Counters
 from delayer.core.hold import too_late
 from delayer.core.message import NACKED, Delivery, Parcel, Returned, Target
 from delayer.core.plan import LATEST_MS
-from delayer.services import edits, envelopes
-from delayer.services.consume import AckTracker
-from delayer.services.counting import Counters
-from delayer.services.dispatch import MOST_ATTEMPTS, Dispatch
-from delayer.services.envelopes import Held
-from delayer.services.handle import MOMENT_MS, DueHandler
-from delayer.wire.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.intake.consume import AckTracker
+from delayer.intake.dispatch import MOST_ATTEMPTS, Dispatch
+from delayer.intake.handle import MOMENT_MS, DueHandler
 from tests.rig.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
@@ -36,7 +36,7 @@ class Scene:
         )
         self.handler = DueHandler(self.live, dispatch, ids())
         self.short_by = 0
-        monkeypatch.setattr("delayer.services.handle.asyncio.sleep", self._sleep)
+        monkeypatch.setattr("delayer.intake.handle.asyncio.sleep", self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
         """Sleep by the script's clock; the first time less than asked: a little, as event loops do, or by much, where

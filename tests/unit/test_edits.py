@@ -11,15 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp import commands, header
 
-from delayer.core import retrying
-from delayer.core.forms import Ask
-from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Delivery, Parcel, Target
-from delayer.core.retrying import Failure
-from delayer.services import edits, envelopes
-from delayer.services.edits import DUE, ID, ROOM
-from delayer.services.envelopes import ID_BYTES
-from delayer.wire.properties import (
+from delayer.amqp import edits, envelopes
+from delayer.amqp.edits import DUE, ID, ROOM
+from delayer.amqp.envelopes import ID_BYTES
+from delayer.amqp.properties import (
     MalformedTable,
     Properties,
     byte_array,
@@ -28,6 +23,11 @@ from delayer.wire.properties import (
     int64,
     long_string,
 )
+from delayer.core import retry_policy
+from delayer.core.delay_headers import Ask
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.retry_policy import Failure
 from tests.unit.wire.tables import EVERY_TYPE, properties, sized
 
 DUE_MS = 1_800_000_000_000
@@ -185,7 +185,7 @@ def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     assert edits.asked(delivered(raw), found) == Ask(b"orders.in", b"k", {})
-    asked = edits.asked(delivered(raw), found, retrying.CONSULTED)
+    asked = edits.asked(delivered(raw), found, retry_policy.CONSULTED)
     assert asked.headers == {b"x-death": ["x"]}
     assert 0 < asked.chance < 1
 
@@ -195,7 +195,7 @@ def test_messages_that_are_alike_do_not_come_back_together() -> None:
     raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
     found = Properties.parse(raw)
     every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
-    chances = sorted(edits.asked(one, found, retrying.CONSULTED).chance for one in every)
+    chances = sorted(edits.asked(one, found, retry_policy.CONSULTED).chance for one in every)
     assert len(set(chances)) == 1_000
     assert max(after - before for before, after in pairwise(chances)) < 0.02
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp import envelopes
+from delayer.amqp.edits import ROOM
+from delayer.amqp.envelopes import ID_BYTES, NoEnvelope
+from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
-from delayer.services import envelopes
-from delayer.services.edits import ROOM
-from delayer.services.envelopes import ID_BYTES, NoEnvelope
-from delayer.wire.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from tests.unit.wire.tables import properties, sized
 
 DUE_MS = 1_800_000_000_000

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
-from delayer.services.consume import AckTracker, Intake, QueueConsumer
-from delayer.services.retry import LOSSES, Retry, raise_first, take_failures
+from delayer.intake.consume import AckTracker, Intake, QueueConsumer
 from tests.rig.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery
 
 

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from delayer import faultpoint
-from delayer.faultpoint import POINTS
-from delayer.faultpoint import _reach as reach
+from delayer.core import faultpoint
+from delayer.core.faultpoint import POINTS
+from delayer.core.faultpoint import _reach as reach
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 

@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from delayer.core import forms, levels
+from delayer.core import delay_headers, levels
 from delayer.core.delay import UnreadableDelay
-from delayer.core.forms import LONGEST_BODY, instant_in_json_ms, steps
+from delayer.core.delay_headers import LONGEST_BODY, instant_in_json_ms, steps
 from delayer.core.levels import eta_ms
 
 AT = "/nextattempt/time"
@@ -18,7 +18,7 @@ AT = "/nextattempt/time"
 
 def test_the_examples_in_the_modules_are_true() -> None:
     assert doctest.testmod(levels).failed == 0
-    assert doctest.testmod(forms).failed == 0
+    assert doctest.testmod(delay_headers).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from delayer.cli import cli
+from delayer.cli.main import cli
 
 DELAYER = Path(sys.executable).with_name("delayer")
 EXAMPLE = re.compile(r"^ {2}(?:\w+=\S+ )*(delayer .*)$", re.MULTILINE)

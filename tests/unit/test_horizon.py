@@ -8,7 +8,7 @@ import pytest
 
 from delayer.core import horizon
 from delayer.core.horizon import DAY, HOUR, MINUTE, MONTH, OFFSETS, SERIES, bars, bucket_of, by_class, spread
-from delayer.store.stats import corrected, with_near
+from delayer.store.admin.stats import corrected, with_near
 
 NOW = 1_800_000_000_000
 

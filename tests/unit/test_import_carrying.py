@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from delayer.amqp.envelopes import enveloped, opened
+from delayer.amqp.properties import Properties
 from delayer.core.cascade import MAX_SECONDS, Cascade
 from delayer.core.importing import Batch, Item, Phase, Run
 from delayer.core.message import CONFIRMED, NACKED, Outcome, Outgoing, Parcel, Target
-from delayer.legacy import cascade
-from delayer.legacy.cascade import CascadeBook
-from delayer.legacy.machine import ImportImpossible
-from delayer.services.envelopes import enveloped, opened
-from delayer.wire.properties import Properties
+from delayer.imports import cascade
+from delayer.imports.cascade import CascadeBook
+from delayer.imports.state_machine import ImportImpossible
 
 NOW = 1_900_000_000_000
 SMALL = Parcel(NOW + 60_000, b"r", b"x", b"k", Target(b"", b"q"), b"\0\0", b"body")

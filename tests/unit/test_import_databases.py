@@ -7,8 +7,8 @@ from urllib.parse import quote_plus
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from delayer.legacy.databases import Database, database_url, odbc_parts
-from delayer.legacy.machine import BadSource, SourceLost
+from delayer.imports.databases import Database, database_url, odbc_parts
+from delayer.imports.state_machine import BadSource, SourceLost
 
 SECRET = "s3cr;t{x"
 ODBC = "DRIVER={ODBC Driver 18};SERVER=tcp:sql7,1433;Database=Sales; UID = me ;PWD={s3cr;t{x};Encrypt=yes"

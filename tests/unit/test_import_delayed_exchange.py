@@ -6,9 +6,9 @@ import base64
 
 import pytest
 
+from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.message import Target
-from delayer.legacy.files import Plan, Skipped, Unreadable, read_dumped
-from delayer.wire.properties import Properties, encode_headers, entry, long_string
+from delayer.imports.files import Plan, Skipped, Unreadable, read_dumped
 from tests.rig.raw import Props, number, text
 
 PLAN = Plan(b"/", {b"orders.delayed": Target(b"orders.out", b""), b"mail.delayed": Target(b"mail", b"outbox")})

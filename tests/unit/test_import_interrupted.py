@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from delayer.cli import cli
-from delayer.commands import importing
+from delayer.cli import importing
+from delayer.cli.main import cli
 
 
 def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from delayer.legacy import sql
-from delayer.legacy.sql import LEAST, READ, Merge
-from delayer.legacy.statements import Place
+from delayer.imports import sql
+from delayer.imports.sql import LEAST, READ, Merge
+from delayer.imports.statements import Place
 
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone
 Row = tuple[int, str, bytes, datetime, str]

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from delayer.cli import cli
+from delayer.cli.main import cli
 from delayer.core import importing
 from delayer.core.importing import Meant, Phase, Run, Survey
 from delayer.core.message import Target
-from delayer.legacy import machine
-from delayer.legacy.hold_queues import HoldQueues
-from delayer.legacy.machine import BadSource, ImportImpossible
+from delayer.imports import state_machine
+from delayer.imports.hold_queues import HoldQueues
+from delayer.imports.state_machine import BadSource, ImportImpossible
 from tests.unit.import_fakes import PARAMETERS, Died, FakeBook, FakeJudge, FakeSource, Shelf, Switch, run_once
 from tests.unit.test_importing import COUNT
 
 
 async def test_a_preview_changes_nothing() -> None:
     shelf, book = Shelf(COUNT), FakeBook()
-    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
+    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
     assert (seen.survey.messages, seen.to_hold, seen.unfinished) == (COUNT, 3, None)
     assert (len(shelf.there), book.run) == (COUNT, None)
 
@@ -35,21 +35,21 @@ async def test_a_preview_of_what_was_interrupted_tells_what_is_left_of_it() -> N
         shelf, book = Shelf(COUNT), FakeBook()
         with pytest.raises(Died):
             await run_once(shelf, book, at=steps)
-    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
+    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
     assert seen.unfinished == book.run
     assert seen.survey.messages == len(shelf.staged or {}) > 0
     assert seen.refusal == ""
     with pytest.raises(ImportImpossible, match="another store"):
-        await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
+        await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
 
 
 async def test_a_preview_says_why_a_run_would_not_begin() -> None:
     shelf, book = Shelf(0), FakeBook()
     with pytest.raises(Died):
         await run_once(shelf, book, at=3)
-    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
+    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS), book, FakeJudge())
     assert (seen.own, seen.refusal, seen.clean) == (True, "", True)
-    seen = await machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
+    seen = await state_machine.preview(FakeSource(shelf, Switch(1), PARAMETERS | {"cutoff_ms": 6}), book, FakeJudge())
     assert "cutoff_ms: begun with 5, now 6" in seen.refusal
     assert (seen.own, seen.clean) == (False, False)
 
@@ -75,7 +75,7 @@ def test_what_a_preview_finds(
     survey = Survey(left=left)
     for n in range(5):
         survey.add(GONE, n, problem="unfit: x" if n < unfit else "")
-    seen = machine.Preview(survey, problems, unfinished, unfinished is not None)
+    seen = state_machine.Preview(survey, problems, unfinished, unfinished is not None)
     assert (seen.to_hold, sum(seen.reasons.values()), seen.clean) == (to_hold, to_hold, clean)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.amqp.properties import Properties
 from delayer.broker.routing import ExchangeTold
 from delayer.core.message import Delivery, Target
 from delayer.core.topology import Binding
-from delayer.legacy.hold_queues import Hold, Leads
-from delayer.legacy.queues import fell, fingerprint
-from delayer.wire.properties import Properties
+from delayer.imports.hold_queues import Hold, Leads
+from delayer.imports.queues import fell, fingerprint
 from tests.rig.raw import Props, Value, array, number, table, text
 
 NOW = 1_900_000_000_500

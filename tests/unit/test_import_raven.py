@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from delayer.amqp.properties import Properties
 from delayer.core.message import Target
-from delayer.legacy.files import Skipped, Unreadable
-from delayer.legacy.raven import read
-from delayer.wire.properties import Properties
+from delayer.imports.files import Skipped, Unreadable
+from delayer.imports.raven import read
 
 DOCUMENT = {
     "Destination": "sales.orders",

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import DATETIME, Dialect
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
-from delayer.legacy.statements import Layout, Moving, Pick, Place, clock, is_staged, staged_beside, staged_name
+from delayer.imports.statements import Layout, Moving, Pick, Place, clock, is_staged, staged_beside, staged_name
 
 COLUMNS = ("Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion")
 NOON = datetime(2031, 1, 31, 12)  # noqa: DTZ001 - the columns have no zone

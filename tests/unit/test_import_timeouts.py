@@ -8,11 +8,11 @@ from datetime import datetime
 
 import pytest
 
+from delayer.amqp.properties import Properties
 from delayer.core.importing import Rewrite, read_rewrite
 from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import LATEST_MS
-from delayer.legacy.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of, problem_of
-from delayer.wire.properties import Properties
+from delayer.imports.timeouts import RELATED, UNREAD, Timeout, epoch_ms, item_of, moment_of, problem_of
 
 DUE_MS = 1_900_000_000_000
 HEADERS = {

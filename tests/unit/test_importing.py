@@ -9,9 +9,9 @@ import pytest
 
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.importing import Batch, Item, Phase
-from delayer.legacy import machine
-from delayer.legacy.machine import CountMismatch, ImportImpossible, SourceLost
-from delayer.legacy.sql import Ahead
+from delayer.imports import state_machine
+from delayer.imports.sql import Ahead
+from delayer.imports.state_machine import CountMismatch, ImportImpossible, SourceLost
 from tests.unit.import_fakes import (
     PARAMETERS,
     Died,
@@ -89,7 +89,7 @@ async def test_aborted_at_every_step() -> None:
         for at in (1, 2, 3, None):
             try:
                 book.switch = Switch(at)
-                await machine.abort(FakeSource(shelf, book.switch, PARAMETERS), book)
+                await state_machine.abort(FakeSource(shelf, book.switch, PARAMETERS), book)
                 break
             except Died:
                 continue
@@ -111,11 +111,11 @@ async def test_a_run_behind_an_abort_that_was_killed_says_to_abort() -> None:
     source = FakeSource(shelf, Switch(), PARAMETERS)
     book.switch = Switch(1)
     with pytest.raises(Died):
-        await machine.abort(source, book)
+        await state_machine.abort(source, book)
     for _ in range(2):
         with pytest.raises(ImportImpossible, match="Next: `abort`, with the same parameters"):
             await run_once(shelf, book)
-    assert (await machine.abort(FakeSource(shelf, Switch(), PARAMETERS), book)).run.phase is Phase.ABORTED
+    assert (await state_machine.abort(FakeSource(shelf, Switch(), PARAMETERS), book)).run.phase is Phase.ABORTED
     left = sorted(item.parcel for item in shelf.there.values())
     assert sorted([*left, *(item.parcel for item in book.parked)]) == sorted(item.parcel for item in items)
 
@@ -125,17 +125,17 @@ async def test_other_parameters_do_not_resume() -> None:
     with pytest.raises(Died):
         await run_once(shelf, book, at=9)
     other = FakeSource(shelf, Switch(), PARAMETERS | {"cutoff_ms": 6})
-    for doing in (machine.run(other, book, FakeJudge(), "me", silent), machine.abort(other, book)):
+    for doing in (state_machine.run(other, book, FakeJudge(), "me", silent), state_machine.abort(other, book)):
         with pytest.raises(ImportImpossible, match="cutoff_ms: begun with 5, now 6"):
             await doing
     other.name = "other"
     with pytest.raises(ImportImpossible, match="import 1 from fake is not finished"):
-        await machine.run(other, book, FakeJudge(), "me", silent)
+        await state_machine.run(other, book, FakeJudge(), "me", silent)
 
 
 async def test_nothing_to_abort() -> None:
     with pytest.raises(ImportImpossible, match="no unfinished import"):
-        await machine.abort(FakeSource(Shelf(1), Switch(), PARAMETERS), FakeBook())
+        await state_machine.abort(FakeSource(Shelf(1), Switch(), PARAMETERS), FakeBook())
 
 
 async def test_counts_that_differ_stop_it() -> None:
@@ -143,7 +143,7 @@ async def test_counts_that_differ_stop_it() -> None:
     source = FakeSource(shelf, Switch(), PARAMETERS)
     source.loses = 1
     with pytest.raises(CountMismatch, match="3 messages of a batch are committed, but 2 could be removed"):
-        await machine.run(source, book, FakeJudge(), "me", silent)
+        await state_machine.run(source, book, FakeJudge(), "me", silent)
     shelf, book = Shelf(COUNT), FakeBook()
     with pytest.raises(Died):
         await run_once(shelf, book, at=6)

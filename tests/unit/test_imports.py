@@ -12,9 +12,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "delayer"
 
-# Modules without a layer of their own: values that say who and where we are.
+# Modules without a layer of their own: the version.
 FREE = frozenset({"delayer", "delayer.__version__"})
-FAULTPOINT = "delayer.faultpoint"
 # Parts of the standard library that would let the outside world into the core.
 IMPURE = frozenset({"asyncio", "time", "logging"})
 
@@ -32,28 +31,24 @@ def layer(*below: str, never: str = "") -> Layer:
 
 
 HOUSE: Mapping[str, Layer] = {
-    "faultpoint": layer(never="aio_pika sqlalchemy asyncpg pyspark"),
     "core": layer(),  # and nothing but the pure part of the standard library
-    "wire": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "amqp": layer("core", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "config": layer("core", "amqp", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "broker": layer("core", "amqp", never="sqlalchemy asyncpg pyspark"),
     "store": layer("core", never="aio_pika aiormq pamqp pyspark"),
-    "broker": layer("core", "wire", never="sqlalchemy asyncpg pyspark"),
-    "services": layer("core", "wire", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
-    "ops": layer("core", "services", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
-    # HTTP: beside the daemon, asked by people and by Prometheus. Nothing but the edge imports it.
-    "ops.http": layer(
-        "core", "services", "store", "settings", "telemetry", never="aio_pika aiormq sqlalchemy asyncpg pyspark"
-    ),
-    "settings": layer("core", "wire", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
-    # Services and their relay are the daemon's; an import parks through the store, and asks the broker.
-    "legacy": layer("core", "store", "broker", "wire", never="aio_pika aiormq pyspark"),
-    # The Spark job: nothing but the edge imports it, so that the daemon never starts a JVM.
-    "audit": layer("core", "store", "broker", "wire", "settings", "telemetry", never="sqlalchemy"),
-    "telemetry": layer("core", "settings", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "intake": layer("core", "amqp", "broker", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    "release": layer("core", "amqp", "broker", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
+    # The daemon imports neither `imports` nor `audit`: it never starts a JVM.
+    "imports": layer("core", "amqp", "broker", "store", never="aio_pika aiormq pyspark"),
+    "audit": layer("core", "amqp", "broker", "store", "config", never="sqlalchemy"),
+    "http": layer("core", "amqp", "store", "config", never="aio_pika aiormq sqlalchemy asyncpg pyspark"),
 }
-# The edge may import everything below it; what it may not is to be imported from below.
-EDGE = frozenset({"cli", "commands", "app", "daemon", "in_force", "serving", "wiring"})
-# What only the HTTP layer knows of.
+# The edge may import everything below it. Nothing below may import the edge.
+EDGE = frozenset({"__main__", "cli", "daemon"})
+# Only the HTTP layer uses these packages.
 OF_HTTP = frozenset({"starlette", "uvicorn", "prometheus_client"})
+# The daemon starts without these layers.
+NOT_OF_THE_DAEMON = frozenset({"imports", "audit"})
 
 
 def violations(sources: Mapping[str, str]) -> list[str]:
@@ -84,6 +79,8 @@ def _complaint(module: str, imported: str) -> str | None:
     if imported.startswith("."):
         return f"imports {imported} relatively, which hides the layer"
     if name in EDGE or name == "":
+        if name == "daemon" and _layer_of(imported) in NOT_OF_THE_DAEMON:
+            return f"the daemon imports {imported}"
         return None if imported.split(".", maxsplit=1)[0] != "pyspark" else "imports pyspark"
     if name not in HOUSE:
         return f"{name} is no layer: give it a row in {Path(__file__).name}"
@@ -96,25 +93,20 @@ def _complaint_about_layers(name: str, imported: str) -> str | None:
     target = _layer_of(imported)
     if imported in FREE or target == name or target in HOUSE[name].below:
         return None
-    if imported.startswith(FAULTPOINT) and name != "core":
-        return None
     return f"{name} imports {imported}"
 
 
 def _complaint_about_packages(name: str, package: str) -> str | None:
     if name == "core" and (package not in sys.stdlib_module_names or package in IMPURE):
         return f"core imports {package}"
-    if package in HOUSE[name].never or (package in OF_HTTP and name != "ops.http"):
+    if package in HOUSE[name].never or (package in OF_HTTP and name != "http"):
         return f"{name} imports {package}"
     return None
 
 
 def _layer_of(module: str) -> str:
-    """`delayer.store.sql` -> "store", `delayer.ops.http.app` -> "ops.http"; the package itself -> ""."""
-    _, _, rest = module.partition(".")
-    first, _, inner = rest.partition(".")
-    nested = f"{first}.{inner.partition('.')[0]}"
-    return nested if nested in HOUSE else first
+    """`delayer.store.rows.park` -> "store"; the package itself -> ""."""
+    return module.partition(".")[2].partition(".")[0]
 
 
 def _read_package() -> dict[str, str]:
@@ -138,25 +130,25 @@ def test_imports_go_down_only() -> None:
         ("delayer.core.x", "def f():\n    from time import monotonic"),
         ("delayer.core.x", "import logging.config"),
         ("delayer.core.x", "import structlog"),
-        ("delayer.core.x", "from delayer.wire import fields"),
-        ("delayer.core.x", "from delayer.faultpoint import reach"),
-        ("delayer.core.x", "from ..wire import fields"),
-        ("delayer.wire.x", "import aio_pika.abc"),
-        ("delayer.wire.x", "from delayer.services import ports"),
-        ("delayer.services.x", "from sqlalchemy import text"),
-        ("delayer.services.x", "from delayer import settings"),
-        ("delayer.services.x", "import delayer.store.postgres"),
-        ("delayer.services.x", "from delayer.broker.relay import Relay"),
+        ("delayer.core.x", "from delayer.amqp import fields"),
+        ("delayer.core.x", "from delayer.broker import admin"),
+        ("delayer.core.x", "from ..amqp import fields"),
+        ("delayer.amqp.x", "import aio_pika.abc"),
+        ("delayer.amqp.x", "from delayer.broker import ports"),
+        ("delayer.release.x", "from sqlalchemy import text"),
+        ("delayer.intake.x", "from delayer import config"),
+        ("delayer.intake.x", "import delayer.store.postgres"),
+        ("delayer.intake.x", "from delayer.release.loop import Release"),
         ("delayer.store.x", "from delayer.broker import relay"),
-        ("delayer.legacy.x", "from delayer.services import intake"),
-        ("delayer.legacy.x", "from delayer.settings import Settings"),
-        ("delayer.store.x", "from delayer.wire import fields"),
+        ("delayer.imports.x", "from delayer.intake import handle"),
+        ("delayer.imports.x", "from delayer.config import Settings"),
+        ("delayer.store.x", "from delayer.amqp import fields"),
         ("delayer.broker.x", "if TYPE_CHECKING:\n    from delayer.store import postgres"),
-        ("delayer.settings.model", "import delayer.cli"),
-        ("delayer.ops.notify", "import delayer.ops.http.app"),
-        ("delayer.ops.http.x", "from delayer.broker import admin"),
-        ("delayer.services.x", "import starlette"),
-        ("delayer.cli", "import pyspark"),
+        ("delayer.config.model", "import delayer.cli.main"),
+        ("delayer.daemon.x", "from delayer.audit import job"),
+        ("delayer.http.x", "from delayer.broker import admin"),
+        ("delayer.release.x", "import starlette"),
+        ("delayer.cli.main", "import pyspark"),
         ("delayer.novelty", "import json"),
     ],
 )
@@ -168,9 +160,12 @@ def test_a_planted_violation_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("delayer.core.x", "from __future__ import annotations\nimport datetime\nfrom delayer.core.message import Due"),
-        ("delayer.wire.x", "import asyncio\nfrom delayer.faultpoint import reach\nfrom delayer import __version__"),
-        ("delayer.services.x", "import time\nfrom delayer.wire.properties import Properties"),
-        ("delayer.cli", "import click\nfrom delayer.store import postgres"),
+        (
+            "delayer.amqp.x",
+            "import asyncio\nfrom delayer.core.faultpoint import reach\nfrom delayer import __version__",
+        ),
+        ("delayer.release.x", "import time\nfrom delayer.amqp.properties import Properties"),
+        ("delayer.cli.main", "import click\nfrom delayer.store import postgres"),
     ],
 )
 def test_what_is_allowed_is_not_complained_about(module: str, source: str) -> None:

@@ -8,10 +8,10 @@ import math
 import pytest
 from structlog.testing import capture_logs
 
+from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
-from delayer.services import lane_manager as module
-from delayer.services.counting import Counters
-from delayer.services.lane_manager import LaneManager, share
+from delayer.release import lane_manager as module
+from delayer.release.lane_manager import LaneManager, share
 from tests.rig.fakes import NOW, WHY, Look, Pulse, ScriptedStore, due, until
 from tests.unit.lanes_scene import quick, scene
 

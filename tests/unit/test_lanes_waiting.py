@@ -51,7 +51,7 @@ async def test_one_that_says_nothing_is_waited_for_so_long() -> None:
 
 async def test_lanes_that_were_let_go_of_without_a_broker_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken again with the first look that sees the broker, and keys may come before it."""
-    monkeypatch.setattr("delayer.services.lane_manager.AWAY_SECONDS", 0.01)
+    monkeypatch.setattr("delayer.release.lane_manager.AWAY_SECONDS", 0.01)
     async with scene() as it:
         await it.lanes.ready.wait()
         it.reaching = False

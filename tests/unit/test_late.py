@@ -9,7 +9,7 @@ import pytest
 from delayer.core.hold import Hold, HoldKind, too_late, unfit
 from delayer.core.message import Due, Target
 from delayer.core.plan import Ask, AtOnce, Mode, Park, Policy, Route, TooLate, decide
-from delayer.services.release import sorted_out
+from delayer.release.loop import sorted_out
 from tests.rig.fakes import NOW, due
 
 HOUR = 3_600_000

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from structlog.testing import capture_logs
 
+from delayer.broker.retry import Retry
 from delayer.core.backoff import Sparing, pause
-from delayer.services.lifecycle import Life, Part
-from delayer.services.retry import Retry
+from delayer.daemon.services import Life, Part
 
 
 def part(events: list[str], name: str) -> Part:
@@ -187,7 +187,7 @@ def nobody() -> None:
 
 async def test_pauses_grow_with_the_failures_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("delayer.services.retry.pause", lambda attempt, _: float(attempt))
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda attempt, _: float(attempt))
     retry = Retry(asyncio.Event(), nobody)
 
     async def note(seconds: float) -> None:

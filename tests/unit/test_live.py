@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from delayer.commands import status
-from delayer.settings import Settings
+from delayer.cli import status
+from delayer.config import Settings
 from tests.unit.http.test_server import Inside, served
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp import reading
 from delayer.core.filters import Filter, Token, read_token
 from delayer.core.message import Delivery
-from delayer.services import reading
-from delayer.services.refusals import Doors, told, with_short
-from delayer.store.notify import HELD, WAITING, Notification, parsed
+from delayer.intake.refusals import Doors, told, with_short
+from delayer.store.lanes.notify import HELD, WAITING, Notification, parsed
 from tests.rig.raw import Props, Value, array, number, octets, table, text
 
 DOORS = Doors(b"delays", frozenset({b"delayer.in"}))

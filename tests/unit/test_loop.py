@@ -9,7 +9,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.app import run_loop
+from delayer.daemon.app import run_loop
 
 SHORT = 0.05
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from delayer.ops.notify import Notifier
+from delayer.daemon.systemd import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.commands.output import print_json
+from delayer.cli.output import print_json
 from delayer.core.plain_json import escaped
 
 

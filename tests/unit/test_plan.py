@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.forms import CONSULTED, Ask
+from delayer.core.delay_headers import CONSULTED, Ask
 from delayer.core.message import Target
 from delayer.core.plan import (
     LATEST_MS,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core import retrying
+from delayer.core import retry_policy
 from delayer.core.cascade import routing_key
-from delayer.core.forms import CONSULTED, DEFAULT_FORMS, DELAY_FORMS, Ask, is_form, wants_no_delay
+from delayer.core.delay_headers import CONSULTED, DEFAULT_FORMS, DELAY_FORMS, Ask, is_form, wants_no_delay
 from delayer.core.message import Target
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
@@ -24,7 +24,7 @@ from delayer.core.nservicebus import (
     wire_instant,
 )
 from delayer.core.plan import AtOnce, Cancel, Cascade, Mode, Park, Policy, Refuse, Route, decide
-from delayer.core.retrying import FAILED_IN, RETRIES, Failure, Retry
+from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure, Retry
 from delayer.core.values import KeyGroup, Timestamp
 
 NOW = 1_800_000_000_000  # 2027-01-15 08:00:00
@@ -165,7 +165,7 @@ DIED = {
 
 
 def dead(retries: int | None = None, failed_in: str = "orders", **more: object) -> Ask:
-    headers: dict[bytes, object] = {retrying.X_DEATH: [DIED | more, {"queue": "elsewhere", "reason": "expired"}]}
+    headers: dict[bytes, object] = {retry_policy.X_DEATH: [DIED | more, {"queue": "elsewhere", "reason": "expired"}]}
     if retries is not None:
         headers |= {RETRIES: retries, FAILED_IN: failed_in}
     return ask(b"dead", headers)
@@ -204,9 +204,9 @@ def test_a_dead_letter_goes_back(asked: Ask, policy: Policy, plan: object) -> No
     ("asked", "reason"),
     [
         (ask(b"dead"), "retry: expected x-death"),
-        (ask(b"dead", {retrying.X_DEATH: []}), "retry: expected x-death"),
-        (ask(b"dead", {retrying.X_DEATH: [{"reason": "rejected"}]}), "retry: expected x-death"),
-        (ask(b"dead", {retrying.X_DEATH: "orders"}), "retry: expected x-death"),
+        (ask(b"dead", {retry_policy.X_DEATH: []}), "retry: expected x-death"),
+        (ask(b"dead", {retry_policy.X_DEATH: [{"reason": "rejected"}]}), "retry: expected x-death"),
+        (ask(b"dead", {retry_policy.X_DEATH: "orders"}), "retry: expected x-death"),
         (dead(-1), "x-delayer-retries: expected a whole number, found -1"),
         (ask(b"dead", dict(dead(1).headers) | {RETRIES: "1"}), "x-delayer-retries: expected a whole number, found '1'"),
         (dead(queue="q" * 256), "retry: expected x-death to name a queue of at most 255 bytes, found one of 256"),
@@ -237,7 +237,7 @@ def test_what_is_no_dead_letter_is_refused(asked: Ask, reason: str) -> None:
     ],
 )
 def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
-    assert retrying.wait_ms(replace(RETRY, jitter=0.1), retries, chance) == wait
+    assert retry_policy.wait_ms(replace(RETRY, jitter=0.1), retries, chance) == wait
 
 
 @given(
@@ -251,9 +251,9 @@ def test_how_long_a_retry_waits(retries: int, chance: float, wait: int) -> None:
 def test_retries_never_come_sooner_than_the_one_before_nor_later_than_the_longest(
     retry: Retry, retries: int, chance: float
 ) -> None:
-    wait = retrying.wait_ms(retry, retries, chance)
-    assert retrying.wait_ms(retry, retries, 0) <= wait <= retry.longest_ms
-    assert retrying.wait_ms(retry, retries + 1, chance) >= wait
+    wait = retry_policy.wait_ms(retry, retries, chance)
+    assert retry_policy.wait_ms(retry, retries, 0) <= wait <= retry.longest_ms
+    assert retry_policy.wait_ms(retry, retries + 1, chance) >= wait
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ asks = st.builds(
     Ask,
     st.sampled_from(sorted(STORE.routes)),
     st.sampled_from([b"", b"k", routing_key(60, b"a"), b"delays"]),
-    st.dictionaries(st.sampled_from(sorted(CONSULTED | retrying.CONSULTED)), values, max_size=5),
+    st.dictionaries(st.sampled_from(sorted(CONSULTED | retry_policy.CONSULTED)), values, max_size=5),
     st.none() | st.integers(0, (1 << 64) - 1),
     body=st.sampled_from([b"", b"{}", b'{"nextattempt": {"time": "2027-01-15 09:00:00"}}', b"[" * 9]),
     message_id=st.none() | st.binary(max_size=255),

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from delayer.ops import notify as module
-from delayer.ops.notify import Notifier, WatchedPulse
+from delayer.daemon import systemd as module
+from delayer.daemon.systemd import Notifier, WatchedPulse
 from tests.rig.fakes import until
 
 LIMIT_SECONDS = 120.0

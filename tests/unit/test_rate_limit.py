@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost
 from delayer.core.rate_limit import BURST, TokenBucket
-from delayer.services.counting import Counters
-from delayer.services.release import Portion, Release
+from delayer.release.loop import Portion, Release
 from tests.rig.fakes import Pulse, ScriptedLane, ScriptedPublisher, due
 
 

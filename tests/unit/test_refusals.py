@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from delayer.amqp import edits
 from delayer.core.message import Delivery, Outgoing
-from delayer.services import edits
-from delayer.services.refusals import Doors, again, told
+from delayer.intake.refusals import Doors, again, told
 from tests.rig.raw import Header, Props, Value, array, content, number, table, text
 
 LIMIT = 100_000

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from delayer.amqp.properties import Properties, encode_headers, entry, long_string
+from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import NACKED, Outcome, Outgoing, Returned
-from delayer.services import release as module
-from delayer.services.counting import Counters
-from delayer.services.release import COMPANY, Portion, Release, prepared
-from delayer.wire.properties import Properties, encode_headers, entry, long_string
+from delayer.release import loop as module
+from delayer.release.loop import COMPANY, Portion, Release, prepared
 from tests.rig.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, due, until
 
 
@@ -200,7 +200,7 @@ async def test_a_bug_is_not_swallowed() -> None:
 
 
 async def test_a_lost_broker_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]] * 100), publisher)
     stopping = asyncio.Event()
@@ -255,7 +255,7 @@ async def test_a_lane_is_behind_until_it_took_all_that_was_due(monkeypatch: pyte
 
 
 async def test_told_to_leave_in_a_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 600.0)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 600.0)
     publisher = ScriptedPublisher({b"k": BrokerLost("gone")})
     it = Scene(ScriptedLane(claims=[[due(1)]]), publisher)
     task = asyncio.create_task(it.release.run(asyncio.Event()))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from delayer.store import session
+from delayer.store import pool
 from delayer.store.clock import StoreClock
-from delayer.store.cursor import LOCKED_MS, NEVER_MS, ReleaseCursor, Start, Turn
-from delayer.store.notify import HELD, WAITING, Notification
+from delayer.store.lanes.cursor import LOCKED_MS, NEVER_MS, ReleaseCursor, Start, Turn
+from delayer.store.lanes.notify import HELD, WAITING, Notification
 
 NOW = 1_000_000
 
@@ -52,7 +52,7 @@ def test_a_clock_that_was_set_takes_the_watermark_to_the_beginning() -> None:
     clock.observe(0.0, NOW - 50_000.0, 0.0)
     assert cursor.clock_stepped
     cursor.claiming()
-    assert (cursor.watermark, cursor.more, cursor.clock_stepped) == (session.BEGINNING_MS, True, False)
+    assert (cursor.watermark, cursor.more, cursor.clock_stepped) == (pool.BEGINNING_MS, True, False)
 
 
 def test_held_rows_get_a_share_of_claims_once_one_is_due() -> None:

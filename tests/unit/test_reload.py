@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from delayer import app as module
-from delayer.app import Reload, live_part
 from delayer.broker.errors import TopologyMismatch
+from delayer.config import ConfigError, Settings
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.daemon import Daemon
-from delayer.ops.notify import Notifier
-from delayer.settings import ConfigError, Settings
+from delayer.daemon import app as module
+from delayer.daemon.app import Reload, live_part
+from delayer.daemon.daemon import Daemon
+from delayer.daemon.systemd import Notifier
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from tests.rig.fakes import until
 

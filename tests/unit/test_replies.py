@@ -6,18 +6,18 @@ import json
 
 import pytest
 
+from delayer.amqp.properties import Properties, encode_headers, entry, long_string
+from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Delivery, Returned
 from delayer.core.plan import Mode, Policy, Route
 from delayer.core.values import TakenOut
-from delayer.services import replies
-from delayer.services.consume import AckTracker
-from delayer.services.counting import Counters
-from delayer.services.dispatch import Dispatch
-from delayer.services.handle import IntakeHandler
-from delayer.services.refusals import with_short
-from delayer.services.replies import Asked
-from delayer.wire.properties import Properties, encode_headers, entry, long_string
+from delayer.intake import replies
+from delayer.intake.consume import AckTracker
+from delayer.intake.dispatch import Dispatch
+from delayer.intake.handle import IntakeHandler
+from delayer.intake.refusals import with_short
+from delayer.intake.replies import Asked
 from tests.rig.fakes import Acks, ScriptedLive, ScriptedPublisher, ids
 from tests.unit.test_classify import NAMES
 

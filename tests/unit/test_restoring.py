@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from delayer.broker.ports import Lane
+from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.segment import MEND, NEWER, Broken, Locked, Restored
-from delayer.services import restoring as module
-from delayer.services.counting import Counters
-from delayer.services.lane_manager import LaneManager
-from delayer.services.ports import Lane
-from delayer.services.release import Portion, Release
-from delayer.services.restoring import Restoring
+from delayer.release import restore as module
+from delayer.release.lane_manager import LaneManager
+from delayer.release.loop import Portion, Release
+from delayer.release.restore import Restoring
 from tests.rig.fakes import NOW, Pulse, ScriptedPublisher, ScriptedStore, until
 
 HOUR_MS = 3_600_000
@@ -28,9 +28,9 @@ DAY_MS = 24 * HOUR_MS
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.services.lane_manager.LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("delayer.services.release.SLICE", 0.005)
-    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
+    monkeypatch.setattr("delayer.release.lane_manager.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("delayer.release.loop.SLICE", 0.005)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 
 
 class Scene:
@@ -296,6 +296,6 @@ async def test_a_forced_stop() -> None:
 
 
 def test_a_daemon_loads_no_arrow_and_no_spark_at_its_start() -> None:
-    script = "import sys, delayer.app; print(*{'pyarrow', 'pyspark', 'alembic', 'pandas'} & set(sys.modules))"
+    script = "import sys, delayer.daemon.app; print(*{'pyarrow', 'pyspark', 'alembic', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "\n"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from delayer.core.counters import Counters
 from delayer.core.message import CONFIRMED, Due, Outcome, Outgoing, Parcel, Target
-from delayer.services.counting import Counters
-from delayer.services.release import Portion, Release
-from delayer.services.room import ALL, LEAST, SLOWEST, UNHURRIED, Room
+from delayer.release.loop import Portion, Release
+from delayer.release.memory_budget import ALL, LEAST, SLOWEST, UNHURRIED, Room
 from tests.rig.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, until
 
 BODY = 1_000_000

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from delayer.cli import cli
-from delayer.settings import ConfigError, load
+from delayer.cli.main import cli
+from delayer.config import ConfigError, load
 
 CREDENTIALS = ("broker-url", "store-url", "client-key")
 CONFIG = """

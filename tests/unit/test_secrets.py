@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from delayer.amqp.address import Address
+from delayer.config import ConfigError, SecretUrl, load
 from delayer.core.secret import concealed, mask
-from delayer.legacy.databases import Database, database_url, shown
-from delayer.legacy.machine import BadSource
-from delayer.settings import ConfigError, SecretUrl, load
-from delayer.wire.address import Address
+from delayer.imports.databases import Database, database_url, shown
+from delayer.imports.state_machine import BadSource
 
 MARK = "Zq7w"
 """A piece of every password that nothing else has."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.settings import (
+from delayer.config import (
     ConfigError,
     Destination,
     Retry,
@@ -22,7 +22,7 @@ from delayer.settings import (
     load,
     loading,
 )
-from delayer.settings.sources import env_name, keys_of, known_keys
+from delayer.config.sources import env_name, keys_of, known_keys
 
 ROOT = Path(__file__).parents[2]
 DAY_MS = 86_400_000

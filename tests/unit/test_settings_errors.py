@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.settings import ConfigError, Problem, load, loading, mask
+from delayer.config import ConfigError, Problem, load, loading, mask
 from tests.unit.settings_mistakes import BROKER_URL, FILES, KNOWN, UNKNOWN
 
 

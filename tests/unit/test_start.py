@@ -13,7 +13,7 @@ NOWHERE = ("--broker-url", "amqp://127.0.0.1:1", "--store-url", "postgresql://12
 TOLD = """
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr, flush=True))
-from delayer.cli import main
+from delayer.cli.main import main
 main()
 """
 SLOW = frozenset(
@@ -23,10 +23,10 @@ SLOW = frozenset(
     }
 )  # fmt: skip
 """Each takes between 20 and 500 ms."""
-DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon", "delayer.services.release"}
+DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon.daemon", "delayer.release.loop"}
 STATUS = SLOW | DAEMON
-STORE = STATUS | {"pamqp", "delayer.wire.connection", "delayer.wiring"}
-ANY = STORE | {"structlog", "rich", "asyncio", "asyncpg", "pydantic", "delayer.settings"}
+STORE = STATUS | {"pamqp", "delayer.amqp.connection", "delayer.config.topology"}
+ANY = STORE | {"structlog", "rich", "asyncio", "asyncpg", "pydantic", "delayer.config"}
 
 
 def loaded(tmp_path: Path, *arguments: str, expect: int = 3) -> frozenset[str]:
@@ -64,4 +64,4 @@ def test_a_command_that_looks_loads_only_what_it_needs(
 
 def test_the_measure_works(tmp_path: Path) -> None:
     """What topology needs is seen, and it needs the driver."""
-    assert {"delayer.cli", "aio_pika", "structlog"} <= loaded(tmp_path, *NOWHERE, "refused", "list")
+    assert {"delayer.cli.main", "aio_pika", "structlog"} <= loaded(tmp_path, *NOWHERE, "refused", "list")

@@ -7,8 +7,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from delayer.settings import ConfigError, load, loading
-from delayer.settings.checks import mistakes
+from delayer.config import ConfigError, load, loading
+from delayer.config.checks import mistakes
 
 URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.commands.errors import DONE, FOUND, OUT_OF_REACH, USAGE
+from delayer.cli.errors import DONE, FOUND, OUT_OF_REACH, USAGE
 from tests.rig.daemon import EXECUTABLE
 
 NOWHERE = ("--broker-url", "amqp://127.0.0.1:1", "--store-url", "postgresql://127.0.0.1:1/nothing")

@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from delayer.cli import cli
+from delayer.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "systemd" / "delayer.service"

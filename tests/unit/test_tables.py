@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from delayer.commands.output import print_table
+from delayer.cli.output import print_table
 
 ROWS = [("1", "w" * 500, "x"), ("22", "日本" * 100, ""), ("3", "[red]x[/red] :smile:", "  z ")]
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from delayer.amqp.properties import entry, int64, long_string
 from delayer.core.cascade import Cascade, Kind, routing_key
+from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT, wire_instant
-from delayer.services.counting import Counters
-from delayer.services.takeover import MOST_DELIVERIES, LevelTakeover
-from delayer.wire.properties import entry, int64, long_string
+from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
 from tests.rig.fakes import NOW, Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 LEVEL = 11
@@ -68,7 +68,7 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.services.retry.pause", lambda *_: 0.0001)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
 
 
 async def test_parked_for_the_delivery_exchange_with_its_digits() -> None:

@@ -19,8 +19,8 @@ import pytest
 import structlog
 
 import delayer
-from delayer import telemetry
-from delayer.telemetry import EVENTS, configure, readable
+from delayer.config import logs
+from delayer.config.logs import EVENTS, configure, readable
 
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 
@@ -33,7 +33,7 @@ def stream() -> Iterator[io.StringIO]:
     yield io.StringIO()
     root.handlers[:] = handlers
     root.setLevel(level)
-    for library in (*telemetry._LIBRARIES, *telemetry._TALKATIVE):
+    for library in (*logs._LIBRARIES, *logs._TALKATIVE):
         logging.getLogger(library).setLevel(logging.NOTSET)
     logging.captureWarnings(False)
     structlog.reset_defaults()
@@ -45,15 +45,13 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def test_one_object_a_line(stream: io.StringIO) -> None:
     configure("json", "info", stream)
-    structlog.get_logger("delayer.services.release").info(
-        "message held", id=7, key=b"orders.\xff\n", route=b"a", n=None
-    )
+    structlog.get_logger("delayer.release.loop").info("message held", id=7, key=b"orders.\xff\n", route=b"a", n=None)
     (line,) = lines(stream)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
     assert line == {
         "level": "info",
         "event": "message held",
-        "logger": "delayer.services.release",
+        "logger": "delayer.release.loop",
         "id": 7,
         "key": "orders.\\xff\\n",
         "route": "a",
@@ -156,7 +154,7 @@ def test_every_event_is_listed() -> None:
     for path, line, call in events_used():
         name = call.args[0] if call.args else None
         assert isinstance(name, ast.Constant), f"{path}:{line}: an event's name is a constant, its details are keywords"
-        assert name.value in EVENTS, f"{path}:{line}: {name.value!r} is missing in delayer.telemetry.EVENTS"
+        assert name.value in EVENTS, f"{path}:{line}: {name.value!r} is missing in delayer.config.logs.EVENTS"
         used.add(name.value)
     assert used == set(EVENTS), "listed and used by nobody"
 
@@ -232,7 +230,7 @@ def test_the_end_of_the_process_does_not_wait_for_a_reader() -> None:
     ["import structlog; log = structlog.get_logger('ours')", "import logging; log = logging.getLogger('theirs')"],
 )
 def test_a_command_logs_errors_to_stderr(first: str) -> None:
-    program = f"from delayer.telemetry import configure; configure('console', 'error'); {first}; "
+    program = f"from delayer.config.logs import configure; configure('console', 'error'); {first}; "
     program += "log.info('low'); log.error('high'); print(1)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, "high" in done.stderr, "low" in done.stderr) == ("1\n", True, False)

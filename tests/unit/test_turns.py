@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from delayer.amqp.envelopes import Names
 from delayer.core.cascade import Cascade
 from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Target
 from delayer.core.plan import Cancel, Park, Plan
-from delayer.services.envelopes import Names
-from delayer.services.handle import Sorted, Turns, wait, work_for
+from delayer.intake.handle import Sorted, Turns, wait, work_for
 
 NAMES = Names(Cascade(), b"delays.due", b"delays.refused", 131_000)
 TARGET = Target(b"out", b"k")

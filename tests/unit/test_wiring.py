@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
 from delayer.core.cascade import Cascade
 from delayer.core.plan import Mode, Route
-from delayer.in_force import policy_of
-from delayer.settings import Settings
-from delayer.wiring import cascade_of, native_of, queues_at_work, topology_of, uses_cascade, without_effect
+from delayer.daemon.live_settings import policy_of
 
 
 def settings(**tables: Any) -> Settings:

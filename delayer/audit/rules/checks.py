@@ -18,6 +18,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.audit.findings import Finding, LaneFigures, Severity, shown
 from delayer.audit.rules.model import (
     EXAMPLES,
@@ -36,9 +37,8 @@ from delayer.audit.rules.model import (
     Tally,
     combined,
 )
-from delayer.store.envelope import FORMAT
-from delayer.store.stats import KINDS, waiting
-from delayer.wire.properties import MalformedProperties, MalformedTable, Properties
+from delayer.store.admin.stats import KINDS, waiting
+from delayer.store.rows.envelope import FORMAT
 
 CHECKSUM = "the checksum does not fit its bytes"
 UNKNOWN_FORMAT = "the format is not known"

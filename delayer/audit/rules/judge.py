@@ -40,7 +40,7 @@ from delayer.audit.rules.model import (
     Tally,
     combined,
 )
-from delayer.store.stats import KINDS, waiting
+from delayer.store.admin.stats import KINDS, waiting
 
 PEAKS: Final = "peaks"
 RELEASE_RATE: Final = 14_000.0

@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Final, NamedTuple
 
-from delayer.store.stats import RESTORED_MS
+from delayer.store.admin.stats import RESTORED_MS
 
 WAITING, HELD, PACKED = "waiting", "held", "segment"
 """Where a message stands: a row of ``message``, a row of ``held``, inside a segment."""

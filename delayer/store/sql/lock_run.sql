@@ -1,4 +1,4 @@
--- Lock the first rows of a window and give them back as one row, each column as one byte string (store/packing.py).
+-- Lock the first rows of a window and give them back as one row, each column as one byte string (store/segments/codec.py).
 --
 -- $1 lane; from ($9, $3) inclusive to ($4, $5) exclusive in the order of (due_at, id), where $9 is epoch microseconds
 -- (exact up to the year 2255), as a portion may end inside a millisecond; the bounds of due_at once more, as $2 and $6,

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import aio_pika
 
+from delayer.amqp.connection import Connection
 from delayer.core.errors import BrokerLost
-from delayer.wire.connection import Connection
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kept import USER

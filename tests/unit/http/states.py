@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from delayer.services.counting import Counters
-from delayer.store import schema, segments, stats
-from delayer.store.stats import LaneOverview, StoreOverview
+from delayer.core.counters import Counters
+from delayer.store import schema
+from delayer.store.admin import stats
+from delayer.store.admin.stats import LaneOverview, StoreOverview
+from delayer.store.segments import catalog
 
 LINE = {"connected": True, "blocked": False, "connects": 1}
 
@@ -31,7 +33,7 @@ def state(counters: Counters | None = None, **more: Any) -> dict[str, Any]:
 def overview(
     found: str | None = schema.HEAD,
     lanes: list[LaneOverview] | None = None,
-    packed: segments.Counted = stats.NO_SEGMENTS,
+    packed: catalog.Counted = stats.NO_SEGMENTS,
 ) -> StoreOverview:
     """What a look at the store saw."""
     more = {"late": stats.NOT_LATE} if "late" in StoreOverview.__dataclass_fields__ else {}

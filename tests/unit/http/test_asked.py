@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.core.filters import Filter
-from delayer.ops.http.asked import (
+from delayer.http.forms import (
     Wrong,
     back,
     fixed,

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from delayer.core.hosts import is_loopback
 from delayer.core.secret import Secret
-from delayer.ops.http.guard import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours
+from delayer.http.access import COOKIE, LASTS, LONGEST, Doors, cookie_name, from_our_page, host_is_ours
 
 TOKEN = "open-sesame-open-sesame"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from delayer.ops.http.app import not_alive, not_ready
+from delayer.http.app import not_alive, not_ready
 from delayer.store import schema
-from delayer.store.stats import StoreOverview
+from delayer.store.admin.stats import StoreOverview
 from tests.unit.http.states import LINE, overview, state
 
 GOOD, OLD, NONE = overview(), overview("9999"), overview(None)

@@ -13,14 +13,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from delayer.config import Settings
 from delayer.core import horizon
-from delayer.ops.http.metrics import METRICS, PREFIX, Sight, roles, text
-from delayer.ops.http.ports import Depths
-from delayer.ops.http.view import Seen, StoreSeen
-from delayer.services.counting import Counters
-from delayer.settings import Settings
-from delayer.store import segments
-from delayer.store.stats import KINDS, Census, LaneOverview
+from delayer.core.counters import Counters
+from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text
+from delayer.http.ports import Depths
+from delayer.http.view import Seen, StoreSeen
+from delayer.store.admin.stats import KINDS, Census, LaneOverview
+from delayer.store.segments import catalog
 from tests.unit.http.states import overview, state
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +43,7 @@ def sight(**more: Any) -> Sight:
     counters.delivered([(0, b"orders.in")], 40)
     counters.took("claim", 0.003)
     counters.batch("claim", 3)
-    packed = segments.Counted(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
+    packed = catalog.Counted(segments=4, messages=400, broken=1, broken_messages=100, next_due_ms=None)
     lanes = [lane(1, alive=True, waiting=5, next_due_ms=9_000), lane(2, alive=False, waiting=2, next_due_ms=None)]
     store = StoreSeen(overview(lanes=lanes, packed=packed), (2, 50))
     counts = {(b"orders.in", 0): 2.0, (b"orders.in", 1): 3.0, (b"mail\xff", len(horizon.OFFSETS)): 4.0}

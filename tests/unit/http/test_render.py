@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.ops.http import render
+from delayer.http import render
 
 STATIC = Path(render.__file__).parent / "static"
 TEMPLATES = Path(render.__file__).parent / "templates"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from delayer.config import Settings
 from delayer.core.errors import BrokerLost
-from delayer.ops.http import guard, server
-from delayer.ops.http.guard import HEADERS
-from delayer.ops.http.ports import Depths, RefusedRow, State
-from delayer.ops.http.server import HttpPart
-from delayer.settings import Settings
+from delayer.http import access, server
+from delayer.http.access import HEADERS
+from delayer.http.ports import Depths, RefusedRow, State
+from delayer.http.server import HttpPart
 from tests.faults.place import eventually
 from tests.rig.web import Web
 from tests.unit.http.states import state
@@ -73,7 +73,7 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     told = addresses
     monkeypatch.setattr(server, "log", Log())
     monkeypatch.setattr(server, "AGAIN", 0.05)
-    monkeypatch.setattr(server, "Doors", partial(guard.Doors, wrong_seconds=0.0))
+    monkeypatch.setattr(server, "Doors", partial(access.Doors, wrong_seconds=0.0))
     stopping = asyncio.Event()
     part = asyncio.create_task(HttpPart(inside).run(stopping))
     try:

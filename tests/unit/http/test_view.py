@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from delayer.core.errors import StoreLost
-from delayer.ops.http import view
-from delayer.ops.http.view import Cached
+from delayer.http import view
+from delayer.http.view import Cached
 
 
 class World:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store import packing
+from delayer.store.segments import codec
 from tests.unit.store.test_packing import Row, row, rows_of, table
 
 EPOCH_US = 946_684_800_000_000
@@ -24,9 +24,9 @@ ROWS = st.lists(
 def as_one_row(rows: Sequence[Row]) -> dict[str, bytes]:
     """What sql/lock_run.sql gives."""
     columns: dict[str, bytes] = {}
-    for place, name in enumerate(packing.COLUMNS):
+    for place, name in enumerate(codec.COLUMNS):
         values = [one[place] for one in rows]
-        if name in packing.BYTES:
+        if name in codec.BYTES:
             columns[name] = b"".join(values)
             columns[f"{name}_lengths"] = b"".join(struct.pack(">i", len(value)) for value in values)
         else:
@@ -38,7 +38,7 @@ def as_copy(rows: Sequence[Row], lane: int) -> bytes:
     """What a binary COPY expects."""
     stream = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
     for id_, due_us, parked_us, checksum, format_, *strings in rows:
-        stream += struct.pack(">h", len(packing.COPIED))
+        stream += struct.pack(">h", len(codec.COPIED))
         for number in (id_, due_us - EPOCH_US, parked_us - EPOCH_US, checksum):
             stream += struct.pack(">iq", 8, number)
         stream += struct.pack(">ihih", 2, lane, 2, format_)
@@ -49,15 +49,15 @@ def as_copy(rows: Sequence[Row], lane: int) -> bytes:
 @settings(deadline=None)
 @given(ROWS)
 def test_from_postgres(rows: list[Row]) -> None:
-    found = packing.table_of(as_one_row(rows))
-    assert found.schema == packing.SCHEMA
+    found = codec.table_of(as_one_row(rows))
+    assert found.schema == codec.SCHEMA
     assert rows_of(found) == rows
 
 
 @settings(deadline=None)
 @given(ROWS, st.integers(1, (1 << 15) - 1), st.integers(1, 500))
 def test_to_postgres(rows: list[Row], lane: int, portion: int) -> None:
-    portions = list(packing.copy_stream(table(rows), lane, portion))
+    portions = list(codec.copy_stream(table(rows), lane, portion))
     assert b"".join(portions) == as_copy(rows, lane)
     assert max(map(len, portions)) <= max(portion, 19)
 
@@ -66,11 +66,11 @@ def test_a_piece_of_a_table() -> None:
     """What is left after cancelled messages were taken out, and tables that do not begin at the first row."""
     rows = [row(n, n, b"%d" % n * n) for n in range(10)]
     some = [one for one in rows if one[0] not in (0, 5)]
-    for whole, expected in ((table(rows).slice(3, 4), rows[3:7]), (packing.without(table(rows), [0, 5]), some)):
-        assert b"".join(packing.copy_stream(whole, 7, 1 << 20)) == as_copy(expected, 7)
+    for whole, expected in ((table(rows).slice(3, 4), rows[3:7]), (codec.without(table(rows), [0, 5]), some)):
+        assert b"".join(codec.copy_stream(whole, 7, 1 << 20)) == as_copy(expected, 7)
 
 
 def test_lengths_that_do_not_fit() -> None:
     columns = as_one_row([row(1), row(2)])
     with pytest.raises(ValueError, match="expected 8 bytes by the lengths, found 9"):
-        packing.table_of(columns | {"body": columns["body"] + b"x"})
+        codec.table_of(columns | {"body": columns["body"] + b"x"})

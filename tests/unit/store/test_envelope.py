@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.core.message import Due, Parcel, Target
-from delayer.store import envelope, statements
+from delayer.store import statements
+from delayer.store.rows import envelope
 
 # Rows as format 1 wrote them. Never edit: add the next format below.
 FORMAT_1: list[tuple[Mapping[str, object], Parcel]] = [

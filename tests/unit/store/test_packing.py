@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store import packing
-from delayer.store.packing import Packed, SegmentBroken, pack, unpack
+from delayer.store.segments import codec
+from delayer.store.segments.codec import Packed, SegmentBroken, pack, unpack
 
 Row = tuple[Any, ...]
 """Values of packing.COLUMNS; instants are epoch microseconds."""
@@ -46,13 +46,13 @@ def row(number: int, due_us: int = 0, body: bytes = b"body") -> Row:
 
 
 def table(rows: Sequence[Row]) -> Any:
-    columns = zip(*rows, strict=True) if rows else [[] for _ in packing.COLUMNS]
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, packing.SCHEMA, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=packing.SCHEMA)
+    columns = zip(*rows, strict=True) if rows else [[] for _ in codec.COLUMNS]
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, codec.SCHEMA, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=codec.SCHEMA)
 
 
 def rows_of(found: Any) -> list[Row]:
-    columns = [column.cast(pa.int64()) if name in packing.NUMBERS else column for name, column in _columns(found)]
+    columns = [column.cast(pa.int64()) if name in codec.NUMBERS else column for name, column in _columns(found)]
     return list(zip(*(column.to_pylist() for column in columns), strict=True))
 
 
@@ -75,7 +75,7 @@ def canonical(rows: Sequence[Row]) -> bytes:
 
 
 def read_back(packed: Packed) -> Any:
-    return unpack(packed.packed, packing.FORMAT, packed.messages, packed.digest)
+    return unpack(packed.packed, codec.FORMAT, packed.messages, packed.digest)
 
 
 @settings(deadline=None)
@@ -92,7 +92,7 @@ def test_round_trip(rows: list[Row]) -> None:
     assert (packed.first_due_us, packed.last_due_us) == (expected[0][1], expected[-1][1])
     ids = [values[0] for values in rows]
     assert (packed.first_id, packed.last_id) == (min(ids), max(ids))
-    assert sorted(packing.ids_of(packed.packed, b"", len(packed.packed), 1) or ()) == sorted(ids)
+    assert sorted(codec.ids_of(packed.packed, b"", len(packed.packed), 1) or ()) == sorted(ids)
 
 
 def test_bodies_of_any_size() -> None:
@@ -116,22 +116,22 @@ def test_an_unsorted_table_and_a_sorted_one_are_the_same() -> None:
 @settings(deadline=None)
 @given(ROWS, st.randoms())
 def test_the_digest_knows_nothing_of_the_encoding(rows: list[Row], chance: random.Random) -> None:
-    whole = packing.ordered(table(rows))
-    expected = packing.digest_of(whole)
+    whole = codec.ordered(table(rows))
+    expected = codec.digest_of(whole)
     cut = chance.randrange(len(rows) + 1)
     chunked = pa.concat_tables([whole.slice(0, cut), whole.slice(cut)])
-    assert packing.digest_of(chunked) == expected
-    assert packing.digest_of(pa.concat_tables([whole, whole]).slice(len(rows), len(rows))) == expected
+    assert codec.digest_of(chunked) == expected
+    assert codec.digest_of(pa.concat_tables([whole, whole]).slice(len(rows), len(rows))) == expected
     sink = pa.BufferOutputStream()
     pq.write_table(whole, sink, compression=chance.choice(["none", "snappy", "zstd"]), row_group_size=7)
-    assert packing.digest_of(pq.read_table(pa.BufferReader(sink.getvalue()))) == expected
+    assert codec.digest_of(pq.read_table(pa.BufferReader(sink.getvalue()))) == expected
 
 
 def test_the_digest_knows_where_a_byte_string_ends() -> None:
     one = (*row(1)[:10], b"ab", b"c")
     other = (*row(1)[:10], b"a", b"bc")
-    assert packing.digest_of(table([one])) != packing.digest_of(table([other]))
-    assert packing.digest_of(table([row(1, 1, b"ab"), row(2, 2, b"")])) != packing.digest_of(
+    assert codec.digest_of(table([one])) != codec.digest_of(table([other]))
+    assert codec.digest_of(table([row(1, 1, b"ab"), row(2, 2, b"")])) != codec.digest_of(
         table([row(1, 1, b"a"), row(2, 2, b"b")])
     )
 
@@ -168,7 +168,7 @@ def test_broken_bytes_under_a_right_checksum_are_found() -> None:
         for _ in range(chance.randint(1, 3)):
             parquet[chance.randrange(4, len(parquet) - 8)] = chance.randrange(256)
         try:
-            table = read_back(packed._replace(packed=packing.framed(bytes(parquet))))
+            table = read_back(packed._replace(packed=codec.framed(bytes(parquet))))
         except SegmentBroken:
             continue
         assert table.equals(read_back(packed))  # a byte that says nothing, or the same
@@ -194,7 +194,7 @@ def test_a_format_of_the_future_is_not_guessed_at() -> None:
     with pytest.raises(SegmentBroken, match="format 1 at most, found 2"):
         unpack(packed.packed, 2, packed.messages, packed.digest)
     with pytest.raises(SegmentBroken, match="of format 2"):
-        packing.ids_of(packed.packed[:100], packed.packed[-100:], len(packed.packed), 2)
+        codec.ids_of(packed.packed[:100], packed.packed[-100:], len(packed.packed), 2)
 
 
 def test_a_lack_of_memory_says_nothing_about_the_segment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_another_file_than_ours() -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table([row(1)]).drop_columns(["body"]), sink)
     with pytest.raises(SegmentBroken, match="expected the columns"):
-        unpack(packing.framed(bytes(sink.getvalue())), 1, 1, bytes(32))
+        unpack(codec.framed(bytes(sink.getvalue())), 1, 1, bytes(32))
 
 
 @pytest.mark.parametrize("rows", [0, 3])
@@ -225,29 +225,29 @@ def test_ids_come_from_the_ends_of_a_file() -> None:
     ids = sorted(chance.sample(range(1 << 40), 4_000))
     packed = pack(table([row(number, number, chance.randbytes(300)) for number in ids])).packed
     size = len(packed)
-    assert size > 10 * packing.HEAD
-    assert packing.ids_of(packed[: packing.HEAD], packed[-packing.TAIL :], size, 1) == ids
-    assert packing.ids_of(packed[:2_000], packed[-packing.TAIL :], size, 1) is None
-    assert packing.ids_of(packed[: packing.HEAD], packed[-200:], size, 1) is None
+    assert size > 10 * codec.HEAD
+    assert codec.ids_of(packed[: codec.HEAD], packed[-codec.TAIL :], size, 1) == ids
+    assert codec.ids_of(packed[:2_000], packed[-codec.TAIL :], size, 1) is None
+    assert codec.ids_of(packed[: codec.HEAD], packed[-200:], size, 1) is None
     for place in (6, size - 9, size - 500, size - 2):  # the checksum of the metadata, and these themselves
         broken = bytearray(packed)
         broken[place] ^= 1
         with pytest.raises(SegmentBroken):
-            packing.ids_of(bytes(broken[: packing.HEAD]), bytes(broken[-packing.TAIL :]), size, 1)
+            codec.ids_of(bytes(broken[: codec.HEAD]), bytes(broken[-codec.TAIL :]), size, 1)
     found = 0
     for place in range(12, 8_000, 97):  # the page of ids has a checksum of its own
         broken = bytearray(packed)
         broken[place] ^= 1
         with pytest.raises(SegmentBroken):
-            packing.ids_of(bytes(broken[: packing.HEAD]), bytes(broken[-packing.TAIL :]), size, 1)
+            codec.ids_of(bytes(broken[: codec.HEAD]), bytes(broken[-codec.TAIL :]), size, 1)
         found += 1
     assert found == 83
 
 
 def test_without_some() -> None:
     rows = [row(n, n) for n in range(5)]
-    assert rows_of(packing.without(table(rows), [1, 3, 99])) == [rows[0], rows[2], rows[4]]
-    assert rows_of(packing.without(table(rows), [])) == rows
+    assert rows_of(codec.without(table(rows), [1, 3, 99])) == [rows[0], rows[2], rows[4]]
+    assert rows_of(codec.without(table(rows), [])) == rows
 
 
 # What format 1 looks like. Once it is released these bytes must read, whatever changes.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.store import partitions
-from delayer.store.partitions import Days, Making, Rarer
+from delayer.store.rows import partitions
+from delayer.store.rows.partitions import Days, Making, Rarer
 
 
 def test_tries_get_rarer_from_a_minute_to_hours() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from pamqp import body, commands, header
 
+from delayer.amqp.connection import Connection
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.message import Outgoing
-from delayer.wire.connection import Connection
-from delayer.wire.properties import encode_headers, entry, long_string
 from tests.unit.wire.scripted import Peer
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pamqp import body, commands, frame, header, heartbeat
 from pamqp.base import Frame
 
+from delayer.amqp import methods
+from delayer.amqp.framing import Parser, ReturnedMessage
 from delayer.core.message import Delivery
-from delayer.wire import methods
-from delayer.wire.framing import Parser, ReturnedMessage
 from tests.unit.wire.tables import table_of_everything
 
 FRAME_MAX = 1024

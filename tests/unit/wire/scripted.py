@@ -10,9 +10,9 @@ from typing import TypeVar
 from pamqp import body, commands, frame, header, heartbeat
 from pamqp.base import Frame
 
-from delayer.wire.address import Address
-from delayer.wire.channel import Channel
-from delayer.wire.connection import Connection
+from delayer.amqp.address import Address
+from delayer.amqp.channel import Channel
+from delayer.amqp.connection import Connection
 
 HOST = "127.0.0.1"
 One = TypeVar("One", bound=Frame | body.ContentBody | header.ContentHeader | heartbeat.Heartbeat)

@@ -7,9 +7,9 @@ from decimal import Decimal
 
 from hypothesis import strategies as st
 
+from delayer.amqp.fields import Value
+from delayer.amqp.properties import FLAGS, entry
 from delayer.core.values import Timestamp
-from delayer.wire.fields import Value
-from delayer.wire.properties import FLAGS, entry
 
 
 def sized(content: bytes) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from delayer.wire.address import Address
+from delayer.amqp.address import Address
 
 
 @pytest.mark.parametrize(

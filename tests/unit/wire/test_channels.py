@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from pamqp import commands
 
+from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel, ProtocolError
+from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Delivery, Returned
-from delayer.wire.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel, ProtocolError
-from delayer.wire.properties import encode_headers, entry, long_string
 from tests.unit.wire.conversing import consume, message, publishes, round_trip
 from tests.unit.wire.recorded import content, returned
 from tests.unit.wire.scripted import scripted

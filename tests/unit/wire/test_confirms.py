@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delayer.amqp.confirms import Batch, Confirms
+from delayer.amqp.errors import ProtocolError
+from delayer.amqp.framing import ReturnedMessage
+from delayer.amqp.properties import encode_headers, entry, int64, long_string
 from delayer.core.message import CONFIRMED, NACKED, Outcome, Returned
-from delayer.wire.confirms import Batch, Confirms
-from delayer.wire.errors import ProtocolError
-from delayer.wire.framing import ReturnedMessage
-from delayer.wire.properties import encode_headers, entry, int64, long_string
 
 NO_ROUTE = Returned(312, "NO_ROUTE")
 C, N, R = CONFIRMED, NACKED, NO_ROUTE

@@ -10,16 +10,16 @@ import pytest
 from pamqp import commands
 from pamqp import heartbeat as heartbeats
 
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ConfirmTimeout, ConnectionLost, ProtocolError
 from delayer.core.message import CONFIRMED, Delivery
-from delayer.wire.connection import Connection
-from delayer.wire.errors import ConfirmTimeout, ConnectionLost, ProtocolError
 from tests.unit.wire.conversing import consume, message, publishes, round_trip, say_goodbye
 from tests.unit.wire.recorded import content, deliver, returned
 from tests.unit.wire.scripted import scripted
 
 
 async def test_close_does_not_hang_on_a_dead_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.wire.connection._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("delayer.amqp.connection._CLOSE_SECONDS", 0.05)
     async with scripted() as script:
         connection, peer = await script.connect()
         await connection.close()

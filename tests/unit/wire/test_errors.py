@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.wire.errors import AccessRefused, ConnectionLost, ProtocolError
+from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp import decode as oracle
 
+from delayer.amqp import fields
+from delayer.amqp.errors import MalformedTable
+from delayer.amqp.fields import Value
 from delayer.core.values import Timestamp
-from delayer.wire import fields
-from delayer.wire.errors import MalformedTable
-from delayer.wire.fields import Value
 from tests.unit.wire.tables import EVERY_TYPE, nested, sized, table_of_everything, tables
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pamqp import body, commands, frame
 from pamqp.base import Frame
 
+from delayer.amqp import methods
+from delayer.amqp.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
+from delayer.amqp.framing import ReturnedMessage
 from delayer.core.message import Delivery
-from delayer.wire import methods
-from delayer.wire.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
-from delayer.wire.framing import ReturnedMessage
 from tests.unit.wire.recorded import (
     EVERYTHING,
     FRAME_MAX,

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from pamqp import commands
 
+from delayer.amqp.address import Address
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import AccessRefused, ConnectionLost, ProtocolError
 from delayer.core.errors import BrokerLost
-from delayer.wire.address import Address
-from delayer.wire.connection import Connection
-from delayer.wire.errors import AccessRefused, ConnectionLost, ProtocolError
 from tests.unit.wire.conversing import say_goodbye
 from tests.unit.wire.scripted import scripted
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pamqp import commands
 
-from delayer.wire.errors import MalformedProperties, MalformedTable
-from delayer.wire.properties import FLAGS, Properties, encode_headers, entry, int64, long_string, splice
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import FLAGS, Properties, encode_headers, entry, int64, long_string, splice
 from tests.unit.wire.tables import properties, sized, table_of_everything
 
 TIME = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)

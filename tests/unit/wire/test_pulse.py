@@ -10,11 +10,11 @@ import pytest
 from pamqp import frame
 from pamqp.heartbeat import Heartbeat
 
-from delayer.wire import handshake
-from delayer.wire.connection import Pulse
-from delayer.wire.handshake import Limits
-from delayer.wire.methods import commands
-from delayer.wire.serialize import Outlet
+from delayer.amqp import handshake
+from delayer.amqp.connection import Pulse
+from delayer.amqp.handshake import Limits
+from delayer.amqp.methods import commands
+from delayer.amqp.serialize import Outlet
 
 
 class Clock:

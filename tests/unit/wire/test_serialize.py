@@ -8,10 +8,10 @@ import pytest
 from pamqp import body, commands, frame, header
 from pamqp.base import Frame
 
+from delayer.amqp import methods, serialize
+from delayer.amqp.framing import OVERHEAD
+from delayer.amqp.properties import encode_headers
 from delayer.core.message import Outgoing
-from delayer.wire import methods, serialize
-from delayer.wire.framing import OVERHEAD
-from delayer.wire.properties import encode_headers
 from tests.unit.wire.tables import table_of_everything
 
 FRAME_MAX = 4096

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from delayer.amqp.errors import ChannelClosed
+from delayer.amqp.methods import commands
 from delayer.core.message import Outgoing
-from delayer.wire.errors import ChannelClosed
-from delayer.wire.methods import commands
 from tests.unit.wire.conversing import message, publishes
 from tests.unit.wire.scripted import scripted
 

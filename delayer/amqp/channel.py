@@ -1,0 +1,294 @@
+"""One channel of a connection: consuming, settling, publishing with confirms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from pamqp import commands
+from pamqp.base import Frame
+
+from delayer.amqp import methods, serialize
+from delayer.amqp.confirms import Batch, Confirms
+from delayer.amqp.errors import (
+    REPLY_SUCCESS,
+    UNEXPECTED_FRAME,
+    ChannelClosed,
+    ConfirmTimeout,
+    ConnectionLost,
+    HeaderTooLarge,
+    ProtocolError,
+    again,
+)
+from delayer.amqp.framing import ReturnedMessage
+from delayer.amqp.serialize import WRITE_BYTES
+from delayer.core import faultpoint
+from delayer.core.message import Delivery, Outcome, Outgoing
+
+if TYPE_CHECKING:
+    from delayer.amqp.connection import Connection
+
+_Reply = TypeVar("_Reply", bound=Frame)
+_CLOSE_SECONDS = 5.0
+
+
+class Channel:
+    """Made by :meth:`Connection.channel`.
+
+    ``closed`` is done when the channel is gone, its result is why (a ChannelClosed or ConnectionLost). Wait for it with
+    ``asyncio.wait`` or behind ``asyncio.shield``: a task that awaits it directly cancels it when it is cancelled.
+    Every method raises that error once the channel is gone.
+    """
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self.number = number
+        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}
+        self.closed: asyncio.Future[ChannelClosed | ConnectionLost] = asyncio.get_running_loop().create_future()
+        self._connection = connection
+        self._loss: ChannelClosed | ConnectionLost | None = None
+        self._replies: deque[tuple[type[Frame], asyncio.Future[Frame]]] = deque()
+        self._cancelled_by_broker: dict[bytes, Callable[[], None]] = {}
+        self._tags = 0
+        self._confirms: Confirms | None = None
+
+    async def open(self) -> None:
+        """Called once, by the connection."""
+        try:
+            await self.call(commands.Channel.Open(), commands.Channel.OpenOk)
+        except BaseException:
+            self.abandon()  # interrupted: nobody else knows of it, and its number would never be free again
+            raise
+
+    async def qos(self, prefetch: int) -> None:
+        """At most that many deliveries unsettled for each consumer that begins after this; 0 is no limit."""
+        await self.call(commands.Basic.Qos(prefetch_count=prefetch), commands.Basic.QosOk)
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], on_cancelled: Callable[[], None]
+    ) -> str:
+        """Begin to consume; return the consumer tag.
+
+        ``on_delivery`` is called from the read loop, perhaps before this returns; what it raises ends the connection.
+        ``on_cancelled`` is called once if the broker cancels the consumer.
+        """
+        self._tags += 1
+        tag = b"delayer.%d" % self._tags
+        # Known before the broker can answer: the first delivery may stand right behind the answer.
+        self.consumers[tag] = on_delivery
+        self._cancelled_by_broker[tag] = on_cancelled
+        await self._request(serialize.consume(self.number, queue.encode(), tag), commands.Basic.ConsumeOk)
+        return tag.decode()
+
+    async def cancel(self, tag: str) -> None:
+        """End the consumer. Deliveries go on until this returns; they can be settled afterwards."""
+        await self.call(commands.Basic.Cancel(consumer_tag=tag), commands.Basic.CancelOk)
+        self._forget(tag.encode())
+
+    async def call(self, method: Frame, reply: type[_Reply]) -> _Reply:
+        """Any method that is answered. Calls may overlap: they go out in the order in which they begin."""
+        return await self._request(methods.marshal(method, self.number), reply)
+
+    def ack(self, tag: int, multiple: bool = False) -> None:
+        """Acknowledge the delivery, or all unsettled ones up to it."""
+        self._write(serialize.ack(self.number, tag, multiple=multiple))
+
+    def nack(self, tag: int, multiple: bool = False, requeue: bool = True) -> None:
+        """Give the delivery back, or drop or dead-letter it without ``requeue``."""
+        self._write(serialize.nack(self.number, tag, multiple=multiple, requeue=requeue))
+
+    async def confirm_select(self) -> None:
+        """Ask for confirms. Needed once, before the first publish."""
+        if self._confirms is None:
+            await self.call(commands.Confirm.Select(), commands.Confirm.SelectOk)
+            self._confirms = self._confirms or Confirms()
+
+    async def publish(self, batch: Sequence[Outgoing], *, timeout: float) -> list[Outcome]:
+        """Publish, mandatory, and wait for every confirm: one outcome a message, in the order of the batch.
+
+        Several calls may be in flight. Raises HeaderTooLarge and ValueError before anything is written; ChannelClosed
+        (ConfirmTimeout after ``timeout`` seconds) or ConnectionLost when some outcomes are in doubt, with the others.
+        A cancelled call leaves the channel in order; what it had written is published.
+        """
+        confirms = self._confirms
+        if confirms is None:
+            raise RuntimeError("publish needs confirm_select first")
+        self._check_open()
+        if not batch:
+            return []
+        self._check_fits(batch)
+        outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+        outcomes.add_done_callback(_look_at)  # whoever is interrupted while writing never awaits it
+        waiting = Batch([outgoing.token for outgoing in batch], outcomes)
+        try:
+            async with asyncio.timeout(timeout):
+                await self._write_batch(batch, waiting, confirms)
+                faultpoint.reach("publish.written")
+                return await outcomes
+        except TimeoutError:
+            text = f"{confirms.in_flight} confirms were missing after {timeout:g} s"
+            self._end(ConfirmTimeout(0, text))
+            late = ConfirmTimeout(0, text)
+            late.outcomes = waiting.so_far()
+            raise late from None
+        except (ChannelClosed, ConnectionLost) as lost:
+            lost.outcomes = waiting.so_far()
+            raise
+        finally:
+            # An exception that comes out of here holds this frame, the frame them, and they the exception: a ring
+            # around the bodies of the batch, which only the collector would let go of, and that one comes rarely.
+            waiting.runs.clear()
+            del outcomes, waiting
+
+    def _check_fits(self, batch: Sequence[Outgoing]) -> None:
+        limit = serialize.header_limit(self._connection.frame_max)
+        for index, (exchange, routing_key, properties, _, _, _) in enumerate(batch):
+            if len(properties) > limit:
+                raise HeaderTooLarge(index, len(properties), limit)
+            if len(exchange) > 255 or len(routing_key) > 255:
+                raise ValueError(f"message {index} of the batch: exchange and routing key hold 255 bytes each")
+
+    async def _write_batch(self, batch: Sequence[Outgoing], waiting: Batch, confirms: Confirms) -> None:
+        index = 0
+        while index < len(batch):
+            await self._connection.drain()
+            self._check_open()
+            start = index
+            parts, index = serialize.publish(self.number, self._connection.frame_max, batch, start, WRITE_BYTES)
+            confirms.written(waiting, start, index - start)
+            self._connection.write_parts(parts)
+
+    async def close(self) -> None:
+        """Close and wait for the broker's answer, at most 5 s. What is unsettled returns to its queue. Idempotent."""
+        self.abandon()
+        await self._connection.numbers.wait_released(self.number, _CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """Close without waiting for the broker's answer; the number is free again when it comes. Idempotent."""
+        self._end(ChannelClosed(REPLY_SUCCESS, "closed by us"))
+
+    def _end(self, loss: ChannelClosed) -> None:
+        """Close from our side, without waiting. The number stays taken until the broker answers."""
+        if self._loss is None:
+            self._connection.numbers.release(self.number)
+            close = commands.Channel.Close(loss.code or REPLY_SUCCESS, methods.clipped(loss.text), 0, 0)
+            self._connection.write(methods.marshal(close, self.number))
+            self.fail(loss)
+
+    def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
+        """The channel is gone: tell everybody who waits. Called by the connection too, when it is lost."""
+        if self._loss is not None:
+            return
+        self._loss = loss
+        self.consumers = {}
+        self._cancelled_by_broker = {}
+        waiting: list[asyncio.Future[Frame] | asyncio.Future[list[Outcome]]] = [one for _, one in self._replies]
+        if self._confirms is not None:
+            waiting += self._confirms.waiting()
+            self._confirms.forget()
+        self._replies.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_exception(again(loss))
+        if not self.closed.done():
+            self.closed.set_result(loss)
+
+    # What the parser calls.
+
+    def on_method(self, frame: bytes) -> None:
+        method = methods.unmarshal(frame)
+        if isinstance(method, commands.Channel.Close):
+            self._connection.write(methods.marshal(commands.Channel.CloseOk(), self.number))
+            self._connection.numbers.forget(self.number)
+            self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
+        elif isinstance(method, commands.Basic.Cancel):
+            self._on_cancel(method)
+        elif self._replies and isinstance(method, self._replies[0][0]):
+            _, future = self._replies.popleft()
+            if not future.done():
+                future.set_result(method)
+        else:
+            raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel {self.number}")
+
+    def _on_cancel(self, method: commands.Basic.Cancel) -> None:
+        tag = method.consumer_tag or ""
+        if not method.nowait:
+            answer = commands.Basic.CancelOk(consumer_tag=tag)
+            self._connection.write(methods.marshal(answer, self.number))
+        on_cancelled = self._forget(tag.encode())
+        if on_cancelled is not None:
+            on_cancelled()
+
+    def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
+        if self._confirms is None:
+            raise ProtocolError(UNEXPECTED_FRAME, f"a confirm on channel {self.number}, where none was asked for")
+        self._confirms.settle(tag, multiple=multiple, positive=positive)
+
+    def on_returned(self, returned: ReturnedMessage) -> None:
+        if self._confirms is None:
+            raise ProtocolError(UNEXPECTED_FRAME, f"a return on channel {self.number}, where nothing was published")
+        self._confirms.note_returned(returned)
+
+    # Requests and their answers, which come in order.
+
+    async def _request(self, frame: bytes, reply: type[_Reply]) -> _Reply:
+        self._check_open()
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._connection.write(frame)
+        self._replies.append((reply, future))
+        answer = await future
+        assert isinstance(answer, reply)  # on_method compared it
+        return answer
+
+    def _write(self, frame: bytes) -> None:
+        self._check_open()
+        self._connection.write(frame)
+
+    def _check_open(self) -> None:
+        if self._loss is not None:
+            raise again(self._loss)
+
+    def _forget(self, tag: bytes) -> Callable[[], None] | None:
+        self.consumers.pop(tag, None)
+        return self._cancelled_by_broker.pop(tag, None)
+
+
+def _look_at(outcomes: asyncio.Future[list[Outcome]]) -> None:
+    """Tell asyncio that a failure was not overlooked."""
+    if not outcomes.cancelled():
+        outcomes.exception()
+
+
+class ClosingChannel:
+    """Stands in for a channel that we closed, until the broker agrees: what still comes for it is ignored."""
+
+    def __init__(self, number: int, on_closed: Callable[[], None], answer: Callable[[], None]) -> None:
+        self.number = number
+        self.consumers = _Anybody()
+        self._on_closed = on_closed
+        self._answer = answer
+
+    def on_method(self, frame: bytes) -> None:
+        method = methods.unmarshal(frame)
+        if isinstance(method, commands.Channel.Close):
+            self._answer()  # both sides closed at once: each answers, and each waits for its answer
+        elif isinstance(method, commands.Channel.CloseOk):
+            self._on_closed()
+
+    def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
+        """Nobody waits for it any more."""
+
+    def on_returned(self, returned: ReturnedMessage) -> None:
+        """Nobody waits for it any more."""
+
+
+class _Anybody:
+    """A consumer under every tag, which ignores what it gets."""
+
+    def get(self, _tag: bytes, /) -> Callable[[Delivery], None]:
+        return _ignore
+
+
+def _ignore(_delivery: Delivery) -> None:
+    """The delivery returns to its queue when the broker closes the channel."""

@@ -1,0 +1,461 @@
+"""One AMQP connection, as an asyncio protocol: its channel numbers, its heartbeats, the broker's resource alarm.
+
+Nothing is awaited for a frame or a message that comes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+from typing import Self, cast
+
+from delayer.amqp import handshake, methods
+from delayer.amqp.address import Address
+from delayer.amqp.channel import Channel, ClosingChannel
+from delayer.amqp.errors import (
+    REPLY_SUCCESS,
+    UNEXPECTED_FRAME,
+    AccessRefused,
+    ConnectionLost,
+    NoFreeChannel,
+    ProtocolError,
+    again,
+)
+from delayer.amqp.framing import DEFAULT_FRAME_MAX, Parser, Receiver, ReturnedMessage
+from delayer.amqp.handshake import Dialogue
+from delayer.amqp.methods import commands
+from delayer.amqp.serialize import HEARTBEAT_FRAME, Outlet
+from delayer.core.message import Delivery
+
+
+class Alarm:
+    """``raised``, and the broker's word for it, until it is cleared or the connection is lost."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.raised = False
+        self.reason = ""
+        self.heard: Callable[[str], object] = lambda _reason: None
+        """Told the broker's word whenever it is raised, and "" when it is cleared."""
+        self._loop = loop
+        self._loss: ConnectionLost | None = None
+        self._over: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> Awaitable[None]:
+        """Done as soon as there is no alarm: at once while none is raised. Raises ConnectionLost."""
+        if self._over is None or (self._over.done() and (self.raised or self._loss is not None)):
+            self._over = self._loop.create_future()
+            self._over.add_done_callback(_look_at)
+            if self._loss is not None:
+                self._over.set_exception(again(self._loss))
+            elif not self.raised:
+                self._over.set_result(None)
+        return asyncio.shield(self._over)
+
+    def sound(self, reason: str) -> None:
+        self.raised, self.reason = True, reason
+        self.heard(reason)
+
+    def clear(self) -> None:
+        self.raised, self.reason = False, ""
+        self.heard("")
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def fail(self, loss: ConnectionLost) -> None:
+        """The connection is gone: whoever waits hears of it."""
+        self._loss = loss
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(again(loss))
+
+
+def _look_at(future: asyncio.Future[None]) -> None:
+    """Tell asyncio that a failure was not overlooked, also when nobody waits any more."""
+    if not future.cancelled():
+        future.exception()
+
+
+class Numbers:
+    """``receivers``: by number, for the parser; 0 is the connection itself. ``write`` hands bytes to the transport."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, zero: Receiver, write: Callable[[bytes], None]) -> None:
+        self.receivers: dict[int, Receiver] = {0: zero}
+        self.released: dict[int, asyncio.Future[None]] = {}
+        self._loop = loop
+        self._write = write
+
+    def free(self, channel_max: int) -> int:
+        """The lowest number that nobody has. Raises NoFreeChannel."""
+        number = next(one for one in count(1) if one not in self.receivers)
+        if number > channel_max:
+            raise NoFreeChannel(f"all {channel_max} channels of the connection are in use")
+        return number
+
+    def release(self, number: int) -> None:
+        """We close this channel: ignore what comes for it, and keep its number until the broker agrees."""
+        self.released[number] = self._loop.create_future()
+        self.receivers[number] = ClosingChannel(
+            number,
+            on_closed=lambda: self.forget(number),
+            answer=lambda: self._write(methods.marshal(commands.Channel.CloseOk(), number)),
+        )
+
+    def forget(self, number: int) -> None:
+        """The number is free again."""
+        del self.receivers[number]
+        released = self.released.pop(number, None)
+        if released is not None and not released.done():
+            released.set_result(None)
+
+    async def wait_released(self, number: int, seconds: float) -> None:
+        """Until the broker agreed that a channel is closed, or the connection is lost, or the time is over."""
+        released = self.released.get(number)
+        if released is not None:
+            await asyncio.wait({released}, timeout=seconds)
+
+    def fail(self, loss: ConnectionLost) -> None:
+        """The connection is gone: every channel hears of it, and nobody waits for a number."""
+        for number, receiver in list(self.receivers.items()):
+            if isinstance(receiver, Channel):
+                self.receivers[number] = ClosingChannel(number, _nothing, _nothing)
+                receiver.fail(loss)
+        for released in self.released.values():
+            if not released.done():
+                released.set_result(None)
+
+
+def _nothing() -> None:
+    """The connection is gone: there is no number to free, and nobody to answer."""
+
+
+class Pulse:
+    """Beats when nothing was written for half of ``heartbeat`` seconds; calls ``lost``, once, when nothing was read for
+    twice as long as ``heartbeat``. Whoever reads sets ``read_at`` (loop time), and ``reading`` while it does.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, outlet: Outlet, lost: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._outlet = outlet
+        self._lost = lost
+        self._heartbeat = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._overdue = False
+        self.read_at = loop.time()
+        self.reading = True
+
+    def start(self, heartbeat: float) -> None:
+        """Begin; 0 is no heartbeat."""
+        self._heartbeat = heartbeat
+        if heartbeat:
+            self._look()
+
+    def stop(self) -> None:
+        """Safe to call twice, or without start."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._heartbeat = 0.0
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        half, deadline = self._heartbeat / 2, 2 * self._heartbeat
+        if now - self._outlet.written_at >= half:
+            self._outlet.write(HEARTBEAT_FRAME)
+        due = self._outlet.written_at + half
+        next_look = due if due > now else now + half  # a closing transport takes no write
+        if not self.reading:
+            self._overdue = False  # we do not listen: silence means nothing
+        elif now - self.read_at < deadline:
+            self._overdue = False
+            next_look = min(next_look, self.read_at + deadline)
+        elif self._overdue:
+            self._lost(f"nothing was heard from the broker for {now - self.read_at:.1f} s")
+            return
+        else:
+            # After a stop of the whole process this may run before the socket is looked at. One more turn shows.
+            self._overdue = True
+            next_look = now + self._heartbeat / 10
+        if self._heartbeat:
+            self._timer = self._loop.call_at(next_look, self._look)
+
+
+# How long a peer may take to agree that the connection ends before we end it without.
+_CLOSE_SECONDS = 5.0
+
+
+class Connection(asyncio.Protocol):
+    """Made by :meth:`open`.
+
+    ``closed`` is done when the connection is gone, its result is why. Wait for it with ``asyncio.wait`` or behind
+    ``asyncio.shield``: a task that awaits it directly cancels it when it is cancelled. ``blocked`` is true while the
+    broker takes no publishes because of a resource alarm, ``blocked_reason`` is its word for it. ``numbers`` is for
+    channels.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[ConnectionLost] = loop.create_future()
+        self.consumers: dict[bytes, Callable[[Delivery], None]] = {}  # channel 0 has none
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._gone: asyncio.Future[None] = loop.create_future()
+        self._loss: ConnectionLost | None = None
+        self._opened = False
+        self.cluster = ""
+        """What the broker calls its cluster; the same on all of its nodes. "" where it does not say."""
+        self._limits = handshake.Limits(0, DEFAULT_FRAME_MAX, 0.0)
+        self._outlet = Outlet(loop)
+        self._pulse = Pulse(loop, self._outlet, self._on_silence)
+        self._alarm = Alarm(loop)
+        self.numbers = Numbers(loop, self, self._outlet.write)
+        self._parser = Parser(self.numbers.receivers)
+        self._discarding = False
+        self._dialogue = Dialogue(loop, self.write)
+        self._abort_timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def open(cls, address: Address | str, *, name: str, heartbeat: float = 20.0, timeout: float = 10.0) -> Self:
+        """Connect and log in, within ``timeout`` seconds. ``name`` is what the broker's operators see.
+
+        What the URL says about heartbeat and timeout wins. Raises ValueError for a bad URL, AccessRefused, and
+        ConnectionLost (ProtocolError) with the cause for everything else that keeps us from the broker.
+        """
+        where = Address.parse(address) if isinstance(address, str) else address
+        heartbeat = heartbeat if where.heartbeat is None else where.heartbeat
+        timeout = timeout if where.timeout is None else where.timeout
+        connection: Self | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    cls,
+                    where.host,
+                    where.port,
+                    ssl=where.tls,
+                    server_hostname=(where.server_name or where.host) if where.tls else None,
+                )
+                await connection._log_in(where, name, heartbeat)
+        except TimeoutError as late:
+            raise ConnectionLost(0, f"no connection to {where} within {timeout:g} s") from late
+        except OSError as error:
+            raise ConnectionLost(0, f"no connection to {where}: {error}") from error
+        finally:
+            if connection is not None and not connection._opened:
+                connection._abort()
+                await asyncio.shield(connection._gone)
+        return connection
+
+    @property
+    def frame_max(self) -> int:
+        """Bytes of the longest frame that both sides agreed on."""
+        return self._limits.frame_max
+
+    @property
+    def channel_max(self) -> int:
+        """How many channels there can be at a time."""
+        return self._limits.channel_max
+
+    @property
+    def free_channels(self) -> int:
+        """How many more there can be now."""
+        return self._limits.channel_max + 1 - len(self.numbers.receivers)  # one of these is the connection itself
+
+    @property
+    def blocked(self) -> bool:
+        return self._alarm.raised
+
+    @property
+    def blocked_reason(self) -> str:
+        return self._alarm.reason
+
+    @property
+    def unblocked(self) -> Awaitable[None]:
+        """Done as soon as the broker takes publishes: at once while not ``blocked``. Raises ConnectionLost."""
+        return self._alarm.over
+
+    def on_alarm(self, heard: Callable[[str], object]) -> None:
+        """Tell ``heard`` the broker's word whenever an alarm is raised, one that is there already among them, and ""
+        when it is over."""
+        self._alarm.heard = heard
+        if self._alarm.raised:
+            heard(self._alarm.reason)
+
+    async def channel(self) -> Channel:
+        """Open a channel. Raises NoFreeChannel, ConnectionLost."""
+        self._check_open()
+        number = self.numbers.free(self._limits.channel_max)
+        channel = Channel(self, number)
+        self.numbers.receivers[number] = channel
+        await channel.open()
+        return channel
+
+    def pause_reading(self) -> None:
+        """Take nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
+        transport = self._transport
+        if self._pulse.reading and self._loss is None and transport is not None and not transport.is_closing():
+            self._pulse.reading = False
+            transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on reading. Idempotent."""
+        if not self._pulse.reading and self._transport is not None:
+            self._pulse.reading = True
+            self._pulse.read_at = self._loop.time()
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    async def close(self) -> None:
+        """Say goodbye, wait for the broker's answer, at most 5 s, and for the socket to be gone. Idempotent."""
+        self.abandon()
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            pass  # the broker had its chance
+        finally:
+            self._abort()
+        await asyncio.shield(self._gone)
+
+    def abandon(self) -> None:
+        """Say goodbye, and wait for nothing. Idempotent."""
+        if self._loss is None:
+            self._end(ConnectionLost(REPLY_SUCCESS, "closed by us"))
+
+    def drop(self, why: str) -> None:
+        """Cut it, without a goodbye: the broker would not hear it."""
+        self._on_silence(why)
+
+    def write(self, data: bytes) -> None:
+        """Hand bytes to the transport. Raises ConnectionLost."""
+        self._check_open()
+        self._outlet.write(data)
+
+    def write_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """The same for the pieces of many frames."""
+        self._check_open()
+        self._outlet.write_parts(parts)
+
+    async def drain(self) -> None:
+        """Wait while the transport's buffer is above its high-water mark. Raises ConnectionLost."""
+        await self._outlet.drain()
+        self._check_open()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._outlet.attach(self._transport)
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._pulse.read_at = self._loop.time()
+        if self._discarding:
+            return
+        try:
+            self._parser.feed(data)
+        except ProtocolError as error:
+            self._on_protocol_error(error)
+
+    def pause_writing(self) -> None:
+        self._outlet.pause()
+
+    def resume_writing(self) -> None:
+        self._outlet.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        loss = ConnectionLost(0, f"the connection was cut: {exc}" if exc else "the broker hung up")
+        loss.__cause__ = exc
+        self._fail(loss)
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def on_method(self, frame: bytes) -> None:
+        method = methods.unmarshal(frame)
+        if isinstance(method, commands.Connection.Close):
+            self._on_close(method)
+        elif isinstance(method, commands.Connection.CloseOk) and self._loss is not None:
+            self._hang_up()
+        elif self._loss is not None:
+            pass  # we closed: until the broker agrees, everything else is ignored
+        elif isinstance(method, commands.Connection.Blocked):
+            self._alarm.sound(str(method.reason))
+        elif isinstance(method, commands.Connection.Unblocked):
+            self._alarm.clear()
+        elif not self._dialogue.heard(method):
+            raise ProtocolError(UNEXPECTED_FRAME, f"unexpected {method.name} on channel 0")
+
+    def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:
+        raise ProtocolError(UNEXPECTED_FRAME, "a confirm on channel 0")
+
+    def on_returned(self, returned: ReturnedMessage) -> None:
+        raise ProtocolError(UNEXPECTED_FRAME, "a return on channel 0")
+
+    def _on_close(self, close: commands.Connection.Close) -> None:
+        if self._loss is None:
+            refused = not self._opened and close.reply_code in handshake.REFUSALS
+            kind = AccessRefused if refused else ConnectionLost
+            self._fail(kind(close.reply_code or 0, close.reply_text))
+        self._outlet.write(methods.marshal(commands.Connection.CloseOk(), 0))
+        self._hang_up()
+
+    def _on_protocol_error(self, error: ProtocolError) -> None:
+        # The stream cannot be read on, so the answer cannot be waited for: the broker is to hang up.
+        self._discarding = True
+        if self._loss is None:
+            self._end(error)
+        else:
+            self._hang_up()
+
+    async def _log_in(self, address: Address, name: str, heartbeat: float) -> None:
+        self.cluster, self._limits = await self._dialogue.greet(address, name, heartbeat)
+        self._parser.frame_max = self._limits.frame_max
+        await self._dialogue.enter(self._limits, address.vhost)
+        self._opened = True
+        self._pulse.start(self._limits.heartbeat)
+
+    def _check_open(self) -> None:
+        if self._loss is not None:
+            raise again(self._loss)
+
+    def _on_silence(self, text: str) -> None:
+        self._fail(ConnectionLost(0, text))
+        self._abort()
+
+    def _end(self, loss: ConnectionLost) -> None:
+        """Close from our side, without waiting."""
+        self._fail(loss)
+        self.resume_reading()  # or the answer would never be seen
+        self._outlet.write(methods.marshal(commands.Connection.Close(loss.code, methods.clipped(loss.text), 0, 0), 0))
+        self._abort_soon()
+
+    def _hang_up(self) -> None:
+        """Close the socket when everything is written, or a little later in any case."""
+        self._parser.stop()
+        self._discarding = True
+        if self._transport is not None:
+            self._transport.close()
+        self._abort_soon()
+
+    def _abort_soon(self) -> None:
+        if self._abort_timer is None and not self._gone.done():
+            self._abort_timer = self._loop.call_later(_CLOSE_SECONDS, self._abort)
+
+    def _abort(self) -> None:
+        if self._transport is not None and not self._gone.done():
+            self._transport.abort()
+
+    def _fail(self, loss: ConnectionLost) -> None:
+        """The connection is gone for everybody who uses it; the first loss is the one that counts."""
+        if self._loss is not None:
+            return
+        self._loss = loss
+        self._pulse.stop()
+        self.numbers.fail(loss)
+        self._dialogue.fail(loss)
+        self._alarm.fail(loss)
+        self._outlet.resume()
+        if not self.closed.done():
+            self.closed.set_result(loss)

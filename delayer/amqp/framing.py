@@ -1,0 +1,275 @@
+"""Bytes to events and events to bytes, without input or output.
+
+The parser takes what the socket gave, in whatever pieces, and calls the receiver of each frame's channel. Deliveries,
+returns and confirms are read here; every other method goes on as a whole frame, for pamqp to read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from delayer.amqp.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
+from delayer.core.message import Delivery
+
+PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
+METHOD, HEADER, BODY, HEARTBEAT = 1, 2, 3, 8
+FRAME_END = 0xCE
+OVERHEAD = 8
+"""Bytes of a frame around its payload: type, channel and size before it, the end byte after it."""
+DEFAULT_FRAME_MAX = 131072
+MIN_FRAME_MAX = 4096
+CLASS_BASIC = 60
+
+# Methods by class and number in one integer, as they stand in a method frame.
+BASIC_CONSUME = CLASS_BASIC << 16 | 20
+BASIC_PUBLISH = CLASS_BASIC << 16 | 40
+BASIC_RETURN = CLASS_BASIC << 16 | 50
+BASIC_DELIVER = CLASS_BASIC << 16 | 60
+BASIC_ACK = CLASS_BASIC << 16 | 80
+BASIC_NACK = CLASS_BASIC << 16 | 120
+
+FRAME_HEAD = struct.Struct(">BHI")
+_U32 = struct.Struct(">I")
+_TAG_AND_BIT = struct.Struct(">QB")
+_CONTENT = struct.Struct(">HHQ")  # class, weight, body size
+_CONTENT_BYTES = _CONTENT.size
+_LEAST_CONTENT = OVERHEAD + _CONTENT_BYTES + 2 + OVERHEAD
+
+
+class ReturnedMessage(NamedTuple):
+    """A publish that came back: why, and its content."""
+
+    code: int
+    text: str
+    properties: bytes
+    body: bytes
+
+
+class Consumers(Protocol):
+    """Consumer tags and the callbacks of their deliveries: a dict, for all that matters."""
+
+    def get(self, tag: bytes, /) -> Callable[[Delivery], None] | None: ...
+
+
+class Receiver(Protocol):
+    """What the parser needs of a channel."""
+
+    @property
+    def consumers(self) -> Consumers: ...
+
+    def on_method(self, frame: bytes) -> None:
+        """Any method without content but confirms: the whole frame, end byte included."""
+
+    def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None: ...
+
+    def on_returned(self, returned: ReturnedMessage) -> None: ...
+
+
+class _Content:
+    """A delivery or return whose content is on its way. Large bodies come in pieces and are joined once."""
+
+    __slots__ = ("complete", "missing", "pieces", "properties")
+
+    def __init__(self, complete: Callable[[bytes, bytes], None]) -> None:
+        self.complete = complete  # called with properties and body
+        self.properties: bytes | None = None
+        self.missing = 0
+        self.pieces: list[bytes] = []
+
+
+class Parser:
+    """Frames out of pieces of a byte stream.
+
+    ``receivers`` is looked at for every frame, so a callback may add and remove channels. A frame with more than
+    ``frame_max`` bytes, or for a channel without a receiver, raises ProtocolError, as everything does that is not
+    AMQP; nothing may be fed after that.
+    """
+
+    def __init__(self, receivers: Mapping[int, Receiver], frame_max: int = DEFAULT_FRAME_MAX) -> None:
+        self.receivers = receivers
+        self.frame_max = frame_max
+        self.stopped = False
+        self._contents: dict[int, _Content] = {}
+        # A frame not yet complete: its pieces are joined once all of it is here, not at every arrival.
+        self._pieces: list[bytes] = []
+        self._held = 0
+        self._wanted = 0
+
+    def stop(self) -> None:
+        """Ignore everything from here on, also what is left of the piece being read."""
+        self.stopped = True
+
+    def feed(self, data: bytes) -> None:
+        """Read ``data`` and call the receivers. Raises ProtocolError, and whatever a callback raises."""
+        if self._pieces:
+            self._pieces.append(data)
+            self._held += len(data)
+            if self._held < self._wanted:
+                return
+            data = b"".join(self._pieces)
+            self._pieces = []
+        end = len(data)
+        at = 0
+        receivers = self.receivers
+        head = FRAME_HEAD.unpack_from
+        while end - at >= OVERHEAD and not self.stopped:
+            kind, channel, size = head(data, at)
+            if size > self.frame_max - OVERHEAD:
+                raise self._not_amqp(data, at, size)
+            stop = at + 7 + size
+            if stop >= end:
+                break
+            if data[stop] != FRAME_END:
+                raise ProtocolError(FRAME_ERROR, f"frame end is {data[stop]:#04x} on channel {channel}")
+            receiver = receivers.get(channel)
+            if receiver is None:
+                raise ProtocolError(UNEXPECTED_FRAME, f"frame of type {kind} for channel {channel}, which is not open")
+            if kind == METHOD:
+                at = self._method(data, at, stop, channel, receiver)
+                continue
+            if kind == BODY:
+                self._body(data[at + 7 : stop], channel)
+            elif kind == HEADER:
+                self._header(data, at + 7, stop, channel)
+            elif kind != HEARTBEAT or channel or size:
+                raise ProtocolError(FRAME_ERROR, f"frame type {kind} with {size} bytes on channel {channel}")
+            at = stop + 1
+        if at < end and not self.stopped:
+            self._hold_back(data, at, end)
+
+    def _hold_back(self, data: bytes, at: int, end: int) -> None:
+        self._pieces = [data[at:] if at else data]
+        self._held = end - at
+        self._wanted = FRAME_HEAD.unpack_from(data, at)[2] + OVERHEAD if self._held >= OVERHEAD else OVERHEAD
+
+    def _not_amqp(self, data: bytes, at: int, size: int) -> ProtocolError:
+        if data[at : at + 4] == PROTOCOL_HEADER[:4]:
+            version = ".".join(map(str, data[at + 5 : at + 8]))
+            return ProtocolError(FRAME_ERROR, f"the server speaks AMQP {version}, expected 0.9.1")
+        return ProtocolError(FRAME_ERROR, f"frame of {size + OVERHEAD} bytes, at most {self.frame_max} were agreed")
+
+    def _method(self, data: bytes, at: int, stop: int, channel: int, receiver: Receiver) -> int:
+        """Read the method frame at ``at``; for a delivery its content too if it is here. Return where to go on."""
+        if channel in self._contents:
+            raise ProtocolError(UNEXPECTED_FRAME, f"a method on channel {channel} where content was expected")
+        if stop - at < 11:
+            raise ProtocolError(FRAME_ERROR, f"method frame of {stop - at - 7} bytes on channel {channel}")
+        method = _U32.unpack_from(data, at + 7)[0]
+        if method == BASIC_DELIVER:
+            return self._deliver(data, at, stop, channel, receiver)
+        if method in (BASIC_ACK, BASIC_NACK):
+            if stop - at != 20:
+                raise ProtocolError(FRAME_ERROR, f"confirm of {stop - at - 7} bytes on channel {channel}")
+            tag, bits = _TAG_AND_BIT.unpack_from(data, at + 11)
+            receiver.on_confirm(tag, multiple=bits & 1 == 1, positive=method == BASIC_ACK)
+        elif method == BASIC_RETURN:
+            self._contents[channel] = _Content(_returned(receiver, data[at + 11 : stop]))
+        else:
+            receiver.on_method(data[at : stop + 1])
+        return stop + 1
+
+    def _deliver(self, data: bytes, at: int, stop: int, channel: int, receiver: Receiver) -> int:
+        try:
+            name_end = at + 12 + data[at + 11]
+            callback = receiver.consumers.get(data[at + 12 : name_end])
+            tag, redelivered = _TAG_AND_BIT.unpack_from(data, name_end)
+            exchange_at = name_end + 10
+            key_at = exchange_at + data[name_end + 9] + 1
+            key_end = key_at + data[key_at - 1]
+        except (IndexError, struct.error) as cut:
+            raise ProtocolError(FRAME_ERROR, f"delivery cut short on channel {channel}") from cut
+        if key_end != stop:
+            raise ProtocolError(FRAME_ERROR, f"delivery of the wrong length on channel {channel}")
+        if callback is None:
+            name = data[at + 12 : name_end].decode("utf-8", "replace")
+            raise ProtocolError(UNEXPECTED_FRAME, f"delivery for the unknown consumer {name!r}")
+        exchange, routing_key = data[exchange_at : key_at - 1], data[key_at:key_end]
+
+        whole = self._whole_content(data, stop + 1, channel)
+        if whole is not None:
+            header_end, body_end = whole
+            properties = data[stop + 8 + _CONTENT_BYTES : header_end]
+            body = data[header_end + OVERHEAD : body_end]
+            callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body))
+            return body_end + 1
+
+        # Content in pieces, of no bytes, or not as it should be: frame by frame.
+        def complete(properties: bytes, body: bytes) -> None:
+            callback(Delivery(tag, redelivered & 1 == 1, exchange, routing_key, properties, body))
+
+        self._contents[channel] = _Content(complete)
+        return stop + 1
+
+    def _whole_content(self, data: bytes, at: int, channel: int) -> tuple[int, int] | None:
+        """Where header frame and only body frame end, if both stand at ``at`` and are as they should be.
+
+        That is the rule, and then a delivery needs no state. Anything else is left to be read frame by frame.
+        """
+        end = len(data)
+        if end - at < _LEAST_CONTENT:
+            return None
+        kind, header_channel, size = FRAME_HEAD.unpack_from(data, at)
+        header_end: int = at + 7 + size
+        if kind != HEADER or header_channel != channel or size < _CONTENT_BYTES + 2 or header_end + OVERHEAD >= end:
+            return None
+        basic, _, body_size = _CONTENT.unpack_from(data, at + 7)
+        kind, body_channel, size = FRAME_HEAD.unpack_from(data, header_end + 1)
+        body_end: int = header_end + OVERHEAD + size
+        if (
+            kind == BODY
+            and body_channel == channel
+            and basic == CLASS_BASIC
+            and 0 < size == body_size
+            and body_end < end
+            and data[header_end] == FRAME_END == data[body_end]
+            and size <= self.frame_max - OVERHEAD
+            and header_end - at < self.frame_max
+        ):
+            return header_end, body_end
+        return None
+
+    def _header(self, data: bytes, at: int, stop: int, channel: int) -> None:
+        content = self._contents.get(channel)
+        if content is None or content.properties is not None:
+            raise ProtocolError(UNEXPECTED_FRAME, f"content header on channel {channel} where none was expected")
+        if stop - at < _CONTENT_BYTES + 2:
+            raise ProtocolError(FRAME_ERROR, f"content header of {stop - at} bytes on channel {channel}")
+        basic, _, content.missing = _CONTENT.unpack_from(data, at)
+        if basic != CLASS_BASIC:
+            raise ProtocolError(FRAME_ERROR, f"content of class {basic} on channel {channel}, expected {CLASS_BASIC}")
+        content.properties = data[at + _CONTENT_BYTES : stop]
+        if not content.missing:
+            del self._contents[channel]
+            content.complete(content.properties, b"")
+
+    def _body(self, piece: bytes, channel: int) -> None:
+        content = self._contents.get(channel)
+        if content is None or content.properties is None:
+            raise ProtocolError(UNEXPECTED_FRAME, f"body on channel {channel} where none was expected")
+        content.missing -= len(piece)
+        if content.missing < 0:
+            raise ProtocolError(FRAME_ERROR, f"{-content.missing} bytes too many in a body on channel {channel}")
+        content.pieces.append(piece)
+        if not content.missing:
+            del self._contents[channel]
+            content.complete(content.properties, b"".join(content.pieces) if len(content.pieces) > 1 else piece)
+
+
+def _returned(receiver: Receiver, arguments: bytes) -> Callable[[bytes, bytes], None]:
+    """What to do with the content of a basic.return: code, text, exchange and routing key are its arguments."""
+    try:
+        code = int.from_bytes(arguments[:2], "big")
+        text_end = 3 + arguments[2]
+        key_at = text_end + 1 + arguments[text_end]
+        if key_at + 1 + arguments[key_at] != len(arguments):
+            raise ProtocolError(FRAME_ERROR, "basic.return of the wrong length")
+    except IndexError as cut:
+        raise ProtocolError(FRAME_ERROR, "basic.return cut short") from cut
+    text = arguments[3:text_end].decode("utf-8", "replace")
+
+    def complete(properties: bytes, body: bytes) -> None:
+        receiver.on_returned(ReturnedMessage(code, text, properties, body))
+
+    return complete

@@ -1,0 +1,140 @@
+"""Properties and headers for people: decoded, each with its type, and compared as text. Never on the hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+from delayer.amqp.properties import NAMES, MalformedProperties, MalformedTable, Properties
+from delayer.core.filters import Filter
+from delayer.core.values import Timestamp
+
+TYPES: Final = {
+    "b": "int8", "B": "uint8", "s": "int16", "u": "uint16", "I": "int32", "i": "uint32", "l": "int64", "L": "int64",
+    "f": "float", "d": "double", "D": "decimal", "t": "bool", "T": "timestamp", "S": "string", "x": "bytes",
+    "A": "array", "F": "table", "V": "void",
+}  # fmt: skip
+PREVIEW: Final = 400
+"""Bytes of a body that are shown unless more are asked for."""
+
+
+class Header(NamedTuple):
+    """One header: its name, the name of its type, and its value for JSON."""
+
+    name: str
+    type: str
+    value: Any
+
+
+class Read(NamedTuple):
+    """What properties say. ``broken``: what of it could not be read, and why; the rest is there."""
+
+    properties: dict[str, str | int]
+    headers: Sequence[Header]
+    broken: str = ""
+
+
+def read(raw: bytes) -> Read:
+    """Decode the properties of a message, as far as they can be."""
+    try:
+        found = Properties.parse(raw)
+    except MalformedProperties as error:
+        return Read({}, (), str(error))
+    said: dict[str, str | int] = {}
+    for name in NAMES:
+        if name == "headers" or name not in found.spans:
+            continue
+        if name in ("delivery_mode", "priority", "timestamp"):
+            start, stop = found.spans[name]
+            said[name] = int.from_bytes(raw[start:stop], "big")
+        else:
+            said[name] = text(found.short(name) or b"")
+    try:
+        fields = found.headers_items()
+        headers = [Header(text(one.name), TYPES.get(chr(one.type), "?"), plain(one.value)) for one in fields]
+    except MalformedTable as error:
+        return Read(said, (), str(error))
+    return Read(said, headers)
+
+
+def text(raw: bytes) -> str:
+    """Bytes that are text more often than not."""
+    return raw.decode("utf-8", "backslashreplace")
+
+
+def plain(value: Any) -> Any:  # noqa: PLR0911 - one return for each type
+    """A decoded value as JSON can say it."""
+    match value:
+        case Timestamp():
+            return _instant(int(value))
+        case bytes():
+            return text(value)
+        case str():
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        case bool() | int() | None:
+            return value
+        case float():
+            return value if value - value == 0 else str(value)  # JSON has neither infinities nor NaN
+        case list():
+            return [plain(one) for one in value]
+        case dict():
+            return {plain(name): plain(one) for name, one in value.items()}
+        case _:
+            return str(value)
+
+
+def _instant(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds} s"
+
+
+def preview(body: bytes, limit: int = PREVIEW) -> str:
+    """The beginning of a body, as text where it is text, else as bytes are written in hexadecimal."""
+    head = body[:limit]
+    try:
+        # A character may be cut in two by the limit: up to three bytes of it.
+        shown = head.decode("utf-8") if len(head) == len(body) else _whole_characters(head)
+    except UnicodeDecodeError:
+        return head.hex(" ")
+    return shown if all(one.isprintable() or one in "\t\r\n" for one in shown) else head.hex(" ")
+
+
+def _whole_characters(head: bytes) -> str:
+    for cut in range(min(4, len(head) + 1)):
+        try:
+            return head[: len(head) - cut].decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+    return head.decode("utf-8")
+
+
+def header_test(wanted: Filter) -> Callable[[bytes], bool] | None:
+    """Whether properties have the headers of ``wanted``, as text; None where it names none.
+
+    Of a repeated header the first one counts, as everywhere.
+    """
+    if not wanted.headers:
+        return None
+
+    def matches(raw: bytes) -> bool:
+        if not all(name in raw for name, _ in wanted.headers):
+            return False
+        try:
+            found = Properties.parse(raw)
+            return all(
+                (field := found.get(name)) is not None and _as_text(field.value) == value
+                for name, value in wanted.headers
+            )
+        except (MalformedProperties, MalformedTable):
+            return False
+
+    return matches
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(plain(value))

@@ -1,0 +1,194 @@
+"""delayer audit: is everything that came in out or still here, and what is coming?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from delayer.cli.errors import DONE, FOUND, Failure, Misused
+from delayer.cli.jobs import conf_option, json_option, master_option
+from delayer.cli.options import request_of, store_url, store_url_of_hosts, url_of
+from delayer.cli.output import note, progress
+from delayer.config import Settings
+from delayer.core.secret import SecretUrl
+from delayer.store.admin.stats import restored_ms
+
+if TYPE_CHECKING:
+    from delayer.audit.findings import Report
+    from delayer.audit.job import Audited, Options
+
+
+def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    """Not a number is in every range, as no comparison with it holds."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"expected a number, found {value}")
+    return value
+
+
+@click.command(short_help="Check that nothing is missing, and show what is coming.")
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Read this store and not the configured one: a replica, say. Others can see it in the process list.",
+)
+@click.option(
+    "--url-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The same, from a file.",
+)
+@click.option(
+    "--sample",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    callback=_finite,
+    metavar="SHARE",
+    help="Read this share of the store, such as 0.01, for a quick look. Sums and repeats are not judged then.",
+)
+@json_option
+@click.option(
+    "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
+)
+@click.option("--out", metavar="DIR", help="Add the findings to the Parquet files there.")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Compare with the audit kept there, and keep this one.",
+)
+@click.option(
+    "--release-rate",
+    type=click.FloatRange(0, min_open=True),
+    callback=_finite,
+    metavar="N",
+    help="Messages a second that daemons release, as measured; peaks are told in seconds by it.",
+)
+@click.option("--no-broker", is_flag=True, help="Do not ask the broker about the destinations.")
+@click.option(
+    "--work",
+    metavar="DIR",
+    help="Where the extract is kept meanwhile, and what Spark shuffles: about 200 bytes a message. On a cluster a "
+    "directory, or a URL such as hdfs://…, that all of its machines share. [default: the system's directory for "
+    "temporary files]",
+)
+@master_option
+@conf_option
+@click.pass_context
+def audit(
+    context: click.Context,
+    *,
+    url: str | None,
+    url_file: Path | None,
+    sample: float,
+    as_json: bool,
+    html: Path | None,
+    out: str | None,
+    state: Path | None,
+    release_rate: float | None,
+    no_broker: bool,
+    work: str | None,
+    master: str | None,
+    conf: dict[str, str],
+) -> None:
+    """Read the whole store at one instant, judge it by the rules of docs/backlog.md, and show what is due when.
+
+    Daemons may go on working meanwhile. Nothing is changed, neither in the store nor in the broker, and no message is
+    published: of destinations only those things are asked that a look can answer.
+
+    Exit code 1 if a rule is violated (or the store's schema is of another version); 3 if the store is out of reach,
+    Java is missing, or Spark gave up.
+
+    \b
+    Examples:
+      delayer audit
+      delayer audit --html backlog.html --state /var/lib/delayer/audit.json
+      delayer audit --sample 0.01 --no-broker
+      delayer audit --url-file /etc/delayer/replica.url --json
+      delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
+    """
+    from delayer.audit.job import Broker, Options  # noqa: PLC0415 - only the job's own verbs need it
+
+    settings = request_of(context).settings()
+    options = Options(
+        store=_store(settings, url, url_file),
+        broker=None if no_broker else Broker(SecretUrl(settings.broker_url), settings.broker.management_url),
+        work=work,
+        out=out,
+        state=state,
+        sample=sample,
+        release_rate=release_rate,
+        restored_ms=restored_ms(settings.store.restore_ahead_ms),
+        paced={route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate},
+    )
+    if html is not None and not html.parent.is_dir():
+        raise Misused(f"--html {html}: there is no directory {html.parent}")
+    audited = _run(options, master, conf)
+    for remark in audited.remarks:
+        note(remark)
+    _tell(audited.report, as_json=as_json)
+    failures = _failures(audited)
+    try:
+        if html is not None:
+            _write_page(audited.report, html)
+    except Misused as error:
+        failures.append(error)
+    for one in failures:
+        note(f"delayer: {one.message}")
+    if any(rule.violations for rule in audited.report.rules):
+        context.exit(FOUND)
+    context.exit(failures[0].exit_code if failures else DONE)
+
+
+def _failures(audited: Audited) -> list[Failure]:
+    """What the report could not be written to."""
+    from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
+
+    return [failure(error) for error in audited.unkept]
+
+
+def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:
+    if url is not None and url_file is not None:
+        raise Misused("--url and --url-file: expected one of them")
+    if url_file is not None:
+        try:
+            text = url_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Misused(f"--url-file {url_file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        return url_of("--url-file", text, store_url_of_hosts)
+    return SecretUrl(store_url(settings)) if url is None else url_of("--url", url, store_url_of_hosts)
+
+
+def _run(options: Options, master: str | None, conf: dict[str, str]) -> Audited:
+    from delayer.audit import job, spark, tasks  # noqa: PLC0415
+
+    spark.check_machine()
+    spark.check_work(master, options.work)
+    job.check(options)
+    tasks.step_back()
+    with progress() as say, spark.session("delayer audit", master=master, work=options.work, more=conf) as session:
+        return job.run(session, options, say)
+
+
+def _write_page(report: Report, html: Path) -> None:
+    from delayer.audit import report_html  # noqa: PLC0415
+
+    try:
+        report_html.write(report, html)
+    except OSError as error:
+        raise Misused(f"--html {html}: {error.strerror}") from error
+
+
+def _tell(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(report.to_json())
+        return
+    from delayer.audit import report_console  # noqa: PLC0415
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    report_console.show(report, console)

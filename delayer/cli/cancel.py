@@ -1,0 +1,256 @@
+"""delayer cancel, reschedule: count the messages, ask, then change them in portions, and record it in the audit log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from delayer.amqp import reading
+from delayer.cli.errors import DONE, FOUND
+from delayer.cli.list import say_native
+from delayer.cli.options import (
+    agreed,
+    all_option,
+    as_json,
+    dry_run_option,
+    filter_of,
+    filter_options,
+    instant,
+    request_of,
+    store_url,
+    tokens,
+    whoami,
+    yes_option,
+)
+from delayer.cli.output import counted, iso, note, print_json, progress
+from delayer.config import duration_ms, duration_text
+from delayer.core.filters import Filter, Token
+from delayer.store.admin import actions, audit_log, listing
+from delayer.store.admin.actions import Counted, Do, Found, When
+
+
+@click.command(short_help="Cancel messages: they are not delivered.")
+@tokens
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@as_json
+@click.pass_context
+def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool, **given: Any) -> None:
+    """Cancel messages by their ids, or all that match a filter (--key, --route, --due-before, …; --all for all).
+
+    A cancelled message is not delivered. The command waits for messages that are being delivered at this moment, and
+    reports those that were delivered already. Three exceptions: After a crash between a delivery and its commit, a
+    cancel prevents the second copy only. A message that a crash left in the intake queue is parked again, although it
+    was cancelled. A held message whose queue did not answer ("no confirm") is not tried again, but its queue may have
+    it; the command names each of these.
+
+    A filter matches waiting messages, and those in segments. Cancel a held message by its id, or with `delayer held
+    drop`. `delayer audit-log` shows every cancel. Exit code 1 if an id was not found.
+
+    \b
+    Examples:
+      delayer cancel 48213@1795291200000
+      delayer cancel --key order-4711
+      delayer cancel --route mail.in --due-after 7d --dry-run
+    """
+    _act(context, "cancel", actions.canceller(), tokens, {}, as_json=as_json, **given)
+
+
+def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, or the same with a - before it, found {text!r}") from None
+
+
+@click.command(short_help="Give messages another due instant.")
+@tokens
+@click.option(
+    "--at", "at_ms", callback=instant, metavar="INSTANT", help="The new instant: RFC 3339, or how long from now."
+)
+@click.option("--by", "by_ms", callback=_by, metavar="DURATION", help="Later by this, or earlier with a -.")
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@as_json
+@click.pass_context
+def reschedule(
+    context: click.Context,
+    /,
+    *,
+    tokens: Sequence[Token],
+    at_ms: int | None,
+    by_ms: int | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Give messages another due instant, by their ids or by a filter: --at INSTANT, or --by DURATION.
+
+    A message keeps its id; the part behind the @ in `delayer list` is the new instant. A held message is tried again
+    then. A message that is due at once is delivered at once. For a held message that waits for an operator (late,
+    unfit), --by counts from now, or from its due instant if that is later. Do not repeat --by after exit code 3: some
+    messages may have been moved, and would be moved twice. --at is safe to repeat. `delayer audit-log` shows every
+    reschedule. Exit code 1 if an id was not found.
+
+    \b
+    Examples:
+      delayer reschedule 48213@1795291200000 --at 2031-01-31T08:00:00Z
+      delayer reschedule --route mail.in --due-before 1h --by 30m
+      delayer reschedule --key order-4711 --at 0s
+    """
+    if (at_ms is None) == (by_ms is None):
+        raise click.UsageError("expected a new instant: either --at or --by")
+    new: dict[str, Any] = {"at_ms": at_ms} if at_ms is not None else {"by_ms": by_ms}
+    do = actions.rescheduler(When(at_ms, by_ms or 0))
+    _act(context, "reschedule", do, tokens, new, as_json=as_json, **given)
+
+
+def _act(
+    context: click.Context,
+    verb: str,
+    do: Do,
+    tokens: Sequence[Token],
+    new: Mapping[str, Any],
+    *,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    wanted = filter_of(given)
+    if tokens and (everything or not wanted.everything):
+        raise click.UsageError("give either ids or a filter")
+    if not tokens and wanted.everything and not everything:
+        raise click.UsageError("expected the messages: ids, a filter, or --all")
+    settings = request_of(context).settings()
+    url = store_url(settings)
+    say_native(settings)
+    if tokens:
+        code = _named(url, verb, do, tokens, new, dry_run=dry_run, as_json=as_json)
+    else:
+        code = _filtered(url, verb, do, wanted, new, dry_run=dry_run, yes=yes, as_json=as_json)
+    context.exit(code)
+
+
+def _named(
+    url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
+) -> int:
+    async def work() -> dict[int, Found]:
+        async with actions.acting(url, verb) as connection:
+            if dry_run:
+                return await actions.whereabouts(connection, tokens)
+            asked = {"ids": [str(token) for token in tokens], **new}
+            act = await audit_log.begin(connection, whoami(), verb, asked)
+            return await actions.named(connection, do, tokens, act)
+
+    found = asyncio.run(work())
+    if as_json:
+        print_json({str(token): found[token.id].value for token in tokens})
+    else:
+        _say_named(verb, tokens, found, dry_run=dry_run)
+        if new and not dry_run and len(tokens) <= 10:
+            _say_moved(url, tokens, found, new)
+    return FOUND if any(where in (Found.NOWHERE, Found.UNREADABLE) for where in found.values()) else DONE
+
+
+def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *, dry_run: bool) -> None:
+    there = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+    done = f"{PAST[verb]}: {there} of {len(found)}."
+    click.echo(f"{there} of {len(found)} would be {PAST[verb].lower()}." if dry_run else done)
+    for token in tokens:
+        if found[token.id] is Found.NOWHERE:
+            moved = ", or rescheduled: try the id without @…" if token.due_ms is not None else ""
+            note(f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked.")
+        elif found[token.id] is Found.UNREADABLE:
+            note(f"{token} may be in a segment that cannot be read: see docs/backlog.md.")
+        elif found[token.id] is Found.UNSURE:
+            note(f"{token} was held because its queue did not answer: the queue may have it, and still deliver it.")
+
+
+def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:
+    """Their new instants, and with those their new names; what was due at once may be delivered by now."""
+    waiting = [one for one in tokens if found[one.id] in (Found.WAITING, Found.SEGMENT)]
+
+    def named(token: Token) -> Token:
+        by_ms = new.get("by_ms")
+        due_ms = new["at_ms"] if by_ms is None else None if token.due_ms is None else token.due_ms + by_ms
+        return Token(token.id, due_ms)
+
+    async def look() -> list[Token]:
+        async with actions.acting(url, "look") as connection:
+            entries, _ = await listing.named(connection, list(map(named, waiting)))
+            return [entry.place.token for entry in entries]
+
+    for token in asyncio.run(look()) if waiting else []:
+        click.echo(f"{token.id} is due {iso(token.due_ms or 0)}; its id is {token} now.")
+
+
+PAST = {"cancel": "Cancelled", "reschedule": "Rescheduled"}
+
+
+def _filtered(
+    url: str,
+    verb: str,
+    do: Do,
+    wanted: Filter,
+    new: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    test = reading.header_test(wanted)
+
+    async def look() -> Counted:
+        async with actions.acting(url, f"count for {verb}") as connection:
+            return await actions.count(connection, wanted, test)
+
+    meant = asyncio.run(look())
+    if meant.broken:
+        note(f"{meant.broken} segments cannot be read and may hold more messages: see docs/backlog.md.")
+    about = counted(meant.messages, "message")
+    target = f" to {iso(new['at_ms'])}" if "at_ms" in new else f" by {_shift(new['by_ms'])}" if "by_ms" in new else ""
+    if dry_run or not meant.messages:
+        if as_json:
+            print_json({"matched": meant.messages, "done": 0, "broken_segments": meant.broken})
+        else:
+            click.echo(f"{about} would be {PAST[verb].lower()}{target}." if dry_run else "No messages match.")
+        return DONE
+    note(f"{about} match.")
+    if not agreed(f"{verb.capitalize()} {about}{target}?", yes=yes):
+        note("Nothing was changed.")
+        return DONE
+
+    async def work() -> Counter[Found]:
+        async with actions.acting(url, verb) as connection:
+            act = await audit_log.begin(connection, whoami(), verb, {**wanted.as_dict(), **new})
+            with progress() as say:
+                step = f"{verb.capitalize()} messages"
+
+                def done_so_far(done: int) -> None:
+                    say(step, done, meant.messages)
+
+                return await actions.every(connection, do, wanted, test, act=act, say=done_so_far)
+
+    done = asyncio.run(work())
+    late = done[Found.NOWHERE]
+    if as_json:
+        print_json({"matched": meant.messages, "done": done.total() - late, "too_late": late})
+    else:
+        others = f"; {late:,} were delivered or moved in the meantime" if late else ""
+        click.echo(f"{PAST[verb]}: {done.total() - late:,}{target}{others}.")
+    return DONE
+
+
+def _shift(by_ms: int) -> str:
+    return f"{'-' if by_ms < 0 else ''}{duration_text(abs(by_ms))}"

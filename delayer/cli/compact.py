@@ -1,0 +1,165 @@
+"""delayer compact: many far-future rows into few compressed segments."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from delayer.cli.errors import FOUND, Unreached
+from delayer.cli.jobs import (
+    Spark,
+    conf_option,
+    duration,
+    in_bytes,
+    json_option,
+    master_option,
+    per_second,
+)
+from delayer.cli.options import request_of, store_url
+from delayer.cli.output import Say, note, print_json, progress
+
+if TYPE_CHECKING:
+    from delayer.audit.compact import Done, Numbers, Plan
+
+
+@click.command(short_help="Pack messages of the far future into compressed segments.")
+@click.option(
+    "--after",
+    "after_ms",
+    default="7d",
+    show_default=True,
+    callback=duration,
+    metavar="DURATION",
+    help="Pack what is due later than this from now. Must be longer than store.restore_ahead.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(100, 100_000),
+    default=10_000,
+    show_default=True,
+    help="Messages of a segment, about.",
+)
+@click.option("--dry-run", is_flag=True, help="Count what would be packed, and change nothing. Needs no Spark.")
+@json_option
+@master_option
+@conf_option
+@click.pass_context
+def compact(
+    context: click.Context,
+    *,
+    after_ms: int,
+    rows: int,
+    dry_run: bool,
+    as_json: bool,
+    master: str | None,
+    conf: dict[str, str],
+) -> None:
+    """Pack the messages that are due in the far future into segments: compressed, inside the store.
+
+    Daemons bring them back in time (store.restore_ahead), and `delayer restore` does it in bulk. Messages with a key,
+    and those of more than 1 MiB, stay as they are. Daemons may go on working meanwhile, and the command may be
+    interrupted and repeated: every message is either a row or in exactly one segment. In the end emptied partitions are
+    dropped.
+
+    Exit code 1 if a segment did not read back as it was written (its messages stayed rows); 3 if the store is out of
+    reach, Java is missing, or Spark gave up.
+
+    \b
+    Examples:
+      delayer compact --dry-run
+      delayer compact --after 30d
+      delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
+    """
+    from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
+
+    settings = request_of(context).settings()
+    url = store_url(settings)
+    job.check_after(after_ms, settings.store.restore_ahead_ms)
+    planned = asyncio.run(job.plan(url, after_ms, rows))
+    if dry_run:
+        _tell_plan(planned, asyncio.run(job.numbers(url, planned)), rows, as_json=as_json)
+        return
+    with progress() as say:
+        done = _run(url, planned, rows, Spark(master, conf), say)
+    _tell(done, as_json=as_json)
+    _end(context, done)
+
+
+def _run(url: str, planned: Plan, rows: int, where: Spark, say: Say) -> Done:
+    from delayer.audit import compact as job  # noqa: PLC0415
+    from delayer.audit.tasks import session, step_back  # noqa: PLC0415 - Spark
+
+    if not planned.windows:
+        return job.nothing(url, planned)
+    step_back()
+    with session("delayer compact", where.master, where.conf) as spark:
+        return job.run(spark, url, planned, rows, say)
+
+
+def _tell_plan(planned: Plan, counted: Numbers, rows: int, *, as_json: bool) -> None:
+    figures: dict[str, Any] = {
+        "after_ms": planned.after_ms,
+        "messages": counted.messages,
+        "keyed": counted.keyed,
+        "large": counted.large,
+        "raw_bytes": counted.raw_bytes,
+        "windows": len(planned.windows),
+        "segments": -(-counted.messages // rows),
+        "disk_bytes": counted.disk_bytes,
+    }
+    if as_json:
+        print_json(figures)
+        return
+    click.echo(
+        f"{counted.messages:,} messages ({in_bytes(counted.raw_bytes)}) would go into about {figures['segments']:,} "
+        f"segments; {counted.keyed:,} with a key and {counted.large:,} of more than 1 MiB would stay.\n"
+        f"On disk: {in_bytes(counted.disk_bytes)}, the messages that are due sooner among them."
+    )
+
+
+def _tell(done: Done, *, as_json: bool) -> None:
+    shrunk = done.shrunk
+    messages, packed = done.total("messages"), done.total("packed_bytes")
+    if as_json:
+        print_json(
+            {
+                "messages": messages,
+                "segments": done.total("segments"),
+                "raw_bytes": done.total("raw_bytes"),
+                "packed_bytes": packed,
+                "seconds": round(done.seconds, 3),
+                "shrink_seconds": round(done.shrink_seconds, 3),
+                "disk_bytes": {"before": shrunk.bytes_before, "after": shrunk.bytes_after},
+                "partitions": {"dropped": shrunk.dropped, "vacuumed": shrunk.vacuumed, "left": shrunk.left},
+                "lost": sorted(set(done.lost)),
+                "broken": done.broken,
+            }
+        )
+        return
+    if not messages:
+        click.echo("Nothing to pack.")
+    else:
+        click.echo(
+            f"{messages:,} messages ({in_bytes(done.total('raw_bytes'))}) are in {done.total('segments'):,} segments "
+            f"({in_bytes(packed)}); {done.seconds:.1f} s, {per_second(messages, done.seconds)}."
+        )
+    click.echo(
+        f"Rows on disk: {in_bytes(shrunk.bytes_before)} before, {in_bytes(shrunk.bytes_after)} now; "
+        f"{len(shrunk.dropped)} partitions dropped, {len(shrunk.vacuumed)} vacuumed."
+    )
+    if shrunk.left:
+        note(f"{len(shrunk.left)} partitions have their room still, as others held them: the next time gives it back.")
+
+
+def _end(context: click.Context, done: Done) -> None:
+    for reason in done.broken:
+        note(f"A segment did not read back, its messages stayed rows: {reason}.")
+    if done.lost:
+        raise Unreached(
+            f"{len(done.lost)} windows are not packed, or perhaps not: {done.lost[0].rstrip('.')}. "
+            "Next: run `delayer compact` again; it goes on where this one stopped."
+        )
+    if done.broken:
+        context.exit(FOUND)

@@ -1,0 +1,162 @@
+"""delayer db: the store's schema."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import click
+
+from delayer.cli.errors import FOUND, Misused
+from delayer.cli.options import Request, store_url
+from delayer.cli.output import note, print_json
+from delayer.store import schema
+from delayer.store.admin import skipping
+from delayer.store.admin.stats import LaneOverview, overview
+from delayer.store.lanes.locks import raise_lanes
+
+MOST_LANES: Final = 64
+MOST_SKIPPED: Final = 1_000_000_000_000_000
+"""At a time. There are nine thousand times as many."""
+
+
+@click.group(short_help="Make and upgrade the store's tables.")
+def db() -> None:
+    """Make the store's tables and keep them up to date (schema upgrades)."""
+
+
+@db.command()
+@click.pass_obj
+def upgrade(request: Request) -> None:
+    """Apply every schema upgrade that the store lacks, and make its first lanes (store.lanes). Safe to repeat.
+
+    The database has to exist, and the role in store.url has to own it: `createdb -O delayer delayer`. Where one role
+    owns the schema and another one runs the daemon (docs/security.md), it is the owner's to run. A store that a newer
+    delayer upgraded stays as it is; exit code 1.
+
+    \b
+    Examples:
+      delayer db upgrade
+      CREDENTIALS_DIRECTORY=/etc/delayer delayer db upgrade     # where the service gets its URLs as credentials
+    """
+    settings = request.settings()
+    url = store_url(settings)
+
+    async def work() -> tuple[str | None, str | None]:
+        from delayer.store import upgrades  # noqa: PLC0415 - Alembic and SQLAlchemy, which no other verb needs
+
+        before = await schema.current(url)
+        if (wrong := schema.outdated(before)) is not None and wrong.newer:
+            raise wrong
+        await upgrades.upgrade(url, lanes=settings.store.lanes)
+        return before, await schema.current(url)
+
+    before, after = asyncio.run(work())
+    if before == after:
+        click.echo(f"The schema is {after} already: nothing to do.")
+    else:
+        click.echo(f"The schema was {before or 'missing'} and is {after} now.")
+    note("Next: `delayer run`.")
+
+
+@db.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def current(context: click.Context, as_json: bool) -> None:
+    """Say which schema the store has, and which one this program needs. Exit code 1 if they differ.
+
+    \b
+    Examples:
+      delayer db current
+      delayer db current --json
+    """
+    url = store_url(context.find_object(Request).settings())  # type: ignore[union-attr]
+
+    async def work() -> tuple[str | None, str]:
+        return await schema.current(url), schema.HEAD
+
+    found, needed = asyncio.run(work())
+    wrong = schema.outdated(found)
+    if as_json:
+        advice = None if wrong is None else wrong.advice
+        print_json({"found": found, "needed": needed, "current": wrong is None, "advice": advice})
+    else:
+        click.echo(f"The schema is {found or 'missing'}; this program needs {needed}.")
+    if wrong is not None:
+        note(f"Next: {wrong.advice}.")
+        context.exit(FOUND)
+
+
+@db.command()
+@click.argument("number", type=click.IntRange(1, MOST_LANES), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_obj
+def lanes(request: Request, number: int | None, as_json: bool) -> None:
+    """Show the store's lanes, or raise their number to NUMBER.
+
+    Processes share the lanes evenly, so more processes than lanes need more lanes. Each lane takes one connection to
+    Postgres. Running daemons take new lanes within seconds. The number never shrinks. Lanes of routes with max_rate
+    come on top; daemons make them.
+
+    \b
+    Examples:
+      delayer db lanes
+      delayer db lanes 8
+    """
+    url = store_url(request.settings())
+
+    async def work() -> Sequence[LaneOverview]:
+        if number is not None:
+            await raise_lanes(url, number)
+        return (await overview(url)).lanes
+
+    found = asyncio.run(work())
+    ordinary = sum(lane.route is None for lane in found)
+    if as_json:
+        print_json(
+            [
+                {
+                    "lane": lane.number,
+                    "route": None if lane.route is None else lane.route.decode(errors="replace"),
+                    "owner": lane.owner if lane.alive else None,
+                    "parked": lane.waiting,
+                    "held": lane.held,
+                }
+                for lane in found
+            ]
+        )
+        return
+    for lane in found:
+        of = "" if lane.route is None else f", route {lane.route.decode(errors='replace')}"
+        owner = f"owned by {lane.owner}" if lane.alive else "free"
+        click.echo(f"lane {lane.number}{of}: {owner}; {lane.waiting:,} parked, {lane.held:,} held")
+    if number is not None and number < ordinary:
+        raise Misused(f"there are {ordinary} lanes, and their number never shrinks")
+
+
+@db.command("skip-ids")
+@click.option(
+    "--by",
+    type=click.IntRange(1, MOST_SKIPPED),
+    default=skipping.FAR,
+    show_default=True,
+    metavar="N",
+    help="How many are left out.",
+)
+@click.pass_obj
+def skip_ids(request: Request, by: int) -> None:
+    """Give the next messages ids that this store never gave: after a restore of an older copy, before a daemon starts.
+
+    A backup, an archive's end or a standby that lagged does not know what was parked and released since: it would give
+    the same numbers, as x-delayer-id, to new messages, and consumers that know copies by it would drop these. Nothing
+    that waits is changed. Needs the role that owns the tables; safe to repeat.
+
+    \b
+    Examples:
+      delayer db skip-ids
+      delayer db skip-ids --by 1000000000000000     # a second store for the same consumers: a range of its own
+    """
+    first = asyncio.run(skipping.skip_ids(store_url(request.settings()), by))
+    click.echo(f"The next message gets an id of {first:,} or more.")
+    note("Next: `delayer run`.")

@@ -1,0 +1,303 @@
+"""delayer drain: move what waits to the other side, after the mode was switched: rows of the store into the cascade, or
+levels of the cascade into the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+import asyncpg
+import click
+
+from delayer.amqp.address import Address
+from delayer.broker.admin import Admin
+from delayer.broker.brief import briefly
+from delayer.broker.connection import Relay
+from delayer.broker.consumer import RelayConsumer
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.publisher import RelayPublisher
+from delayer.cli.errors import DONE, FOUND, Misused
+from delayer.cli.options import agreed, as_json, dry_run_option, request_of, whoami, yes_option
+from delayer.cli.output import Say, note, print_json, print_table, progress
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, native_of
+from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.errors import BrokerLost
+from delayer.core.faultpoint import reach
+from delayer.core.filters import Filter
+from delayer.core.message import Confirmed, Due
+from delayer.imports import draining as rules
+from delayer.imports.draining import Left
+from delayer.store.admin import actions, audit_log, draining, listing
+from delayer.store.postgres import PostgresStore
+
+NAME: Final = "delayer drain"
+PORTION: Final = 500
+"""Messages of one transaction, or of one acknowledgement."""
+
+
+@asynccontextmanager
+async def relay_of(settings: Settings) -> AsyncIterator[Relay]:
+    """Closed at the end."""
+    relay = Relay(Address.parse(settings.broker_url), NAME, heartbeat=20.0)
+    relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+LOWEST: Final = 5
+"""The lowest level that is emptied, of 32 seconds: what stands below comes out before anybody is done here."""
+
+
+class Around(NamedTuple):
+    """Depths in the broker: of the levels by number, of the due queue, of the strays. What is missing has none."""
+
+    levels: dict[int, int]
+    due: int
+    strays: int
+
+
+async def look_around(settings: Settings, levels: Cascade) -> Around:
+    """What stands there. Raises BrokerLost, BrokerRefused."""
+    due = settings.native.due_queue
+    async with briefly(settings.broker_url, NAME) as broker:
+        seen = await broker.picture(levels, [due])
+    if seen.hidden:
+        # What is not shown must not count as nothing: whoever drains removes the cascade next.
+        raise BrokerRefused(f"queue {seen.hidden[0]!r} of the cascade is hidden from this user")
+    depths = {name: depth or 0 for name, depth in seen.queues.items()}
+    return Around({one.level: one.depth or 0 for one in seen.levels}, depths[due], depths.get(levels.strays, 0))
+
+
+def left_of(around: Around) -> list[Left]:
+    """What of that does not go into the store, and why."""
+    return rules.left_in_cascade(around.levels, around.due, around.strays, LOWEST)
+
+
+async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
+    """How many were moved."""
+    store = await PostgresStore.connect(url)
+    done = 0
+    try:
+        with progress("draining") as say:
+            async with actions.acting(url, "drain") as connection, relay_of(settings) as relay:
+                act = await audit_log.begin(connection, whoami(), "drain to store", {})
+                # From the top: what goes down meanwhile is met again below.
+                for level in reversed(range(LOWEST, LEVELS)):
+                    if not (await look_around(settings, levels)).levels[level]:
+                        continue
+                    due_queue = settings.native.due_queue.encode()
+                    async for moved in _portions_in(store, relay, levels, level, due_queue=due_queue):
+                        await audit_log.add(connection, act, moved)
+                        done += moved
+                        say("draining", done, None)
+    finally:
+        await store.close()
+    return done
+
+
+async def _portions_in(
+    store: PostgresStore, relay: Relay, levels: Cascade, level: int, *, due_queue: bytes
+) -> AsyncIterator[int]:
+    """Park what stands in one level, portion by portion; each is acknowledged when it is committed."""
+    connection = await relay.connection(10.0)
+    subscription = await RelayConsumer(relay).subscribe(levels.level(level), PORTION)
+    try:
+        empty = 0
+        # Seconds without a message after which a level counts as empty: what was there is gone, or in other hands.
+        while empty < 2:
+            batch = await subscription.next_batch(PORTION, 0.02)
+            empty = 0 if batch else empty + 1
+            if batch:
+                now_ms = store.now_ms()
+                most = connection.frame_max - 20
+                parcels = [
+                    rules.into_store(one, levels, level, now_ms, due_queue=due_queue, max_properties=most)
+                    for one in batch
+                ]
+                reach("drain.read")
+                await store.park(None, parcels, [])
+                reach("drain.parked")
+                subscription.ack(batch[-1].tag, multiple=True)
+                reach("drain.acked")
+                yield len(batch)
+    finally:
+        await subscription.close()
+
+
+MARGIN_MS: Final = 60_000
+"""What is due sooner is left to the daemon, which is about to release it."""
+
+
+class Moved(NamedTuple):
+    """How many were moved, and how many rows stay because their bytes do not fit their checksum."""
+
+    messages: int
+    unsound: int = 0
+
+
+async def standing(url: str, *, keys_too: bool) -> draining.Standing:
+    """What waits in the store."""
+    async with listing.looking(url, "count what waits") as connection:
+        now_ms = await connection.fetchval("SELECT now()")
+        return await draining.standing(connection, now_ms + MARGIN_MS, keys_too=keys_too)
+
+
+async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Moved:
+    """Each portion is confirmed by the cascade before it leaves the store. Raises BrokerLost where it is not."""
+    async with await Admin.connect(settings.broker_url, name=NAME) as admin:
+        await admin.declare(native_of(settings))
+    async with relay_of(settings) as relay, actions.acting(url, "drain") as connection:
+        publisher = RelayPublisher(relay)
+        act = await audit_log.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
+        try:
+            with progress("draining") as say:
+                return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
+        finally:
+            await publisher.close()
+
+
+async def _portions_out(
+    connection: asyncpg.Connection, publisher: RelayPublisher, settings: Settings, act: int, say: Say, *, keys_too: bool
+) -> Moved:
+    done = 0
+    left: set[int] = set()
+    now_ms = await connection.fetchval("SELECT now()")
+    wanted = Filter(due_from_ms=now_ms + MARGIN_MS)
+    after: tuple[int, int] | None = listing.BEGINNING
+    while after is not None:
+        found = await listing.find(connection, wanted, None, PORTION, after)
+        places = [place for place in found.places if place.segment is None]
+        while places:
+            try:
+                async with draining.taken(connection, places, act, keys_too=keys_too) as rows:
+                    await _publish(connection, rows, publisher, settings)
+                    done += len(rows)
+                break
+            except draining.Unsound as unsound:
+                left |= unsound.ids
+                places = [place for place in places if place.id not in left]
+        say("draining", done, None)
+        after = found.after
+    return Moved(done, len(left))
+
+
+async def _publish(
+    connection: asyncpg.Connection, rows: Sequence[Due], publisher: RelayPublisher, settings: Settings
+) -> None:
+    now_ms = await connection.fetchval("SELECT clock_timestamp()")
+    queue, levels = settings.native.due_queue.encode(), cascade_of(settings)
+    outcomes = await publisher.publish([rules.into_cascade(row, levels, queue, now_ms) for row in rows])
+    refused = [outcome for outcome in outcomes if not isinstance(outcome, Confirmed)]
+    if refused:
+        raise BrokerLost(f"the cascade did not take {len(refused)} of {len(rows)} messages: {refused[0]}; they stay")
+
+
+@click.command(short_help="Move waiting messages into the cascade, or into the store.")
+@click.option("--to", "target", type=click.Choice(["native", "store"]), required=True, help="Where to.")
+@click.option("--keys-too", is_flag=True, help="To native: also messages with a key; then nobody can cancel them.")
+@dry_run_option
+@yes_option
+@as_json
+@click.pass_context
+def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Move what waits to where new delays go, so that the other side can be given up. First switch the mode and reload
+    the daemon: it goes on releasing what the store holds, and what comes out of the cascade, all the while.
+
+    Nothing gets another due instant, and nothing is lost: each portion is confirmed where it goes before it leaves
+    where it was. An interruption may leave one portion on both sides; run it again.
+
+    To native: rows that wait longer than a minute. Messages with a key stay, as the cascade knows no keys, unless
+    --keys-too; what is compacted stays until `delayer restore`. To the store: the levels of our own cascade of 32
+    seconds and more. What is left is told, with the reason and the next step.
+    Exit code 1 if something is left that does not go by itself.
+
+    \b
+    Examples:
+      delayer --mode native drain --to native --dry-run
+      delayer drain --to store --yes
+    """
+    settings = request_of(context).settings()
+    if settings.mode != target:
+        raise Misused(
+            f'mode is {settings.mode!r}: what comes in would go on taking the other way. Set mode = "{target}" in the '
+            "daemon's configuration, reload it, and drain with the same configuration"
+        )
+    if settings.store_url is None:
+        raise Misused("no store is configured")
+    if keys_too and target == "store":
+        raise Misused("--keys-too is for --to native: messages keep their keys on the way into the store")
+    url = settings.store_url
+    if target == "native":
+        _to_native(context, settings, url, keys_too=keys_too, dry_run=dry_run, yes=yes, as_json=as_json)
+    else:
+        _to_store(context, settings, url, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def _to_native(
+    context: click.Context, settings: Settings, url: str, *, keys_too: bool, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    before = asyncio.run(standing(url, keys_too=keys_too))
+    count = before.rows - before.soon - (0 if keys_too else before.keyed)
+    stays = rules.left_in_store(before._replace(rows=before.rows - count), 0, keys_too=keys_too)
+    done = 0
+    if count and not dry_run and _agreed(context, count, "into the cascade", stays, yes=yes):
+        moved = asyncio.run(rows_to_cascade(settings, url, keys_too=keys_too))
+        done = moved.messages
+        after = asyncio.run(standing(url, keys_too=keys_too))
+        stays = rules.left_in_store(after, moved.unsound, keys_too=keys_too)
+    context.exit(_told("cascade", count, done, stays, dry_run=dry_run, as_json=as_json))
+
+
+def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    levels = cascade_of(settings)
+    before = asyncio.run(look_around(settings, levels))
+    count = sum(depth for level, depth in before.levels.items() if level >= LOWEST)
+    stays = left_of(before._replace(levels={n: of for n, of in before.levels.items() if n < LOWEST}))
+    done = 0
+    if count and not dry_run and _agreed(context, count, "into the store", stays, yes=yes):
+        done = asyncio.run(levels_to_store(settings, url, levels))
+        stays = left_of(asyncio.run(look_around(settings, levels)))
+    context.exit(_told("store", count, done, stays, dry_run=dry_run, as_json=as_json))
+
+
+def _told(into: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:
+    """Print what was moved, and what stays with its reasons. The exit code."""
+    if as_json:
+        rows = [{"messages": one.messages, "where": one.where, "why": one.why, "next": one.next_step} for one in left]
+        print_json({"moved": done, "would_be_moved": count if dry_run else 0, "left": rows})
+    else:
+        _print(into, count, done, left, dry_run=dry_run)
+    return DONE if dry_run or all(one.by_itself for one in left) else FOUND
+
+
+def _print(into: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool) -> None:
+    if dry_run:
+        click.echo(f"Would be moved: {count:,} messages into the {into}.")
+    else:
+        click.echo(f"Moved into the {into}: {done:,}." if count else "There are no messages to move.")
+    if not left:
+        click.echo(
+            f"Nothing {'would be' if dry_run else 'is'} left in the {'store' if into == 'cascade' else 'cascade'}."
+        )
+        return
+    click.echo(f"{'Would stay' if dry_run else 'Left'}:")
+    print_table(
+        ["messages", "where", "because", "next step"],
+        [(f"{one.messages:,}", one.where, one.why, one.next_step) for one in left],
+        right=(0,),
+    )
+
+
+def _agreed(context: click.Context, count: int, where: str, stays: Sequence[Left], *, yes: bool) -> bool:
+    """Whether to move the messages. Exits if the user declines."""
+    kept = sum(one.messages for one in stays)
+    if not agreed(f"Move {count:,} messages {where}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
+        note("Nothing was changed.")
+        context.exit(DONE)
+    return True

@@ -1,0 +1,105 @@
+"""Errors that a command expects, the exit codes, and the advice for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import IO, Any
+
+import click
+
+from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
+from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
+from delayer.config import ConfigError
+from delayer.config.errors import readable
+from delayer.core import errors
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+DONE, FOUND, USAGE, OUT_OF_REACH = 0, 1, 2, 3
+"""The exit codes: done; a check found something; usage or configuration; broker or store out of reach."""
+BROKER_RUNS = "check broker.url, and that the broker runs"
+BROKER_RIGHTS = "check user, password, vhost and permissions"
+STORE_RUNS = "check store.url, and that Postgres runs"
+"""Advice for who is out of reach."""
+
+
+def broker_advice(lost: Exception) -> str:
+    """What to do about a broker that is out of reach for this reason."""
+    return errors.certificate_advice(str(lost), *errors.OF_BROKER) or BROKER_RUNS
+
+
+class Failure(click.ClickException):
+    """An expected error: a message without a traceback. The subclasses have the exit codes."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"delayer: {self.message}", file=file, err=True)
+
+
+class Off(Failure):
+    """Something is not as it should be."""
+
+    exit_code = FOUND
+
+
+class Misused(Failure):
+    """Usage or configuration."""
+
+    exit_code = USAGE
+
+
+class Unreached(Failure):
+    """Broker or store out of reach."""
+
+    exit_code = OUT_OF_REACH
+
+
+EXPECTED_ERRORS = (
+    ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
+    JobImpossible, JobMisused, JobFailed,
+)  # fmt: skip
+
+
+def failure(error: Exception) -> Failure:
+    """What went wrong, and what to do next, for one of :data:`EXPECTED_ERRORS`."""
+    text = readable(str(error)).removesuffix(".")  # the broker ends its sentences, and so do we
+    match error:
+        case ConfigError(problems=problems):
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            made: Failure = Misused(
+                f"the configuration has {len(problems)} mistake{'s' * (len(problems) > 1)}:\n{lines}"
+            )
+        case TopologyMismatch(mismatches=mismatches):
+            lines = "\n".join(f"  {readable(str(one))}" for one in mismatches)
+            advice = (
+                "Nothing was bound. The broker names the first difference only; compare all that is expected.\n"
+                f"{_way_out(mismatches)}\nThen run `delayer topology apply` again."
+            )
+            made = Off(f"the broker has things of these names that are different:\n{lines}\n{advice}")
+        case BadStoreUrl() | JobMisused():
+            made = Misused(text)
+        case JobImpossible() | JobFailed():  # 1 would say that an audit found something
+            made = Unreached(text)
+        case BrokerRefused():
+            made = Unreached(f"the broker refused: {text}. Next: check broker.url and the user's permissions.")
+        case BrokerLost():
+            made = Unreached(f"the broker is out of reach: {text}. Next: {broker_advice(error)}.")
+        case StoreLost(advice=advice) if advice:
+            made = Unreached(f"the store refused: {text}. Next: {advice}.")
+        case StoreLost():
+            made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
+        case _:
+            made = Off(text)  # what is outdated has its advice in its text
+    return made
+
+
+def _way_out(mismatches: Sequence[Mismatch]) -> str:
+    """Never to delete what holds messages: each was confirmed to its publisher."""
+    if any(one.messages for one in mismatches):
+        return (
+            "Deleting a queue loses the messages in it: choose another name in the configuration, and bring them over "
+            '(docs/operations.md, "A queue that is there already").'
+        )
+    return (
+        "Either delete these (`rabbitmqctl delete_queue NAME`, while it is empty and nobody consumes it), or choose "
+        "other names in the configuration."
+    )

@@ -1,0 +1,221 @@
+"""delayer held: messages that their destination did not take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple
+
+import asyncpg
+import click
+
+from delayer.amqp import reading
+from delayer.cli.errors import DONE, FOUND
+from delayer.cli.list import json_of
+from delayer.cli.options import (
+    agreed,
+    all_option,
+    as_json,
+    dry_run_option,
+    filter_of,
+    filter_options,
+    limit_option,
+    request_of,
+    store_url,
+    tokens,
+    whoami,
+    yes_option,
+)
+from delayer.cli.output import address, counted, iso, note, print_json, print_table
+from delayer.core.filters import Filter, Token
+from delayer.store.admin import actions, audit_log, detail, listing
+from delayer.store.admin.detail import HeldEntry
+from delayer.store.admin.listing import LAST_ID
+
+
+@click.group(short_help="List, retry or drop held messages.")
+def held() -> None:
+    """List, retry or drop held messages: their destination would not take them. Each is tried again by itself, with
+    growing pauses; those that came too late for their route (late_limit) wait until somebody says so. `delayer show ID`
+    has the details of one."""
+
+
+@held.command("list")
+@filter_options
+@limit_option
+@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Begin behind this id.")
+@as_json
+@click.pass_context
+def list_(context: click.Context, /, *, limit: int, after: int, as_json: bool, **given: Any) -> None:
+    """List held messages in the order of their arrival, with the reason, and when each is tried again.
+
+    \b
+    Examples:
+      delayer held list
+      delayer held list --to orders.out --limit 200
+      delayer held list --json | jq -r '.messages[].reason' | sort | uniq -c
+    """
+    wanted = filter_of(given)
+    page = asyncio.run(_page(store_url(request_of(context).settings()), wanted, limit, after))
+    if as_json:
+        rows = [{**json_of(one.entry), "held": one.held._asdict()} for one in page.messages]
+        print_json({"messages": rows, "after": page.after, "bounded": page.bounded})
+        return
+    if not page.messages and page.bounded:
+        click.echo("No messages match so far.")
+    elif not page.messages:
+        click.echo("No messages are held." if wanted.everything else "No held messages match.")
+    else:
+        print_table(["id", "due", "to", "attempts", "again at", "reason"], map(_row, page.messages), right=(3,))
+    if page.after is not None:
+        note(f"There may be more: the same with --after {page.after}.")
+
+
+def _row(one: HeldEntry) -> tuple[object, ...]:
+    entry, hold = one
+    return (
+        str(entry.place.token),
+        iso(entry.place.due_us // 1000),
+        address(entry.to_exchange, entry.to_key),
+        hold.attempts,
+        "by hand" if hold.retry_ms is None else iso(hold.retry_ms),
+        hold.reason,
+    )
+
+
+async def _page(url: str, wanted: Filter, limit: int, after: int) -> detail.HeldPage:
+    async with listing.looking(url, "list what is held") as connection:
+        return await detail.held_page(connection, wanted, reading.header_test(wanted), limit, after)
+
+
+@held.command()
+@tokens
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
+    """Try held messages again now: those of these ids, or all that match a filter.
+
+    A message that its destination still does not take stays held, with its next pause. A message that an import held
+    before its due instant is tried at that instant.
+
+    \b
+    Examples:
+      delayer held retry 48213
+      delayer held retry --to orders.out
+      delayer held retry --all --yes
+    """
+    _act(context, "retry", tokens, **given)
+
+
+@held.command()
+@tokens
+@filter_options
+@all_option
+@dry_run_option
+@yes_option
+@click.pass_context
+def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
+    """Drop held messages for good: those of these ids, or all that match a filter. They count as cancelled.
+
+    Of what is held for want of an answer ("no confirm") its queue perhaps has a copy, and delivers it when it answers.
+
+    \b
+    Examples:
+      delayer held drop 48213 48214
+      delayer held drop --route reminders.in --due-before 2031-01-31T08:00:00Z --dry-run
+    """
+    _act(context, "drop", tokens, **given)
+
+
+DONE_TO = {"retry": "tried again", "drop": "dropped"}
+PAST = {"retry": "To be tried again now", "drop": "Dropped"}
+
+
+def _act(
+    context: click.Context,
+    verb: str,
+    tokens: Sequence[Token],
+    *,
+    everything: bool,
+    dry_run: bool,
+    yes: bool,
+    **given: Any,
+) -> None:
+    wanted = filter_of(given)
+    if tokens and (everything or not wanted.everything):
+        raise click.UsageError("give either ids or a filter")
+    if not tokens and wanted.everything and not everything:
+        raise click.UsageError("expected the messages: ids, a filter, or --all")
+    url = store_url(request_of(context).settings())
+    ids = {token.id for token in tokens}
+    meant = Meant(wanted, ids)
+    messages, last, missing, unsure = asyncio.run(_count(url, meant))
+    for number in sorted(missing):
+        note(f"{number} is not held.")
+    if verb == "drop" and unsure:
+        note(
+            f"{unsure:,} were held because their queue did not answer: the queue may have them, and still deliver them."
+        )
+    if dry_run or not messages:
+        click.echo(
+            f"{counted(messages, 'held message')} would be {DONE_TO[verb]}." if dry_run else "No held messages match."
+        )
+        context.exit(FOUND if missing else DONE)
+    if not tokens and not agreed(f"{verb.capitalize()} {counted(messages, 'held message')}?", yes=yes):
+        note("Nothing was changed.")
+        context.exit(DONE)
+    click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
+    if missing:
+        context.exit(FOUND)
+
+
+class Meant(NamedTuple):
+    """The held messages with these ``ids``, or all that match ``wanted`` up to the id ``last``."""
+
+    wanted: Filter
+    ids: Set[int]
+    last: int = LAST_ID
+
+
+async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[list[HeldEntry]]:
+    """A page at a time: there may be millions."""
+    if meant.ids:
+        yield await detail.held_named(connection, meant.ids)
+        return
+    test = reading.header_test(meant.wanted)
+    after: int | None = 0
+    while after is not None and after < meant.last:
+        page = await detail.held_page(connection, meant.wanted, test, detail.AT_ONCE, after)
+        yield [one for one in page.messages if one.entry.place.id <= meant.last]
+        after = page.after
+
+
+async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int], int]:
+    """How many match, the last of them, the ids that are not held, and how many may be delivered already."""
+    async with listing.looking(url, "look at what is held") as connection:
+        messages, last, missing, unsure = 0, 0, set(meant.ids), 0
+        async for page in _pages(connection, meant):
+            numbers = [one.entry.place.id for one in page]
+            messages += len(numbers)
+            last = max([last, *numbers])
+            missing -= set(numbers)
+            unsure += sum(one.held.may_be_delivered for one in page)
+    return messages, last, missing, unsure
+
+
+async def _do(url: str, verb: str, meant: Meant) -> int:
+    """Retry or drop all counted messages that are still held, and no later ones."""
+    asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
+    done = 0
+    async with actions.acting(url, f"held {verb}") as connection:
+        act = await audit_log.begin(connection, whoami(), f"held {verb}", asked)
+        async for some in _pages(connection, meant):
+            work: Callable[[], Any] = partial(detail.drop, connection, some, act)
+            if verb == "retry":
+                work = partial(detail.retry, connection, [one.entry.place.id for one in some], act)
+            done += await actions.patiently(work) if some else 0
+    return done

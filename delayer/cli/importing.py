@@ -1,0 +1,453 @@
+"""delayer import: what older systems still hold, into this one. For each source: preview, run and abort."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import click
+
+from delayer.amqp import envelopes
+from delayer.amqp.address import Address
+from delayer.broker.connection import Relay
+from delayer.broker.publisher import RelayPublisher
+from delayer.cli.errors import DONE, FOUND, Failure, Misused, Off, Unreached
+from delayer.cli.options import agreed, as_json, instant_ms, request_of, whoami, yes_option
+from delayer.cli.output import address, iso, note, print_json, print_table, progress
+from delayer.config import Settings
+from delayer.config.topology import cascade_of
+from delayer.core.importing import OTHER_REASONS, Goal, Meant, NotARewrite, Rewrite, Run, Survey, read_rewrite
+from delayer.core.message import Target
+from delayer.imports import state_machine
+from delayer.imports.brokers import HEARTBEAT, NAME, Destinations
+from delayer.imports.cascade import CascadeBook
+from delayer.imports.state_machine import (
+    Aborted,
+    BadSource,
+    CountMismatch,
+    ImportImpossible,
+    Preview,
+    Report,
+    Source,
+    SourceLost,
+)
+from delayer.store.admin.importing import ImportBusy, ImportStore
+
+
+def into_of(unfinished: Run | None, told: str | None, settings: Settings) -> str:
+    """Where the messages go: of a run that goes on where they went. Raises ImportImpossible where that differs."""
+    begun = "" if unfinished is None else unfinished.into
+    if begun and told not in (None, begun):
+        raise ImportImpossible(
+            f"the unfinished import was begun into the {begun}, and --into {told} is said now. Next: go on with --into "
+            f"{begun}, or `abort`"
+        )
+    return begun or told or ("cascade" if settings.mode == "native" else "store")
+
+
+@asynccontextmanager
+async def cascade_book(settings: Settings, source: Source, book: ImportStore) -> AsyncIterator[CascadeBook]:
+    """Into the cascade of ``[native]``. Raises ImportImpossible for what would come out of it just to go in again."""
+    here, cascade = Address.parse(settings.broker_url), cascade_of(settings)
+    said = source.parameters
+    own = {"broker": str(here), "cascade": cascade.kind, "prefix": cascade.prefix}
+    if source.name == "cascade" and {name: said.get(name, "") for name in own} == own:
+        raise ImportImpossible("these messages wait in this cascade already. Next: say --into store")
+    relay = Relay(here, NAME, heartbeat=HEARTBEAT)
+    relay.start()
+    publisher = RelayPublisher(relay)
+    try:
+        yield CascadeBook(book, publisher, cascade, settings.native.due_queue, envelopes.enveloped)
+    finally:
+        await publisher.close()
+        await relay.close()
+
+
+def failure_of(error: Exception) -> Failure:
+    """With its exit code, and what to do next."""
+    match error:
+        case SourceLost():
+            return Unreached(
+                f"the source is out of reach: {error}. Next: mend that, and run the same again; "
+                "an import that had begun goes on where it stopped."
+            )
+        case BadSource():
+            return Misused(f"{error}.")
+        case ImportBusy() | ImportImpossible():
+            return Off(f"{error}.")
+        case _:
+            return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Messages make no cycles, and a batch of them is more than Python's collector waits for before it looks through
+    all that lives: as in the daemon (app.py)."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+SUPERSEDED = "as a message waits under their key already, and stays"
+MOST_GOALS = 20
+
+
+def tell_preview(seen: Preview, as_json: bool) -> None:
+    survey = seen.survey
+    if as_json:
+        print_json(
+            {
+                "messages": survey.messages,
+                "first_due_ms": survey.first_due_ms,
+                "last_due_ms": survey.last_due_ms,
+                "destinations": [
+                    {
+                        "exchange": target.exchange,
+                        "routing_key": target.routing_key,
+                        "messages": goal.messages,
+                        "first_due_ms": goal.first_due_ms,
+                        "problem": seen.problems.get(target),
+                        "unfit": goal.unfit,
+                    }
+                    for target, goal in _by_size(survey)
+                ],
+                "would_be_held": seen.to_hold,
+                "held_because": seen.reasons,
+                "superseded": survey.superseded,
+                "left": survey.left,
+                "remarks": survey.remarks,
+                "refused": seen.refusal or None,
+                "unfinished": None if seen.unfinished is None else _json_of(seen.unfinished),
+            }
+        )
+        return
+    for line in lines_of(seen):
+        click.echo(line)
+    if survey.goals:
+        rows = [
+            (
+                address(*target),
+                f"{goal.messages:,}",
+                _when(goal.first_due_ms),
+                _problem(goal, seen.problems.get(target)),
+            )
+            for target, goal in _by_size(survey)[:MOST_GOALS]
+        ]
+        print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
+        if len(survey.goals) > MOST_GOALS:
+            note(f"… and {len(survey.goals) - MOST_GOALS:,} destinations more; --json has all of them.")
+    if seen.unfinished is not None:
+        one = seen.unfinished
+        note(f"Import {one.id} from {one.source} is not finished: {one.committed:,} messages are committed.")
+    if seen.refusal:
+        note(f"A run would be refused: {seen.refusal}.")
+
+
+def _problem(goal: Goal, why: str | None) -> str:
+    """What is wrong with a destination, or else with some of what goes there."""
+    if why is not None:
+        return _short(why)
+    return f"{goal.unfit:,} unfit" if goal.unfit else ""
+
+
+def _when(first_due_ms: int | None) -> str:
+    return "?" if first_due_ms is None else iso(first_due_ms)
+
+
+def _short(problem: str) -> str:
+    return problem.removeprefix("import: ")
+
+
+def _by_size(survey: Survey) -> list[tuple[Target, Goal]]:
+    return sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
+
+
+def lines_of(seen: Preview) -> list[str]:
+    """A survey in words."""
+    survey = seen.survey
+    if survey.messages is None:
+        said = ["How many messages are meant is seen by a run only."]
+    else:
+        said = [f"{survey.messages:,} messages are meant."]
+    if survey.first_due_ms is not None and survey.last_due_ms is not None:
+        said.append(f"The first is due {iso(survey.first_due_ms)}, the last {iso(survey.last_due_ms)}.")
+    if seen.reasons:
+        said.append(f"{seen.to_hold:,} of them would be held, as far as can be seen:")
+        said += [f"  {count:,}, {why}" for count, why in _reasons(seen.reasons)]
+    if survey.superseded:
+        said.append(f"{survey.superseded:,} of them would not be imported: {SUPERSEDED}.")
+    said += [f"Left where they are: {count:,} {why}." for why, count in survey.left.items()]
+    return said + [f"Note: {remark}." for remark in survey.remarks]
+
+
+def _reasons(reasons: Mapping[str, int]) -> list[tuple[int, str]]:
+    """The most frequent ones, for people; the last is for all others."""
+    found = sorted(((count, _short(why)) for why, count in reasons.items()), key=lambda one: (-one[0], one[1]))
+    told, others = found[:10], found[10:]
+    if others:
+        told.append((sum(count for count, _ in others), f"{OTHER_REASONS}: --json has more of them"))
+    return told
+
+
+def _json_of(run: Run) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "source": run.source,
+        "parameters": run.parameters,
+        "phase": run.phase.value,
+        "staged": run.staged,
+        "parked": run.parked,
+        "held": run.held,
+        "superseded": run.superseded,
+        "who": run.who,
+        "began_ms": run.began_ms,
+    }
+
+
+def tell_report(report: Report, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                **_json_of(report.run),
+                "resumed": report.resumed,
+                "this_time": {
+                    "parked": report.parked,
+                    "held": report.held,
+                    "superseded": report.superseded,
+                    "already_committed": report.again,
+                },
+                "seconds": round(report.seconds, 3),
+                "left": report.left,
+                "held_because": report.reasons,
+                "doubts": report.doubts,
+            }
+        )
+        return
+    run = report.run
+    whole = f" ({run.parked:,} and {run.held:,} altogether)" if report.resumed else ""
+    rate = f", {(report.parked + report.held) / report.seconds:,.0f}/s" if report.seconds else ""
+    click.echo(
+        f"Import {run.id} is done: {report.parked:,} parked, {report.held:,} held{whole}; {report.seconds:.1f} s{rate}."
+    )
+    if report.again:
+        click.echo(f"{report.again:,} were committed before the interruption and only had to be removed.")
+    for count, why in _reasons(report.reasons):
+        note(f"Held: {count:,}, {why}.")
+    if report.superseded:
+        note(f"Not imported: {report.superseded:,}, {SUPERSEDED}. `delayer audit-log` names the keys.")
+    for why, count in report.left.items():
+        note(f"Left where they are: {count:,} {why}.")
+    for doubt in report.doubts:
+        note(f"Note: {doubt}.")
+
+
+def tell_aborted(done: Aborted, as_json: bool) -> None:
+    if as_json:
+        print_json({**_json_of(done.run), "put_back": done.put_back})
+        return
+    back = "the rest is where it was" if done.put_back is None else f"{done.put_back:,} are where they were"
+    click.echo(f"Import {done.run.id} is aborted: {done.run.committed:,} messages stay in the store, {back}.")
+
+
+T = TypeVar("T")
+NO_STORE = (
+    "no store is configured: an import keeps its state in one, in native mode too. Next: set store.url, and run "
+    "`delayer db upgrade`; docs/importing.md says what stays there"
+)
+
+
+class Wanted(NamedTuple):
+    """What every source is told: the settings, which messages are meant, and how destinations are renamed."""
+
+    settings: Settings
+    meant: Meant
+    rewrites: Sequence[Rewrite]
+
+
+Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
+"""Makes a source of its own options. May raise ImportImpossible, SourceLost, ValueError."""
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _cutoff(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = instant_ms(text)
+    if found is None:
+        # Not "2h from now": a run that is resumed must say the same as before.
+        raise click.BadParameter(
+            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC), found {text!r}"
+        )
+    return found
+
+
+def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
+    """What an option of expressions says."""
+    try:
+        return tuple(map(read_rewrite, given))
+    except NotARewrite as error:
+        raise click.BadParameter(f"expected {error}") from None
+
+
+_OPTIONS = (
+    click.option("--cutoff", "cutoff_ms", callback=_cutoff, metavar="INSTANT",
+                 help="Only what is due then or later; the rest is left where it is."),
+    click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
+    click.option("--rewrite-destination", "rewrites", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
+                 help="Rename destinations, as sed does: 's/@.*//'. May be repeated."),
+    click.option("--unverified", is_flag=True, help="Do not ask the broker whether the destinations exist."),
+    as_json,
+)  # fmt: skip
+
+
+@click.group("import", short_help="Bring in what older systems still hold.")
+def import_() -> None:
+    """Bring delayed messages that another system still holds into the store: look first (preview), then run.
+
+    A run stages what is meant and commits it in batches, the soonest due first; the source loses a batch only when it
+    is committed here. It may be interrupted anywhere: `run` with the same parameters goes on, `abort` puts the rest
+    back. Messages for destinations that do not exist are held (`delayer held list`), and stop nothing.
+    docs/importing.md has a page for every source.
+
+    \b
+    Examples:
+      delayer import jsonl preview backlog.jsonl
+      delayer import jsonl run backlog.jsonl --yes
+      delayer import hold-queues run --queue 'delay_*' --limit 1000
+      delayer import cascade abort --kind nservicebus-v1
+    """
+
+
+def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> None:
+    """Add `delayer import NAME preview|run|abort`."""
+
+    @import_.group(name, short_help=help_text.partition(".")[0] + ".", help=help_text)
+    def group() -> None: ...
+
+    def command(verb: str, text: str, *more: Option) -> Callable[[Callable[..., Any]], None]:
+        def add(act: Callable[..., Any]) -> None:
+            @functools.wraps(act)
+            def wrapped(context: click.Context, /, **given: Any) -> None:
+                act(context, make, given)
+
+            made: Callable[..., Any] = click.pass_context(wrapped)
+            every: tuple[Option, ...] = (*options, *_OPTIONS, *more)
+            for option in reversed(every):
+                made = option(made)
+            group.command(verb, help=text, short_help=text.partition(".")[0] + ".")(made)
+
+        return add
+
+    command(
+        "preview",
+        "Look, and change nothing: how many, when due, for whom, and what would be held. Exit code 1 where a run would "
+        "end with it, as far as can be seen: something would be held, or cannot be read, or a person has to decide.",
+    )(_preview)
+    command(
+        "run",
+        "Import, or go on with an import that was interrupted. Exit code 1 if something is held, or could not be read.",
+        click.option(
+            "--into",
+            type=click.Choice(("store", "cascade")),
+            help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
+        ),
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing: as preview does."),
+        click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
+        yes_option,
+    )(_run)
+    command(
+        "abort", "End an unfinished import: what is committed stays, the rest goes back to where it was.", yes_option
+    )(_abort)
+
+
+def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
+    json = given.pop("as_json")
+    _tell(context, _with(context, make, given, state_machine.preview), json)
+
+
+def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
+    json, dry_run, yes, again = (given.pop(name) for name in ("as_json", "dry_run", "yes", "again"))
+    settings = request_of(context).settings()
+    told_into = given.pop("into")
+    if dry_run or not yes:
+        look = _with(context, make, dict(given), functools.partial(state_machine.preview, again=again))
+        if dry_run:
+            _tell(context, look, json)
+        for line in lines_of(look):
+            note(line)
+        if look.refusal:
+            raise Off(f"{look.refusal}.")
+        if not agreed("Go on?" if look.unfinished else "Import?", yes=yes):
+            note("Nothing was done.")
+            return
+
+    async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
+        into = into_of(await book.unfinished(), told_into, settings)
+        with few_collections(), progress() as say:
+            if into == "store":
+                return await state_machine.run(source, book, judge, whoami(), say, again=again)
+            async with cascade_book(settings, source, book) as carrying:
+                return await state_machine.run(source, carrying, judge, whoami(), say, again=again)
+
+    try:
+        report = _with(context, make, given, go)
+    except KeyboardInterrupt:
+        note("Interrupted. Next: the same command, which goes on where it stopped; or `abort` in place of `run`.")
+        raise
+    tell_report(report, json)
+    context.exit(DONE if report.clean else FOUND)
+
+
+def _tell(context: click.Context, seen: Preview, as_json: bool) -> NoReturn:
+    """What a look found, and whether it found something that a run would tell of by its exit code."""
+    tell_preview(seen, as_json)
+    context.exit(DONE if seen.clean else FOUND)
+
+
+def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
+    json, yes = given.pop("as_json"), given.pop("yes")
+    if not agreed("Abort the unfinished import?", yes=yes):
+        note("Nothing was done.")
+        return
+    done = _with(context, make, given, lambda source, book, _: state_machine.abort(source, book))
+    tell_aborted(done, json)
+
+
+def _with(
+    context: click.Context,
+    make: Make,
+    given: dict[str, Any],
+    act: Callable[[Any, ImportStore, Destinations], Awaitable[T]],
+) -> T:
+    """Open the store and the source, and do it; expected errors with their exit codes."""
+    settings = request_of(context).settings()
+    meant = Meant(given.pop("cutoff_ms"), given.pop("limit"))
+    wanted = Wanted(settings, meant, given.pop("rewrites"))
+    verified = not given.pop("unverified")
+    if settings.store_url is None:
+        raise Misused(NO_STORE)
+    url = settings.store_url
+
+    async def work() -> T:
+        async with ImportStore.open(url) as book:
+            source = make(wanted, given, book)
+            judge = Destinations(settings.broker_url, settings.management_url, verified=verified)
+            try:
+                done = await act(source, book, judge)
+            finally:
+                await source.close()
+            for remark in judge.remarks:
+                note(f"Note: {remark}.")
+            return done
+
+    try:
+        return asyncio.run(work())
+    except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
+        raise failure_of(error) from error

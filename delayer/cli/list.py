@@ -1,0 +1,268 @@
+"""delayer list, show: the waiting messages of the store, and one message."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from delayer.amqp import reading
+from delayer.cli.errors import FOUND, Misused
+from delayer.cli.options import (
+    as_json,
+    filter_of,
+    filter_options,
+    limit_option,
+    request_of,
+    store_url,
+    tokens,
+)
+from delayer.cli.output import address, iso, note, print_json, print_table, when
+from delayer.config import Settings
+from delayer.core.filters import Filter, Token, read_token
+from delayer.store.admin import detail, listing
+from delayer.store.admin.actions import Found
+from delayer.store.admin.detail import Whole
+from delayer.store.admin.listing import BEGINNING, Entry
+
+
+def row_of(entry: Entry) -> tuple[object, ...]:
+    """One line of a list."""
+    key = "" if entry.key is None else reading.text(entry.key)
+    where = "" if entry.place.segment is None else str(entry.place.segment)
+    return (
+        str(entry.place.token),
+        iso(entry.place.due_us // 1000),
+        reading.text(entry.route),
+        address(entry.to_exchange, entry.to_key),
+        entry.size,
+        key,
+        where,
+    )
+
+
+def json_of(entry: Entry) -> dict[str, Any]:
+    """The same for programs."""
+    said = reading.read(entry.properties)
+    return {
+        "id": str(entry.place.token),
+        "due_ms": entry.place.due_us // 1000,
+        "parked_ms": entry.parked_ms,
+        "lane": entry.place.lane,
+        "segment": entry.place.segment,
+        "route": reading.text(entry.route),
+        "exchange": reading.text(entry.exchange),
+        "routing_key": reading.text(entry.routing_key),
+        "to_exchange": reading.text(entry.to_exchange),
+        "to_key": reading.text(entry.to_key),
+        "key": None if entry.key is None else reading.text(entry.key),
+        "body_bytes": entry.size,
+        "properties": said.properties,
+        "headers": [one._asdict() for one in said.headers],
+        "broken": said.broken or None,
+    }
+
+
+def say_native(settings: Settings) -> None:
+    """Tell a user of native mode about the messages that these verbs cannot see."""
+    if settings.mode == "native":
+        note("Messages in the cascade can be counted (`delayer topology show`), but not listed, moved or cancelled.")
+
+
+@click.command("list", short_help="List waiting messages, soonest first, page by page.")
+@tokens
+@filter_options
+@limit_option
+@click.option("--after", metavar="ID", help="Begin after this message, the last one of the previous page.")
+@as_json
+@click.pass_context
+def list_(
+    context: click.Context, /, *, tokens: Sequence[Token], limit: int, after: str | None, as_json: bool, **given: Any
+) -> None:
+    """List the waiting messages of the store, the soonest due first: rows, and messages in segments. All of them, or
+    those that match a filter, or those of these ids.
+
+    A page takes milliseconds without a filter, and with --key or a due time. --route, --to, --to-key and --header have
+    no index: such a page ends after it read 10,000 rows that do not match, and the next page goes on from there. For
+    held messages see `delayer held list`.
+
+    \b
+    Examples:
+      delayer list
+      delayer list --route orders.in --due-before 2h
+      delayer list --header customer=4711 --json
+      delayer list --after 48213@1795291200000
+      delayer list 48213@1795291200000 48214@1795291200500
+    """
+    settings = request_of(context).settings()
+    wanted = filter_of(given)
+    if tokens and not (wanted.everything and after is None):
+        raise click.UsageError("give either ids or a filter")
+    if tokens:
+        found, entries = asyncio.run(_named(store_url(settings), tokens))
+        for token in {
+            token.id: token for token in tokens if token.id not in {one.place.id for one in entries}
+        }.values():
+            note(f"{token} is not waiting. Next: `delayer show {token}`.")
+    else:
+        found, entries = asyncio.run(_page(store_url(settings), wanted, limit, _behind(after)))
+    token_after = None if found.after is None else _token_of(found.after)
+    if as_json:
+        print_json(
+            {
+                "messages": [json_of(entry) for entry in entries],
+                "after": token_after,
+                "bounded": found.bounded,
+                "broken_segments": list(found.broken),
+            }
+        )
+        return
+    columns = ["id", "due", "route", "to", "bytes", "key", "segment"]
+    if entries:
+        print_table(columns, [row_of(entry) for entry in entries], right=(4,))
+    else:
+        click.echo("No messages match." if not found.bounded else "No messages match so far.")
+    say_native(settings)
+    if found.broken:
+        note(f"{len(found.broken)} segments cannot be read and may hold more messages: see docs/backlog.md.")
+    if found.bounded:
+        note(f"The page ended at its limit of rows; there may be more. Next: the same with --after {token_after}.")
+    elif token_after is not None:
+        note(f"There are more. Next: the same with --after {token_after}.")
+
+
+def _behind(after: str | None) -> tuple[int, int]:
+    """A place (microseconds, id). An id with its instant to the millisecond may name one that is a little later."""
+    if after is None:
+        return BEGINNING
+    try:
+        due, dot, number = after.partition(".")
+        if dot:
+            return int(due), int(number)
+        token = read_token(after)
+    except ValueError as error:
+        raise Misused(f"--after: expected {error}, found {after!r}") from None
+    if token.due_ms is None:
+        raise Misused("--after: expected an id with its due instant, such as 48213@1795291200000")
+    return token.due_ms * 1000, token.id
+
+
+def _token_of(after: tuple[int, int]) -> str:
+    """Where the next page begins. Between two milliseconds, and behind what was read in vain, no id stands for it."""
+    due_us, number = after
+    if due_us % 1000 or number == listing.LAST_ID:
+        return f"{due_us}.{number}"
+    return str(Token(number, due_us // 1000))
+
+
+async def _page(url: str, wanted: Filter, limit: int, after: tuple[int, int]) -> tuple[listing.Found, list[Entry]]:
+    async with listing.looking(url, "list") as connection:
+        found = await listing.find(connection, wanted, reading.header_test(wanted), limit, after)
+        return found, await listing.entries(connection, found)
+
+
+async def _named(url: str, tokens: Sequence[Token]) -> tuple[listing.Found, list[Entry]]:
+    async with listing.looking(url, "list") as connection:
+        entries, broken = await listing.named(connection, tokens)
+    return listing.Found([one.place for one in entries], {}, None, bounded=False, broken=broken), entries
+
+
+@click.command(short_help="Show one message: where it is, and what will happen.")
+@click.argument("token", metavar="ID")
+@click.option("--body", "whole_body", is_flag=True, help="Write the body to stdout as it is, and nothing else.")
+@as_json
+@click.pass_context
+def show(context: click.Context, *, token: str, whole_body: bool, as_json: bool) -> None:
+    """Show a message: its properties, its headers with their types, the beginning of its body, its place, its future.
+
+    The ID is that of `delayer list`, such as 48213@1795291200000. The part before the @ is enough, and finds a message
+    that was moved; but it reads the index of every partition (a second or more with ten million waiting messages).
+    Exit code 1 if the message is not found: it was delivered or cancelled, or never parked.
+
+    \b
+    Examples:
+      delayer show 48213@1795291200000
+      delayer show 48213 --body > order.json
+    """
+    try:
+        asked = read_token(token)
+    except ValueError as error:
+        raise Misused(f"expected {error}, found {token!r}") from None
+    settings = request_of(context).settings()
+    found = asyncio.run(_show(store_url(settings), asked))
+    if isinstance(found, Found):
+        elsewhere = " at that instant. Next: the id without @… finds it if it was moved" if asked.due_ms else ""
+        text = "may be in a segment that cannot be read: see docs/backlog.md"
+        note(f"{asked} {text}." if found is Found.UNREADABLE else f"{asked} is not in the store{elsewhere}.")
+        say_native(settings)
+        context.exit(FOUND)
+    if whole_body:
+        click.echo(found.body, nl=False)
+    elif as_json:
+        print_json(_json_of(found))
+    else:
+        _print(found)
+
+
+async def _show(url: str, token: Token) -> Whole | Found:
+    async with listing.looking(url, "show") as connection:
+        return await detail.show(connection, token)
+
+
+def fate(found: Whole) -> str:
+    """What will happen to it, in a sentence."""
+    entry = found.entry
+    return detail.fate(found, address(entry.to_exchange, entry.to_key), found.owner, iso)
+
+
+def _json_of(found: Whole) -> dict[str, Any]:
+    held = found.held
+    return {
+        **json_of(found.entry),
+        "where": found.where.value,
+        "sound": found.sound,
+        "owner": found.owner,
+        "owner_alive": found.owned,
+        "held": None if held is None else held._asdict(),
+        "fate": fate(found),
+        "body": reading.preview(found.body),
+        "body_is_text": found.body[: reading.PREVIEW].hex(" ") != reading.preview(found.body),
+    }
+
+
+def _print(found: Whole) -> None:
+    entry, hold = found.entry, found.held
+    said = reading.read(entry.properties)
+    due_ms = entry.place.due_us // 1000
+    where = found.where.value + ("" if entry.place.segment is None else f" {entry.place.segment}")
+    rows: list[tuple[object, ...]] = [
+        ("id", entry.place.token),
+        ("where", f"{where}, lane {entry.place.lane} ({found.owner}{', running' if found.owned else ', free'})"),
+        ("due", f"{iso(due_ms)}, {when(due_ms, time.time_ns() // 1_000_000).partition(' (')[2].rstrip(')')}"),
+        ("will happen", fate(found)),
+        ("parked", iso(entry.parked_ms)),
+        ("came in at", address(entry.exchange, entry.routing_key)),
+        ("route", reading.text(entry.route) or '"" (straight to the queue)'),
+    ]
+    if hold is not None:
+        rows.append(("held", f"since {iso(hold.held_ms)}, {hold.attempts} attempts: {hold.reason}"))
+    if entry.key is not None:
+        rows.append(("key", reading.text(entry.key)))
+    if said.broken:
+        rows.append(("not readable", said.broken))
+    rows += [(name, value) for name, value in said.properties.items()]
+    print_table(["", ""], rows)
+    if said.headers:
+        click.echo()
+        print_table(["header", "type", "value"], said.headers)
+    more = f", the first {reading.PREVIEW}" if entry.size > reading.PREVIEW else ""
+    click.echo(f"\nbody: {entry.size} bytes{more}")
+    # A message must not be able to control the terminal.
+    click.echo("\n".join(map(_harmless, reading.preview(found.body).splitlines())))
+
+
+def _harmless(line: str) -> str:
+    return "".join(one if one.isprintable() or one == "\t" else f"\\x{ord(one):02x}" for one in line)

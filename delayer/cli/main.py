@@ -1,0 +1,195 @@
+"""The command line: what stands before the verb, and one place that turns errors into messages and exit codes.
+
+A verb is loaded when it is asked for: all of them together take half a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+
+from delayer import __version__
+
+VERBS: Final = {
+    "run": "run",
+    "check": "check",
+    "topology": "topology",
+    "db": "db",
+    "send": "send",
+    "status": "status",
+    "list": "list:list_",
+    "show": "list:show",
+    "cancel": "cancel:cancel",
+    "reschedule": "cancel:reschedule",
+    "held": "held",
+    "refused": "refused",
+    "strays": "strays",
+    "audit-log": "audit_log",
+    "drain": "drain",
+    "audit": "audit",
+    "compact": "compact",
+    "restore": "restore",
+    "import": "sources:import_",
+    "export": "export",
+}
+"""Where the verbs are, in the order of their use: the module in delayer.cli, and the name in it if another."""
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a full disk or file system."""
+
+
+class Verbs(click.Group):
+    """Verbs in the order of their use, loaded one by one, and expected errors without a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in VERBS and cmd_name not in self.commands:
+            module, _, name = VERBS[cmd_name].partition(":")
+            verb: click.Command = getattr(importlib.import_module(f"delayer.cli.{module}"), name or module)
+            self.add_command(verb)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        # Click compares with the verbs that are loaded only.
+        if args[0] not in VERBS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], VERBS, 1)
+            raise click.UsageError(f"No such command {args[0]!r}.{f' Did you mean {near[0]}?' if near else ''}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if not any(error.option_name in option.opts for option in self.params):
+                raise
+            path = error.ctx.command_path if error.ctx else ctx.command_path
+            verb = path.removeprefix(ctx.command_path).strip() or "VERB"
+            told = f"{error.option_name} stands before the verb: {ctx.command_path} {error.option_name} … {verb}"
+            raise click.NoSuchOption(error.option_name, told, ctx=error.ctx) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            from delayer.cli.errors import EXPECTED_ERRORS, failure  # noqa: PLC0415 - the errors of every layer
+
+            if not isinstance(error, EXPECTED_ERRORS):
+                raise
+            raise failure(error) from error
+
+
+def _assigned(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    from delayer.cli.options import assignments  # noqa: PLC0415 - loaded with the verb, not for --version
+
+    return assignments("intake.prefetch=1000")(context, option, given)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, readable=False),  # whether it can be read is said with every other mistake
+    metavar="PATH",
+    help="The configuration file. Without it: $DELAYER_CONFIG, else /etc/delayer/delayer.toml if there is one, else "
+    "the defaults.",
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    callback=_assigned,
+    metavar="KEY=VALUE",
+    help="Set one key, such as intake.max_delay=30d. Lists and tables as JSON. May be repeated.",
+)
+@click.option("--mode", metavar="native|store", help="Short for --set mode=…")
+@click.option(
+    "--broker-url", metavar="URL", help="Short for --set broker.url=…; others can see it in the process list."
+)
+@click.option("--store-url", metavar="URL", help="Short for --set store.url=…; others can see it in the process list.")
+@click.version_option(__version__, prog_name="delayer", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(
+    context: click.Context,
+    *,
+    config: Path | None,
+    assignments: dict[str, str],
+    mode: str | None,
+    broker_url: str | None,
+    store_url: str | None,
+) -> None:
+    """Delayed messages for RabbitMQ: give every message back on time.
+
+    Publish to the exchange of a route (by default delayer.in) with the header x-delay in milliseconds; when it is
+    due, the message comes out at the route's other exchange (delayer.out).
+
+    \b
+    The first time:
+      delayer db upgrade               make the tables (store mode)
+      delayer check                    what is off, or missing?
+      delayer run                      run the daemon; it declares its queues and exchanges
+      delayer send --key hello --delay 10s --body 'in ten seconds'
+      delayer status                   what waits, and until when
+
+    Every key of the configuration can be set by the file, by the environment (DELAYER_INTAKE__MAX_DELAY=30d) and by
+    flags (--set intake.max_delay=30d); the later beats the earlier.
+
+    Exit codes: 0 done, 1 a check found something, 2 usage or configuration, 3 broker or store out of reach, or
+    something else that a command needs: what is not installed, or a disk that is full.
+    """
+    from delayer.cli.options import Request  # noqa: PLC0415 - loaded with the verb, not for --version
+    from delayer.config import logs  # noqa: PLC0415 - not for --version
+
+    logs.configure("console", "error")
+    shortcuts = {"mode": mode, "broker.url": broker_url, "store.url": store_url}
+    flags = assignments | {key: value for key, value in shortcuts.items() if value is not None}
+    context.obj = Request(config, flags)
+
+
+def main() -> None:
+    """Entry point of the ``delayer`` command."""
+    _open_closed_streams()
+    try:
+        try:
+            cli(prog_name="delayer")
+        finally:
+            sys.stdout.flush()
+    except OSError as unwritten:
+        _end(unwritten)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed.
+
+    Otherwise a connection would get the number of the stream, and a message of a library to stderr would go to the
+    broker.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number: that of this stream
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def _end(unwritten: OSError) -> NoReturn:
+    """End after output that could not be written: a full disk (3), or a reader that has gone (1)."""
+    from delayer.cli.errors import FOUND, OUT_OF_REACH  # noqa: PLC0415 - as above
+
+    if unwritten.errno not in NO_ROOM and unwritten.errno != errno.EPIPE:
+        raise unwritten
+    if unwritten.errno in NO_ROOM:
+        where = f" to {unwritten.filename}" if unwritten.filename else ""
+        what = "The command may have done its work; its output is cut off."
+        with suppress(OSError):  # stderr may be on the same disk
+            click.echo(f"delayer: nothing more can be written{where}: {unwritten.strerror}. {what}", err=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # else the interpreter would try to write the rest, and complain
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    sys.exit(OUT_OF_REACH if unwritten.errno in NO_ROOM else FOUND)

@@ -1,0 +1,251 @@
+"""Options that several verbs share, and the settings that a verb works with."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import click
+
+from delayer import config as configuration
+from delayer.cli.errors import DONE, FOUND, Misused
+from delayer.cli.output import note, quoted
+from delayer.config import Settings, duration_ms, values
+from delayer.config.errors import Expected, show
+from delayer.core.filters import Filter, Token, read_token
+from delayer.core.secret import SecretUrl
+
+_DATE: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options before the verb. Settings are read when a verb asks for them, so that ``--help`` never fails."""
+
+    config: Path | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+    def settings(self, sealed: list[str] | None = None) -> Settings:
+        """``sealed`` as for load. Raises ConfigError."""
+        return configuration.load(self.config, os.environ, self.flags, sealed)
+
+    @property
+    def file(self) -> Path | None:
+        return configuration.config_file(self.config, os.environ)
+
+
+def request_of(context: click.Context) -> Request:
+    """What the group put there before the verb was called."""
+    request = context.find_object(Request)
+    assert request is not None
+    return request
+
+
+def instant_ms(text: str) -> int | None:
+    """Epoch milliseconds of RFC 3339, rounded up: never early; of a date alone, its midnight in UTC. None for a text
+    that is neither, or has no offset: 8 o'clock is another instant elsewhere."""
+    try:
+        found = datetime.fromisoformat(f"{text}T00:00:00Z" if _DATE.fullmatch(text) else text)
+    except ValueError:
+        return None
+    if found.tzinfo is None:
+        return None
+    since = found - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+
+
+Callback = Callable[[click.Context, click.Parameter, tuple[str, ...]], dict[str, str]]
+
+
+def assignments(example: str) -> Callback:
+    """The callback of an option that may be repeated; ``example`` stands in its error."""
+
+    def read(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+        pairs = {}
+        for text in given:
+            key, equals, value = text.partition("=")
+            if not equals or not key:
+                raise click.BadParameter(f"expected KEY=VALUE, such as {example}")
+            pairs[key] = value
+        return pairs
+
+    return read
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def bytes_of(_context: click.Context, _option: click.Parameter, text: str | None) -> bytes | None:
+    return None if text is None else text.encode("utf-8", "surrogateescape")
+
+
+def instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Epoch milliseconds, from RFC 3339, or from how long from now."""
+    if text is None:
+        return None
+    try:
+        sign, amount = (-1, text[1:]) if text.startswith("-") else (1, text)
+        return time.time_ns() // 1_000_000 + sign * duration_ms(amount)
+    except ValueError:
+        pass
+    found = instant_ms(text)
+    if found is None:
+        raise click.BadParameter(
+            "expected an instant with its offset, such as 2031-01-31T08:00:00Z, a date (in UTC), or how long from now, "
+            f"such as 2h or -30m, found {text!r}"
+        )
+    return found
+
+
+def _headers(
+    _context: click.Context, _option: click.Parameter, given: tuple[str, ...]
+) -> tuple[tuple[bytes, str], ...]:
+    pairs = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"expected NAME=VALUE, found {text!r}")
+        pairs.append((name.encode("utf-8", "surrogateescape"), value))
+    return tuple(pairs)
+
+
+def _tokens(_context: click.Context, _argument: click.Parameter, given: tuple[str, ...]) -> tuple[Token, ...]:
+    found, wrong, expected = [], [], ""
+    for text in given:
+        try:
+            found.append(read_token(text))
+        except ValueError as error:
+            wrong.append(repr(text))
+            expected = str(error)
+    if wrong:
+        raise click.BadParameter(f"expected {expected}; found {', '.join(wrong)}")
+    return tuple(found)
+
+
+_OPTIONS = (
+    click.option("--route", callback=bytes_of, metavar="EXCHANGE", help="The `from` exchange of its route."),
+    click.option("--to", "exchange", callback=bytes_of, metavar="EXCHANGE", help="The exchange that it goes to."),
+    click.option("--to-key", "routing_key", callback=bytes_of, metavar="KEY", help="Its routing key there."),
+    click.option(
+        "--due-after", "due_from_ms", callback=instant, metavar="INSTANT", help="Due then or later: RFC 3339, or 2h."
+    ),
+    click.option("--due-before", "due_before_ms", callback=instant, metavar="INSTANT", help="Due before then."),
+    click.option("--key", callback=bytes_of, metavar="KEY", help="Its x-delay-key."),
+    click.option(
+        "--header", "headers", multiple=True, callback=_headers, metavar="NAME=VALUE",
+        help="A header and its value, as text. May be repeated.",
+    ),
+)  # fmt: skip
+tokens = click.argument("tokens", nargs=-1, callback=_tokens, metavar="[ID]...")
+limit_option = click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=50, show_default=True, help="Rows on a page."
+)
+
+
+def filter_options(command: F) -> F:
+    """The options of a Filter; the command gets them by the names of its fields."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def filter_of(given: dict[str, Any]) -> Filter:
+    """The Filter of what :func:`filter_options` gave."""
+    return Filter(**{name: given[name] for name in Filter.__dataclass_fields__})
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
+all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
+
+
+def whoami() -> str:
+    """The operator, for the audit log: the user behind sudo, on this host."""
+    try:
+        user = os.environ.get("SUDO_USER") or getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in containers
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def agreed(question: str, *, yes: bool) -> bool:
+    """Whether to go on: ``--yes``, or a yes at the terminal. Raises Misused if there is neither."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise Misused("there is no terminal to ask at: use --yes, or --dry-run to see the number only")
+    return click.confirm(question, default=False, err=True)
+
+
+def go_on(
+    context: click.Context,
+    question: str,
+    missing: Iterable[str],
+    *,
+    some: bool,
+    named: bool,
+    dry_run: bool,
+    yes: bool,
+    cut: bool = False,
+) -> None:
+    """Report ``missing`` ids. Exit on a dry run, if nothing matched, or if the user declines.
+
+    ``question``: the verb, and its messages. ``some``: whether any matched. ``named``: by ids, which needs no question.
+    ``cut``: the look ended before the last message, so that a missing one may exist.
+    """
+    absent = sorted(missing)
+    for name in absent:
+        note(f"{quoted(name)} was not found.")
+    if dry_run or not some:
+        click.echo(f"{question.partition(' ')[2]} match.")
+        context.exit(FOUND if absent or cut else DONE)
+    if not named and not agreed(f"{question}?", yes=yes):
+        note("Nothing was changed.")
+        context.exit(DONE)
+
+
+def store_url(settings: Settings) -> str:
+    """The store's URL. Raises Misused where none is configured."""
+    url = settings.store_url
+    if url is None:
+        raise Misused(
+            'no store is configured. Next: set store.url, or mode = "store". Without a store see '
+            "`delayer strays list` and `delayer topology show`."
+        )
+    return url
+
+
+def url_of(option: str, text: str, read: Callable[[object], SecretUrl | None]) -> SecretUrl:
+    """The URL that ``option`` gave, as ``read`` (one of the above) has it. Raises Misused."""
+    try:
+        url = read(text)
+    except Expected as wrong:
+        raise Misused(f"{option}: expected {wrong}, found {show(text, is_url=True)}") from None
+    if url is None:
+        raise Misused(f"{option}: expected a URL, found none")
+    return url
+
+
+def store_url_of_hosts(value: object) -> SecretUrl:
+    """As store_url; or of several hosts, as in h1:5432,h2:5432: the drivers take one that answers. Raises Expected."""
+    try:
+        parts = urlsplit(value if isinstance(value, str) else "")
+    except ValueError:
+        return values.store_url(value)
+    _, at, hosts = parts.netloc.rpartition("@")
+    if not isinstance(value, str) or "," not in hosts:
+        return values.store_url(value)
+    for host in hosts.split(","):
+        values.store_url(value.replace(f"{at}{hosts}", f"{at}{host}", 1))
+    return SecretUrl(value)

@@ -1,0 +1,35 @@
+"""delayer run"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import click
+
+from delayer.cli.options import Request
+
+
+@click.command()
+@click.pass_obj
+def run(request: Request) -> None:
+    """Run the daemon, in the foreground.
+
+    It waits for a broker or a store that is not there yet, and says so. SIGTERM and SIGINT stop it: what is in flight
+    is settled first. SIGHUP reads the configuration again. Logs go to stderr. Several daemons with the same
+    configuration share the work: under systemd, delayer@1, delayer@2 and so on.
+
+    \b
+    Examples:
+      delayer run
+      delayer --config /etc/delayer/delayer.toml run
+      delayer --mode native --set log.format=console run
+      delayer --set http.listen= run           without health, metrics and page: beside another daemon
+    """
+    # The import takes most of a second. Meanwhile an order to stop ends the process, and an order to reload waits.
+    for order in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(order, lambda *_: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    from delayer.daemon import app  # noqa: PLC0415
+
+    app.run_daemon(request.settings)

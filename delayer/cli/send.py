@@ -1,0 +1,340 @@
+"""delayer send: publish a message that asks for a delay, as any publisher would."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import IO, Final
+
+import click
+from aiormq.channel import Channel as Wire
+from aiormq.exceptions import ChannelNotFoundEntity, DeliveryError
+from pamqp.commands import Basic
+
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.link import Link
+from delayer.cli.errors import Misused, Off
+from delayer.cli.options import Request, instant_ms
+from delayer.cli.output import note, progress, quoted, roughly
+from delayer.config import Route, Settings, duration_ms, duration_text
+from delayer.config.errors import readable
+from delayer.core.errors import BrokerLost
+
+WINDOW: Final = 500
+"""Messages that wait for their confirms at once, at most."""
+WINDOW_BYTES: Final = 8 << 20
+Value = str | int | float | bool
+
+
+@dataclass(slots=True)
+class Message:
+    """What is published. ``timestamp``: epoch seconds. ``due_ms``: when this host's clock expects it back, epoch ms;
+    None where nobody here knows."""
+
+    exchange: str
+    routing_key: str
+    body: bytes
+    headers: dict[str, Value] = field(default_factory=dict)
+    timestamp: int | None = None
+    due_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Untaken:
+    """The broker did not take the message: ``reason`` completes "the broker did not take it: …"."""
+
+    message_id: str
+    reason: str
+
+
+async def publish(
+    url: str, message: Message, count: int, id_of: Callable[[int], str], say: Callable[[int], None]
+) -> Untaken | None:
+    """Publish ``message`` so many times, under these ids; stop with the first window of which one is not taken, and say
+    which, and why. ``say`` hears how many are confirmed.
+
+    Raises BrokerUnreachable, BrokerRefused.
+    """
+    window = max(min(WINDOW, WINDOW_BYTES // max(len(message.body), 1)), 1)
+    link = await Link.open(url, name="delayer send", patience=30.0)
+    confirmed = 0
+    try:
+        while confirmed < count:
+            ids = [id_of(number) for number in range(confirmed, min(confirmed + (window if confirmed else 1), count))]
+            reasons = await link.call(partial(_publish_all, message=message, ids=ids))
+            confirmed += sum(reason is None for reason in reasons)
+            say(confirmed)
+            for message_id, reason in zip(ids, reasons, strict=True):
+                if reason is not None:
+                    return Untaken(message_id, reason)
+    finally:
+        await link.close()
+    return None
+
+
+async def _publish_all(channel: Wire, message: Message, ids: Sequence[str]) -> list[str | None]:
+    """For each None when it is confirmed, else the reason why not. Raises the first error that is no answer to one."""
+    publishes = [_publish(channel, message, message_id) for message_id in ids]
+    outcomes = await asyncio.gather(*publishes, return_exceptions=True)  # all have ended then, whatever one came to
+    if any(isinstance(one, ChannelNotFoundEntity) for one in outcomes):
+        missing = f'exchange "{message.exchange}" does not exist'
+        return [missing if isinstance(one, BaseException) else one for one in outcomes]
+    for one in outcomes:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in outcomes if not isinstance(one, BaseException)]
+
+
+async def _publish(channel: Wire, message: Message, message_id: str) -> str | None:
+    """None when it is confirmed, else the reason why not."""
+    properties = Basic.Properties(
+        headers={**message.headers} or None,
+        delivery_mode=2,
+        message_id=message_id,
+        timestamp=None if message.timestamp is None else datetime.fromtimestamp(message.timestamp, UTC),
+    )
+    try:
+        await channel.basic_publish(
+            message.body,
+            exchange=message.exchange,
+            routing_key=message.routing_key,
+            properties=properties,
+            mandatory=True,
+            wait=False,  # for the socket: the window is all that waits
+        )
+    except DeliveryError as error:
+        return "nothing is bound for it" if isinstance(error.frame, Basic.Return) else "a queue refused it"
+    return None
+
+
+CANCEL: Final = "x-delay-cancel"
+_RELATIVE = ("x-delay", "x-opt-delivery-delay")
+_ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
+
+
+def _delay(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    try:
+        return None if text is None else duration_ms(text)
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+
+def _instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Epoch milliseconds, rounded up: never early."""
+    if text is None:
+        return None
+    at_ms = instant_ms(text)
+    if at_ms is None:
+        raise click.BadParameter(
+            "expected an instant with its offset, such as 2031-01-31T08:00:00Z or …+02:00, or a date (in UTC), found "
+            f"{text!r}"
+        )
+    return at_ms
+
+
+def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
+    headers: dict[str, Value] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        name, _, kind = name.rpartition(":") if ":" in name else (name, "", "str")
+        if not equals or not name:
+            raise click.BadParameter(f"expected NAME=VALUE or NAME:TYPE=VALUE, found {text!r}")
+        if kind not in _TYPES:
+            raise click.BadParameter(
+                f"{name}: expected a TYPE of {', '.join(_TYPES)}, found {kind!r}. Of a name with a colon say the type "
+                f"too: {name}:{kind}:str={value}"
+            )
+        try:
+            headers[name] = _TYPES[kind](value)
+        except ValueError:
+            raise click.BadParameter(f"{name}: expected a value of type {kind}, found {value!r}") from None
+    return headers
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+_TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "float": float, "bool": _truth}
+
+
+@click.command(short_help="Publish a message that asks for a delay.")
+@click.option("--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is one.")
+@click.option("--key", default="", help="Routing key with which the message shall come out.")
+@click.option("--delay", "delay_ms", callback=_delay, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
+@click.option("--at", "at_ms", callback=_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z.")
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    callback=_headers,
+    metavar="NAME[:TYPE]=VALUE",
+    help="A header; TYPE is str (the default), int, float or bool, and has to be said where the NAME has a colon: "
+    "a:b:str=c. May be repeated.",
+)
+@click.option("--body", "text", default=None, help="The body, as text.")
+@click.option("--body-file", "file", type=click.File("rb"), help="The body from a file; - is stdin.")
+@click.option("--id", "message_id", help="The message_id; a random one if left out.")
+@click.option("--count", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="How many of them.")
+@click.pass_obj
+def send(
+    request: Request,
+    *,
+    route_name: str | None,
+    key: str,
+    delay_ms: int | None,
+    at_ms: int | None,
+    headers: Mapping[str, Value],
+    text: str | None,
+    file: IO[bytes] | None,
+    message_id: str | None,
+    count: int,
+) -> None:
+    """Publish a message that asks for a delay, and wait until the broker confirmed it; many of them by --count, up to
+    500 at a time.
+
+    It goes the way of every publisher's message: to the route's exchange, with a header that says the delay.
+
+    \b
+    Examples:
+      delayer send --to delayer.in --key orders.reminder --delay 10s --body 'hello'
+      delayer send --key report --at 2031-01-31T08:00:00Z --header retries:int=3
+      tar c . | delayer send --key backup --delay 12h --body-file -
+      delayer send --key load --delay 5m --count 1000
+    """
+    if delay_ms is not None and at_ms is not None:
+        raise click.UsageError("--delay and --at say the same thing: give one of them")
+    if text is not None and file is not None:
+        raise click.UsageError("--body and --body-file say the same thing: give one of them")
+    settings = request.settings()
+    route = _route(settings, route_name)
+    body = file.read() if file is not None else (text or "").encode()
+    message = prepared(route, settings.intake.queue, key, body, headers)
+    ask(message, route, delay_ms, at_ms, now_ms=time.time_ns() // 1_000_000)
+    first = message_id or str(uuid.uuid4())
+    untaken, confirmed = (_sent_many if count > 1 else _sent)(
+        settings.broker_url, message, count, partial(_id, first, count)
+    )
+    if untaken is not None:
+        already = f" {confirmed:,} others were." if count > 1 else ""
+        raise Off(
+            f"the broker did not take {quoted(untaken.message_id)}: {untaken.reason}.{already} "
+            "Next: `delayer topology apply`, then `delayer check`."
+        )
+    click.echo(_said(message, first, count))
+    if CANCEL in message.headers:
+        note(cancelling(str(message.headers[CANCEL]), settings))
+        return
+    longest_ms = settings.intake.max_delay_ms
+    if message.due_ms is not None and message.due_ms - time.time_ns() // 1_000_000 > longest_ms:
+        note(f"That is longer than intake.max_delay, {duration_text(longest_ms)}: see `delayer refused list`.")
+    note("Next: `delayer status` shows what waits.")
+
+
+def cancelling(key: str, settings: Settings) -> str:
+    """What is next, for who asked for a cancel."""
+    if settings.store_url is None:
+        return "Without a store nothing can be cancelled: see `delayer refused list`."
+    return f"Next: `delayer list --key {shlex.quote(readable(key))}` shows nothing any more, if it came in time."
+
+
+def _id(first: str, count: int, number: int) -> str:
+    return first if count == 1 else f"{first}-{number + 1}"
+
+
+def _sent(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
+    """Publish so many. The first that was not taken, and how many were."""
+    untaken = asyncio.run(publish(url, message, count, id_of, lambda _: None))
+    return untaken, count - (untaken is not None)
+
+
+def _sent_many(url: str, message: Message, count: int, id_of: Callable[[int], str]) -> tuple[Untaken | None, int]:
+    """The same with many, and for somebody who wonders how far it is."""
+    confirmed = 0
+    with progress() as say:
+
+        def confirm(so_far: int) -> None:
+            nonlocal confirmed
+            confirmed = so_far
+            say("sending", so_far, count)
+
+        try:
+            return asyncio.run(publish(url, message, count, id_of, confirm)), confirmed
+        except (KeyboardInterrupt, BrokerLost, BrokerRefused):
+            note(f"{confirmed:,} of {count:,} are confirmed; some of those behind them may be in the broker too.")
+            raise
+
+
+def _route(settings: Settings, name: str | None) -> Route:
+    known = ", ".join(quoted(route.from_) for route in settings.routes)
+    if name is None:
+        if len(settings.routes) > 1:
+            raise click.UsageError(f"--to is needed: there are several routes: {known}")
+        return settings.routes[0]
+    route = settings.route_from(name)
+    if route is None:
+        raise Misused(f"no route comes from exchange {quoted(name)}; expected one of {known}")
+    return route
+
+
+def prepared(route: Route, intake_queue: str, key: str, body: bytes, headers: Mapping[str, Value]) -> Message:
+    """The message without its delay. Straight to the intake queue, the routing key is that queue's name; the key that
+    the message shall have in the end then travels in a header."""
+    message = Message(route.from_, key, body, dict(headers))
+    if not route.from_:
+        message.routing_key = intake_queue
+        if key:
+            message.headers.setdefault("x-delay-routing-key", key)
+    if len(message.routing_key.encode()) > 255:
+        raise click.UsageError("--key: expected at most 255 bytes")
+    return message
+
+
+def ask(message: Message, route: Route, delay_ms: int | None, at_ms: int | None, *, now_ms: int) -> None:
+    """Put the delay into ``message``, in the first form that its route reads. Raises Misused where none will do."""
+    if delay_ms is None and at_ms is None:
+        message.due_ms = None if set(message.headers) & {*_RELATIVE, *_ABSOLUTE} else now_ms + route.default_delay_ms
+        return
+    forms = set(route.delay_from)
+    relative = next((form for form in _RELATIVE if form in forms), None)
+    absolute = next((form for form in _ABSOLUTE if form in forms), None)
+    if clash := sorted(forms & set(message.headers)):
+        raise Misused(f"--header {clash[0]} and --delay or --at say the same thing: give one of them")
+    message.due_ms = due_ms = at_ms if at_ms is not None else now_ms + (delay_ms or 0)
+    if delay_ms is not None and relative is not None:
+        message.headers[relative] = delay_ms
+    elif absolute is not None:
+        message.headers[absolute] = due_ms
+    elif "timestamp" in forms:
+        message.timestamp = -(-due_ms // 1000)
+        message.due_ms = message.timestamp * 1000
+    else:
+        reads = ", ".join(route.delay_from) or "none"
+        raise Misused(f"route {quoted(route.from_)} cannot be told an instant: it reads {reads}. Use --delay.")
+
+
+def _said(message: Message, first: str, count: int) -> str:
+    what = first if count == 1 else f"{count} messages, {_id(first, count, 0)} to {_id(first, count, count - 1)},"
+    where = f"exchange {quoted(message.exchange)}" if message.exchange else f"queue {quoted(message.routing_key)}"
+    if CANCEL in message.headers:
+        return f"Sent {what} to {where}; asks to cancel what waits under key {quoted(str(message.headers[CANCEL]))}."
+    if message.due_ms is None:
+        return f"Sent {what} to {where}; its own header says when it is due."
+    due = datetime.fromtimestamp(message.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    wait = message.due_ms - time.time_ns() // 1_000_000
+    about = f"in {_about(-(-wait // 1000))}" if wait > 0 else "now"
+    return f"Sent {what} to {where}; due {due.replace('+00:00', 'Z')} ({about})."
+
+
+def _about(seconds: int) -> str:
+    """As it was asked for, where that is a whole number of minutes, hours or days; else in two digits or so."""
+    exact = duration_text(seconds * 1000)
+    return roughly(seconds) if exact.endswith("s") else exact

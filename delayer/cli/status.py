@@ -1,0 +1,317 @@
+"""delayer status: what waits, where, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from delayer.broker.brief import briefly
+from delayer.broker.errors import BrokerRefused
+from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
+from delayer.cli.options import request_of
+from delayer.cli.output import depth_text, note, print_json, print_table, when
+from delayer.config import Settings
+from delayer.config.model import same_service, service_of
+from delayer.config.topology import cascade_of, uses_cascade
+from delayer.core.delay import in_words
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.store import schema
+from delayer.store.admin import stats
+from delayer.store.errors import BadStoreUrl
+
+WINDOWS: Final = (("60", "1 min"), ("300", "5 min"), ("900", "15 min"))
+_CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
+_HERE: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
+    """Rates a second and lateness in seconds over the last minutes, of the daemon at ``[http] listen``; or why they
+    are not known. No error: that daemon may run on another machine, or serve nothing."""
+    listen = settings.http.listen
+    if not listen:
+        return {"error": "[http] listen is off", "last": {}}
+    try:
+        async with asyncio.timeout(patience):
+            status, body = await _ask(listen)
+    except (OSError, UnicodeError) as error:  # the latter of a host that can be none
+        return {"error": f"no daemon answers at {listen}: {_reason(error, patience)}", "last": {}}
+    if status not in ("200", ""):
+        return {"error": f"{listen} answers {status}", "last": {}}
+    try:
+        said = json.loads(body)
+        if not same_service(said["service"], service_of(settings)):
+            # Of two services on one host, only one has this address; and a configuration may have been copied.
+            return {"error": f"what answers at {listen} works with another broker or store", "last": {}}
+        return {"error": None, "last": said["last"], "blocked": said["blocked"]}
+    except (ValueError, KeyError, TypeError):
+        return {"error": f"what answers at {listen} is no daemon of this version", "last": {}}
+
+
+async def _ask(listen: str) -> tuple[str, bytes]:
+    """Status, empty where that was no HTTP, and body. One line of HTTP/1.0, whose answer ends with the connection: to
+    load an HTTP library takes longer than the daemon's answer. Raises OSError, UnicodeError."""
+    host, _, port = listen.rpartition(":")
+    host = _HERE.get(host, host)
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        writer.write(f"GET /api/live HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    version, _, rest = head.partition(b" ")
+    return (rest[:3].decode("ascii", "replace") if version.startswith(b"HTTP/") else ""), body
+
+
+def _reason(error: OSError | UnicodeError, patience: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"nothing within {patience:g} s"
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:  # those below are of the resolver
+        return os.strerror(error.errno)
+    return str(error)
+
+
+def show(live: dict[str, Any]) -> None:
+    """As a table."""
+    click.echo()
+    if live["error"] is not None:
+        click.echo(f"rates and lateness: not known ({live['error']})")
+        return
+    rows: list[tuple[object, ...]] = []
+    for seconds, name in WINDOWS:
+        last = live["last"][seconds]
+        if last["seconds"] < int(seconds) and rows:
+            continue  # it runs for less than that: the same figures once more
+        rates = last["rates"]
+        into = rates["parked"] + rates["cascaded"]
+        rows.append(
+            (name, f"{into:.1f}", f"{rates['released']:.1f}", *(_late(last[key]) for key in ("p50", "p99", "worst")))
+        )
+    columns = ["this host, over the last", "in/s", "out/s", "late: p50", "p99", "max"]
+    print_table(columns, rows, right=(1, 2, 3, 4, 5))
+    if live["blocked"]:
+        click.echo(
+            "BLOCKED: a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released"
+        )
+
+
+def _late(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def again_and_again(look_once: Callable[[], int], every: float) -> int:
+    """Look, and look again, until somebody interrupts. On a terminal each look takes the place of the last one."""
+    code = 0
+    try:
+        while True:
+            if sys.stdout.isatty():
+                click.echo(_CLEAR, nl=False)
+            code = look_once()
+            sys.stdout.flush()
+            time.sleep(every)
+    except KeyboardInterrupt:
+        return code
+
+
+@click.command(short_help="Show what waits, where, and until when.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--watch", is_flag=True, help="Look again and again, until interrupted; with --json an object a line.")
+@click.option(
+    "--every", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS", help="How often to look."
+)
+@click.pass_context
+def status(context: click.Context, as_json: bool, watch: bool, every: float) -> None:
+    """Show the mode, the lanes, what is parked, held and compacted, what is due next, rates and lateness over the last
+    minutes, and the depths of all queues, the cascade's levels among them.
+
+    Shows what can be reached, and says what cannot. Exit code 3 if the broker or a configured store is out of reach,
+    1 if the store's schema is not the one that this program needs.
+
+    \b
+    Examples:
+      delayer status
+      delayer status --watch
+      delayer status --json | jq .store.waiting
+    """
+    settings = request_of(context).settings()
+    if watch:
+        context.exit(again_and_again(lambda: _once(settings, as_json=as_json, on_one_line=True), every))
+    context.exit(_once(settings, as_json=as_json))
+
+
+def _once(settings: Settings, *, as_json: bool, on_one_line: bool = False) -> int:
+    """Look and print; the exit code."""
+    broker, store, now = asyncio.run(_look(settings))
+    answer = {"mode": settings.mode, "broker": broker, "store": store, "live": now}
+    if as_json and on_one_line:
+        click.echo(json.dumps(answer))
+    elif as_json:
+        print_json(answer)
+    else:
+        click.echo(f"mode: {settings.mode}")
+        _print_store(store)
+        show(now)
+        _print_broker(broker, settings)
+    parts = {"broker": broker, "store": store or {}}
+    unreached = {name: part for name, part in parts.items() if part.get("error")}
+    for name, part in unreached.items():
+        advice = part.get("advice")
+        note(f"The {name} is out of reach: {part['error']}" + (f". Next: {advice}." if advice else ""))
+    if unreached:
+        return OUT_OF_REACH
+    if store is not None and store["advice"]:
+        note(f"The store's schema is {store['schema'] or 'missing'}; needed: {schema.HEAD}. Next: {store['advice']}.")
+        return FOUND
+    return DONE
+
+
+async def _look(settings: Settings) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
+    """Broker, store and daemon at the same time: none waits for another's timeout."""
+    broker, store, now = await asyncio.gather(_broker(settings), _store(settings), look(settings))
+    return broker, store, now
+
+
+async def _broker(settings: Settings) -> dict[str, Any]:
+    queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
+    try:
+        async with briefly(settings.broker_url, "delayer status") as broker:
+            picture = await broker.picture(cascade_of(settings), queues)
+    except BrokerLost as error:
+        return {"error": str(error), "advice": broker_advice(error)}
+    except BrokerRefused as error:
+        return {"error": str(error), "advice": BROKER_RIGHTS}
+    levels = [
+        {"level": one.level, "queue": one.name, "ttl_ms": one.ttl_ms, "depth": one.depth} for one in picture.levels
+    ]
+    return {"error": None, "queues": dict(picture.queues), "cascade": levels}
+
+
+async def _store(settings: Settings) -> dict[str, Any] | None:
+    if settings.store_url is None:
+        return None
+    try:
+        seen = await stats.overview(settings.store_url, settings.store.restore_ahead_ms)
+    except StoreLost as error:
+        return {"error": str(error), "upgrade_pending": False, "advice": error.advice or STORE_RUNS}
+    except BadStoreUrl as error:
+        return {"error": str(error), "upgrade_pending": False, "advice": ""}
+    wrong = schema.outdated(seen.schema_found)
+    lanes = [
+        {
+            "lane": lane.number,
+            "route": None if lane.route is None else lane.route.decode(errors="replace"),
+            "owner": lane.owner,
+            "alive": lane.alive,
+            "waiting": lane.waiting,
+            "held": lane.held,
+            "released": lane.counters["released"],
+            "next_due_ms": lane.next_due_ms,
+            "next_retry_ms": lane.next_retry_ms,
+        }
+        for lane in seen.lanes
+    ]
+    return {
+        "error": None,
+        "upgrade_pending": wrong is not None and not wrong.newer,
+        "advice": "" if wrong is None else wrong.advice,
+        "schema": seen.schema_found,
+        "waiting": seen.waiting,
+        "held": seen.held,
+        "counters": seen.counters,
+        "next_due_ms": seen.next_due_ms,
+        "store_now_ms": seen.store_now_ms,
+        "lanes": lanes,
+        "brokers": len({lane.broker for lane in seen.lanes if lane.alive and lane.broker}),
+        "segments": {
+            "count": seen.segments.segments,
+            "messages": seen.segments.messages,
+            "next_due_ms": seen.segments.next_due_ms,
+            "broken": seen.segments.broken,
+            "broken_messages": seen.segments.broken_messages,
+            "late": seen.late.segments,
+            "late_messages": seen.late.messages,
+        },
+    }
+
+
+def _print_store(store: dict[str, Any] | None) -> None:
+    if store is None:
+        click.echo("store: none configured")
+        return
+    if store["error"] is not None or store["advice"]:
+        return
+    now_ms = store["store_now_ms"]
+    click.echo(f"parked: {store['waiting']}   held: {store['held']}   next due: {when(store['next_due_ms'], now_ms)}")
+    _print_segments(store["segments"], now_ms)
+    if store["brokers"] > 1:
+        click.echo(f"SHARED: daemons of {store['brokers']} brokers or virtual hosts own lanes; see `delayer check`")
+    if not store["lanes"]:
+        click.echo("lanes: none; run `delayer db upgrade`")
+        return
+    click.echo()
+    print_table(
+        ["lane", "owner", "", "parked", "held", "released", "next due"],
+        [
+            (
+                lane["lane"],
+                lane["owner"] or "-",
+                "running" if lane["alive"] else "free",
+                lane["waiting"],
+                lane["held"],
+                lane["released"],
+                when(lane["next_due_ms"], now_ms),
+            )
+            for lane in store["lanes"]
+        ],
+        right=(0, 3, 4, 5),
+    )
+
+
+def _print_segments(segments: dict[str, Any], now_ms: int) -> None:
+    if not segments["count"]:
+        return
+    click.echo(
+        f"compacted: {segments['messages']} in {segments['count']} segments   "
+        f"next due: {when(segments['next_due_ms'], now_ms)}"
+    )
+    if segments["late"]:
+        click.echo(
+            f"LATE: {segments['late']} segments with {segments['late_messages']} messages should be restored by now; "
+            "see the daemons' logs, or run `delayer restore`"
+        )
+    if segments["broken"]:
+        click.echo(
+            f"BROKEN: {segments['broken']} segments with {segments['broken_messages']} messages do not read back; "
+            "their bytes are kept, see docs/backlog.md"
+        )
+
+
+def _print_broker(broker: dict[str, Any], settings: Settings) -> None:
+    if broker["error"] is not None:
+        return
+    click.echo()
+    used, intake = uses_cascade(settings), (settings.intake.queue, settings.refused.queue)
+    rows: list[tuple[object, ...]] = [
+        ("", name, "", depth_text(depth, used=used or name in intake)) for name, depth in broker["queues"].items()
+    ]
+    levels = broker["cascade"]
+    if all(one["depth"] is None for one in levels):
+        rows.append(("", "cascade", "", depth_text(None, used=used)))
+    else:
+        # 28 lines of zeros help nobody: levels in which something waits, or which are missing.
+        rows += [
+            (one["level"], one["queue"], in_words(one["ttl_ms"]), depth_text(one["depth"], used=used))
+            for one in levels
+            if one["depth"] != 0
+        ]
+        waiting = sum(one["depth"] or 0 for one in levels)
+        rows.append(("", "cascade, all levels", "", str(waiting)))
+    print_table(["level", "queue", "waits", "messages"], rows, right=(0, 2, 3))

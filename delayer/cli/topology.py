@@ -1,0 +1,172 @@
+"""delayer topology: declare, compare, look at and remove what stands on the broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import click
+
+from delayer.broker.admin import Admin, Removal
+from delayer.cli.errors import FOUND
+from delayer.cli.options import Request, request_of
+from delayer.cli.output import depth_text, note, print_json, print_table, quoted
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
+from delayer.core.delay import in_words
+from delayer.core.topology import Topology
+
+T = TypeVar("T")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+def with_admin(settings: Settings, work: Callable[[Admin], Awaitable[T]]) -> T:
+    """Do ``work`` with a connection to the broker. Raises BrokerUnreachable, BrokerRefused."""
+
+    async def connected() -> T:
+        async with await Admin.connect(settings.broker_url, management_url=settings.management_url) as admin:
+            return await work(admin)
+
+    return asyncio.run(connected())
+
+
+@click.group(short_help="Declare, verify, show or remove queues and exchanges.")
+def topology() -> None:
+    """Declare, verify, show or remove the queues and exchanges on the broker.
+
+    In native mode (and in store mode where store.park_beyond is not "0s") the cascade's 28 levels belong to it.
+    """
+
+
+@topology.command()
+@click.pass_obj
+def apply(request: Request) -> None:
+    """Declare whatever is missing. What is there already stays as it is; safe to repeat.
+
+    \b
+    Examples:
+      delayer topology apply
+      delayer --mode native topology apply     # with the cascade, before the daemon is switched to it
+    """
+    settings = request.settings()
+    whole = topology_of(settings)
+
+    async def declare(admin: Admin) -> list[str]:
+        await admin.declare(whole)
+        return [route.to for route in settings.routes if not await admin.exchange_exists(route.to)]
+
+    missing = with_admin(settings, declare)
+    click.echo(
+        f"In place: {len(whole.exchanges)} exchanges, {len(whole.queues)} queues, {len(whole.bindings)} bindings."
+    )
+    for name in dict.fromkeys(missing):
+        note(f"Note: exchange {quoted(name)}, where a route sends due messages, does not exist: declare it.")
+    note(
+        "Next: `delayer db upgrade`, unless that is done; `delayer run`."
+        if settings.store_url
+        else "Next: `delayer run`."
+    )
+
+
+@topology.command()
+@as_json
+@click.pass_context
+def verify(context: click.Context, as_json: bool) -> None:
+    """Compare the broker with what is wanted, and change nothing. Exit code 1 if anything is off.
+
+    Bindings and policies can only be seen through the management API: set broker.management_url.
+
+    \b
+    Examples:
+      delayer topology verify
+      delayer --set broker.management_url=http://localhost:15672 topology verify --json
+    """
+    settings = request_of(context).settings()
+    cascade = cascade_of(settings) if uses_cascade(settings) else None
+    findings = with_admin(settings, lambda admin: admin.verify(topology_of(settings), cascade=cascade))
+    off = [finding for finding in findings if finding.severity == "error"]
+    if as_json:
+        fields = ("severity", "kind", "name", "expected", "found")
+        rows = [{name: getattr(finding, name) for name in fields} for finding in findings]
+        print_json({"ok": not off, "findings": rows})
+    elif findings:
+        print_table(
+            ["", "what", "name", "expected", "found"],
+            [(one.severity, one.kind, one.name, one.expected, one.found) for one in findings],
+        )
+    if off:
+        note("Next: `delayer topology apply` declares what is missing; what is different has to be removed first.")
+        context.exit(FOUND)
+    if not as_json:
+        click.echo("Everything that could be seen is as it should be.")
+
+
+@topology.command()
+@as_json
+@click.pass_obj
+def show(request: Request, as_json: bool) -> None:
+    """Show the cascade's levels and how many messages wait in each.
+
+    \b
+    Examples:
+      delayer topology show
+      delayer topology show --json
+    """
+    settings = request.settings()
+    queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
+    picture = with_admin(settings, lambda admin: admin.picture(cascade_of(settings), queues))
+    if as_json:
+        print_json(picture.as_dict())
+        return
+    used = uses_cascade(settings)
+    intake = {queue.name for queue in intake_of(settings).queues}
+
+    def shown(name: str, depth: int | None) -> str:
+        return depth_text(depth, used=used or name in intake, hidden=name in picture.hidden)
+
+    levels: list[tuple[object, ...]] = [
+        (one.level, one.name, in_words(one.ttl_ms), shown(one.name, one.depth)) for one in picture.levels
+    ]
+    if not used and all(one.depth is None for one in picture.levels):
+        levels = [("", "cascade", "", depth_text(None, used=False))]
+    others = [("", name, "", shown(name, depth)) for name, depth in picture.queues.items()]
+    print_table(["level", "queue", "waits", "messages"], [*levels, *others], right=(0, 2, 3))
+    if not used:
+        note("Store mode without store.park_beyond: new delays do not enter the cascade.")
+
+
+@topology.command()
+@click.option("--only-cascade", is_flag=True, help="Remove the cascade and the queue at its end; keep the intake.")
+@click.option("--force", is_flag=True, help="Also with messages or consumers. The messages are lost.")
+@click.pass_context
+def remove(context: click.Context, only_cascade: bool, force: bool) -> None:
+    """Remove what `topology apply` declared. Stop the daemon first.
+
+    Without --force nothing at all is removed while a queue holds messages or has consumers. A cascade that is shared
+    with another system stays.
+
+    \b
+    Examples:
+      delayer topology remove --only-cascade
+    """
+    settings = request_of(context).settings()
+    intake, cascade = intake_of(settings), native_of(settings)
+    whole = _without(cascade, intake) if only_cascade else cascade + intake
+    result: Removal = with_admin(settings, lambda admin: admin.remove(whole, force=force))
+    click.echo(f"Removed {len(result.removed)}; {len(result.left)} left.")
+    if result.left:
+        print_table(["left", "because"], sorted(result.left.items()))
+    shared = {f"exchange {one.name}" for one in whole.exchanges if one.shared}
+    shared |= {f"queue {one.name}" for one in whole.queues if one.shared}
+    if not result.left.keys() <= shared:
+        note("Next: let the queues drain (`delayer topology show`), stop the daemon, and call this again.")
+        context.exit(FOUND)
+
+
+def _without(whole: Topology, other: Topology) -> Topology:
+    return Topology(
+        tuple(one for one in whole.exchanges if one not in other.exchanges),
+        tuple(one for one in whole.queues if one not in other.queues),
+        tuple(one for one in whole.bindings if one not in other.bindings),
+    )

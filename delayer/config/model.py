@@ -1,0 +1,314 @@
+"""The configuration as one frozen tree. The file spells keys as the aliases do; durations are ``…_ms`` integers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+)
+
+from delayer.config import values
+from delayer.config.errors import Expected, show
+from delayer.core.cascade import Cascade
+from delayer.core.delay_headers import DEFAULT_FORMS, DELAY_FORMS, is_form
+from delayer.core.secret import SecretUrl
+
+# Looking for plugins reads the metadata of all that is installed; and one would see URLs with their passwords.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
+DEFAULT_STORE_URL = "postgresql://localhost/delayer"
+
+# What a running daemon takes over at SIGHUP; everything else needs a restart. A section stands for all of its keys.
+LIVE_KEYS = frozenset(
+    {
+        "mode",
+        "route",
+        "destination",
+        "intake.max_delay",
+        "store.park_beyond",
+        "store.restore_ahead",
+        "log",
+        "http.token",
+    }
+)
+
+
+class Table(BaseModel):
+    """A table of the file: frozen, and a key that is not listed is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
+
+
+class Broker(Table):
+    url: values.BrokerUrl = SecretUrl(DEFAULT_BROKER_URL)
+    url_file: values.Path | None = None
+    ca_file: values.Path | None = None
+    cert_file: values.Path | None = None
+    key_file: values.Path | None = None
+    verify: StrictBool = True
+    heartbeat_ms: values.HeartbeatMs = Field(default=20_000, alias="heartbeat")
+    management_url: values.ManagementUrl = None
+
+    @field_validator("key_file")
+    @classmethod
+    def _key_needs_certificate(cls, key_file: str | None, info: ValidationInfo) -> str | None:
+        if key_file and info.data.get("cert_file", "") is None:
+            raise Expected("cert_file beside key_file")
+        return key_file
+
+
+class Intake(Table):
+    queue: values.Queue = "delays"
+    prefetch: Annotated[StrictInt, Field(ge=1, le=65_535)] = 5_000
+    give_back_after_ms: values.GiveBackMs = Field(default=480_000, alias="give_back_after")
+    max_delay_ms: values.DurationMs = Field(default=3650 * 86_400_000, alias="max_delay")
+
+
+def _delay_forms(value: object) -> tuple[str, ...]:
+    wanted = f"a list of {', '.join(DELAY_FORMS)} and json:/pointer, each at most once"
+    if not isinstance(value, list | tuple):
+        raise Expected(wanted)
+    for at, one in enumerate(value):
+        if not is_form(one):
+            raise Expected(f"{wanted} ({show(one)} is none of them)")
+        if one in value[:at]:
+            raise Expected(f"{wanted} ({show(one)} is there twice)")
+    return tuple(value)
+
+
+class Retry(Table):
+    """How a route's dead letters go back to the queues that gave them up."""
+
+    first_ms: values.DurationMs = Field(default=5_000, alias="first")
+    factor: values.Factor = 2.0
+    longest_ms: values.DurationMs = Field(default=3_600_000, alias="max")
+    jitter: values.Share = 0.1
+    attempts: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 10
+    exhausted: values.Queue
+
+    @field_validator("longest_ms")
+    @classmethod
+    def _not_less_than_first(cls, longest_ms: int, info: ValidationInfo) -> int:
+        if longest_ms < info.data.get("first_ms", 0):
+            raise Expected("a duration that is not less than first")
+        return longest_ms
+
+
+class Route(Table):
+    """What happens to messages that came through the exchange ``from_``; ``""`` is straight to the intake queue."""
+
+    from_: values.Exchange = Field(alias="from")
+    to: values.Exchange = ""
+    routing_key: values.RoutingKey = ""
+    delay_from: Annotated[tuple[str, ...], BeforeValidator(_delay_forms)] = DEFAULT_FORMS
+    default_delay_ms: values.DurationMs = Field(default=0, alias="default_delay")
+    allow_exchanges: values.Patterns = ()
+    late_limit_ms: values.Limit = Field(default=None, alias="late_limit")
+    late_action: Literal["deliver", "hold"] = "deliver"
+    max_rate: Annotated[StrictInt, Field(ge=0, le=1_000_000)] = 0
+    retry: Retry | None = None
+
+    @field_validator("retry")
+    @classmethod
+    def _alone(cls, retry: Retry | None, info: ValidationInfo) -> Retry | None:
+        others = ("to", "routing_key", "default_delay_ms", "allow_exchanges")
+        if retry is not None and any(info.data.get(name) for name in others):
+            raise Expected(
+                "no to, routing_key, default_delay or allow_exchanges beside it: dead letters go back to their queue"
+            )
+        return retry
+
+    @field_validator("to")
+    @classmethod
+    def _not_in_a_circle(cls, to: str, info: ValidationInfo) -> str:
+        if to and to == info.data.get("from_"):
+            raise Expected("an exchange other than the route's own from: due messages would come in again for ever")
+        return to
+
+    @field_validator("late_action")
+    @classmethod
+    def _late_needs_limit(cls, action: str, info: ValidationInfo) -> str:
+        if action == "hold" and info.data.get("late_limit_ms", 0) is None:
+            raise Expected('late_limit beside late_action = "hold": how late is too late')
+        return action
+
+
+def _routes(value: object) -> object:
+    if not isinstance(value, list | tuple) or not value:
+        raise Expected("one or more routes: [[route]] tables in the file, a JSON list of objects elsewhere")
+    return tuple(value)
+
+
+SAMPLE_ROUTE: dict[str, Any] = {"from": "delayer.in", "to": "delayer.out"}
+
+
+class Takeover(Table):
+    """The levels of another system's cascade that the daemon empties into the store."""
+
+    cascade: Literal["nservicebus-v2", "nservicebus-v1", "celery"]
+    levels_from: Annotated[StrictInt, Field(ge=0, le=27)] = 6
+    prefix: values.Prefix = ""
+
+    @field_validator("prefix")
+    @classmethod
+    def _of_celerys_names(cls, prefix: str, info: ValidationInfo) -> str:
+        try:
+            Cascade(info.data.get("cascade", "celery"), owner=prefix)
+        except ValueError:
+            raise Expected('none, or beside cascade = "celery" a short one of letters, digits and -_.:') from None
+        return prefix
+
+
+class Destination(Table):
+    """An exchange and a queue that is bound to it, which nobody else declares."""
+
+    exchange: values.Exchange = ""
+    type: Literal["topic", "direct", "fanout"] = "topic"
+    queue: values.AnyQueue = ""
+    queue_type: Literal["quorum", "classic"] = "quorum"
+    keys: values.RoutingKeys = ()
+
+
+def _tables(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise Expected("a list of tables: [[…]] in the file, a JSON list of objects elsewhere")
+    return tuple(value)
+
+
+class Native(Table):
+    prefix: values.Prefix = "delayer."
+    due_queue: values.DueQueue = "delays.due"
+
+
+class Store(Table):
+    """``url`` is None where no store was configured; see :attr:`Settings.store_url`."""
+
+    url: values.StoreUrl | None = None
+    url_file: values.Path | None = None
+    park_beyond_ms: values.DurationMs = Field(default=0, alias="park_beyond")
+    lanes: Annotated[StrictInt, Field(ge=1, le=64)] = 4
+    restore_ahead_ms: values.RestoreAheadMs = Field(default=86_400_000, alias="restore_ahead")
+
+
+class Refused(Table):
+    queue: values.Queue = "delays.refused"
+
+
+class Http(Table):
+    """``token`` is what changing anything over HTTP needs; None: nothing can be changed there."""
+
+    listen: values.Listen = "127.0.0.1:9419"
+    token: values.Token = None
+    token_file: values.Path | None = None
+
+
+class Log(Table):
+    format: Literal["json", "console"] = "json"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(Table):
+    """Everything that can be set. Built once, by :func:`delayer.config.load`; in tests by ``model_validate``."""
+
+    mode: Literal["native", "store"] = "store"
+    broker: Broker = Broker()
+    intake: Intake = Intake()
+    routes: Annotated[tuple[Route, ...], BeforeValidator(_routes)] = Field(
+        default=(Route.model_validate(SAMPLE_ROUTE),), alias="route"
+    )
+    takeovers: Annotated[tuple[Takeover, ...], BeforeValidator(_tables)] = Field(default=(), alias="takeover")
+    destinations: Annotated[tuple[Destination, ...], BeforeValidator(_tables)] = Field(default=(), alias="destination")
+    native: Native = Native()
+    store: Store = Store()
+    refused: Refused = Refused()
+    http: Http = Http()
+    log: Log = Log()
+
+    @property
+    def broker_url(self) -> str:
+        """The broker's URL with the TLS files and the heartbeat of ``[broker]`` as its query parameters.
+
+        A parameter that stands in the URL already wins. Contains the password: for connecting, never for printing.
+        """
+        parts = urlsplit(self.broker.url.reveal())
+        ours = {"heartbeat": str(self.broker.heartbeat_ms // 1000)}
+        if parts.scheme == "amqps":
+            files = {"cafile": self.broker.ca_file, "certfile": self.broker.cert_file, "keyfile": self.broker.key_file}
+            ours |= {name: file for name, file in files.items() if file}
+            if not self.broker.verify:
+                ours["verify"] = "false"
+        query = {**ours, **dict(parse_qsl(parts.query, keep_blank_values=True))}
+        return parts._replace(query=urlencode(query, quote_via=quote)).geturl()
+
+    @property
+    def store_url(self) -> str | None:
+        """The store's URL, or None for no store: native mode has one only where one was given. Holds the password."""
+        if self.store.url is not None:
+            return self.store.url.reveal()
+        return DEFAULT_STORE_URL if self.mode == "store" else None
+
+    @property
+    def management_url(self) -> str | None:
+        """The URL of the broker's management API, or None. Holds the password."""
+        return self.broker.management_url.reveal() if self.broker.management_url else None
+
+    def route_from(self, exchange: str) -> Route | None:
+        return next((route for route in self.routes if route.from_ == exchange), None)
+
+    def diff(self, new: Settings) -> tuple[list[str], list[str]]:
+        """The keys that differ in ``new``: those that can change live, and those that need a restart."""
+        changed = [key for key, value in _leaves(self).items() if value != _leaves(new)[key]]
+        live = [key for key in changed if key in LIVE_KEYS or key.partition(".")[0] in LIVE_KEYS]
+        return live, [key for key in changed if key not in live]
+
+
+def _leaves(table: Table, at: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, field in type(table).model_fields.items():
+        key, value = at + (field.alias or name), getattr(table, name)
+        found |= _leaves(value, f"{key}.") if isinstance(value, Table) else {key: value}
+    return found
+
+
+def service_of(settings: Settings) -> dict[str, str | None]:
+    """The same for all that work with one virtual host and one database, whoever they log in as.
+
+    >>> one, same, other = (
+    ...     service_of(Settings.model_validate({"broker": {"url": url}}))["broker"]
+    ...     for url in ("amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail")
+    ... )
+    >>> (one == same, one == other)
+    (True, False)
+    """
+    broker = urlsplit(settings.broker_url)
+    store = None if settings.store_url is None else urlsplit(settings.store_url)
+    return {
+        "broker": _name(broker, 5671 if broker.scheme == "amqps" else 5672),
+        "store": None if store is None else _name(store, 5432),
+    }
+
+
+def same_service(one: Mapping[str, str | None], other: Mapping[str, str | None]) -> bool:
+    """Whether these are one service. Who has no store, or not yet, may be of one that has."""
+    stores = {one.get("store"), other.get("store")} - {None}
+    return one.get("broker") == other.get("broker") and len(stores) < 2
+
+
+def _name(url: SplitResult, port: int) -> str:
+    host = url.netloc.rpartition("@")[2].lower()  # of a store they may be several, between commas
+    whole = host if re.search(r":\d+$", host) else f"{host}:{port}"
+    return hashlib.sha256(f"{whole} {unquote(url.path[1:]) or '/'}".encode()).hexdigest()[:16]

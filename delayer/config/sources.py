@@ -1,0 +1,258 @@
+"""The sources of the settings: the TOML file, the environment, and the flags of the command line.
+
+pydantic-settings asks the sources in the order of their priority and merges their tables key by key. A list (the
+routes) is replaced as a whole. Each source keeps its mistakes, so that all of them are reported together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from delayer.config.errors import Problem
+from delayer.config.model import Settings
+
+Key = tuple[str, ...]
+
+ENV_PREFIX = "DELAYER_"
+NOT_KEYS = frozenset({"DELAYER_CONFIG", "DELAYER_FAULT", "DELAYER_IMPORT_URL", "DELAYER_IMPORT_MANAGEMENT_URL"})
+# Kubernetes puts these into every container of a namespace that has a service called "delayer".
+_KUBERNETES = re.compile(r"DELAYER_(SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_[0-9]+_\w+)")
+FLAGS = {"mode": "--mode", "broker.url": "--broker-url", "store.url": "--store-url"}
+IN_FILES = {"broker": "url", "store": "url", "http": "token"}
+"""The key of each section that can also come from a file, by the same name with _file."""
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The keys of one table, as the file spells them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def known_keys() -> dict[Key, FieldInfo]:
+    """Every key that environment and flags can set, sections included; the routes are one key."""
+    known: dict[Key, FieldInfo] = {}
+    for name, field in keys_of(Settings).items():
+        known[(name,)] = field
+        section = section_of(field)
+        if section is not None:
+            known |= {(name, inner): inner_field for inner, inner_field in keys_of(section).items()}
+    return known
+
+
+def env_name(key: Key) -> str:
+    return ENV_PREFIX + "__".join(key).upper()
+
+
+def unknown_key(source: str, key: str, name: str, candidates: Iterable[str], hint: str = "") -> Problem:
+    """The problem of an unknown key. It never shows the value: that may be a password under a wrong name."""
+    near = difflib.get_close_matches(name, list(candidates), n=1)
+    return Problem(source, key, "a known key", "an unknown one", f"did you mean {near[0]}?" if near else hint)
+
+
+class Source(PydanticBaseSettingsSource):
+    """One source: its raw values, the name of the place of each, and its mistakes."""
+
+    def __init__(self) -> None:
+        super().__init__(Layers)
+        self.values: dict[str, Any] = {}
+        self.problems: list[Problem] = []
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """See pydantic-settings."""
+        return self.values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """The values, without a URL or token that a source of higher priority sets by itself or by its file."""
+        values = dict(self.values)
+        for section, name in IN_FILES.items():
+            table, above = values.get(section), self.current_state.get(section)
+            if not isinstance(table, dict):
+                continue
+            file = f"{name}_file"
+            if name in table and file in table:
+                self.problems.append(
+                    Problem(self.place((section, file)), f"{section}.{file}", f"either {name} or {file}", "both")
+                )
+            if isinstance(above, dict) and (name in above or file in above):
+                values[section] = {key: value for key, value in table.items() if key not in (name, file)}
+        return values
+
+    def sets(self, key: Key) -> bool:
+        """Whether this source sets ``key``, a key of a section or a section."""
+        values: object = self.values
+        for part in key:
+            if not isinstance(values, dict) or part not in values:
+                return False
+            values = values[part]
+        return True
+
+    def place(self, key: Key) -> str:
+        """Where this source sets ``key``, for people."""
+        raise NotImplementedError
+
+
+class File(Source):
+    """The TOML file."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self._path = path
+        if path is not None:
+            self.values = self._read(path)
+
+    def place(self, key: Key) -> str:
+        """See Source."""
+        return str(self._path)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        place, expected = str(path), "TOML that can be read"
+        try:
+            return tomllib.loads(path.read_text("utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            # "Expected '=' after a key in a key/value pair (at line 3, column 5)", or "… (at end of document)".
+            what, _, where = str(error).rpartition(" (at ")
+            line = re.match(r"line ([0-9]+)", where)
+            place += f", line {line[1]}" if line else ", end"
+            expected, found = "TOML", f"a syntax error: {what or where}"
+        except UnicodeDecodeError as error:
+            expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
+        except RecursionError:
+            found = "thousands of brackets"
+        except ValueError as error:  # a number of thousands of digits, which TOML allows and Python does not convert
+            found = str(error).partition(":")[0]
+        except OSError as error:
+            expected, found = "a readable configuration file", error.strerror or str(error)
+        self.problems.append(Problem(place, "", expected, found))
+        return {}
+
+
+class Texts(Source):
+    """A source whose values are texts. Lists and tables are JSON."""
+
+    def __init__(self, texts: Sequence[tuple[Key, str, str]]) -> None:
+        """``texts``: keys, texts, and the place of each."""
+        super().__init__()
+        self._places: dict[Key, str] = {}
+        known = known_keys()
+        for key, text, place in sorted(texts):  # a section before its keys: the text of a key has priority
+            value = _read_text(known[key], text)
+            if value is None:
+                kind = "table" if section_of(known[key]) else "list"
+                self.problems.append(Problem(place, ".".join(key), f"a JSON {kind}", "something else"))
+                continue
+            table = self.values
+            for name in key[:-1]:
+                table = table.setdefault(name, {})
+            table[key[-1]] = value
+            self._places[key] = place
+
+    def place(self, key: Key) -> str:
+        """See Source."""
+        return self._places.get(key) or self._places.get(key[:1]) or ""
+
+
+class Environment(Texts):
+    """The environment variables ``DELAYER_…``."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        names = {env_name(key): key for key in known_keys()}
+        ours = [
+            name
+            for name in sorted(environ)
+            if name.startswith(ENV_PREFIX) and name not in NOT_KEYS and not _KUBERNETES.fullmatch(name)
+        ]
+        place = "environment variable {}".format
+        super().__init__([(names[name], environ[name], place(name)) for name in ours if name in names])
+        for name in ours:
+            if name.startswith("DELAYER_ROUTE_"):
+                hint = "routes are set together: DELAYER_ROUTE='[{…}]'"
+                self.problems.append(unknown_key(place(name), "", name, (), hint))
+            elif name not in names:
+                self.problems.append(unknown_key(place(name), "", name, names))
+
+
+class Flags(Texts):
+    """The flags of the command line. A flag maps a dotted key to a text, as ``--set`` does."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        names = {".".join(key): key for key in known_keys()}
+        super().__init__(
+            [(names[name], text, f"flag {FLAGS.get(name, '--set')}") for name, text in given.items() if name in names]
+        )
+        self.problems += [unknown_key("flag --set", name, name, names) for name in given if name not in names]
+
+
+class Layers(BaseSettings):
+    """The merged raw values of all sources, before they are validated as Settings."""
+
+    model_config = SettingsConfigDict(extra="allow", hide_input_in_errors=True)
+
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        super().__init__(_build_sources=(sources, {}))
+
+    @classmethod
+    def _settings_log_debug(cls, states: dict[str, dict[str, Any]]) -> None:
+        """PYDANTIC_SETTINGS_DEBUG would log the values, passwords included."""
+
+
+class Merged:
+    """The merged values of some sources, the place of each value, and all mistakes so far."""
+
+    def __init__(self, *sources: Source) -> None:
+        """``sources``: the one with the highest priority first."""
+        self._sources = sources
+        layers = Layers(sources)
+        self.values: dict[str, Any] = layers.model_extra or {}
+        self.problems = [problem for source in reversed(sources) for problem in source.problems]
+        self._contents: dict[Key, str] = {}
+
+    def origin(self, key: Key) -> str:
+        """Where the value at ``key`` was set; for a value inside a list, where the list was."""
+        for length in range(len(key), 0, -1):
+            part = key[:length]
+            if part in self._contents:
+                return self._contents[part]
+            for source in self._sources:
+                if source.sets(part):
+                    return source.place(part)
+        return "defaults"
+
+    def put(self, section: str, name: str, value: object, place: str) -> None:
+        """Set a value that was read from the file ``place``."""
+        self.values[section][name] = value
+        self._contents[section, name] = place
+
+    def note(self, key: Key, expected: str, found: str, hint: str = "") -> None:
+        """Add a mistake in the value at ``key``."""
+        self.problems.append(Problem(self.origin(key), ".".join(key), expected, found, hint))
+
+
+def _read_text(field: FieldInfo, text: str) -> object:
+    """``text`` as the raw value that the file would hold. None if a list or a table was needed and ``text`` is none."""
+    section = section_of(field)
+    if section is not None or get_origin(field.annotation) is tuple:
+        try:
+            value: object = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict if section else list) else None
+    if field.annotation in (int, bool) and not any(isinstance(rule, BeforeValidator) for rule in field.metadata):
+        try:
+            return json.loads(text.strip().lower())
+        except ValueError:
+            return text  # the model reports it
+    return text

@@ -1,0 +1,83 @@
+"""Topology and cascade from settings. daemon/live_settings.py makes the policy."""
+
+from __future__ import annotations
+
+from delayer.config import Settings
+from delayer.core.cascade import Cascade, due_topology, intake_topology, parking_queue
+from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
+
+
+def cascade_of(settings: Settings) -> Cascade:
+    """The cascade that ``[native]`` names."""
+    return Cascade(prefix=settings.native.prefix)
+
+
+def uses_cascade(settings: Settings) -> bool:
+    """Whether new delays may take the cascade."""
+    return settings.mode == "native" or settings.store.park_beyond_ms > 0
+
+
+def without_effect(settings: Settings) -> list[str]:
+    """The routes whose ``max_rate`` nothing keeps to: new messages of theirs do not come by the store."""
+    return [route.from_ for route in settings.routes if route.max_rate and settings.mode == "native"]
+
+
+def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
+    """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
+    their way through a cascade that new delays do not take any more."""
+    # The exchanges of other systems' cascades are theirs, and delivering into them may be what somebody wants.
+    ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
+    exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}
+    return frozenset(map(str.encode, queues_at_work(settings))), frozenset(map(str.encode, exchanges))
+
+
+def _cascades(settings: Settings) -> dict[Cascade, str]:
+    """Those that a daemon may fill or empty, and the key of the configuration that names each."""
+    cascades = {cascade_of(settings): "native.prefix"}
+    for table in settings.takeovers:
+        cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
+    return cascades
+
+
+def queues_at_work(settings: Settings) -> dict[str, str]:
+    """The queues that a daemon fills and empties, whichever mode is in force, and what each is in the configuration."""
+    found = {
+        settings.intake.queue: "intake.queue",
+        settings.refused.queue: "refused.queue",
+        settings.native.due_queue: "native.due_queue",
+    }
+    for cascade, key in _cascades(settings).items():
+        names = [level.name for level in cascade.levels()] + ([cascade.strays] if cascade.strays else [])
+        found = dict.fromkeys(names, key) | found
+    return found
+
+
+def intake_of(settings: Settings) -> Topology:
+    """What every mode needs: the intake queue, the refused queue, the exchanges of the routes, the ends of retries."""
+    intake = intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])
+    ends = dict.fromkeys(route.retry.exhausted for route in settings.routes if route.retry is not None)
+    return intake + Topology(queues=tuple(parking_queue(name) for name in ends))
+
+
+def destinations_of(settings: Settings) -> Topology:
+    """What the configuration asks to be declared for others; shared, so that it is never removed."""
+    whole = Topology()
+    for one in settings.destinations:
+        exchanges = (Exchange(one.exchange, one.type, shared=True),) if one.exchange else ()
+        queues = (Queue(one.queue, arguments({"x-queue-type": one.queue_type}), shared=True),) if one.queue else ()
+        keys = one.keys or ("#" if one.type == "topic" else one.queue,)
+        bindings = [Binding(one.exchange, one.queue, "queue", key) for key in keys if one.exchange and one.queue]
+        whole += Topology(exchanges, queues, tuple(bindings))
+    return whole
+
+
+def native_of(settings: Settings) -> Topology:
+    """What native mode needs besides: the cascade, and the daemon's own queue at its end."""
+    cascade = cascade_of(settings)
+    return cascade.topology() + due_topology(cascade, settings.native.due_queue, settings.refused.queue)
+
+
+def topology_of(settings: Settings) -> Topology:
+    """All that this configuration needs on the broker."""
+    whole = intake_of(settings) + destinations_of(settings)
+    return whole + native_of(settings) if uses_cascade(settings) else whole

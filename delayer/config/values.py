@@ -1,0 +1,242 @@
+"""The kinds of values that a configuration holds, each with the sentence that says what was expected.
+
+Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator
+
+from delayer.config.errors import Expected
+from delayer.core.cascade import ADDRESS_BYTES, NAME_BYTES, bindable
+from delayer.core.secret import Secret, SecretUrl
+
+_UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_ESCAPES = "characters like / @ : # in a password are written %2F %40 %3A %23"
+_DURATION = re.compile(r"([0-9]{1,15})(ms|s|m|h|d)")
+
+
+def duration_ms(value: object) -> int:
+    """Milliseconds of a text like "0s", "250ms", "10s", "5m", "12h" or "3650d". Raises Expected."""
+    wanted = 'a duration such as "250ms", "10s", "5m", "12h" or "30d"'
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise Expected(f'{wanted} (a bare number has no unit: write "{value:g}s" or "{value:g}ms")')
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,15}", value):
+        raise Expected(f'{wanted} (a bare number has no unit: write "{value}s" or "{value}ms")')
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise Expected(wanted)
+    amount_ms = int(match[1]) * _UNITS_MS[match[2]]
+    if amount_ms > 36_500 * _UNITS_MS["d"]:
+        raise Expected("a duration of at most 36500d")
+    return amount_ms
+
+
+def duration_text(amount_ms: int) -> str:
+    """The shortest text that :func:`duration_ms` reads as ``amount_ms``."""
+    for unit in ("d", "h", "m", "s"):
+        if amount_ms and amount_ms % _UNITS_MS[unit] == 0:
+            return f"{amount_ms // _UNITS_MS[unit]}{unit}"
+    return f"{amount_ms}ms" if amount_ms else "0s"
+
+
+def _limit_ms(value: object) -> int | None:
+    return None if value in ("", None) else duration_ms(value)
+
+
+def _heartbeat_ms(value: object) -> int:
+    amount_ms = duration_ms(value)
+    if amount_ms % 1000 or amount_ms > 65_535_000:
+        raise Expected('whole seconds from "0s" (off) to "65535s"')
+    return amount_ms
+
+
+def _restore_ahead_ms(value: object) -> int:
+    amount_ms = duration_ms(value)
+    if amount_ms < 300_000:  # the daemon looks for segments once a minute, and restores one after another
+        raise Expected('a duration of at least "5m": what is restored later would be late')
+    return amount_ms
+
+
+def _short_string(value: object, what: str, longest: int = 255) -> str:
+    if not isinstance(value, str):
+        raise Expected(what)
+    if len(value.encode("utf-8", "surrogatepass")) > longest:
+        raise Expected(f"{what} of at most {longest} bytes")
+    if not value.isprintable():
+        # RabbitMQ takes line ends out of names without a word: the name would not be the one that stands here.
+        raise Expected(f"{what} without control characters")
+    return value
+
+
+def _exchange(value: object) -> str:
+    return _short_string(value, "the name of an exchange")
+
+
+def _routing_key(value: object) -> str:
+    return _short_string(value, "a routing key")
+
+
+def _queue(value: object) -> str:
+    name = _short_string(value, "the name of a queue")
+    if not name or name.startswith("amq."):
+        raise Expected(
+            'the name of a queue: not empty, and not beginning with "amq.", which the broker keeps for itself'
+        )
+    return name
+
+
+def _due_queue(value: object) -> str:
+    name = _queue(value)
+    if not bindable(name.encode("utf-8", "surrogatepass")):
+        # It stands behind the digits of the cascade's routing keys, and is bound by such a one.
+        raise Expected(f"the name of a queue of at most {ADDRESS_BYTES} bytes, none of its words * or #")
+    return name
+
+
+def _any_queue(value: object) -> str:
+    return _queue(value) if value else _short_string(value, 'the name of a queue, or "" for none')
+
+
+def _routing_keys(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise Expected("a list of routing keys")
+    return tuple(_routing_key(one) for one in value)
+
+
+def _between(lowest: float, highest: float, what: str) -> Callable[[object], float]:
+    def number(value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not lowest <= value <= highest:
+            raise Expected(f"{what} from {lowest:g} to {highest:g}")
+        return float(value)
+
+    return number
+
+
+def _prefix(value: object) -> str:
+    prefix = _short_string(value, "a prefix of names", NAME_BYTES - len("delay-delivery"))
+    if prefix.startswith("amq."):
+        raise Expected('a prefix that does not begin with "amq.", which the broker keeps for itself')
+    return prefix
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
+        raise Expected("a list of patterns of exchange names")
+    return tuple(_exchange(one) for one in value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise Expected("a text without control characters")
+    return value
+
+
+def listen_address(value: object) -> str:
+    """``host:port`` (``[::1]:port`` for IPv6), or empty for no listener at all."""
+    wanted = '"host:port" (IPv6 as "[::1]:port"), or "" for none'
+    if not isinstance(value, str):
+        raise Expected(wanted)
+    if not value:
+        return value
+    host, colon, port = value.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
+    if not colon or not host or (":" in host and not bracketed) or not re.fullmatch("[0-9]{1,5}", port):
+        raise Expected(wanted)
+    if int(port) > 65_535:
+        raise Expected(f"{wanted}, the port at most 65535")
+    return value
+
+
+def _token(value: object) -> Secret | None:
+    if isinstance(value, Secret):
+        return value
+    if value in ("", None):
+        return None
+    fits = isinstance(value, str) and len(value) >= 16 and value.isascii() and value.isprintable()
+    if not isinstance(value, str) or not fits or " " in value:
+        raise Expected('a token of at least 16 printable ASCII characters without blanks, or ""')
+    return Secret(value)
+
+
+def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
+    if isinstance(value, SecretUrl):
+        return value
+    wanted = f"a URL like {example}"
+    if not isinstance(value, str):
+        raise Expected(wanted)
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        raise Expected(f"{wanted}; {_ESCAPES}") from None
+    _, at, place = parts.netloc.rpartition("@")
+    if at and re.fullmatch(r"[^:]+:[0-9]+|\[[^]]*\]:[0-9]+", place) and not 0 < int(place.rpartition(":")[2]) <= 65_535:
+        # Behind user and password, so it is no piece of a password.
+        raise Expected(f"{wanted}; a port is a number from 1 to 65535")
+    try:
+        port = parts.port
+    except ValueError:
+        # urllib's own words repeat pieces of the URL, and a password may be among them.
+        raise Expected(f"{wanted}; {_ESCAPES}") from None
+    if "@" in parts.path + parts.fragment or ("@" in parts.query and ("@" in parts.netloc or "amqp" in schemes)):
+        # User and password ended at a /, # or ? that was meant to be in them, and what is behind an @ of theirs would
+        # be taken for the host.
+        raise Expected(f"{wanted}; {_ESCAPES}; so is an @ behind the host, %40")
+    if not value.isprintable() or " " in value:
+        raise Expected(f"{wanted}, without blanks and control characters; in a password they are written %20 and so on")
+    if parts.scheme not in schemes or "://" not in value or port == 0:
+        raise Expected(wanted)
+    return SecretUrl(value)
+
+
+def broker_url(value: object) -> SecretUrl:
+    """Raises Expected, as the two below."""
+    url = _url(value, ("amqp", "amqps"), "amqp://user:password@host:5672/vhost, or amqps:// for TLS")
+    if "/" in urlsplit(url.reveal()).path[1:]:
+        raise Expected('a URL with one virtual host at its end; a "/" in its name, or in the password, is written %2F')
+    return url
+
+
+def _give_back_ms(value: object) -> int:
+    milliseconds = duration_ms(value)
+    if milliseconds < 1000:
+        raise Expected('a duration of at least "1s"')
+    return milliseconds
+
+
+def store_url(value: object) -> SecretUrl:
+    return _url(value, ("postgresql", "postgres"), "postgresql://user:password@host:5432/database")
+
+
+def management_url(value: object) -> SecretUrl | None:
+    if value in ("", None):
+        return None
+    return _url(value, ("http", "https"), 'http://user:password@host:15672, or ""')
+
+
+Limit = Annotated[int | None, BeforeValidator(_limit_ms)]
+DurationMs = Annotated[int, BeforeValidator(duration_ms)]
+GiveBackMs = Annotated[int, BeforeValidator(_give_back_ms)]
+HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
+RestoreAheadMs = Annotated[int, BeforeValidator(_restore_ahead_ms)]
+Exchange = Annotated[str, BeforeValidator(_exchange)]
+RoutingKey = Annotated[str, BeforeValidator(_routing_key)]
+Queue = Annotated[str, BeforeValidator(_queue)]
+DueQueue = Annotated[str, BeforeValidator(_due_queue)]
+AnyQueue = Annotated[str, BeforeValidator(_any_queue)]
+RoutingKeys = Annotated[tuple[str, ...], BeforeValidator(_routing_keys)]
+Factor = Annotated[float, BeforeValidator(_between(1, 100, "a factor"))]
+Share = Annotated[float, BeforeValidator(_between(0, 1, "a part"))]
+Prefix = Annotated[str, BeforeValidator(_prefix)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+Path = Annotated[str, BeforeValidator(_text)]
+Listen = Annotated[str, BeforeValidator(listen_address)]
+BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
+Token = Annotated[Secret | None, BeforeValidator(_token)]
+StoreUrl = Annotated[SecretUrl, BeforeValidator(store_url)]
+ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(management_url)]

@@ -1,0 +1,223 @@
+"""``delayer run``: one daemon in one event loop, its signals, reloads and exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn, TypeVar
+
+import structlog
+import uvloop
+
+from delayer import __version__
+from delayer.broker.errors import TopologyMismatch
+from delayer.config import ConfigError, Settings, logs
+from delayer.config.topology import without_effect
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.daemon.daemon import Daemon
+from delayer.daemon.systemd import Notifier
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+from delayer.store.postgres import PostgresStore
+
+log = structlog.get_logger(__name__)
+
+
+class Reload:
+    """Runs reloads one after another; requests during a reload make one more reload."""
+
+    def __init__(self, daemon: Daemon, load: Callable[[], Settings], notifier: Notifier) -> None:
+        self._daemon = daemon
+        self._load = load
+        self._notifier = notifier
+        self._requested = asyncio.Event()
+
+    def request(self) -> None:
+        """Ask for a reload; safe in a signal handler of the loop."""
+        self._requested.set()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve requests until stopping is set."""
+        stop = asyncio.create_task(stopping.wait(), name="stopping")
+        try:
+            while not stopping.is_set():
+                request = asyncio.create_task(self._requested.wait(), name="reload requested")
+                await asyncio.wait([stop, request], return_when=asyncio.FIRST_COMPLETED)
+                request.cancel()
+                if self._requested.is_set():
+                    self._requested.clear()
+                    self._notifier.reloading()
+                    refused = await self._reload()
+                    mode = f"mode {self._daemon.settings.mode}"
+                    # systemd knows no failed reload of this kind: `systemctl status` is where it can be told.
+                    self._notifier.ready(f"{mode}; the last reload was refused: {refused}" if refused else mode)
+        finally:
+            stop.cancel()
+
+    async def _reload(self) -> str:
+        """The reason of a refusal, empty after a reload."""
+        old = self._daemon.settings
+        try:
+            new = self._load()
+            live, restart = old.diff(new)
+            first_store = old.store_url is None
+            wanted = live_part(old, new, first_store=first_store)
+            await self._make_ready(wanted)
+        except (ConfigError, BrokerLost, StoreLost, TopologyMismatch, BadStoreUrl, SchemaOutdated) as wrong:
+            log.error("reload refused", reason=str(wrong))
+            return str(wrong) or type(wrong).__name__
+        logs.configure(wanted.log.format, wanted.log.level)
+        self._daemon.adopt(wanted)
+        if first_store:
+            live += [key for key in restart if key.startswith("store.")]
+            restart = [key for key in restart if not key.startswith("store.")]
+        if restart:
+            log.warning("restart needed", keys=restart)
+        if old.mode != wanted.mode:
+            log.info("mode switched", before=old.mode, now=wanted.mode)
+        unpaced = without_effect(wanted)
+        log.info("reloaded", keys=live, **({"max_rate_without_effect": unpaced} if unpaced else {}))
+        return ""
+
+    async def _make_ready(self, wanted: Settings) -> None:
+        """Prepare the queues, exchanges and the store that the new settings need, before they apply."""
+        await self._daemon.declare(wanted)
+        if wanted.store_url is not None and not self._daemon.lanes.configured:
+            # Tried first: lanes that meet an outdated schema stop the daemon, and a reload must not.
+            store = await PostgresStore.connect(wanted.store_url)
+            await store.close()
+            self._daemon.start_lanes(wanted)
+        elif wanted.mode == "store":
+            await self._daemon.lanes.wait_usable(10.0)
+
+
+def live_part(old: Settings, new: Settings, *, first_store: bool) -> Settings:
+    """``old``, with everything from ``new`` that may change while the daemon runs.
+
+    ``first_store``: no store is in use yet, so all of ``[store]`` may. One in use holds messages: only a restart may
+    leave it for another.
+    """
+    live = {"park_beyond_ms": new.store.park_beyond_ms, "restore_ahead_ms": new.store.restore_ahead_ms}
+    store = new.store if first_store else old.store.model_copy(update=live)
+    return old.model_copy(
+        update={
+            "mode": new.mode,
+            "routes": new.routes,
+            "destinations": new.destinations,
+            "log": new.log,
+            "intake": old.intake.model_copy(update={"max_delay_ms": new.intake.max_delay_ms}),
+            "store": store,
+            "http": old.http.model_copy(update={"token": new.http.token}),
+        }
+    )
+
+
+T = TypeVar("T")
+
+STOPS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def run_daemon(load: Callable[[], Settings]) -> NoReturn:
+    """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again through ``load``.
+
+    Ends the process with its exit code: 0 after an order to stop, 1 or 2 where a person has to decide first (the log
+    has the reason), 1 after a bug. Raises ConfigError if the first ``load`` does.
+    """
+    settings = load()
+    logs.log_in_background()
+    logs.configure(settings.log.format, settings.log.level)
+    try:
+        code = _run(settings, load)
+    except Exception:
+        log.critical("failed", exc_info=True)
+        code = 1
+    logs.finish()
+    # The interpreter's own end waits for a stuck reader of stderr, and for threads that look up a name (10 s beside a
+    # silent name server).
+    os._exit(code)
+
+
+def _run(settings: Settings, load: Callable[[], Settings]) -> int:
+    try:
+        run_loop(_serve(settings, load))
+    except TopologyMismatch as wrong:
+        log.error("start refused", reason=str(wrong), next_step="delayer topology verify")
+        return 1
+    except BadStoreUrl as wrong:
+        log.error("start refused", reason=str(wrong), next_step="correct store.url")
+        return 2
+    except SchemaOutdated as wrong:
+        log.error("start refused", reason=str(wrong), next_step=wrong.advice)
+        return 1
+    return 0
+
+
+def calm_the_collector(allocations: int = 200_000) -> None:
+    """Take imported modules out of the garbage collector's sight, and let it run after so many allocations.
+
+    Python's own 700 are a third of a batch, and the collector took a third of the time of classifying one. Messages
+    make no cycles; delayer/broker/retry.py collects after failures.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(allocations, 10, 10)
+
+
+def _heed_no_signals() -> None:
+    """Ignore further signals, so that the process ends with its own exit code."""
+    for signum in (*STOPS, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+
+
+async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
+    notifier = Notifier()
+    daemon = Daemon(settings, notifier)
+    calm_the_collector()
+    reload = Reload(daemon, load, notifier)
+    running = asyncio.get_running_loop()
+    for signum in STOPS:
+        running.add_signal_handler(signum, daemon.stop)
+    running.add_signal_handler(signal.SIGHUP, reload.request)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # delayer/cli/run.py blocked it
+    log.info("starting", version=__version__, mode=settings.mode)
+    daemon.life.add("reload", reload.run)
+    if settings.http.listen:
+        from delayer.daemon.http import serve  # noqa: PLC0415 - its libraries take a tenth of a second to load
+
+        serve(daemon)
+    try:
+        await daemon.run()
+    finally:
+        _heed_no_signals()
+
+
+def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
+    """Run ``main`` in a new loop, and return its result.
+
+    Tasks that ``main`` leaves behind are cancelled, and get ``leave`` seconds to end. asyncio's own runner waits
+    without limit, and a driver that closes connections to a server that hangs takes seconds (seen: five). The other
+    tasks end with the process. The loop stays open: closing it would wait for threads that look up names.
+    """
+    loop = uvloop.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        loop.run_until_complete(_send_away(leave))
+        asyncio.set_event_loop(None)
+
+
+async def _send_away(seconds: float) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    done, left = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
+    for task in done:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            log.error("part failed too", reason=repr(failure))
+    if left:
+        # They are destroyed while pending, which would be reported once more for each of them.
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        log.warning("tasks left behind", tasks=sorted(task.get_name() for task in left), after_seconds=seconds)

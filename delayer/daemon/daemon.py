@@ -1,0 +1,358 @@
+"""The daemon: its connections and parts, constructed from settings. The rules are in the services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from delayer.amqp.address import Address
+from delayer.broker.admin import Admin
+from delayer.broker.brief import briefly
+from delayer.broker.connection import Relay
+from delayer.broker.consumer import RelayConsumer
+from delayer.broker.errors import BrokerRefused, TopologyMismatch
+from delayer.broker.flow_control import BUFFER_BYTES, Fitting, Inflow
+from delayer.broker.isolation import Isolation
+from delayer.broker.ports import Lane, Parking, Pulse, Store
+from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
+from delayer.config import Settings
+from delayer.config.topology import cascade_of, topology_of, uses_cascade
+from delayer.core.cascade import LEVELS, Cascade
+from delayer.core.counters import Counters
+from delayer.core.errors import BrokerLost
+from delayer.core.topology import Topology
+from delayer.daemon.live_settings import InForce
+from delayer.daemon.services import Life
+from delayer.daemon.systemd import Condition, Notifier, Seen, WatchedPulse
+from delayer.intake.consume import Handle, Intake, QueueConsumer
+from delayer.intake.dispatch import Dispatch, new_id
+from delayer.intake.handle import DueHandler, IntakeHandler
+from delayer.intake.takeover import LevelTakeover
+from delayer.release.lane_manager import LaneManager
+from delayer.release.loop import Portion, Release
+from delayer.release.memory_budget import Room
+from delayer.release.restore import Restoring
+from delayer.store.lanes import retry
+from delayer.store.lanes.locks import broker_mark
+from delayer.store.postgres import PostgresStore
+
+log = structlog.get_logger(__name__)
+
+
+def levels_of(settings: Settings) -> Iterator[tuple[Cascade, int]]:
+    """The levels that are taken over, the longest first."""
+    for table in settings.takeovers:
+        cascade = Cascade(table.cascade, owner=table.prefix)
+        for level in reversed(range(table.levels_from, LEVELS)):
+            yield cascade, level
+
+
+def takeovers_of(
+    settings: Settings,
+    relay: Relay,
+    *,
+    parking: Parking,
+    prepare: Callable[[], Awaitable[None]],
+    now_ms: Callable[[], int],
+    pulse: Pulse,
+    counters: Counters,
+) -> list[LevelTakeover]:
+    """A takeover for each level. They share ``relay``, which has no other use, and 16 MiB of messages read ahead.
+
+    A batch of one level has at most 1 MiB: two parks of each of some twenty levels may be open at once.
+    """
+    all_bytes = 16 << 20
+    inflow, levels = Inflow(all_bytes), list(levels_of(settings))
+
+    def takeover(cascade: Cascade, level: int) -> LevelTakeover:
+        fitting = Fitting(all_bytes // len(levels))
+        return LevelTakeover(
+            cascade,
+            level,
+            consumer=RelayConsumer(relay, batch_bytes=1 << 20, inflow=inflow, fitting=fitting),
+            parking=parking,
+            prepare=prepare,
+            now_ms=now_ms,
+            pulse=pulse,
+            counters=counters,
+            reads_ahead=fitting.full,
+        )
+
+    return [takeover(cascade, level) for cascade, level in levels]
+
+
+class Relays:
+    """The connections to the broker, by use: ``intake``, ``due``, ``publish``, ``takeover`` (where configured)."""
+
+    def __init__(self, settings: Settings) -> None:
+        address = Address.parse(settings.broker_url)
+        self._vhost, self._cluster = address.vhost, ""
+        heartbeat = settings.broker.heartbeat_ms / 1000
+        self._relays = {
+            use: Relay(address, f"delayer {use}", heartbeat=heartbeat)
+            for use in ("intake", "due", "publish", *(["takeover"] if settings.takeovers else []))
+        }
+        self.isolation = Isolation(self._relays["publish"], timeout=CONFIRM_TIMEOUT)
+
+    def __getitem__(self, use: str) -> Relay:
+        return self._relays[use]
+
+    def __contains__(self, use: str) -> bool:
+        return use in self._relays
+
+    def start(self) -> None:
+        """Connect, and stay so."""
+        for relay in self._relays.values():
+            relay.start()
+
+    def closings(self) -> list[Coroutine[None, None, None]]:
+        """The coroutines that close them, to be awaited together: a broker that hangs answers no close."""
+        self.isolation.close()
+        return [relay.close() for relay in self._relays.values()]
+
+    async def meet_broker(self, seconds: float = 1.0) -> None:
+        """Wait briefly, so that lanes can record the broker's cluster name. A longer wait would delay due rows."""
+        with suppress(BrokerLost):
+            await self._relays["publish"].connection(seconds)
+
+    def broker_mark(self) -> str:
+        """The mark of this broker, from the last connection (lanes/locks.py)."""
+        relays = [relay.current for relay in self._relays.values()]
+        cluster = next((connection.cluster for connection in relays if connection is not None), self._cluster)
+        self._cluster = cluster
+        return broker_mark(cluster, self._vhost)
+
+    def reaching(self) -> bool:
+        """Whether any of them is connected."""
+        return any(relay.current is not None for relay in self._relays.values())
+
+    def connected(self) -> bool:
+        """Whether all of them are."""
+        return all(relay.current is not None for relay in self._relays.values())
+
+    def blocked(self) -> bool:
+        """Whether the broker takes no publishes on one of them."""
+        return any(relay.current is not None and relay.current.blocked for relay in self._relays.values())
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Of each: whether it is connected and blocked, and the number of connects."""
+        return {
+            use: {
+                "connected": relay.current is not None,
+                "blocked": relay.current is not None and relay.current.blocked,
+                "connects": relay.connects,
+            }
+            for use, relay in self._relays.items()
+        }
+
+
+async def connect_admin(url: str) -> Admin:
+    """An administrative connection. Raises BrokerLost."""
+    try:
+        return await Admin.connect(url)
+    except BrokerRefused as refused:
+        raise BrokerLost(str(refused)) from refused
+
+
+async def declare_in_detail(url: str, topology: Topology) -> None:
+    """Declare over the connection that reports each mismatch in detail. Raises BrokerLost, TopologyMismatch."""
+    admin = await connect_admin(url)
+    try:
+        await admin.declare(topology)
+    finally:
+        await admin.close()
+
+
+STORE_WAIT: Final = 2.0
+"""Seconds that consuming waits for a lane before it logs that there is none, and waits again."""
+
+
+class Daemon:
+    """One process of ``delayer run``."""
+
+    def __init__(self, settings: Settings, notifier: Notifier) -> None:
+        self.counters = Counters()
+        self._notifier = notifier
+        self.life = Life()
+        self._pulse = WatchedPulse(notifier)
+        self._condition = Condition(notifier, self._seen)
+        self.relays = Relays(settings)
+        self._cascade = cascade_of(settings)
+        self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
+        self._room = Room()
+        self.lanes = LaneManager(
+            self._release,
+            limited=lambda: self._in_force.rates,
+            pulse=self._pulse,
+            counters=self.counters,
+            reaching=lambda: self.relays["publish"].current is not None,
+            broker=self.relays.broker_mark,
+        )
+        self._in_force = InForce(settings, self._cascade, self._publisher, self.lanes)
+        self._dispatch = Dispatch(
+            self._publisher, self.lanes, self._in_force, self.counters, new_id=new_id, pause_ms=retry.pause_ms
+        )
+        self._intake = self._session(
+            "intake",
+            settings.intake.queue,
+            IntakeHandler(self._in_force, self._dispatch, self.lanes, self.counters, new_id),
+        )
+        self._due: QueueConsumer | None = None
+        self._begun = False
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        return self._in_force.settings
+
+    async def run(self) -> None:
+        """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
+        self.relays.start()
+        if self.settings.store_url is not None:
+            self.start_lanes(self.settings)
+        self.life.add("intake", self._intake.run)
+        for part in self._takeovers():
+            self.life.add(part.queue, part.run)
+        self.life.add("watchdog", self._pulse.feed)
+        self.life.add("readiness", self._announce)
+        self._notifier.status("starting")
+        self.life.add("condition", self._condition.run)
+        try:
+            await self.life.run()
+        finally:
+            # Together, and bounded: a broker that hangs answers no close, and a stop takes ten seconds at most.
+            farewells = self.relays.closings()
+            await asyncio.wait([asyncio.create_task(farewell) for farewell in farewells], timeout=1.0)
+            log.info("stopped", **self.counters.as_dict())
+
+    def stop(self) -> None:
+        """Stop consuming, settle messages in flight, drop the lanes."""
+        log.info("stopping")
+        self._notifier.stopping()
+        self.life.stop()
+
+    def start_lanes(self, settings: Settings) -> None:
+        """Start to take lanes of the store, unless the daemon does already."""
+        if not self.lanes.configured:
+            url = settings.store_url or ""
+
+            async def connect() -> Store:
+                await self.relays.meet_broker()
+                return await PostgresStore.connect(url, broker=self.relays.broker_mark)
+
+            self.lanes.configure(connect)
+            self.life.add("lanes", self.lanes.run, last=True)
+            restoring = Restoring(self.lanes, ahead_ms=self._in_force.restore_ahead_ms, counters=self.counters)
+            self.life.add("restoring", restoring.run)
+
+    def consuming(self) -> dict[str, bool]:
+        """The queues, and whether each is consumed now."""
+        sessions = {self.settings.intake.queue: self._intake, self.settings.native.due_queue: self._due}
+        return {queue: one.consuming.is_set() for queue, one in sessions.items() if one is not None}
+
+    def _seen(self) -> Seen:
+        return Seen(
+            connected=self.relays.connected(),
+            blocked=self.relays.blocked(),
+            store=self.lanes.configured,
+            usable=self.lanes.usable,
+            consuming=self._intake.consuming.is_set(),
+        )
+
+    def stalled(self) -> list[str]:
+        """The loops without progress."""
+        return self._pulse.stalled()
+
+    def adopt(self, settings: Settings) -> None:
+        """Apply the live part of new settings from the next batch on."""
+        self._in_force.adopt(settings)
+
+    async def declare(self, settings: Settings | None = None) -> None:
+        """Declare the topology. Raises BrokerLost, TopologyMismatch."""
+        wanted = settings or self.settings
+        try:
+            async with briefly(self.settings.broker_url, "delayer admin") as broker:
+                if not await broker.declared(topology_of(wanted)):
+                    await declare_in_detail(self.settings.broker_url, topology_of(wanted))
+                # Messages may still be on their way through a cascade that new delays do not take any more.
+                if self._due is None and (uses_cascade(wanted) or await broker.exists(wanted.native.due_queue)):
+                    self._start_due(wanted)
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
+
+    def _start_due(self, wanted: Settings) -> None:
+        handler = DueHandler(self._in_force, self._dispatch, new_id)
+        self._due = self._session("due", wanted.native.due_queue, handler)
+        self.life.add("due", self._due.run)
+
+    async def _declare_again(self) -> None:
+        """Declare as at the start, but a mismatch does not stop a daemon that has begun: it keeps releasing and tries
+        again until an operator resolves the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
+        try:
+            await self.declare()
+        except TopologyMismatch as wrong:
+            if not self._begun:
+                raise
+            raise BrokerLost(str(wrong)) from wrong
+
+    async def _prepare(self) -> None:
+        await self._declare_again()
+        if self.settings.mode == "store":
+            await self.lanes.wait_usable(STORE_WAIT)
+        else:
+            await self.lanes.wait_known(5.0)  # without a lane, native mode refuses every key
+
+    async def _announce(self, stopping: asyncio.Event) -> None:
+        """Report READY to systemd once the daemon consumes, with lanes where it needs lanes."""
+        consuming = asyncio.create_task(self._intake.consuming.wait(), name="consuming")
+        stop = asyncio.create_task(stopping.wait(), name="stopping")
+        await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
+        if consuming.done():
+            self._begun = True
+            log.info("ready", mode=self.settings.mode)
+            self._condition.tell()
+            self._notifier.ready(f"mode {self.settings.mode}")
+        consuming.cancel()
+        stop.cancel()
+
+    def _session(self, use: str, queue: str, handle: Handle) -> QueueConsumer:
+        intake = Intake(
+            queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
+        )
+        if use == "due":
+            intake = replace(intake, gather=0.005)  # all of it is due, and late by this
+        prepare = self._prepare if use == "intake" else self._declare_again
+        consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
+        return QueueConsumer(intake, consumer, handle, prepare=prepare, pulse=self._pulse)
+
+    def _takeovers(self) -> list[LevelTakeover]:
+        if "takeover" not in self.relays:
+            return []
+        return takeovers_of(
+            self.settings,
+            self.relays["takeover"],
+            parking=self.lanes,
+            prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
+            now_ms=self._in_force.now_ms,
+            pulse=self._pulse,
+            counters=self.counters,
+        )
+
+    def _release(self, lane: Lane) -> Release:
+        publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
+        return Release(
+            lane,
+            publisher,
+            portion=Portion(),
+            pulse=self._pulse,
+            counters=self.counters,
+            now_ms=self._in_force.sure_ms,
+            late_limits=self._in_force.late_limits,
+            rate=lambda: None if lane.route is None else self._in_force.rates.get(lane.route),
+            room=self._room,
+        )

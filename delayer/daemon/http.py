@@ -1,0 +1,113 @@
+"""The daemon's side of the HTTP server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import structlog
+
+from delayer.amqp import reading
+from delayer.broker.brief import briefly
+from delayer.broker.errors import BrokerRefused
+from delayer.cli import refused
+from delayer.cli.errors import Off
+from delayer.cli.output import address
+from delayer.config import Settings
+from delayer.config.topology import cascade_of
+from delayer.core.errors import BrokerLost
+from delayer.daemon.daemon import Daemon
+from delayer.http.ports import Depths, RefusedRow, State
+from delayer.http.recent import Recent
+from delayer.http.server import HttpPart
+
+log = structlog.get_logger(__name__)
+
+
+class DaemonInside:
+    """Satisfies ops.http.ports.Inside."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self.recent = Recent(daemon.counters)
+        self._started_ms = time.time_ns() // 1_000_000
+
+    @property
+    def settings(self) -> Settings:
+        """See the port."""
+        return self._daemon.settings
+
+    def state(self) -> State:
+        """See the port."""
+        daemon, lanes = self._daemon, self._daemon.lanes
+        return {
+            "mode": daemon.settings.mode,
+            "routes": [route.from_ for route in daemon.settings.routes],
+            "started_ms": self._started_ms,
+            "consuming": daemon.consuming(),
+            "connections": daemon.relays.as_dict(),
+            "store": lanes.configured,
+            "lanes": lanes.numbers,
+            "usable": lanes.usable,
+            "stalled": daemon.stalled(),
+            "recent": list(self.recent.notes),
+            "figures": daemon.counters.figures(),
+        }
+
+    async def depths(self) -> Depths:
+        """See the port."""
+        settings = self.settings
+        queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
+        try:
+            async with briefly(settings.broker_url, "delayer look", patience=5.0) as broker:
+                picture = await broker.picture(cascade_of(settings), queues)
+        except BrokerRefused as refused:
+            raise BrokerLost(str(refused)) from refused
+        return Depths(picture.queues, {level.level: level.depth for level in picture.levels})
+
+    async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
+        """See the port."""
+        with _reached():
+            found, depth = await refused.look(self.settings, refused.ANY, limit)
+        return [_row(one) for one in found], depth
+
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+        """See the port."""
+
+        def unwritten(messages: int) -> None:
+            log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
+
+        with _reached():
+            done = await refused.do(self.settings, verb, refused.Wanted(ids, "", None), who, unwritten=unwritten)
+        return done.messages, [*done.left, *([("the rest", "too many stand before it")] if done.cut else [])]
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    try:
+        yield
+    except (BrokerRefused, Off) as error:
+        raise BrokerLost(str(error)) from error
+
+
+def _row(one: refused.Seen, preview: int = 80, most: int = 40, longest: int = 300) -> RefusedRow:
+    """A row with so many bytes of the body, and so many properties and headers of so many characters."""
+    refusal = one.refusal
+    came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
+    body = reading.preview(one.head, preview)
+    read = reading.read(one.properties)
+    said = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]
+    shown = [
+        (name, text if len(text := str(value)) <= longest else f"{text[:longest]}…") for name, value in said[:most]
+    ]
+    shown += [("…", f"{len(said) - most} more: `delayer refused list --json`")] if len(said) > most else []
+    shown += [("not readable", read.broken)] if read.broken else []
+    return RefusedRow(refusal.id, came_in, one.size, refusal.message_id, refusal.reason, body, shown)
+
+
+def serve(daemon: Daemon) -> None:
+    """Let ``daemon`` serve HTTP, as long as it runs."""
+    inside = DaemonInside(daemon)
+    daemon.life.add("recent", inside.recent.run)
+    daemon.life.add("http", HttpPart(inside).run)

@@ -1,0 +1,120 @@
+"""The live settings of a running daemon, the policy that follows from them, and the clock that decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from delayer.amqp.envelopes import Names
+from delayer.broker.publisher import RelayPublisher
+from delayer.config import Retry as RetryTable
+from delayer.config import Settings
+from delayer.config.topology import own_names, uses_cascade
+from delayer.core.cascade import Cascade
+from delayer.core.hold import Limits
+from delayer.core.plan import Mode, Policy, Route
+from delayer.core.retry_policy import Retry
+from delayer.release.lane_manager import LaneManager
+
+
+def policy_of(settings: Settings, *, has_store: bool) -> Policy:
+    """The policy that these settings describe."""
+    routes = (
+        Route(
+            source=route.from_.encode(),
+            to=route.to.encode(),
+            routing_key=route.routing_key.encode(),
+            delay_from=route.delay_from,
+            default_delay_ms=route.default_delay_ms,
+            allow_exchanges=route.allow_exchanges,
+            late_limit_ms=route.late_limit_ms if route.late_action == "hold" else None,
+            paced=route.max_rate > 0,
+            retry=None if route.retry is None else _retry(route.retry),
+        )
+        for route in settings.routes
+    )
+    queues, exchanges = own_names(settings)
+    return Policy(
+        mode=Mode(settings.mode),
+        routes={route.source: route for route in routes},
+        intake_queue=settings.intake.queue.encode(),
+        max_delay_ms=settings.intake.max_delay_ms,
+        park_beyond_ms=settings.store.park_beyond_ms,
+        has_store=has_store,
+        own_queues=queues,
+        own_exchanges=exchanges,
+    )
+
+
+def rates_of(settings: Settings) -> dict[bytes, float]:
+    """How many messages a second each limited route may release, by all processes together."""
+    return {route.from_.encode(): float(route.max_rate) for route in settings.routes if route.max_rate}
+
+
+def _retry(table: RetryTable) -> Retry:
+    return Retry(table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode())
+
+
+class InForce:
+    """Read for every batch, so that a reload applies from the next one on."""
+
+    def __init__(self, settings: Settings, cascade: Cascade, publisher: RelayPublisher, lanes: LaneManager) -> None:
+        self.settings = settings
+        self._cascade = cascade
+        self._publisher = publisher
+        self._lanes = lanes
+        self._policy = policy_of(settings, has_store=settings.store_url is not None)
+        self.rates: Mapping[bytes, float] = rates_of(settings)
+
+    def adopt(self, settings: Settings) -> None:
+        """Apply the live part of new settings from the next batch on."""
+        self.settings = settings
+        self._policy = policy_of(settings, has_store=self._lanes.configured)
+        self.rates = rates_of(settings)
+
+    def policy(self) -> Policy:
+        """The policy of the next batch.
+
+        In native mode a store out of reach counts as no store: the daemon refuses messages with a key, because waiting
+        would stop all others. In store mode a broker that takes no publishes does not stop the intake.
+        """
+        policy = self._policy
+        # Without a lane in a store that is reached, consuming waits for one.
+        reached = self._lanes.usable or self._lanes.reached
+        if self.settings.mode == "native":
+            return replace(policy, has_store=False) if policy.has_store and not reached else policy
+        return policy if self._publisher.ready else replace(policy, publishing=False)
+
+    def late_limits(self) -> Limits:
+        """The late limits of the routes that have one."""
+        limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
+        return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
+
+    @property
+    def holds_in_store(self) -> bool:
+        """See ports.Live. Without the cascade there is no other place than the store."""
+        return self._lanes.usable or not uses_cascade(self.settings)
+
+    def restore_ahead_ms(self) -> int:
+        """The time from a segment's restore to its first due instant."""
+        return self.settings.store.restore_ahead_ms
+
+    def names(self) -> Names:
+        """The exchanges and queues of this daemon."""
+        return Names(
+            levels=self._cascade,
+            due_queue=self.settings.native.due_queue.encode(),
+            refused_exchange=self.settings.refused.queue.encode(),
+            max_properties=self._publisher.max_properties,
+        )
+
+    def now_ms(self) -> int:
+        """The upper bound of the store's clock, or of this host's without a store."""
+        stored = self._lanes.now_ms()
+        return -(-time.time_ns() // 1_000_000) if stored is None else stored
+
+    def sure_ms(self) -> int:
+        """The lower bound of the same clock: a message that is due by it is due."""
+        stored = self._lanes.sure_ms()
+        return time.time_ns() // 1_000_000 if stored is None else stored

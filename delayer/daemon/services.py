@@ -1,0 +1,91 @@
+"""The parts of a daemon: started together, stopped together, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+GRACE: Final = 6.5
+"""Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
+CUT_OFF, the farewell (daemon.py), the end of the loop (app.py) and the log come on top."""
+CUT_OFF: Final = 0.5
+"""Seconds for a cancelled part to end; after that it ends with the process."""
+
+Part = Callable[[asyncio.Event], Coroutine[None, None, None]]
+"""Runs until the event is set, then settles and returns. An exception out of it is a bug, or a reason to end."""
+
+
+class Life:
+    """Runs parts side by side. The first one to fail stops all of them, and its failure is the daemon's."""
+
+    def __init__(self, grace: float = GRACE) -> None:
+        self.stopping = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._grace = grace
+        self._parts: set[asyncio.Task[None]] = set()
+        self._last: set[asyncio.Task[None]] = set()
+        self._failures: list[BaseException] = []
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Tell every part to stop. Safe to call twice, and from a signal handler of the loop."""
+        self.stopping.set()
+        self._changed.set()
+
+    def add(self, name: str, part: Part, *, last: bool = False) -> None:
+        """Start a part; parts may be added while others run.
+
+        The others settle with the help of the ``last`` parts, so those stop when every other part has stopped.
+        """
+        task = asyncio.create_task(part(self._settled if last else self.stopping), name=name)
+        (self._last if last else self._parts).add(task)
+        task.add_done_callback(lambda _: self._changed.set())
+
+    async def run(self) -> None:
+        """Return when every part has stopped. Raises the first failure of a part, after stopping the others.
+
+        Parts that have not stopped when the grace is over are cancelled; what they had in flight is given back by
+        the broker and rolled back by the store, as after a crash.
+        """
+        while not self.stopping.is_set() and not self._failures:
+            await self._changed.wait()
+            self._changed.clear()
+            self._collect()
+        self.stop()
+        try:
+            async with asyncio.timeout(self._grace):
+                await self._ended(self._parts)
+                self._settled.set()
+                await self._ended(self._last)
+        except TimeoutError:
+            self._settled.set()
+            self._collect()
+            for task in self._parts | self._last:
+                log.error("stop forced", part=task.get_name(), after_seconds=self._grace)
+                task.cancel()
+            if late := self._parts | self._last:
+                await asyncio.wait(late, timeout=CUT_OFF)
+            self._collect()
+        for further in self._failures[1:]:
+            log.error("part failed too", reason=repr(further))
+        if self._failures:
+            raise self._failures[0]
+
+    async def _ended(self, parts: set[asyncio.Task[None]]) -> None:
+        """Wait for these parts, and for parts added meanwhile."""
+        while parts:
+            await asyncio.wait(parts)
+            self._collect()
+
+    def _collect(self) -> None:
+        """Forget the parts that have ended; note the failures among them."""
+        done = [task for task in self._parts | self._last if task.done()]
+        self._parts.difference_update(done)
+        self._last.difference_update(done)
+        failures = [None if task.cancelled() else task.exception() for task in done]
+        self._failures += [failure for failure in failures if failure is not None]

@@ -1,0 +1,277 @@
+"""Changes over HTTP: cancel, reschedule, retry, drop. Each needs the token and is written to the audit log.
+
+A form of the page gets its answer as a page, a program (``Accept: application/json``) as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from delayer.amqp import reading
+from delayer.core.errors import BrokerLost
+from delayer.core.filters import Token
+from delayer.http import forms, render
+from delayer.http.forms import Asked, Wrong
+from delayer.http.pages import STORE_ERRORS, Pages
+from delayer.store.admin import actions, audit_log, detail
+from delayer.store.admin.actions import Do, Found, When
+
+PAST: Final = {
+    "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
+}  # fmt: skip
+PERHAPS_OUT: Final = "were held for want of an answer: their queue perhaps has them, and delivers them all the same."
+SHOWN: Final = 20
+"""Messages that a question names; it counts the others."""
+_LOCKED: Final = "To change something, say the token first."
+_WRONG: Final = "That is not the token: expected `Authorization: Bearer TOKEN`."
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The result of a change, for a page and for programs."""
+
+    heading: str
+    lines: Sequence[str]
+    done: int
+    back: str
+    status: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Deeds:
+    """The handlers of all changes."""
+
+    pages: Pages
+    turns: asyncio.Semaphore
+
+    async def messages(self, request: Request) -> Response:
+        """Messages by their ids: cancel, reschedule, retry."""
+        return await self._answer(request, self._named)
+
+    async def held(self, request: Request) -> Response:
+        """Held messages by their ids: retry, drop."""
+        return await self._answer(request, self._held)
+
+    async def refused(self, request: Request) -> Response:
+        """Refused messages by their ids: retry, drop."""
+        return await self._answer(request, self._refused)
+
+    async def filtered(self, request: Request) -> Response:
+        """All messages that match a filter: counted first, then changed once a person confirmed."""
+        return await self._answer(request, self._filtered)
+
+    async def _answer(
+        self, request: Request, do: Callable[[Request, str, Mapping[str, Any]], Awaitable[Told | Response]]
+    ) -> Response:
+        as_json = "application/json" in request.headers.get("accept", "")
+        form: dict[str, list[str]] = {}
+        try:
+            who = await self.pages.doors.who(request)
+            line = _WRONG if "authorization" in request.headers else _LOCKED
+            told: Told | Response = Told("Locked", [line], 0, "/login", 403)
+            if who is not None:
+                form = await forms.said(request)
+                # A change that has begun goes on when the browser goes away.
+                told = await asyncio.shield(asyncio.ensure_future(self._in_turn(do(request, who, form))))
+        except Wrong as wrong:
+            back = forms.back(form, request.url.path)
+            if not as_json and form.get("verb") == ["reschedule"] and {"id", "all", *forms.FIELDS} & form.keys():
+                told = self._mend(request, form, str(wrong), back)
+            else:
+                told = Told("Not understood", [str(wrong)], 0, back, 400)
+        except (BrokerLost, *STORE_ERRORS) as error:
+            told = Told("Not done", [str(error)], 0, "/", 503)
+        if isinstance(told, Response):
+            return told
+        # Not after a refused request: a look at a backlog is expensive.
+        if told.done or told.status == 503:
+            view = self.pages.answers.view
+            for part in (view.store, view.census, view.depths):
+                part.forget()
+        if as_json:
+            return JSONResponse(
+                {"heading": told.heading, "lines": list(told.lines), "done": told.done}, status_code=told.status
+            )
+        return self.pages.html(
+            request, "done.html", told.status, heading=told.heading, lines=told.lines, back=told.back
+        )
+
+    async def _in_turn(self, deed: Awaitable[Told | Response]) -> Told | Response:
+        async with self.turns:
+            return await deed
+
+    async def _named(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        forms.known(form, ("verb", "id", "at", "by", "back", "confirmed"))
+        verb, tokens = forms.verb(form, "cancel", "reschedule", "retry"), forms.tokens(form)
+        back = forms.back(form, request.url.path)
+        if (question := self._sure(request, verb, form, back)) is not None:
+            return question
+        if verb == "retry":
+            return await self._retry(who, "retry", tokens, back)
+        do, new = _do(verb, form)
+        async with actions.acting(self.pages._url(), verb) as connection:
+            act = await audit_log.begin(connection, who, verb, {"ids": [str(token) for token in tokens], **new})
+            found = await actions.named(connection, do, tokens, act)
+        done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
+        lines = [
+            f"{token} is not in the store: delivered, cancelled or moved meanwhile."
+            if found[token.id] is Found.NOWHERE
+            else f"{token} may stand in a segment that does not read back."
+            for token in tokens
+            if found[token.id] in (Found.NOWHERE, Found.UNREADABLE)
+        ]
+        if unsure := sum(where is Found.UNSURE for where in found.values()):
+            lines.append(f"{unsure} {PERHAPS_OUT}")
+        return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
+
+    async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        forms.known(form, ("verb", "id", "back", "confirmed"))
+        verb, tokens = forms.verb(form, "retry", "drop"), forms.tokens(form)
+        if (question := self._sure(request, verb, form, "/held")) is not None:
+            return question
+        return await self._retry(who, verb, tokens, "/held")
+
+    async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
+        ids, unsure = [token.id for token in tokens], 0
+        async with actions.acting(self.pages._url(), f"held {verb}") as connection:
+            act = await audit_log.begin(connection, who, f"held {verb}", {"ids": ids})
+            if verb == "retry":
+                done = await actions.patiently(lambda: detail.retry(connection, ids, act))
+            else:
+                some = await detail.held_named(connection, ids)
+                done = await actions.patiently(lambda: detail.drop(connection, some, act))
+                unsure = sum(one.held.may_be_delivered for one in some)
+        lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
+        lines += [f"{unsure} {PERHAPS_OUT}"] if unsure else []
+        return Told(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
+
+    async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        forms.known(form, ("verb", "id", "back", "confirmed"))
+        verb = forms.verb(form, "retry", "drop")
+        ids = forms.ids(form)
+        if (question := self._sure(request, verb, form, "/refused")) is not None:
+            return question
+        done, left = await self.pages.answers.inside.act_on_refused(verb, frozenset(ids), who)
+        past = "Published again" if verb == "retry" else PAST[verb]
+        lines = [f"{name or 'One without an id'} stays refused: {why}." for name, why in left]
+        missing = len(ids) - done - len(left)
+        lines += [f"{missing} are not there any more."] if missing > 0 else []
+        return Told(f"{past}: {done} of {len(ids)}", lines, done, "/refused")
+
+    async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
+        forms.known(form, ("verb", *forms.FIELDS, "all", "at", "by", "confirmed", "counted"))
+        verb = forms.verb(form, "cancel", "reschedule")
+        filter_ = forms.meant(form, _now_ms())
+        do, new = _do(verb, form)
+        test = reading.header_test(filter_.wanted)
+        if form.get("confirmed") != ["yes"]:
+            async with actions.acting(self.pages._url(), f"count for {verb}") as connection:
+                meant = await actions.count(connection, filter_.wanted, test)
+            return self._confirm(request, verb, filter_, {**new, "by": form.get("by", [""])[0]}, meant)
+        async with actions.acting(self.pages._url(), verb) as connection:
+            act = await audit_log.begin(connection, who, verb, {**filter_.wanted.as_dict(), **new})
+            found: Counter[Found] = await actions.every(
+                connection, do, filter_.wanted, test, act=act, say=lambda _done: None
+            )
+        late = found[Found.NOWHERE]
+        done = found.total() - late
+        lines = [f"{render.number(late)} were delivered or moved meanwhile."] if late else []
+        counted = form.get("counted", [""])[0]
+        if counted.isdecimal() and counted != str(done):
+            lines.append(f"{render.number(int(counted[:15]))} were counted before: others came or went meanwhile.")
+        return Told(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
+
+    def _confirm(
+        self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: actions.Counted
+    ) -> Response:
+        if _by_program(request):
+            return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})
+        at_ms, by = new.get("at_ms"), new["by"] if "by_ms" in new else ""
+        moved = f": {by.lstrip('+-')} {'earlier' if by.startswith('-') else 'later'}" if by else ""
+        # Instants that were said as "2h" are those that were counted and shown, however long the answer takes.
+        given = forms.fixed(filter_)
+        fields = [*given.items(), *([] if given else [("all", "yes")])]
+        fields += [
+            ("at", "" if at_ms is None else forms.instant_text(at_ms)),
+            ("by", by),
+            ("counted", str(meant.messages)),
+        ]
+        return self.pages.html(
+            request,
+            "confirm.html",
+            verb=verb,
+            count=meant.messages,
+            broken=meant.broken,
+            facts=list(given.items()) or [("filter", "none: everything that waits")],
+            to=moved if at_ms is None else f" to {render.iso(at_ms)}",
+            path="/deeds/filtered",
+            fields=fields,
+            back=_waiting(filter_),
+        )
+
+    def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
+        """The same form again with its texts, because its instant cannot be read."""
+        kept = [(name, text) for name, texts in form.items() if name not in ("verb", "at", "by") for text in texts]
+        facts = [(name, text) for name, text in kept if name in ("id", *forms.FIELDS)]
+        more = len(facts) - SHOWN
+        return self.pages.html(
+            request,
+            "mend.html",
+            400,
+            wrong=wrong,
+            facts=[*facts[:SHOWN], *([("and", f"{more} more")] if more > 0 else [])],
+            fields=kept,
+            path=request.url.path,
+            back=back,
+            at=form.get("at", [""])[0],
+            by=form.get("by", [""])[0],
+        )
+
+    def _sure(self, request: Request, verb: str, form: Mapping[str, Sequence[str]], back: str) -> Response | None:
+        """The question before messages are cancelled or dropped; None once it was answered, and for programs."""
+        if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
+            return None
+        ids = forms.ids(form)
+        facts = [("id", one) for one in ids[:SHOWN]]
+        facts += [("and", f"{len(ids) - SHOWN} more")] if len(ids) > SHOWN else []
+        fields = [("back", back), *(("id", one) for one in ids)]
+        path = request.url.path
+        return self.pages.html(
+            request, "confirm.html", verb=verb, count=len(ids), broken=0, facts=facts, to="", path=path, fields=fields,
+            back=back,
+        )  # fmt: skip
+
+
+def _waiting(filter_: Asked) -> str:
+    return "/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else "")
+
+
+def _by_program(request: Request) -> bool:
+    """Whether a program sent the request (with the token in a header, or for JSON). A program is asked nothing."""
+    return "authorization" in request.headers or "application/json" in request.headers.get("accept", "")
+
+
+def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int]]:
+    """The change of each message, and the new instant for the audit log."""
+    if verb == "cancel":
+        return actions.cancel, {}
+    at, by = (form.get(name, [""])[0].strip() for name in ("at", "by"))
+    if bool(at) == bool(by):
+        raise Wrong("Say the new instant: either when it is due, or by how much later.")
+    if at:
+        at_ms = forms.instant(at, _now_ms(), "Due at")
+        return actions.rescheduler(When(at_ms)), {"at_ms": at_ms}
+    by_ms = forms.later(by)
+    return actions.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,91 @@
+"""Answers for programs: health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from delayer.http import metrics
+from delayer.http.metrics import Sight
+from delayer.http.ports import Inside, State
+from delayer.http.view import View
+from delayer.store.admin.stats import StoreOverview
+
+
+def not_alive(state: State) -> list[str]:
+    """The reasons to kill this process and start it again; empty while it is alive."""
+    return [f"loop {loop!r} stands still" for loop in state["stalled"]]
+
+
+def not_ready(state: State, intake: str, store: StoreOverview | None, error: str) -> list[str]:
+    """The reasons why messages do not go in or come out; empty while the daemon is ready.
+
+    ``intake``: the queue that is always consumed; ``state`` names the others that are. ``store`` is the last look at
+    the store, None if the store was out of reach, for the reason ``error``.
+    """
+    consumed = {intake: False} | state["consuming"]
+    found = [f"queue {queue!r} is not consumed" for queue, is_ in consumed.items() if not is_]
+    publishing = state["connections"]["publish"]
+    if not publishing["connected"]:
+        found.append("nothing is delivered: no connection to publish by")
+    elif publishing["blocked"]:
+        found.append("nothing is delivered: the broker takes no publishes (a resource alarm)")
+    if state["mode"] == "store" and not state["usable"]:
+        found.append("no lane of the store is owned")
+    found += not_alive(state)
+    if state["mode"] == "store":
+        if store is None:
+            found.append(f"the store is out of reach: {error or 'it was not looked at yet'}")
+        elif store.upgrade_pending:
+            found.append(f"the store's schema is {store.schema_found or 'missing'}, expected {store.schema_expected}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The sources of all answers, and the handlers of health and metrics."""
+
+    inside: Inside
+    view: View
+
+    async def not_ready(self) -> list[str]:
+        """The same reasons, from a fresh look."""
+        state, intake = self.inside.state(), self.inside.settings.intake.queue
+        if not self.view.has_store:
+            return not_ready(state, intake, None, "")
+        seen = await self.view.store.get()
+        overview = None if seen.fresh is None else seen.fresh.overview
+        return not_ready(state, intake, overview, seen.error)
+
+    async def live(self, _request: Request) -> Response:
+        """/health/live: every loop makes progress."""
+        reasons = not_alive(self.inside.state())
+        return JSONResponse({"alive": not reasons, "reasons": reasons}, status_code=503 if reasons else 200)
+
+    async def ready(self, _request: Request) -> Response:
+        """/health/ready: messages go in and come out."""
+        reasons = await self.not_ready()
+        return JSONResponse(
+            {"ready": not reasons, "reasons": reasons, "mode": self.inside.settings.mode},
+            status_code=503 if reasons else 200,
+        )
+
+    async def metrics(self, _request: Request) -> Response:
+        """/metrics, for Prometheus."""
+        depths = await self.view.depths.get()
+        store = census = None
+        if self.view.has_store:
+            store, census = await asyncio.gather(self.view.store.get(), self.view.census.get())
+        sight = Sight(
+            self.inside.state(),
+            store,
+            census,
+            depths,
+            ready=not await self.not_ready(),
+            roles=metrics.roles(self.inside.settings),
+        )
+        return Response(metrics.text(sight), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,209 @@
+"""Forms and query strings: their fields, and the filters, instants and message ids in them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+
+from delayer.config import duration_ms
+from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
+
+FIELDS: Final = ("route", "to", "to_key", "key", "header", "due_after", "due_before")
+"""The names of a filter's fields in forms and query strings."""
+NAMES: Final = ("route", "to", "to_key")
+"""Fields whose empty text has a meaning: messages without a route, the default exchange, the empty routing key."""
+MOST_NAMED: Final = 1_000
+"""Messages that one form names."""
+_PLACE: Final = re.compile(r"(-?[0-9]{1,19})\.(-?[0-9]{1,19})")
+_NUMBER: Final = re.compile(r"[0-9]{1,19}")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Wrong(ValueError):
+    """A field that cannot be read. The text has the field, the expected and the found value."""
+
+
+class Asked(NamedTuple):
+    """A filter, and its texts for the form and for links."""
+
+    wanted: Filter
+    given: Mapping[str, str]
+
+
+def searched(query: Mapping[str, str], now_ms: int) -> Asked:
+    """The filter of a search. An empty field is no condition. Raises Wrong."""
+    known(query, (*FIELDS, "after", "id"))
+    return _read({name: text for name in FIELDS if (text := query.get(name, "").strip())}, now_ms)
+
+
+def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Asked:
+    """The filter of a change. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
+    command line. Raises Wrong."""
+    once([name for name, texts in form.items() for _ in texts])
+    given = {name: form[name][0].strip() for name in FIELDS if name in form}
+    for name, text in given.items():
+        if not text and name not in NAMES:
+            raise Wrong(f"{name}: expected a value, found nothing; leave the field out, or say all=yes")
+    everything = form.get("all", [""])[0]
+    if everything not in ("", "yes"):
+        raise Wrong(f"all: expected yes, found {everything[:40]!r}")
+    if given and everything:
+        raise Wrong("all=yes means everything that waits: say either that or a filter")
+    if not given and not everything:
+        raise Wrong(f"Expected a filter ({', '.join(FIELDS)}), or all=yes for everything that waits; found neither")
+    return _read(given, now_ms)
+
+
+def known(form: Collection[str], names: Collection[str]) -> None:
+    """Refuse unknown fields: a misspelt filter would match too much. Raises Wrong."""
+    if strange := [name for name in form if name not in names]:
+        raise Wrong(f"Unknown field {strange[0][:40]!r}: expected some of {', '.join(names)}")
+
+
+def once(names: Sequence[str]) -> None:
+    """Refuse a field that is given twice. Raises Wrong."""
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise Wrong(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
+
+
+def _read(given: Mapping[str, str], now_ms: int) -> Asked:
+    headers: tuple[tuple[bytes, str], ...] = ()
+    if "header" in given:
+        name, equals, value = given["header"].partition("=")
+        if not equals or not name:
+            raise Wrong(f"Header: expected NAME=VALUE, found {given['header']!r}")
+        headers = ((_raw(name), value),)
+    wanted = Filter(
+        route=_raw(given["route"]) if "route" in given else None,
+        exchange=_raw(given["to"]) if "to" in given else None,
+        routing_key=_raw(given["to_key"]) if "to_key" in given else None,
+        key=_raw(given["key"]) if "key" in given else None,
+        due_from_ms=instant(given["due_after"], now_ms, "Due after") if "due_after" in given else None,
+        due_before_ms=instant(given["due_before"], now_ms, "Due before") if "due_before" in given else None,
+        headers=headers,
+    )
+    return Asked(wanted, given)
+
+
+def fixed(asked: Asked) -> dict[str, str]:
+    """The texts of the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
+    instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
+    return {**asked.given, **{name: instant_text(at) for name, at in instants.items() if at is not None}}
+
+
+def instant_text(at_ms: int) -> str:
+    """An instant as :func:`instant` reads it, to the millisecond."""
+    return f"{(_EPOCH + timedelta(milliseconds=at_ms)).replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+
+
+def instant(text: str, now_ms: int, name: str) -> int:
+    """Epoch milliseconds: RFC 3339, or how long from now ("2h", "-30m"). Without an offset it is UTC. Raises Wrong."""
+    text = text.strip()
+    sign, amount = (-1, text[1:]) if text.startswith("-") else (1, text.removeprefix("+"))
+    try:
+        return now_ms + sign * duration_ms(amount)
+    except ValueError:
+        pass
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise Wrong(
+            f"{name}: expected an instant such as 2031-01-31T08:00:00Z, or how long from now, such as 2h; "
+            f"found {text!r}"
+        ) from None
+    since = (found if found.tzinfo else found.replace(tzinfo=UTC)) - _EPOCH
+    return (since.days * 86_400 + since.seconds) * 1000 + -(-since.microseconds // 1000)
+
+
+def later(text: str) -> int:
+    """The milliseconds of a shift: "30m", "-1h". Raises Wrong."""
+    text = text.strip()
+    try:
+        return -duration_ms(text[1:]) if text.startswith("-") else duration_ms(text.removeprefix("+"))
+    except ValueError as error:
+        raise Wrong(f"By: expected {error}, or the same with a - before it; found {text!r}") from None
+
+
+def token(text: str) -> Token:
+    """The id of a message. Raises Wrong."""
+    try:
+        return read_token(text)
+    except ValueError as error:
+        raise Wrong(f"Id: expected {error}; found {text[:80]!r}") from None
+
+
+def place(text: str) -> tuple[int, int] | None:
+    """The start of a page of a list, as :func:`place_text` writes it; None for the first page. Raises Wrong."""
+    if not text:
+        return None
+    found = _PLACE.fullmatch(text)
+    if found is None or not FIRST_MS * 1000 <= int(found[1]) <= LAST_MS * 1000 or abs(int(found[2])) > MAX_ID:
+        raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+    return int(found[1]), int(found[2])
+
+
+def number(text: str) -> int | None:
+    """The number after which a page of a list starts; None for the first page. Raises Wrong."""
+    if not text:
+        return None
+    if not _NUMBER.fullmatch(text) or int(text) > MAX_ID:
+        raise Wrong(f"Page: expected what a link of this page says, found {text[:80]!r}")
+    return int(text)
+
+
+def place_text(after: tuple[int, int]) -> str:
+    return f"{after[0]}.{after[1]}"
+
+
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+async def said(request: Request) -> dict[str, list[str]]:
+    """The fields of a form. Raises Wrong."""
+    if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
+        raise Wrong("Expected a form (application/x-www-form-urlencoded).")
+    try:
+        return parse_qs((await request.body()).decode(), keep_blank_values=True, max_num_fields=MOST_NAMED + 20)
+    except ValueError as error:
+        raise Wrong(f"Expected a form: {error}") from None
+
+
+def verb(form: Mapping[str, Sequence[str]], *allowed: str) -> str:
+    """The verb of a form. Raises Wrong."""
+    found = form.get("verb", [""])[0]
+    if found not in allowed:
+        raise Wrong(f"Verb: expected one of {', '.join(allowed)}, found {found[:40]!r}")
+    return found
+
+
+def ids(form: Mapping[str, Sequence[str]]) -> list[str]:
+    """The chosen ids, each once. Raises Wrong."""
+    found = list(dict.fromkeys(form.get("id", [])))
+    if not found:
+        raise Wrong("Choose at least one message.")
+    if len(found) > MOST_NAMED:
+        raise Wrong(f"At most {MOST_NAMED} messages at once; use a filter, or the command line.")
+    return found
+
+
+def tokens(form: Mapping[str, Sequence[str]]) -> list[Token]:
+    """The chosen ids as tokens. Raises Wrong."""
+    return [token(text) for text in ids(form)]
+
+
+def back(form: Mapping[str, Sequence[str]], path: str) -> str:
+    """The path that a form goes on to, on this server only; without a valid wish, the list that the form belongs to.
+
+    Browsers drop tabs and line ends, so "/<TAB>/host" would lead to another server.
+    """
+    wish = form.get("back", [""])[0]
+    list_of = {"/deeds/held": "/held", "/deeds/refused": "/refused"}.get(path, "/waiting")
+    local = wish.startswith("/") and not wish.startswith(("//", "/\\")) and wish.isprintable()
+    return wish if local else list_of

@@ -1,0 +1,251 @@
+"""Metrics for Prometheus, as families: the counts of this process, and the last look at store and broker.
+
+Pure. METRICS is the one list of them; docs/metrics.md is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+
+from delayer import __version__
+from delayer.config import Settings
+from delayer.core import horizon
+from delayer.core.counters import BY_ROUTE, DURATIONS, shown
+from delayer.http.ports import Depths, State
+from delayer.http.view import Seen, StoreSeen
+from delayer.store.admin.stats import Census
+
+PREFIX: Final = "delayer_"
+
+
+class Kind(NamedTuple):
+    """One metric: its type, its unit, its labels, and what it means."""
+
+    type: str
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+
+
+def _counter(labels: str, text: str, unit: str = "messages") -> Kind:
+    return Kind("counter", unit, tuple(labels.split()), text)
+
+
+def _gauge(labels: str, unit: str, text: str) -> Kind:
+    return Kind("gauge", unit, tuple(labels.split()), text)
+
+
+def _histogram(labels: str, unit: str, text: str) -> Kind:
+    return Kind("histogram", unit, tuple(labels.split()), text)
+
+
+METRICS: Final[Mapping[str, Kind]] = {
+    # of each process
+    "build_info": _gauge("version", "1", "which version runs; always 1"),
+    "start_time_seconds": _gauge("", "unix seconds", "when the process began"),
+    "mode_info": _gauge("mode", "1", "where new delays go; always 1"),
+    "ready": _gauge("", "0 or 1", "what /health/ready says"),
+    "stalled_loops": _gauge("", "loops", "loops that stand still; the watchdog ends the process"),
+    "consuming": _gauge("queue", "0 or 1", "whether the queue is consumed"),
+    "connected": _gauge("connection", "0 or 1", "whether this connection to the broker stands"),
+    "blocked": _gauge("connection", "0 or 1", "whether the broker blocks this connection (a resource alarm)"),
+    "reconnects_total": _counter("connection", "times that the connection had to be made anew", "connections"),
+    "lanes": _gauge("", "lanes", "lanes that the daemon releases from"),
+    "lanes_lost_total": _counter("", "lanes that were lost while messages were written to them", "lanes"),
+    "parked_total": _counter("route", "messages written to the store"),
+    "released_total": _counter("route", "messages published to their destination, and confirmed"),
+    "cascaded_total": _counter("route", "messages published into the cascade, and confirmed"),
+    "refused_total": _counter("route", "messages set aside in the refused queue"),
+    "held_total": _counter("route", "messages set aside because their destination would not take them"),
+    "returned_total": _counter("route", "publishes for which the broker found no queue"),
+    "nacked_total": _counter("route", "publishes that a queue refused"),
+    "restored_total": _counter("", "messages that came back out of segments"),
+    "broken_segments_total": _counter("", "segments that did not read back", "segments"),
+    "lateness_seconds": _histogram(
+        "route", "seconds", "from the due instant to the confirm; not of messages that were held before"
+    ),
+    "batch_messages": _histogram("stage", "messages", "how many messages a batch has, by what is done with it"),
+    "claim_seconds": _histogram("", "seconds", "taking what is due from a lane, where anything was"),
+    "settle_seconds": _histogram("", "seconds", "settling and committing a release"),
+    "park_seconds": _histogram("", "seconds", "writing and committing a batch of new messages"),
+    "publish_seconds": _histogram("", "seconds", "publishing a batch, until the last confirm"),
+    # of the store, the same from every daemon that looks at it
+    "store_up": _gauge("", "0 or 1", "whether the store could be looked at"),
+    "store_schema_current": _gauge("", "0 or 1", "whether it has the schema that this version needs"),
+    "waiting_messages": _gauge("", "messages", "rows that wait in the store; exact"),
+    "held_messages": _gauge("", "messages", "messages that are held just now; exact"),
+    "backlog_messages": _gauge(
+        "route due", "messages", "what waits, by route and by when it is due; estimated where it is much"
+    ),
+    "next_due_timestamp_seconds": _gauge("", "unix seconds", "when the next row is due; missing if nothing waits"),
+    "overdue_seconds": _gauge("", "seconds", "for how long the next row has been due; 0 if it is not yet"),
+    "store_lanes": _gauge("state", "lanes", "lanes with a living owner, and without"),
+    "unowned_messages": _gauge("", "messages", "rows that wait in lanes without a living owner"),
+    "store_messages_total": _counter("kind", "what happened to messages since the store was made, by all daemons"),
+    "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),
+    "segment_messages": _gauge("state", "messages", "the messages in them"),
+    # of the broker, the same from every daemon that looks at it
+    "broker_up": _gauge("", "0 or 1", "whether its queues could be looked at"),
+    "queue_messages": _gauge("queue role", "messages", "messages ready in delayer's own queues, and what each is for"),
+    "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
+    "look_age_seconds": _gauge("part", "seconds", "how old the figures of store, backlog and queues are"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The sources of one answer."""
+
+    state: State
+    store: Seen[StoreSeen] | None
+    census: Seen[Census] | None
+    depths: Seen[Depths]
+    ready: bool
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """The role of each queue by its name; every other queue is a strays queue."""
+
+
+def roles(settings: Settings) -> dict[str, str]:
+    """The roles of the queues, for alert rules: queues may have any name."""
+    return {
+        settings.refused.queue: "refused",
+        settings.native.due_queue: "due",
+        settings.intake.queue: "intake",
+    }
+
+
+def text(sight: Sight) -> bytes:
+    """In Prometheus's text format."""
+    return generate_latest(Families(sight))
+
+
+class Families:
+    """A registry of prometheus_client."""
+
+    def __init__(self, sight: Sight) -> None:
+        self._sight = sight
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of METRICS, in its order, those without a sample too."""
+        samples: dict[str, list[tuple[list[str], Any]]] = {name: [] for name in METRICS}
+        for name, labels, value in _all(self._sight):
+            samples[name].append((labels, value))
+        for name, kind in METRICS.items():
+            yield _family(name, kind, samples[name])
+
+
+Sample = tuple[str, list[str], Any]
+GO_DOWN: Final = frozenset({"held", "compacted"})
+"""Counters of the store that a cancel reduces. Prometheus takes such a counter for a restarted one. Gauges have these
+figures instead."""
+
+
+def _all(sight: Sight) -> Iterator[Sample]:
+    yield "build_info", [__version__], 1
+    yield "ready", [], int(sight.ready)
+    yield "mode_info", [sight.state["mode"]], 1
+    yield from _of_process(sight.state)
+    ages = {"queues": sight.depths.age}
+    yield from _of_broker(sight.depths, sight.roles)
+    if sight.store is not None:
+        yield from _of_store(sight.store)
+        ages["store"] = sight.store.age
+    if sight.census is not None:
+        yield from _of_census(sight.census)
+        ages["backlog"] = sight.census.age
+    yield from (("look_age_seconds", [part], age) for part, age in ages.items() if age is not None)
+
+
+def _of_process(state: State) -> Iterator[Sample]:
+    figures = state["figures"]
+    yield "start_time_seconds", [], state["started_ms"] / 1000
+    yield "stalled_loops", [], len(state["stalled"])
+    yield from (("consuming", [queue], int(is_)) for queue, is_ in state["consuming"].items())
+    for use, connection in state["connections"].items():
+        yield "connected", [use], int(connection["connected"])
+        yield "blocked", [use], int(connection["blocked"])
+        yield "reconnects_total", [use], max(connection["connects"] - 1, 0)
+    if state["store"]:
+        yield "lanes", [], len(state["lanes"])
+        yield "lanes_lost_total", [], figures["lanes_lost"]
+    for kind in BY_ROUTE:
+        # A counter that begins at 0 and not with its first message: else nobody sees that one.
+        counts = dict.fromkeys(state["routes"], 0) | figures["routes"][kind]
+        yield from ((f"{kind}_total", [route], n) for route, n in counts.items())
+    yield "restored_total", [], figures["counts"]["restored"]
+    yield "broken_segments_total", [], figures["counts"]["broken_segments"]
+    yield from (("lateness_seconds", [route], tally) for route, tally in figures["lateness"].items())
+    yield from (("batch_messages", [stage], tally) for stage, tally in figures["sizes"].items())
+    yield from ((f"{name}_seconds", [], figures["seconds"][name]) for name in DURATIONS)
+
+
+def _of_store(seen: Seen[StoreSeen]) -> Iterator[Sample]:
+    yield "store_up", [], int(seen.fresh is not None)
+    if seen.fresh is None:
+        return
+    overview, late = seen.fresh
+    yield "store_schema_current", [], int(not overview.upgrade_pending)
+    if overview.upgrade_pending:
+        return
+    yield "waiting_messages", [], overview.waiting
+    yield "held_messages", [], overview.held
+    if overview.next_due_ms is not None:
+        yield "next_due_timestamp_seconds", [], overview.next_due_ms / 1000
+    overdue_ms = 0 if overview.next_due_ms is None else max(overview.store_now_ms - overview.next_due_ms, 0)
+    yield "overdue_seconds", [], overdue_ms / 1000
+    for state, alive in (("owned", True), ("free", False)):
+        yield "store_lanes", [state], sum(lane.alive is alive for lane in overview.lanes)
+    yield "unowned_messages", [], sum(lane.waiting for lane in overview.lanes if not lane.alive)
+    for kind, number in overview.counters.items():
+        if kind not in GO_DOWN:
+            yield "store_messages_total", [kind], number
+    packed = overview.segments
+    for state, segments, messages in (
+        ("all", packed.segments, packed.messages), ("broken", packed.broken, packed.broken_messages), ("late", *late),
+    ):  # fmt: skip
+        yield "segments", [state], segments
+        yield "segment_messages", [state], messages
+
+
+def _of_census(seen: Seen[Census]) -> Iterator[Sample]:
+    if seen.fresh is None:
+        return
+    for route, counts in seen.fresh.by_route().items():
+        for due, count in horizon.by_class(counts).items():
+            yield "backlog_messages", [shown(route), due], round(count)
+
+
+def _of_broker(seen: Seen[Depths], of: Mapping[str, str]) -> Iterator[Sample]:
+    yield "broker_up", [], int(seen.fresh is not None)
+    if seen.fresh is None:
+        return
+    for queue, depth in seen.fresh.queues.items():
+        if depth is not None:
+            yield "queue_messages", [queue, of.get(queue, "strays")], depth
+    yield from (("cascade_messages", [str(n)], depth) for n, depth in seen.fresh.levels.items() if depth is not None)
+
+
+def _family(name: str, kind: Kind, samples: Iterable[tuple[list[str], Any]]) -> Metric:
+    named = PREFIX + name
+    if kind.type == "histogram":
+        histogram = HistogramMetricFamily(named, kind.help, labels=kind.labels)
+        for labels, tally in samples:
+            below = [(str(bound), count) for bound, count in zip(tally["bounds"], tally["below"], strict=True)]
+            histogram.add_metric(labels, [*below, ("+Inf", tally["count"])], tally["total"])
+        return histogram
+    family = (CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily)(
+        named, kind.help, labels=kind.labels
+    )
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

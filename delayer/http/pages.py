@@ -1,0 +1,292 @@
+"""The page: overview, waiting, held and refused messages, one message. Read only; actions.py changes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+
+from delayer.amqp import reading
+from delayer.config.model import service_of
+from delayer.core import horizon
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.core.filters import Filter
+from delayer.http import forms, recent, render
+from delayer.http.access import Doors, cookie_name
+from delayer.http.app import Answers
+from delayer.http.forms import Wrong, said
+from delayer.store.admin import audit_log, detail, listing
+from delayer.store.admin.actions import Found
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+ROWS: Final = 50
+STORE_ERRORS: Final = (StoreLost, BadStoreUrl, SchemaOutdated)
+FIELDS: Final = (
+    ("route", "Route (the exchange it came through)", "delayer.in"),
+    ("to", "Goes to exchange", "delayer.out"),
+    ("to_key", "with the routing key", "orders.eu"),
+    ("key", "Key (x-delay-key)", "order-4711"),
+    ("header", "Header", "customer=4711"),
+    ("due_after", "Due after", "2031-01-31T08:00Z or 2h"),
+    ("due_before", "Due before", "2031-02-01T00:00Z or 7d"),
+)
+
+
+_CASCADE: Final = "The overview counts it, level by level; it cannot be listed, moved or cancelled."
+_STRAYS: Final = (
+    "What no destination takes goes back into the cascade, and after ten attempts to the strays queue (delayer strays)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The handlers of all pages that only show something."""
+
+    answers: Answers
+    doors: Doors
+
+    def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+        """A page with the parts that every page has."""
+        here = "/" + request.url.path.strip("/").partition("/")[0]
+        session = self.doors.session(request)
+        return render.html(template, status, here=here, session=session, can_open=self.doors.can_open, **values)
+
+    async def overview(self, request: Request) -> Response:
+        """The overview."""
+        census = await self.answers.view.census.get() if self.answers.view.has_store else None
+        value = None if census is None else census.value
+        return self.html(
+            request,
+            "overview.html",
+            **await self._live(),
+            series=render.series(value),
+            census_note="" if census is None else render.backlog_note(value, census.error),
+        )
+
+    async def part(self, _request: Request) -> Response:
+        """The part of the overview that is refreshed."""
+        return render.html("parts_overview.html", **await self._live())
+
+    async def _live(self) -> dict[str, Any]:
+        view = self.answers.view
+        state, depths = self.answers.inside.state(), await view.depths.get()
+        store = await view.store.get() if view.has_store else None
+        overview = None if store is None or store.fresh is None else store.fresh.overview
+        usable = None if overview is None or overview.upgrade_pending else overview
+        seen = depths.fresh
+        settings = self.answers.inside.settings
+        levels = {} if seen is None else {number: depth for number, depth in seen.levels.items() if depth}
+        return {
+            "reasons": await self.answers.not_ready(),
+            "blocked": render.blocked(state),
+            "store": usable,
+            "store_error": "" if store is None else store.error,
+            "broker_error": depths.error,
+            "cascade": None if seen is None else sum(levels.values()),
+            "refused": None if seen is None else seen.queues.get(settings.refused.queue),
+            "depths": seen,
+            "state": state,
+            "mode": settings.mode,
+            "has_store": view.has_store,
+            "cascade_used": settings.mode == "native" or settings.store.park_beyond_ms > 0,
+            "always": (settings.intake.queue, settings.refused.queue),
+            "now": recent.summary(recent.steps(state["recent"]), 60.0),
+        }
+
+    async def live_json(self, _request: Request) -> Response:
+        """Rates and lateness of the last minutes, for the chart and for `delayer status`."""
+        state = self.answers.inside.state()
+        steps = recent.steps(state["recent"])
+        summaries = {str(seconds): recent.summary(steps, seconds)._asdict() for seconds in (60, 300, 900)}
+        return JSONResponse(
+            {
+                "series": recent.series(steps),
+                "last": summaries,
+                "blocked": render.blocked(state),
+                "service": service_of(self.answers.inside.settings),
+            }
+        )
+
+    async def backlog_json(self, _request: Request) -> Response:
+        """Counts by due time, for the chart."""
+        if not self.answers.view.has_store:
+            return JSONResponse({"error": "no store is configured"}, status_code=404)
+        census = await self.answers.view.census.get()
+        if census.value is None:
+            return JSONResponse({"error": census.error or "not counted yet"}, status_code=503)
+        counts = census.value.together()
+        return JSONResponse(
+            {
+                "taken_ms": census.value.taken_ms,
+                "note": render.backlog_note(census.value, census.error),
+                "series": {
+                    one.name: {"step": one.step, "bars": [round(count) for count in horizon.bars(counts, one)]}
+                    for one in horizon.SERIES
+                },
+            }
+        )
+
+    async def find(self, request: Request) -> Response:
+        """From a typed id to the page of its message."""
+        try:
+            token = forms.token(request.query_params.get("id", ""))
+        except Wrong as wrong:
+            return await self._waiting(request, {"id": request.query_params.get("id", "")}, str(wrong))
+        return RedirectResponse(f"/message/{token}", status_code=303)
+
+    async def waiting(self, request: Request) -> Response:
+        """Waiting messages, page by page."""
+        if not self.answers.view.has_store:
+            return self._storeless(request, "Waiting messages", _CASCADE)
+        return await self._waiting(request, {}, "")
+
+    async def _waiting(self, request: Request, more: dict[str, Any], wrong: str) -> Response:
+        given = dict(request.query_params)
+        values: dict[str, Any] = {
+            "id": "",
+            "rows": [],
+            "bounded": False,
+            "broken": 0,
+            "next": "",
+            "given": given,
+        } | more
+        try:
+            forms.once([name for name, _ in request.query_params.multi_items()])
+            form = forms.searched(given, _now_ms())
+            after = forms.place(given.get("after", ""))
+            if not wrong:
+                values |= await self._list(form, after)
+            values["given"] = form.given
+        except (Wrong, *STORE_ERRORS) as error:
+            wrong = str(error)
+        back = "/waiting" + (f"?{request.url.query}" if request.url.query and not more else "")
+        return self.html(
+            request, "waiting.html", 400 if wrong else 200, fields=FIELDS, wrong=wrong, back=back, **values
+        )
+
+    async def _list(self, form: forms.Asked, after: tuple[int, int] | None) -> dict[str, Any]:
+        test = reading.header_test(form.wanted)
+        async with listing.looking(self._url(), "list") as connection:
+            found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
+            rows = await listing.entries(connection, found)
+        more = (
+            "" if found.after is None else "/waiting?" + render.query(form.given, after=forms.place_text(found.after))
+        )
+        return {"rows": rows, "bounded": found.bounded, "broken": len(found.broken), "next": more}
+
+    async def message(self, request: Request) -> Response:
+        """One message."""
+        text = request.path_params["token"]
+        if not self.answers.view.has_store:
+            return self._storeless(request, f"Message {text[:80]}", _CASCADE)
+        try:
+            token = forms.token(text)
+            async with listing.looking(self._url(), "show") as connection:
+                found = await detail.show(connection, token, most=1 << 20)
+        except (Wrong, *STORE_ERRORS) as error:
+            return self.html(request, "message.html", 400, token=text[:80], missing=str(error))
+        if isinstance(found, Found):
+            return self.html(request, "message.html", 404, token=str(token), missing=render.nowhere(found, token))
+        segment = found.entry.place.segment
+        where = found.where.value + ("" if segment is None else f" {segment}")
+        state = "running" if found.owned else "free"
+        return self.html(
+            request,
+            "message.html",
+            token=str(found.entry.place.token),
+            missing="",
+            found=found,
+            fate=render.fate(found),
+            where=f"{where}, lane {found.entry.place.lane} ({render.name(found.owner)}, {state})",
+            said=reading.read(found.entry.properties),
+            body=reading.preview(found.body),
+            shown=reading.PREVIEW,
+        )
+
+    async def held(self, request: Request) -> Response:
+        """Held messages."""
+        if not self.answers.view.has_store:
+            return self._storeless(request, "Held messages", _STRAYS)
+        try:
+            after = forms.number(request.query_params.get("after", "")) or 0
+            async with listing.looking(self._url(), "list what is held") as connection:
+                page = await detail.held_page(connection, Filter(), None, ROWS, after)
+        except (Wrong, *STORE_ERRORS) as error:
+            return self._unreached(request, error)
+        more = "" if page.after is None else f"/held?after={page.after}"
+        return self.html(request, "held.html", rows=page.messages, next=more)
+
+    async def refused(self, request: Request) -> Response:
+        """Refused messages."""
+        queue = self.answers.inside.settings.refused.queue
+        try:
+            rows, depth, error = *(await self.answers.inside.refused(ROWS)), ""
+        except BrokerLost as lost:
+            rows, depth, error = [], 0, str(lost)
+        return self.html(
+            request, "refused.html", 503 if error else 200, rows=rows, depth=depth, error=error, queue=queue
+        )
+
+    async def audit_log(self, request: Request) -> Response:
+        """The audit log: the changes that operators made."""
+        if not self.answers.view.has_store:
+            return self._storeless(request, "Audit log", "The audit log is in the store.")
+        try:
+            before = forms.number(request.query_params.get("before", ""))
+            async with listing.looking(self._url(), "audit-log") as connection:
+                rows = await audit_log.listed(connection, ROWS, before)
+        except (Wrong, *STORE_ERRORS) as error:
+            return self._unreached(request, error)
+        more = f"/audit-log?before={rows[-1].id}" if len(rows) == ROWS else ""
+        return self.html(request, "audit_log.html", rows=rows, next=more)
+
+    async def login(self, request: Request) -> Response:
+        """The form for the token, and the session that it opens."""
+        if request.method == "GET":
+            return self.html(request, "login.html", wrong="", who="")
+        try:
+            form = await said(request)
+        except Wrong as wrong:
+            return self.html(request, "login.html", 400, wrong=str(wrong), who="")
+        who, token = (form.get(name, [""])[0].strip() for name in ("who", "token"))
+        who = who[:80]
+        if not who:
+            return self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
+        host = request.client.host if request.client else "?"
+        session = await self.doors.open(token, f"{who} (page, {host})")
+        if session is None:
+            return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
+        answer = RedirectResponse("/", status_code=303)
+        # Not "secure": without TLS, which a proxy brings, loopback is all there is.
+        answer.set_cookie(cookie_name(request.headers["host"]), session, httponly=True, samesite="strict", path="/")
+        return answer
+
+    async def logout(self, request: Request) -> Response:
+        """Close the session."""
+        self.doors.close(request)
+        answer = RedirectResponse("/", status_code=303)
+        answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
+        return answer
+
+    def _storeless(self, request: Request, heading: str, line: str) -> Response:
+        """The answer in native mode without a store: there is nothing to list."""
+        lines = ["No store is configured: the broker keeps what waits.", line]
+        return self.html(request, "done.html", 404, heading=heading, lines=lines, back="/")
+
+    def _unreached(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, Wrong):
+            return self.html(request, "done.html", 400, heading="Not understood", lines=[str(error)], back="/")
+        return self.html(request, "done.html", 503, heading="This cannot be shown", lines=[str(error)], back="/")
+
+    def _url(self) -> str:
+        url = self.answers.inside.settings.store_url
+        if url is None:
+            raise StoreLost("no store is configured: what waits in the cascade can be counted, but not listed")
+        return url
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,149 @@
+"""Rates and lateness of the last minutes, from notes of this process's counters every five seconds.
+
+Pure but for the part that notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import ceil, inf
+from typing import Final, NamedTuple
+
+from delayer.core.counters import Counters
+from delayer.core.horizon import LATENESS
+
+STEP_MS: Final = 5_000
+KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
+
+
+class Note(NamedTuple):
+    """The counts of this process at the end of a step. ``below``, ``late`` and ``total``, of all routes together: the
+    messages within each bound of LATENESS, all delivered messages, and the sum of their lateness in seconds."""
+
+    step: int
+    counts: tuple[int, ...]
+    below: tuple[int, ...]
+    late: int
+    total: float
+
+
+def host_ms() -> int:
+    """The clock of this host."""
+    return time.time_ns() // 1_000_000
+
+
+def note(counters: Counters, now_ms: int) -> Note:
+    """A note of ``counters`` as they are now."""
+    counts = counters.as_dict()
+    tallies = list(counters.lateness.values())
+    below = tuple(sum(tally.below[at] for tally in tallies) for at in range(len(LATENESS)))
+    late, total = sum(tally.count for tally in tallies), sum(tally.total for tally in tallies)
+    return Note(now_ms // STEP_MS, tuple(counts[kind] for kind in KINDS), below, late, total)
+
+
+class Recent:
+    """The notes of this process: those of the last quarter of an hour, and the one before."""
+
+    def __init__(self, counters: Counters, kept: int = 181) -> None:
+        self._counters = counters
+        self.notes: deque[Note] = deque([note(counters, host_ms())], kept)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Note until stopping is set."""
+        while not stopping.is_set():
+            try:
+                await asyncio.wait_for(stopping.wait(), (STEP_MS - host_ms() % STEP_MS) / 1000)
+            except TimeoutError:
+                now = note(self._counters, host_ms())
+                if now.step > self.notes[-1].step:
+                    self.notes.append(now)
+
+
+class Step(NamedTuple):
+    """The counts of one step. Lateness in seconds; None where nothing was delivered."""
+
+    at_ms: int
+    counts: Mapping[str, int]
+    below: Sequence[int]
+    late: int
+    total: float
+
+
+def steps(notes: Sequence[Note]) -> list[Step]:
+    """The steps between these notes, one after another without a gap."""
+    found: dict[int, Step] = {}
+    for before, after in pairwise(notes):
+        found[after.step] = Step(
+            after.step * STEP_MS,
+            dict(zip(KINDS, (new - old for new, old in zip(after.counts, before.counts, strict=True)), strict=True)),
+            [new - old for new, old in zip(after.below, before.below, strict=True)],
+            after.late - before.late,
+            after.total - before.total,
+        )
+    return [found.get(step) or _nothing(step) for step in range(min(found), max(found) + 1)] if found else []
+
+
+def _nothing(step: int) -> Step:
+    return Step(step * STEP_MS, dict.fromkeys(KINDS, 0), [0] * len(LATENESS), 0, 0.0)
+
+
+def quantile(share: float, below: Sequence[int], count: int, total: float = inf) -> float | None:
+    """The lateness in seconds that ``share`` of the messages did not exceed, None without messages.
+
+    The value is interpolated between two bounds of LATENESS, and is at most what ``total``, the sum of all, allows.
+    Beyond the last bound it is that bound.
+
+    >>> quantile(0.5, [0, 0, 10, *[10] * (len(LATENESS) - 3)], 10)
+    0.0175
+    >>> quantile(0.99, [0] * (len(LATENESS) - 1) + [1], 1, total=50_000.0)
+    50000.0
+    """
+    if not count:
+        return None
+    rank = share * count
+    most = total / (count - ceil(rank) + 1)
+    low, have = 0.0, 0
+    for bound, under in zip(LATENESS, below, strict=True):
+        if under >= rank:
+            found = low + (bound - low) * ((rank - have) / (under - have) if under > have else 1.0)
+            return max(low, min(found, most))
+        low, have = bound, under
+    return LATENESS[-1]
+
+
+class Summary(NamedTuple):
+    """Rates a second, and lateness in seconds, over the last ``seconds``."""
+
+    seconds: float
+    rates: Mapping[str, float]
+    p50: float | None
+    p99: float | None
+    worst: float | None
+    """A bound that no message exceeded."""
+
+
+def summary(of: Sequence[Step], seconds: float) -> Summary:
+    """The summary of the last ``seconds`` of these steps, or of all if there are fewer."""
+    last = of[-max(1, round(seconds * 1000 / STEP_MS)) :]
+    long = max(len(last), 1) * STEP_MS / 1000
+    rates = {kind: sum(one.counts[kind] for one in last) / long for kind in KINDS}
+    below = [sum(one.below[at] for one in last) for at in range(len(LATENESS))]
+    count = sum(one.late for one in last)
+    total = sum(one.total for one in last)
+    p50, p99, worst = (quantile(share, below, count, total) for share in (0.5, 0.99, 1.0))
+    return Summary(long, rates, p50, p99, worst)
+
+
+def series(of: Sequence[Step]) -> dict[str, list[float | None]]:
+    """The columns of a chart: instants in seconds, rates, lateness in milliseconds."""
+    scale = 1000 / STEP_MS
+    columns: dict[str, list[float | None]] = {"t": [one.at_ms / 1000 for one in of]}
+    columns |= {kind: [one.counts[kind] * scale for one in of] for kind in KINDS}
+    for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
+        found = [quantile(share, one.below, one.late, one.total) for one in of]
+        columns[name] = [None if value is None else round(value * 1000, 1) for value in found]
+    return columns

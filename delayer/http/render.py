@@ -1,0 +1,169 @@
+"""HTML by Jinja2, with everything escaped; and the words, numbers and instants of the page."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import jinja2
+from starlette.responses import HTMLResponse
+
+from delayer import __version__
+from delayer.amqp import reading
+from delayer.core import horizon
+from delayer.core.filters import Token
+from delayer.http.ports import State
+from delayer.store.admin import detail
+from delayer.store.admin.actions import Found
+from delayer.store.admin.detail import Whole
+from delayer.store.admin.stats import Census
+
+_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60))
+_UNSEEN: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+)
+"""Invisible characters and those that turn the direction of text: the page shows their code points."""
+
+
+def iso(at_ms: int | None) -> str:
+    """An instant in UTC, to the millisecond; beyond the calendar, the number."""
+    if at_ms is None:
+        return "–"
+    try:
+        whole = datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"{at_ms} ms"
+    return f"{whole}.{at_ms % 1000:03d} UTC"
+
+
+def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
+    """How far away an instant is: "in 2 h", "3 min ago"."""
+    if at_ms is None:
+        return ""
+    away = at_ms - (time.time_ns() // 1_000_000 if now_ms is None else now_ms)
+    text = roughly(abs(away) / 1000)
+    return f"in {text}" if away > 0 else f"{text} ago"
+
+
+def roughly(seconds: float) -> str:
+    """A duration in one unit."""
+    for unit, size in _UNITS:
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def lateness(seconds: float | None) -> str:
+    """A lateness, in milliseconds below one second."""
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s" if seconds < 120 else roughly(seconds)
+
+
+def number(value: float | None) -> str:
+    """With a thin space between thousands."""
+    return "–" if value is None else f"{value:,.0f}".replace(",", "\u202f")
+
+
+def rate(value: float) -> str:
+    """A number a second."""
+    return f"{value:.1f}" if 0 < value < 10 else number(value)
+
+
+def size(count: int) -> str:
+    """Bytes."""
+    for unit, step in (("MB", 1 << 20), ("KB", 1 << 10)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}"
+    return f"{count} B"
+
+
+def name(raw: bytes | str | None) -> str:
+    """A name from AMQP, with its invisible characters as code points."""
+    if raw is None:
+        return ""
+    text = raw if isinstance(raw, str) else reading.text(raw)
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def address(exchange: bytes, routing_key: bytes) -> str:
+    """A destination: the exchange and the key, or the queue."""
+    return f"{name(exchange)} / {name(routing_key)}" if exchange else f"queue {name(routing_key)}"
+
+
+def query(given: Mapping[str, Any], **more: Any) -> str:
+    """A query string without empty values."""
+    return urlencode({key: value for key, value in {**given, **more}.items() if value not in ("", None)})
+
+
+ENVIRONMENT: Final = jinja2.Environment(
+    loader=jinja2.PackageLoader("delayer.http"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+for function in (iso, ahead, roughly, lateness, number, rate, size, name, address, query):
+    ENVIRONMENT.filters[function.__name__] = function
+    ENVIRONMENT.globals[function.__name__] = function
+ENVIRONMENT.globals["version"] = __version__
+
+
+def html(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """A page, or a part of one."""
+    return HTMLResponse(ENVIRONMENT.get_template(template).render(values), status_code=status)
+
+
+TITLES: Final = {"minutes": "The coming hour", "hours": "Two days", "days": "Two months", "months": "Two years"}
+
+
+def fate(found: Whole) -> str:
+    """The sentence about the future of a message. Pure."""
+    to = address(found.entry.to_exchange, found.entry.to_key)
+    said = detail.fate(found, to, name(found.owner), iso)
+    return f"{said[0].upper()}{said[1:]}."
+
+
+def nowhere(found: Found, token: Token) -> str:
+    """Why a message cannot be shown. Pure."""
+    if found is Found.UNREADABLE:
+        return "It may stand in a segment that does not read back: see docs/backlog.md."
+    elsewhere = " at that instant. The id alone, without @…, finds it if it was moved." if token.due_ms else "."
+    return f"It is not in the store{elsewhere} It was delivered or cancelled, or was never there."
+
+
+def blocked(state: State) -> bool:
+    """Whether the broker has blocked a connection of this process."""
+    return any(line["blocked"] for line in state["connections"].values())
+
+
+def series(census: Census | None) -> list[dict[str, Any]]:
+    """The charts of the backlog: titles, and a table row for each bar that is not empty."""
+    counts = {} if census is None else census.together()
+    found = []
+    for one in horizon.SERIES:
+        bars = horizon.bars(counts, one)
+        ends = [roughly(at * one.step / 1000) for at in range(len(bars) + 1)]
+        rows = [
+            (f"in {first} to {last}", count) for first, last, count in zip(ends, ends[1:], bars, strict=False) if count
+        ]
+        found.append({"name": one.name, "title": TITLES[one.name], "rows": rows})
+    return found
+
+
+def backlog_note(census: Census | None, error: str) -> str:
+    """The note under the charts of the backlog."""
+    if census is None:
+        return f"Not counted yet: {error}" if error else "Not counted yet."
+    counts = census.together()
+    classes = horizon.by_class(counts)
+    how = "Counted" if census.exact else "Estimated from samples"
+    return (
+        f"{how} at {iso(census.taken_ms)}: {number(sum(counts.values()))} messages, "
+        f"{number(classes['overdue'])} of them overdue, {number(classes[horizon.LATER])} due in more "
+        f"than a year.{f' Now: {error}.' if error else ''}"
+    )

@@ -1,0 +1,221 @@
+"""The HTTP server: its paths, and the part of the daemon's life that runs uvicorn in the daemon's own loop.
+
+A port that is taken, or any other failure of this part, is logged and tried again; it never stops the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from delayer.core.backoff import Sparing
+from delayer.core.hosts import is_loopback
+from delayer.http.access import Doors, Guard
+from delayer.http.actions import Deeds
+from delayer.http.app import Answers
+from delayer.http.pages import Pages
+from delayer.http.ports import Inside
+from delayer.http.view import View
+
+log = structlog.get_logger(__name__)
+
+AGAIN: Final = 5.0
+"""Seconds until the next attempt to listen at a port that is taken."""
+AT_ONCE: Final = 128
+"""Connections and requests that are served side by side; the next are answered 503."""
+LOOK: Final = 1.0
+"""Seconds between two looks at the connections."""
+OPEN: Final = "not loopback: who reaches this address reads messages without a token, by whatever name he calls it"
+Handler = Callable[[Request], Awaitable[Response]]
+STATIC: Final = Path(__file__).parent / "static"
+
+
+class Files(StaticFiles):
+    """Style, scripts and their licences. Browsers keep them for five minutes."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        answer = await super().get_response(path, scope)
+        answer.headers["Cache-Control"] = "public, max-age=300"
+        return answer
+
+
+def application(answers: Answers, at_once: int = 4) -> Starlette:
+    """The paths and their handlers. So many looks at the store run at once, and as many acts; the others wait."""
+    settings = answers.inside
+    doors = Doors(lambda: settings.settings.http.token)
+    pages = Pages(answers, doors)
+    deeds = Deeds(pages, asyncio.Semaphore(at_once))
+
+    async def nowhere(request: Request, _error: Exception) -> Response:
+        line = "No page of delayer has this address."
+        return pages.html(request, "done.html", 404, heading="There is nothing here", lines=[line], back="/")
+
+    # Two looks into the refused queue would see half of it each.
+    looks, queues = asyncio.Semaphore(at_once), asyncio.Semaphore(1)
+
+    def in_turn(turns: asyncio.Semaphore, answer: Handler) -> Handler:
+        async def answered(request: Request) -> Response:
+            async with turns:
+                return await answer(request)
+
+        return answered
+
+    return Starlette(
+        routes=[
+            Route("/health/live", answers.live),
+            Route("/health/ready", answers.ready),
+            Route("/metrics", answers.metrics),
+            Route("/", pages.overview),
+            Route("/parts/overview", pages.part),
+            Route("/api/live", pages.live_json),
+            Route("/api/backlog", pages.backlog_json),
+            Route("/waiting", in_turn(looks, pages.waiting)),
+            Route("/find", in_turn(looks, pages.find)),
+            Route("/message/{token}", in_turn(looks, pages.message)),
+            Route("/held", in_turn(looks, pages.held)),
+            Route("/refused", in_turn(queues, pages.refused)),
+            Route("/audit-log", in_turn(looks, pages.audit_log)),
+            Route("/login", pages.login, methods=["GET", "POST"]),
+            Route("/logout", pages.logout, methods=["POST"]),
+            Route("/deeds/messages", deeds.messages, methods=["POST"]),
+            Route("/deeds/held", deeds.held, methods=["POST"]),
+            Route("/deeds/refused", deeds.refused, methods=["POST"]),
+            Route("/deeds/filtered", deeds.filtered, methods=["POST"]),
+            Mount("/static", Files(directory=STATIC)),
+        ],
+        middleware=[Middleware(Guard, listen=lambda: settings.settings.http.listen)],
+        exception_handlers={404: nowhere},
+    )
+
+
+class HttpPart:
+    """The HTTP server of this daemon."""
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until stopping is set."""
+        sparing = Sparing()
+        while not stopping.is_set():
+            try:
+                await self._serve(stopping)
+            except OSError as taken:
+                reason = (taken.strerror or str(taken)).partition(" (")[0].capitalize()
+                if sparing.worth(reason, asyncio.get_running_loop().time()):
+                    log.error("http not served", listen=self._inside.settings.http.listen, reason=reason)
+                try:
+                    await asyncio.wait_for(stopping.wait(), AGAIN)
+                except TimeoutError:
+                    continue
+
+    async def _serve(self, stopping: asyncio.Event) -> None:
+        sockets = await listening(self._inside.settings.http.listen)
+        view = View(self._inside)
+        try:
+            addresses = [_shown(one) for one in sockets]
+            if all(is_loopback(one.rpartition(":")[0]) for one in addresses):
+                log.info("http served", addresses=addresses)
+            else:
+                log.warning("http served", addresses=addresses, reason=OPEN)
+            server = uvicorn.Server(_config(application(Answers(self._inside, view))))
+            server.capture_signals = nullcontext  # type: ignore[assignment,method-assign] # the daemon's
+            connections = Connections()
+            serving = asyncio.create_task(server.serve(sockets=sockets), name="http server")
+            stop = asyncio.create_task(stopping.wait(), name="stopping")
+            try:
+                while not (serving.done() or stop.done()):
+                    await asyncio.wait([serving, stop], timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+                    connections.sweep(server.server_state.connections, asyncio.get_running_loop().time())
+                server.should_exit = True
+                await serving
+            finally:
+                stop.cancel()
+                serving.cancel()
+                await asyncio.wait([serving])
+        finally:
+            for one in sockets:
+                one.close()
+            await view.close()
+
+
+class Connections:
+    """The connections of a server that wait for their client: for a request, for the rest of one, or for a reader.
+
+    uvicorn's own limit of time begins with the end of the first answer. :meth:`sweep` ends connections that keep the
+    server waiting before that, so that no client holds connections for long.
+    """
+
+    def __init__(self, quiet: float = 10.0, most: int = AT_ONCE // 2) -> None:
+        self._quiet = quiet
+        self._most = most
+        self._waiting: dict[Any, float] = {}
+
+    def sweep(self, connections: Iterable[Any], now: float) -> None:
+        """End connections that have waited for ``quiet`` seconds, and the oldest of more than ``most``."""
+        waiting = {one: self._waiting.get(one, now) for one in connections if _waits_for_client(one)}
+        self._waiting = dict(sorted(waiting.items(), key=lambda item: item[1]))
+        for at, (one, since) in enumerate(self._waiting.items()):
+            if now - since > self._quiet or at < len(waiting) - self._most:
+                one.transport.abort()
+
+
+def _waits_for_client(one: Any) -> bool:
+    """Whether this connection of uvicorn's waits for its client, and not by uvicorn's own limit (keep-alive)."""
+    cycle = one.cycle
+    at_work = cycle is not None and not cycle.response_complete and not cycle.more_body and not one.flow.write_paused
+    return not at_work and one.timeout_keep_alive_task is None
+
+
+def _config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        http="h11",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=AT_ONCE,
+        backlog=AT_ONCE,
+        timeout_graceful_shutdown=1,
+    )
+
+
+async def listening(listen: str) -> list[socket.socket]:
+    """Sockets that listen at ``host:port``, one for each address of the host. Raises OSError."""
+    host, _, port = listen.rpartition(":")
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sockets: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            sockets.append(socket.create_server(address[:2], family=family, backlog=AT_ONCE))
+            sockets[-1].setblocking(False)
+    except OSError:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets
+
+
+def _shown(one: socket.socket) -> str:
+    host, port = one.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,142 @@
+"""Cached looks at store and broker, shared by all requests.
+
+A daemon whose page is closed and whose metrics are not scraped does not look at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from delayer.core.errors import BrokerLost, StoreLost
+from delayer.http.ports import Depths, Inside
+from delayer.store.admin import listing, stats
+from delayer.store.admin.stats import Census, StoreOverview
+from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+T = TypeVar("T")
+
+LOOKS_FAIL_WITH: Final = (StoreLost, BrokerLost, BadStoreUrl, SchemaOutdated, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(Generic[T]):
+    """``value``: the last result, None if no look succeeded. ``error``: why the last look failed, or empty."""
+
+    value: T | None = None
+    error: str = ""
+    age: float | None = None
+    """Seconds since ``value`` was looked up."""
+
+    @property
+    def fresh(self) -> T | None:
+        """The value, unless the last look failed."""
+        return None if self.error else self.value
+
+
+class Cached(Generic[T]):
+    """One look, repeated at most every ``seconds``. A look that runs for more than ``late`` seconds is an error.
+
+    A look that succeeds is not repeated before ``duty`` times its duration have passed. A look that fails is repeated
+    after ``seconds``: a server that did not answer may be back.
+    """
+
+    def __init__(
+        self, look: Callable[[], Awaitable[T]], seconds: float, name: str, late: float = 5.0, duty: int = 20
+    ) -> None:
+        self._look = look
+        self._seconds = seconds
+        self._name = name
+        self._late = late
+        self._duty = duty
+        self._began: float | None = None
+        self._forgotten = False
+        self._value: T | None = None
+        self._error = ""
+        self._seen_at: float | None = None
+        self._again_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def get(self, patience: float = 3.0) -> Seen[T]:
+        """A fresh result, or the last one if the look takes more than ``patience`` seconds."""
+        if monotonic() >= self._again_at and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._refresh(), name=f"look at {self._name}")
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=patience)
+            if self._task.done():
+                self._task.result()  # raises a bug
+        return self.last()
+
+    def last(self) -> Seen[T]:
+        """Without asking anew."""
+        now = monotonic()
+        waits = 0.0 if self._began is None else now - self._began
+        error = self._error or (f"no answer for {waits:.0f} s" if waits > self._late else "")
+        return Seen(self._value, error, None if self._seen_at is None else now - self._seen_at)
+
+    def forget(self) -> None:
+        """Something was changed: the next request looks again, also if a look has begun before the change."""
+        self._again_at = 0.0
+        self._forgotten = True
+
+    async def _refresh(self) -> None:
+        self._began = began = monotonic()
+        self._forgotten = False
+        pause = self._seconds
+        try:
+            self._value = await self._look()
+            self._error, self._seen_at = "", monotonic()
+            pause = max(pause, self._duty * (self._seen_at - began))
+        except LOOKS_FAIL_WITH as error:
+            self._error = str(error) or type(error).__name__
+        finally:
+            self._began = None
+        self._again_at = 0.0 if self._forgotten else monotonic() + pause
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+class StoreSeen(NamedTuple):
+    """``late_segments``: how many segments should have been restored by now, and their messages."""
+
+    overview: StoreOverview
+    late_segments: tuple[int, int]
+
+
+class View:
+    """The cached looks."""
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self.store = Cached(self._store, 2.0, "store")
+        self.census = Cached(self._census, 20.0, "backlog", late=inf)
+        self.depths = Cached[Depths](inside.depths, 15.0, "queues")
+
+    @property
+    def has_store(self) -> bool:
+        return self._inside.settings.store_url is not None
+
+    async def close(self) -> None:
+        for part in (self.store, self.census, self.depths):
+            await part.close()
+
+    def _url(self) -> str:
+        url = self._inside.settings.store_url
+        if url is None:
+            raise StoreLost("no store is configured")
+        return url
+
+    async def _store(self) -> StoreSeen:
+        seen = await stats.overview(self._url(), self._inside.settings.store.restore_ahead_ms)
+        return StoreSeen(seen, (seen.late.segments, seen.late.messages))
+
+    async def _census(self) -> Census:
+        async with listing.looking(self._url(), "count the backlog") as connection:
+            return await stats.take_census(connection)

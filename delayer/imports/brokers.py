@@ -1,0 +1,88 @@
+"""Asking brokers: a source's own, and the target's about destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Final, TypeVar
+
+from delayer.amqp.address import Address
+from delayer.broker.admin import Admin
+from delayer.broker.destinations import Asked, Limits, Target, ask
+from delayer.broker.errors import BrokerRefused
+from delayer.broker.routing import Verdict
+from delayer.core.errors import BrokerLost
+from delayer.core.importing import MOST_GOALS, Goal
+from delayer.core.message import Target as Destination
+from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
+
+T = TypeVar("T")
+HEARTBEAT: Final = 20.0
+NAME: Final = "delayer import"
+
+
+async def asked(question: Awaitable[T]) -> T:
+    """The answer, or SourceLost."""
+    try:
+        return await question
+    except (BrokerLost, BrokerRefused) as error:
+        raise SourceLost(str(error)) from error
+
+
+async def admin_of(url: str) -> Admin:
+    """To be closed. Raises BadSource, SourceLost."""
+    address_of(url)
+    return await asked(Admin.connect(url, name=NAME))
+
+
+def address_of(url: str) -> Address:
+    """Where a source's broker is. Raises BadSource, never showing the URL."""
+    try:
+        return Address.parse(url)
+    except ValueError as error:
+        raise BadSource(f"the source's {error}") from None
+
+
+_WORDS = {
+    Verdict.MISSING: "there is no such queue or exchange",
+    Verdict.UNROUTABLE: "the exchange has no binding for the key",
+    Verdict.CLOSED: "the exchange is internal",
+}
+
+
+class Destinations:
+    """Satisfies ports.Judge. ``verified`` False: ask nobody, and believe in every destination."""
+
+    def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
+        self._broker_url = broker_url
+        self._management_url = management_url
+        self._verified = verified
+        self._known: dict[Destination, str] = {}
+        self.remarks: list[str] = []
+
+    async def problems(self, goals: Mapping[Destination, Goal]) -> Mapping[Destination, str]:
+        """See the port."""
+        if len(self._known) > 2 * MOST_GOALS:
+            self._known.clear()
+        if self._verified:
+            await self._ask({target: goal for target, goal in goals.items() if target not in self._known})
+        return {target: why for target in goals if (why := self._known.get(target, ""))}
+
+    async def _ask(self, goals: Mapping[Destination, Goal]) -> None:
+        if not goals:
+            return
+        wanted = {Target(*target, goal.messages, goal.first_due_ms or 0): target for target, goal in goals.items()}
+        asked = await ask(
+            self._broker_url, self._management_url, wanted, Limits(targets=len(wanted), seconds=600.0), name=NAME
+        )
+        self.remarks += [remark for remark in asked.remarks if remark not in self.remarks]
+        if any(route.verdict is Verdict.NOT_ASKED for _, route in asked.routes):
+            raise ImportImpossible(
+                f"whether the broker would take the messages is not known: {_reasons(asked)}. Nothing was moved. Next: "
+                "see that broker.url is right and the broker runs, or say --unverified"
+            )
+        for target, route in asked.routes:
+            self._known[wanted[target]] = f"import: {_WORDS[route.verdict]}" if route.verdict.bad else ""
+
+
+def _reasons(asked: Asked) -> str:
+    return "; ".join(asked.remarks) or "the broker did not answer"

@@ -1,0 +1,205 @@
+"""Source `cascade`: what waits in the level queues of a cascade, NServiceBus's, Celery's or delayer's own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from delayer.amqp.properties import Properties
+from delayer.broker.admin import Admin
+from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, routing_key, strip_prefix
+from delayer.core.delay import seconds_until
+from delayer.core.faultpoint import reach
+from delayer.core.importing import Batch, Item, Meant, Phase, Rewrite, Run
+from delayer.core.levels import CONSULTED, due_at_level
+from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
+from delayer.core.plan import LATEST_MS
+from delayer.imports.queues import Queues, Reader, decoded
+from delayer.imports.state_machine import ImportImpossible
+from delayer.store.admin.importing import ImportStore
+
+NAME: Final = "cascade"
+ARRIVED: Final = b"0." * LEVELS
+"""Before an address: no delay is left."""
+
+Open = Callable[[Delivery], Parcel | None]
+"""The message inside a carrier of delayer's own cascade; None for a message that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Satisfies queues.Reader: one level's queue."""
+
+    cascade: Cascade
+    number: int
+    to_exchange: bytes | None
+    open: Open
+
+    @property
+    def queue(self) -> str:
+        return self.cascade.level(self.number)
+
+    @property
+    def target(self) -> None:
+        """See the port. The address stands in each message's routing key."""
+        return None
+
+    def latest_ms(self, now_ms: int) -> int:
+        """See the port. The level's own time, all the levels below, and the second that Celery's workers wait."""
+        return now_ms + (2 << self.number) * 1000
+
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+        """See the port. A carrier's message knows its due instant and destination itself."""
+        if self.cascade.kind == "delayer" and (inside := self.open(delivery)) is not None:
+            return Item(inside)
+        headers = decoded(properties, CONSULTED)
+        due_ms = min(due_at_level(self.cascade, self.number, delivery.routing_key, headers, now_ms), LATEST_MS)
+        target = self._target(strip_prefix(delivery.routing_key))
+        return Item(
+            Parcel(
+                due_ms, self.cascade.delivery.encode(), delivery.exchange, delivery.routing_key, target,
+                delivery.properties, delivery.body,
+            )
+        )  # fmt: skip
+
+    def _target(self, address: bytes) -> Target:
+        """Celery's addresses are routing keys, bound to its delivery exchange; the others' are queues."""
+        if self.to_exchange is not None:
+            return Target(self.to_exchange, address)
+        if self.cascade.kind == "celery":
+            return Target(self.cascade.delivery.encode(), ARRIVED + address)
+        return Target(b"", address)
+
+
+class CascadeLevels(Queues):
+    """From the lowest level up, so that the soonest due come first; and then down again, the way that messages go: so
+    what slipped by meanwhile is met too."""
+
+    falling = True
+
+    def __init__(
+        self,
+        url: str,
+        cascade: Cascade,
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        rewrites: Sequence[Rewrite] = (),
+        *,
+        open: Open,
+        to_exchange: bytes | None = None,
+        lowest: int = 0,
+    ) -> None:
+        super().__init__(NAME, url, meant, now, rewrites)
+        self._cascade = cascade
+        self._open = open
+        self._to_exchange = to_exchange
+        self._lowest = lowest
+
+    def more_parameters(self) -> Mapping[str, object]:
+        """See Queues."""
+        said: dict[str, object] = {"cascade": self._cascade.kind, "levels_from": self._lowest}
+        if self._cascade.kind == "delayer":
+            said["prefix"] = self._cascade.prefix
+        elif self._cascade.owner:
+            said["prefix"] = self._cascade.owner
+        if self._to_exchange is not None:
+            said["to_exchange"] = self._to_exchange.decode("utf-8", "backslashreplace")
+        return said
+
+    def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
+        """See Queues. In that level, or in one below."""
+        levels = {reader.queue: reader for reader in readers}
+        downwards = [self._cascade.level(number) for number in reversed(range(LEVELS))]
+        return [levels[name] for name in downwards[downwards.index(queue) :] if name in levels]
+
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """See Queues."""
+        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(self._lowest, LEVELS)]
+        return [*up, *reversed(up[:-1])]
+
+
+LARGEST_BODY: Final = 16_000_000
+"""Bytes. RabbitMQ 4 closes the channel over more than 16 MiB, unless it is told otherwise."""
+Envelop = Callable[[Parcel, bytes], bytes]
+"""The properties of the carrier that takes a message through the cascade, under an id."""
+
+
+class Publisher(Protocol):
+    """What services.ports.Publisher has of it."""
+
+    @property
+    def max_properties(self) -> int: ...
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]: ...
+
+
+class CascadeBook:
+    """Satisfies ports.Book: over the store's, with another place for the messages."""
+
+    def __init__(
+        self, book: ImportStore, publisher: Publisher, cascade: Cascade, due_queue: str, envelop: Envelop
+    ) -> None:
+        self._book = book
+        self._publisher = publisher
+        self._cascade = cascade
+        self._due_queue = due_queue.encode()
+        self._envelop = envelop
+
+    async def now_ms(self) -> int:
+        """See the port."""
+        return await self._book.now_ms()
+
+    async def unfinished(self) -> Run | None:
+        """See the port."""
+        return await self._book.unfinished()
+
+    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
+        """See the port."""
+        return await self._book.begin(source, parameters, who, into="cascade")
+
+    async def staged(self, run: Run, messages: int | None) -> Run:
+        """See the port."""
+        return await self._book.staged(run, messages)
+
+    async def finish(self, run: Run, phase: Phase) -> Run:
+        """See the port."""
+        return await self._book.finish(run, phase)
+
+    async def commit(self, run: Run, batch: Batch) -> Run:
+        """See the port: published and confirmed, then noted."""
+        now_ms = await self._book.now_ms()
+        kept: list[Item] = []
+        outgoing: list[Outgoing] = []
+        for item in batch.items:
+            carrier = None if item.hold is not None else self._carrier(item.parcel, now_ms)
+            if carrier is None:
+                kept.append(item)
+            else:
+                outgoing.append(carrier)
+        for start in range(0, len(outgoing), 500):
+            await self._publish(outgoing[start : start + 500])
+        reach("import.published")
+        return await self._book.commit(run, Batch(kept, batch.progress, batch.again), published=len(outgoing))
+
+    def _carrier(self, parcel: Parcel, now_ms: int) -> Outgoing | None:
+        """None for what a cascade cannot take."""
+        seconds = seconds_until(parcel.due_ms, now_ms)
+        if parcel.key is not None or seconds > MAX_SECONDS or len(parcel.body) > LARGEST_BODY:
+            return None
+        id_ = uuid.uuid4().hex.encode()
+        properties = self._envelop(parcel, id_)
+        if len(properties) > self._publisher.max_properties:
+            return None
+        key = routing_key(seconds, self._due_queue)
+        return Outgoing(self._cascade.entry(seconds).encode(), key, properties, parcel.body, id_)
+
+    async def _publish(self, some: Sequence[Outgoing]) -> None:
+        """Raises BrokerLost, ImportImpossible."""
+        for outcome in await self._publisher.publish(some):
+            if not isinstance(outcome, Confirmed):
+                raise ImportImpossible(
+                    f"the cascade did not take a message ({outcome}): the batch is not committed. Next: `delayer "
+                    "topology apply`, then run it again; what was taken of the batch is repeated"
+                )

@@ -1,0 +1,179 @@
+"""Other systems' databases, over SQLAlchemy and an asynchronous driver each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import URL
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from delayer.imports.state_machine import BadSource, ImportImpossible, SourceLost
+
+DRIVERS: Final = {
+    "postgresql": "postgresql+asyncpg",
+    "postgres": "postgresql+asyncpg",
+    "mysql": "mysql+asyncmy",
+    "mariadb": "mariadb+asyncmy",
+    "mssql": "mssql+aioodbc",
+}
+PACKAGES: Final = {
+    "asyncmy": "pip install '.[mysql]' in delayer's checkout",
+    "aioodbc": "pip install aioodbc, and Microsoft's driver",
+}
+
+
+FORBIDDEN: Final = frozenset({1044, 1142, 1143, 1227})
+"""MySQL's numbers for what a user may not do; its drivers take them for a server that is in trouble."""
+SHOWN: Final = frozenset(
+    {"host", "port", "server", "address", "database", "dbname", "service", "driver", "uid", "user"}
+)
+"""What of a URL's parameters, and of an ODBC connection string, says which database it is. Nothing else is shown or
+kept: drivers take passwords there under many names."""
+ODBC: Final = "odbc_connect"
+_FILES: Final = ("ssl_ca", "ssl_cert", "ssl_key")
+"""Parameters of MySQL's drivers that name files; the error about one that is not there does not say which."""
+_LIBPQ_TLS: Final = "sslmode"
+_EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
+_ESCAPES: Final = "characters like / @ : # in a password, and an @ elsewhere, are written %2F %40 %3A %23"
+_PASSWORD: Final = re.compile("pass|pwd|secret|token")
+_ODBC_PART: Final = re.compile(r"\s*([^=;]+?)\s*=\s*(\{(?:[^}]|\}\})*\}|[^;]*)")
+
+
+def database_url(text: str) -> URL:
+    """The URL with an asynchronous driver. Raises BadSource, never showing the text."""
+    if text.count("@") > 1 or not text.isprintable():
+        # What is behind the first @ of a password would be taken for the host.
+        raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}; {_ESCAPES}")
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
+    if url.port is not None and not 0 < url.port <= 65_535:  # the network takes it modulo 65536
+        raise BadSource("the source's URL: expected a port from 1 to 65535")
+    url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+    if url.drivername == DRIVERS["postgresql"] and _LIBPQ_TLS in url.query:
+        # As every tool but this driver calls it.
+        mode = url.query[_LIBPQ_TLS]
+        url = url.difference_update_query([_LIBPQ_TLS]).update_query_dict({"ssl": mode})
+    return url
+
+
+def odbc_parts(text: str) -> dict[str, str]:
+    """The parts of an ODBC connection string, by their names in lower case.
+
+    >>> odbc_parts("SERVER=sql7;UID=me;PWD={a;b}")
+    {'server': 'sql7', 'uid': 'me', 'pwd': '{a;b}'}
+    """
+    return {name.lower(): value for name, value in _ODBC_PART.findall(text)}
+
+
+def shown(url: URL) -> str:
+    """Where it is, without anything that may be a password."""
+    query: dict[str, str | Sequence[str]] = {}
+    for name, values in url.normalized_query.items():
+        if name.lower() == ODBC:
+            query |= {part: value for one in values for part, value in odbc_parts(one).items() if part in SHOWN}
+        elif name.lower() in SHOWN:
+            query[name] = values
+    return url.set(password=None, query=query).render_as_string(hide_password=True)
+
+
+def secrets(url: URL) -> set[str]:
+    """What a driver must not quote: the password, and parameters whose names say that they are one."""
+    found = {str(url.password or "")}
+    for name, values in url.normalized_query.items():
+        if name.lower() == ODBC:
+            parts = [part for one in values for part in odbc_parts(one).items()]
+        else:
+            parts = [(name.lower(), one) for one in values]
+        found |= {form for part, value in parts if _PASSWORD.search(part) for form in (value, value.strip("{}"))}
+    return found - {""}
+
+
+def _refused(error: Exception) -> bool:
+    """Whether it answered, and will answer the same again: something is missing, or forbidden."""
+    if isinstance(error, ProgrammingError):
+        return True
+    arguments = error.orig.args if isinstance(error, DBAPIError) and error.orig is not None else ()
+    return bool(arguments) and arguments[0] in FORBIDDEN
+
+
+def _look_at_files(url: URL) -> None:
+    """Raises BadSource where one cannot be read."""
+    for name in _FILES:
+        for file in url.normalized_query.get(name, ()):
+            try:
+                Path(file).open("rb").close()
+            except OSError as error:
+                raise BadSource(f"the source's URL: {name}: {file}: {error.strerror}") from error
+
+
+class Database:
+    """Connections to one database."""
+
+    def __init__(self, url: URL) -> None:
+        self._url = url
+        self._engine: AsyncEngine | None = None
+
+    @property
+    def shown(self) -> str:
+        """Where it is, without a password."""
+        return shown(self._url)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[AsyncConnection]:
+        """A connection for a while. Raises SourceLost, ImportImpossible."""
+        try:
+            connection = await self._opened()
+            try:
+                yield connection
+            finally:
+                await connection.close()
+        except (SQLAlchemyError, OSError) as error:
+            if _refused(error):
+                raise ImportImpossible(
+                    f"the database refuses it: {self._described(error)}. Next: see that its user may SELECT, INSERT "
+                    "and DELETE there, and create tables"
+                ) from error
+            raise SourceLost(self._described(error)) from error
+
+    async def _opened(self) -> AsyncConnection:
+        """Raises SourceLost, BadSource, and the driver's errors."""
+        try:
+            if self._engine is None:
+                _look_at_files(self._url)
+                self._engine = create_async_engine(self._url)
+            return await self._engine.connect()
+        except ModuleNotFoundError as error:
+            if self._url.drivername not in DRIVERS.values():  # whoever names one may name one that would not do
+                raise BadSource(
+                    f"the source's URL: expected {_EXPECTED}; its driver {self._url.drivername} is not installed"
+                ) from error
+            advice = PACKAGES.get(error.name or "", f"install {error.name}")
+            raise SourceLost(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
+        except (ArgumentError, InvalidRequestError) as error:
+            raise BadSource(f"the source's URL: expected {_EXPECTED}; {self._described(error)}") from error
+        except (TypeError, ValueError) as error:  # the drivers' words for a parameter that they do not know
+            raise BadSource(
+                f"the source's URL has a parameter that its driver cannot use: {self._described(error)}"
+            ) from error
+
+    def _described(self, error: Exception) -> str:
+        """One line, without what a driver may quote."""
+        inner = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        text = str(inner).strip().split("\n", 1)[0]
+        for secret in sorted(secrets(self._url), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return f"{type(inner).__name__}: {text}"
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        if self._engine is not None:
+            await self._engine.dispose()
+            self._engine = None

@@ -1,0 +1,135 @@
+"""From the store into the cascade and back, message by message: what each becomes on the other side, and what stays
+where it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
+
+from delayer.amqp import envelopes
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
+from delayer.core import cascade
+from delayer.core.cascade import MAX_SECONDS, Cascade
+from delayer.core.delay import seconds_until
+from delayer.core.levels import CONSULTED, due_at_level
+from delayer.core.message import Delivery, Due, Outgoing, Parcel, Target
+
+AGAIN: Final = "the same once more"
+
+
+class Left(NamedTuple):
+    """Messages that stay, and why. ``next_step``: what gets them away; ``by_itself``: nobody has to do anything."""
+
+    messages: int
+    where: str
+    why: str
+    next_step: str
+    by_itself: bool = False
+
+
+class Standing(Protocol):
+    """What waits in a store; see store.draining."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def keyed(self) -> int: ...
+    @property
+    def soon(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def packed(self) -> int: ...
+    @property
+    def broken(self) -> int: ...
+
+
+def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
+    """What a drain into the cascade leaves, or would leave; ``unsound``: rows whose bytes nobody may send."""
+    keyed = Left(
+        now.keyed,
+        "store",
+        "they have a key, and the cascade knows no keys",
+        "none: they are released from here when they are due; or --keys-too, and nobody can replace or cancel them",
+        by_itself=True,
+    )
+    others = now.rows - now.soon - unsound - (0 if keys_too else now.keyed)
+    found = [
+        Left(0, "", "", "") if keys_too else keyed,
+        Left(now.soon, "store", "they are due within a minute", "none: the daemon releases them", by_itself=True),
+        Left(unsound, "store", "their bytes do not fit their checksum", "delayer audit"),
+        Left(others, "store", "they came in meanwhile, or somebody had them locked", AGAIN),
+        Left(now.packed, "segments", "they are compacted", f"delayer restore, and {AGAIN}"),
+        Left(now.broken, "segments", "their segments do not read back", "docs/backlog.md"),
+        Left(now.held, "held", "their destination did not take them", "delayer held list; retry or drop"),
+    ]
+    return [one for one in found if one.messages > 0]
+
+
+def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[Left]:
+    """What a drain into the store leaves: ``levels`` are depths by number, those from ``lowest`` on were emptied."""
+    below = sum(depth for level, depth in levels.items() if level < lowest)
+    above = sum(depth for level, depth in levels.items() if level >= lowest)
+    found = [
+        Left(below, "cascade", "they are due within a minute", "none: they come out by themselves", by_itself=True),
+        Left(above, "cascade", "they came in, or down a level, meanwhile", AGAIN),
+        Left(due, "due queue", "they are due", "none: the daemon delivers them", by_itself=True),
+        Left(strays, "strays", "their destination did not take them", "delayer strays list; retry or drop"),
+    ]
+    return [one for one in found if one.messages > 0]
+
+
+def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
+    """A row, in an envelope, towards the daemon's due queue. It keeps its id; what is due later than the cascade is
+    long comes by there, and goes in once more."""
+    seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
+    token = b"%d" % due.id
+    key = cascade.routing_key(seconds, due_queue)
+    return Outgoing(levels.entry(seconds).encode(), key, envelopes.enveloped(due.parcel, token), due.parcel.body, token)
+
+
+def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel | None:
+    """What the envelope holds of a message that was met in a level of our own cascade; None where it is none.
+
+    Only what is on its way to the daemon's own due queue is one. Anything else is a message that the broker was to
+    bring to its queue, and what its headers look like is its publisher's word.
+    """
+    if not cascade.leads_to(delivery.routing_key, due_queue):
+        return None
+    try:
+        return envelopes.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
+    except (envelopes.NoEnvelope, MalformedProperties, MalformedTable):
+        return None
+
+
+def into_store(
+    delivery: Delivery, levels: Cascade, level: int, now_ms: int, *, due_queue: bytes, max_properties: int
+) -> Parcel:
+    """A message that was met in a level of our own cascade: what its envelope holds; and where the broker was to finish
+    it, a message that is let out where the cascade ends, by its own key."""
+    inside = carried(delivery, due_queue, max_properties)
+    if inside is not None:
+        return inside
+    due_ms = due_at_level(levels, level, delivery.routing_key, _said(delivery), now_ms)
+    return Parcel(
+        due_ms,
+        delivery.exchange,
+        delivery.exchange,
+        delivery.routing_key,
+        Target(levels.delivery.encode(), delivery.routing_key),
+        delivery.properties,
+        delivery.body,
+    )
+
+
+def _said(delivery: Delivery) -> dict[bytes, object]:
+    """The headers that say when it is due; nothing, where its bytes are broken."""
+    found: dict[bytes, object] = {}
+    try:
+        properties = Properties.parse(delivery.properties)
+        for name, type_at, stop in properties.entries():
+            if name in CONSULTED and name not in found:
+                found[name] = value_at(properties.raw, type_at, stop)
+    except (MalformedProperties, MalformedTable):
+        return {}
+    return found

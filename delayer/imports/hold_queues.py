@@ -1,0 +1,329 @@
+"""Source `hold-queues`: queues that hold messages for a time and dead-letter them then, one queue for each duration.
+
+Symfony's ``delay_…``, Laravel's ``….delay.<ms>``, enqueue's ``….delayed``, EasyNetQ's, MailerQ's powers of two, the
+classic pair of a work queue and a retry queue. Where a message goes, and for how long a queue holds it, the queue's
+arguments or its policy say, as the management API tells them; or a person says it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from delayer.amqp.properties import Properties, splice
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.management_api import Management
+from delayer.broker.routing import ExchangeTold, Stop, queues_of
+from delayer.core import hold as core_hold
+from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.topology import Binding
+from delayer.core.values import Timestamp
+from delayer.imports.brokers import address_of, asked
+from delayer.imports.queues import X_DEATH, Queues, Reader, decoded
+from delayer.imports.state_machine import ImportImpossible, SourceLost
+
+Death = Mapping[str, object]
+"""An entry of ``x-death``, decoded."""
+
+
+class Leads:
+    """``queues``: the arguments of every queue, a policy's among them."""
+
+    def __init__(
+        self,
+        queues: Mapping[str, Mapping[str, Any]],
+        exchanges: Iterable[ExchangeTold],
+        bindings: Sequence[tuple[Binding, Mapping[str, Any]]],
+    ) -> None:
+        out_of: dict[str, list[tuple[Binding, Mapping[str, Any]]]] = defaultdict(list)
+        for binding, arguments in bindings:
+            out_of[binding.source].append((binding, arguments))
+        self._queues = queues
+        # The default exchange is bound to every queue by its name, and the queues are known.
+        self._stops = {told.name: Stop.of(told, out_of[told.name]) for told in exchanges if told.name}
+        self._known: dict[tuple[str, bytes], frozenset[str]] = {}
+
+    def came_at(self, death: Death, queue: str) -> int | None:
+        """The second, rounded down, in which a message came into ``queue`` whose last note this is; None where the note
+        does not tell.
+
+        What expired before was let out of a queue such as this one and sent again since, by nobody knows whom; and of
+        what happened several times only the first time is noted.
+        """
+        at, given_up_by = death.get("time"), death.get("queue")
+        if death.get("reason") == "expired" or death.get("count") != 1:
+            return None
+        if not isinstance(at, Timestamp) or not isinstance(given_up_by, str):
+            return None
+        return int(at) if queue in self._next(given_up_by, death) else None
+
+    def _next(self, queue: str, death: Death) -> frozenset[str]:
+        """Where this queue's dead letters go."""
+        arguments = self._queues.get(queue, {})
+        exchange = arguments.get("x-dead-letter-exchange")
+        if not isinstance(exchange, str):
+            return frozenset()
+        key = arguments.get("x-dead-letter-routing-key")
+        keys = [key] if isinstance(key, str) else death.get("routing-keys")
+        if not isinstance(keys, list):
+            return frozenset()
+        return frozenset().union(*(self._reached(exchange, one) for one in keys if isinstance(one, str)))
+
+    def _reached(self, exchange: str, key: str) -> frozenset[str]:
+        if not exchange:
+            return frozenset({key})
+        raw = key.encode("utf-8", "surrogateescape")
+        if len(self._known) > 10_000:
+            self._known.clear()
+        if (exchange, raw) not in self._known:
+            self._known[exchange, raw] = frozenset(queues_of(exchange, raw, self._stops))
+        return self._known[exchange, raw]
+
+
+NAME: Final = "hold-queues"
+COPIES: Final = b"CC"
+SENT_AGAIN: Final = "_retry"
+"""What Symfony's names of queues end with whose messages its workers sent once more, with the timestamp they had."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """Satisfies queues.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``:
+    what is known of the way that dead letters go; None where that is not asked. ``stamped``: whether the timestamps of
+    messages say when they came."""
+
+    queue: str
+    exchange: bytes
+    routing_key: bytes | None
+    ttl_ms: int | None
+    leads: Leads | None = None
+    stamped: bool = False
+    last_ms: int = 0
+    """The latest due instant that a message of it told: those behind it came later, and are due later."""
+
+    @property
+    def target(self) -> Target | None:
+        """See the port."""
+        return None if self.routing_key is None else Target(self.exchange, self.routing_key)
+
+    def latest_ms(self, now_ms: int) -> int | None:
+        """See the port."""
+        return None if self.ttl_ms is None else now_ms + self.ttl_ms
+
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+        """See the port."""
+        own = delivery.routing_key if self.routing_key is None else self.routing_key
+        wait_ms = self._wait_ms(properties)
+        hold: core_hold.Hold | None = None
+        if wait_ms is None:
+            hold, wait_ms = core_hold.unfit("neither its queue nor the message says for how long it is held"), 0
+        if (self.exchange, own) == (b"", self.queue.encode()):
+            hold = core_hold.unfit("its queue would give it back to itself")
+        due_ms = self._due_ms(properties, wait_ms, now_ms)
+        return Item(
+            Parcel(
+                due_ms, self.queue.encode(), delivery.exchange, delivery.routing_key, Target(self.exchange, own),
+                _dead_lettered(delivery.properties, properties, rerouted=self.routing_key is not None), delivery.body,
+            ),
+            hold,
+        )  # fmt: skip
+
+    def _wait_ms(self, properties: Properties | None) -> int | None:
+        """How long it is held from when it came: the smaller of the two counts, as for the broker."""
+        said = [] if self.ttl_ms is None else [self.ttl_ms]
+        expiration = None if properties is None else properties.expiration
+        if expiration is not None and expiration.isdigit():
+            # Ten years: RabbitMQ's own limit for a TTL.
+            said.append(min(int(expiration), 315_360_000_000))
+        return min(said, default=None)
+
+    def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:
+        """Never early: what a message tells of when it came is believed between now and the whole wait from now.
+
+        A message that came when it says would be gone if its time were over: then it does not say when it came here,
+        but when it was first sent, and it may have come just now.
+        """
+        latest_ms = now_ms + wait_ms
+        came = self._came_ms(properties)
+        if came is None or came + wait_ms <= now_ms:
+            return latest_ms
+        due_ms = min(came + wait_ms, latest_ms)
+        if self.ttl_ms is not None and wait_ms == self.ttl_ms:
+            due_ms = self.last_ms = max(due_ms, min(self.last_ms, latest_ms))
+        return due_ms
+
+    def _came_ms(self, properties: Properties | None) -> int | None:
+        """The latest of what the message says about when it came, at the end of that second.
+
+        The broker's last note of it counts where it can be about the way into this queue; where it is about another
+        one somebody sent the message again since, with all that it had, and nothing notes when. Its timestamp counts
+        where a person says so: many publishers put the instant of what the message tells there, and those who fill
+        Symfony's queues of retries leave the one of the first time.
+        """
+        if properties is None:
+            return None
+        told = []
+        if last := _last_death(properties):
+            noted = None if self.leads is None else self.leads.came_at(last, self.queue)
+            if noted is None:
+                return None
+            told.append(noted)
+        if self.stamped and properties.timestamp is not None and (last or not self.queue.endswith(SENT_AGAIN)):
+            told.append(properties.timestamp)
+        return (max(told) + 1) * 1000 if told else None
+
+
+async def _shown(admin: Admin, queue: str) -> int:
+    """Messages in it; none where RabbitMQ 4.3 does not show it to this user."""
+    try:
+        return (await admin.depths([queue]))[queue] or 0
+    except BrokerRefused:
+        return 0
+
+
+def _last_death(properties: Properties) -> Mapping[str, object]:
+    deaths = decoded(properties, (X_DEATH,)).get(X_DEATH)
+    return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else {}
+
+
+def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool) -> bytes:
+    """As the broker dead-letters: an expiration has acted, and does not act again; and where the queue says the key,
+    further keys of the message do not act either."""
+    if properties is None:
+        return raw
+    remove = (COPIES,) if rerouted and properties.get(COPIES) is not None else ()
+    return (
+        splice(properties, remove=remove, drop=("expiration",)) if remove or properties.expiration is not None else raw
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a person says about all the queues, where nobody else does."""
+
+    ttl_ms: int | None = None
+    exchange: str | None = None
+    routing_key: str | None = None
+    whole_time: bool = False
+    """Each message waits its whole time again, whatever it says about when it came."""
+    timestamps: bool = False
+    """A message's timestamp is when it came."""
+
+    def as_dict(self) -> dict[str, object]:
+        said = {
+            "ttl_ms": self.ttl_ms,
+            "to_exchange": self.exchange,
+            "to_key": self.routing_key,
+            "whole_time": self.whole_time or None,
+            "believe_timestamps": self.timestamps or None,
+        }
+        return {name: value for name, value in said.items() if value is not None}
+
+
+class HoldQueues(Queues):
+    """The queues that match ``patterns``, those of the shortest time first."""
+
+    def __init__(
+        self,
+        url: str,
+        management_url: str | None,
+        patterns: Sequence[str],
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        *,
+        rewrites: Sequence[Rewrite] = (),
+        said: Said = Said(),
+        own: Mapping[str, str] | None = None,
+    ) -> None:
+        """``own``: names of queues that are never taken, and what they are in delayer's configuration."""
+        super().__init__(NAME, url, meant, now, rewrites)
+        self._management = None
+        if management_url:
+            address = address_of(url)
+            self._management = Management(management_url, address.vhost, timeout=30.0, tls=address.tls)
+        self._patterns = patterns
+        self._said = said
+        self._own = own or {}
+        self._leads: Leads | None = None
+
+    def more_parameters(self) -> Mapping[str, object]:
+        """See Queues."""
+        return {"queues": list(self._patterns), **self._said.as_dict()}
+
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """See Queues."""
+        told = await self._told()
+        meant = {name: of for name, of in sorted(told.items()) if not await self._passed_over(admin, name, of)}
+        holds = [self._hold(name, arguments) for name, arguments in meant.items()]
+        if not holds:
+            others = f", but for queues that are passed over: {self._others()}" if self.passed_over else ""
+            raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}{others}")
+        holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
+        return list(holds)
+
+    def _others(self) -> str:
+        """What was passed over, by its reasons."""
+        reasons = dict.fromkeys(why for why, _ in self.passed_over.values())
+        by_reason = {why: [name for name, (of, _) in self.passed_over.items() if of == why] for why in reasons}
+        return "; ".join(f"{', '.join(names)}, {why}" for why, names in by_reason.items())
+
+    async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
+        """Whether a queue is none that holds messages: delayer's own; or, where only a pattern names it, a work queue,
+        which may be called like the one that holds its retries."""
+        own = self._own.get(name)
+        if own is None and name in self._patterns:
+            return False
+        if own is not None:
+            self.passed_over[name] = (OWN.format(own), await asked(_shown(admin, name)))
+            return True
+        state = await asked(admin.state(name))
+        if state is None:
+            return False
+        why = UNHELD if "x-message-ttl" not in arguments else CONSUMED if state.consumers else ""
+        if why:
+            self.passed_over[name] = (why, state.messages)
+        return bool(why)
+
+    async def _told(self) -> dict[str, Mapping[str, Any]]:
+        """Every queue that matches, with its arguments; a policy's under the names of arguments."""
+        if self._management is None:
+            if any(set("*?[") & set(pattern) for pattern in self._patterns):
+                raise ImportImpossible(
+                    "patterns need broker.management_url; without it, name each queue, and say --ttl and --to-exchange"
+                )
+            return {name: {} for name in self._patterns}
+        try:
+            told = await self._management.queues()
+            if not self._said.whole_time:
+                self._leads = Leads(told, await self._management.exchanges(), await self._management.bindings())
+        except (BrokerUnreachable, BrokerRefused) as error:
+            raise SourceLost(str(error)) from error
+        return {
+            name: arguments
+            for name, arguments in told.items()
+            if any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        }
+
+    def _hold(self, name: str, arguments: Mapping[str, Any]) -> Hold:
+        said = self._said
+        exchange = said.exchange if said.exchange is not None else arguments.get("x-dead-letter-exchange")
+        key = said.routing_key if said.routing_key is not None else arguments.get("x-dead-letter-routing-key")
+        ttl = said.ttl_ms if said.ttl_ms is not None else arguments.get("x-message-ttl")
+        if exchange is None:
+            raise ImportImpossible(
+                f"queue {name}: expected a dead-letter exchange, found none: it holds nothing for a time. Say "
+                "--to-exchange, or other queues"
+            )
+        return Hold(
+            name,
+            str(exchange).encode(),
+            None if key is None else str(key).encode(),
+            None if ttl is None else int(ttl),
+            leads=self._leads,
+            stamped=said.timestamps,
+        )

@@ -1,0 +1,500 @@
+"""Sources that are queues: reading them visit by visit, and knowing a message again that was read before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Final, NamedTuple, Protocol
+
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.broker.admin import Admin
+from delayer.broker.connection import Relay
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.core.errors import BrokerLost
+from delayer.core.importing import (
+    BEHIND,
+    UNGIVEN,
+    Batch,
+    Item,
+    Meant,
+    Rewrite,
+    Run,
+    Survey,
+    redirected,
+    retargeted,
+    rewriting,
+)
+from delayer.core.message import Delivery, Target
+from delayer.imports.brokers import HEARTBEAT, NAME, address_of, admin_of, asked
+from delayer.imports.state_machine import SourceLost
+
+X_DEATH: Final = b"x-death"
+DEATHS: Final = (b"x-first-death-", b"x-last-death-")
+COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
+"""What the broker adds of its own to a message that it delivers again; the second from 4.3 on."""
+
+
+def parsed(raw: bytes) -> Properties | None:
+    """None where the bytes are broken, properties or the table of headers."""
+    try:
+        properties = Properties.parse(raw)
+        properties.entries()
+    except (MalformedProperties, MalformedTable):
+        return None
+    return properties
+
+
+def decoded(properties: Properties | None, names: Iterable[bytes]) -> dict[bytes, object]:
+    """The first header of each of these names; nothing where a value is broken inside."""
+    found: dict[bytes, object] = {}
+    wanted = frozenset(names)
+    for field in properties.headers_items() if properties is not None else ():
+        if field.name in wanted and field.name not in found:
+            try:
+                found[field.name] = field.value
+            except MalformedTable:
+                continue
+    return found
+
+
+def fell(properties: Properties | None) -> bool:
+    """Whether it was let out of another queue before."""
+    return properties is not None and properties.get(X_DEATH) is not None
+
+
+def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: bool = False) -> str:
+    """What a message is known again by: its bytes, but for the broker's count of deliveries. "" for one that has no
+    identity of its own, neither a message id nor Celery's header ``id``. ``falling``: it may have gone on to another
+    queue of its cascade meanwhile, with the notes that the broker makes of that."""
+    if properties is None or (properties.message_id is None and properties.get(b"id") is None):
+        return ""
+    digest = hashlib.sha256()
+    for part in (b"" if falling else delivery.exchange, delivery.routing_key, delivery.body):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    for name, (start, end) in properties.spans.items():
+        if name != "headers":
+            digest.update(name.encode() + properties.raw[start:end])
+    for field in properties.headers_items():
+        noted = falling and (field.name == X_DEATH or field.name.startswith(DEATHS))
+        if field.name not in COUNTED and not noted:
+            digest.update(len(field.name).to_bytes(1, "big") + field.name + field.type_and_value)
+    return digest.hexdigest()[:32]
+
+
+class Taken(NamedTuple):
+    """A message in hand; the digest is empty where it has no identity."""
+
+    tag: int
+    digest: str
+
+
+class _Acknowledged(NamedTuple):
+    """A batch whose acknowledgements the broker may not have heard of: how many, and the digests of what has one."""
+
+    messages: int
+    digests: list[str]
+
+
+class Doubt:
+    """``falling``: whether messages go from one of the queues to another by themselves."""
+
+    def __init__(self, *, falling: bool) -> None:
+        self._falling = falling
+        self._known: Counter[str] = Counter()
+        self._in_doubt: deque[_Acknowledged] = deque()
+        self._heard = 0
+
+    def read(self, note: str) -> None:
+        """What another run noted."""
+        self._known.update(json.loads(note)["digests"])
+
+    def total(self) -> int:
+        """How many of those were not met yet."""
+        return self._known.total()
+
+    def met_again(self, delivery: Delivery, properties: Properties | None, digest: str) -> bool:
+        """Whether it is one of those that are committed and may still be there."""
+        again = delivery.redelivered or (self._falling and fell(properties))
+        if not again or not digest or self._known[digest] <= 0:
+            return False
+        self._known[digest] -= 1
+        return True
+
+    def note(self, queue: str, both: Sequence[Taken], heard: int) -> str:
+        """The digests of what may be delivered again: of this batch, of those before whose acknowledgements the broker
+        may not have, and of those that another run committed and that were not met again. ``heard``: how many it must
+        have heard of."""
+        self._in_doubt.append(_Acknowledged(len(both), [one.digest for one in both if one.digest]))
+        while len(self._in_doubt) > 1 and self._heard + self._in_doubt[0].messages <= heard:
+            self._heard += self._in_doubt.popleft().messages
+        digests = sorted([*(one for of in self._in_doubt for one in of.digests), *self._known.elements()])
+        return json.dumps({"queue": queue, "digests": digests})
+
+    def over(self) -> None:
+        """The broker has ended the consumer, in order behind its acknowledgements."""
+        self._in_doubt.clear()
+        self._heard = 0
+
+
+def queue_of(note: str) -> str:
+    """Which queue was read when that was noted."""
+    return str(json.loads(note)["queue"])
+
+
+BATCH: Final = 1_000
+PREFETCH: Final = 2 * BATCH
+KEPT: Final = 50_000
+"""Messages that are not meant and stand before others, at most: they are the broker's again when we go."""
+END_SECONDS: Final = 10.0
+"""How long a broker has to end a consumer: its answer is what a queue is done with."""
+BEFORE_CUTOFF: Final = "due before the cutoff"
+_UNHEARD: Final = "the connection broke, and what was committed of it may not be removed there"
+
+
+class Reader(Protocol):
+    """One queue, and what its messages are."""
+
+    @property
+    def queue(self) -> str: ...
+
+    @property
+    def target(self) -> Target | None:
+        """Where all of its messages go; None where that is each one's own."""
+
+    def latest_ms(self, now_ms: int) -> int | None:
+        """The latest due instant that a message in it can have; None where its messages say."""
+
+    def item(self, delivery: Delivery, properties: Properties | None, now_ms: int) -> Item:
+        """The message. ``properties``: None where their bytes are broken."""
+
+
+class Visits:
+    """``readers``: the queues, asked once; ``doubt``: what may come back into them."""
+
+    def __init__(
+        self,
+        url: str,
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        readers: Callable[[Admin], Awaitable[list[Reader]]],
+        doubt: Doubt,
+    ) -> None:
+        self._url = url
+        self._meant = meant
+        self._now = now
+        self._ask = readers
+        self._doubt = doubt
+        self._readers: list[Reader] | None = None
+        self._at = 0
+        self._relay: Relay | None = None
+        self.subscription: RelaySubscription | None = None
+        self._acknowledged = False
+        self._kept = 0
+        self._unread = 0
+        self.left: dict[str, Counter[str]] = {}
+        """By queue: what was left there, and why."""
+
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """All of them."""
+        if self._readers is None:
+            self._readers = await self._ask(admin)
+        return self._readers
+
+    def only(self, readers: list[Reader]) -> None:
+        """Visit these instead."""
+        self._readers = readers
+
+    @property
+    def reader(self) -> Reader:
+        """Of the queue that is read."""
+        assert self._readers is not None
+        return self._readers[self._at]
+
+    def none_meant(self, reader: Reader, now_ms: int) -> bool:
+        """Nothing in the queue can be due as late as the cutoff, so it need not be touched."""
+        latest_ms = reader.latest_ms(now_ms)
+        # By how much clocks may differ where it is said that nothing in a queue is meant.
+        return latest_ms is not None and not self._meant.includes(latest_ms + 60_000)
+
+    def keep(self, why: str) -> None:
+        """A message stays unacknowledged."""
+        self._kept += 1
+        self.left[self.reader.queue][why] += 1
+
+    def acknowledge(self, subscription: RelaySubscription, tag: int) -> None:
+        """It is committed."""
+        self._acknowledged = True
+        subscription.ack(tag, multiple=False)
+
+    def heard(self) -> int:
+        """How many acknowledgements the broker must have heard of."""
+        assert self.subscription is not None
+        return self.subscription.received - self.subscription.prefetch
+
+    def check(self) -> None:
+        """Raises SourceLost where acknowledgements may have gone nowhere."""
+        assert self.subscription is not None
+        if self.subscription.lost:
+            raise SourceLost(f"queue {self.reader.queue}: {_UNHEARD}")
+
+    async def next_subscription(self) -> RelaySubscription | None:
+        """The subscription of the queue that is read; None when there is no queue left."""
+        if self.subscription is not None:
+            return self.subscription
+        now_ms = await self._now()
+        async with await admin_of(self._url) as admin:
+            readers = await self.readers(admin)
+            while self._at < len(readers):
+                reader = readers[self._at]
+                depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
+                # Of two visits to a queue the second one counts: it meets again what the first one left.
+                self.left[reader.queue] = Counter()
+                if depth and not self.none_meant(reader, now_ms):
+                    # What is known may be on its way back into the queue, from whoever died.
+                    self._unread = depth + self._doubt.total()
+                    break
+                self.left[reader.queue] += Counter({BEFORE_CUTOFF: depth})
+                self._at += 1
+            else:
+                return None
+        try:
+            if self._relay is None:
+                self._relay = Relay(address_of(self._url), NAME, heartbeat=HEARTBEAT)
+                self._relay.start()
+            prefetch = PREFETCH + (KEPT if self._meant.cutoff_ms is not None else 0)
+            self.subscription = await RelayConsumer(self._relay).subscribe(self.reader.queue, prefetch)
+        except BrokerLost as lost:
+            raise SourceLost(str(lost)) from lost
+        return self.subscription
+
+    async def deliveries(self, subscription: RelaySubscription) -> list[Delivery]:
+        """The next ones; empty where the queue is at its end, and then it is left."""
+        try:
+            # Empty answers, a second each, after which the rest of a queue is in somebody else's hands.
+            for _ in range(3 if self._unread > 0 else 0):
+                if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
+                    self._unread -= len(some)
+                    return some
+                if self._kept >= KEPT or not await self._ready():
+                    break
+        except BrokerLost as lost:
+            raise SourceLost(str(lost)) from lost
+        if self._unread > 0 and (unseen := min(await self._ready(), self._unread)):
+            self.left[self.reader.queue][BEHIND if self._kept >= KEPT else UNGIVEN] += unseen
+        await self.leave()
+        self._at += 1
+        return []
+
+    async def _ready(self) -> int:
+        """How many messages wait in the queue that is read, and nobody has in hand."""
+        async with await admin_of(self._url) as admin:
+            return (await asked(admin.depths([self.reader.queue])))[self.reader.queue] or 0
+
+    async def leave(self) -> None:
+        """What was not acknowledged is back in the queue; what was is out of it, or it is said that nobody knows."""
+        subscription, self.subscription = self.subscription, None
+        self._kept = 0
+        if subscription is None:
+            return
+        await subscription.close(END_SECONDS)
+        if self._acknowledged and not subscription.in_order:
+            raise SourceLost(f"queue {self.reader.queue}: {_UNHEARD}")
+        self._acknowledged = False
+        self._doubt.over()
+
+    async def close(self) -> None:
+        """The connection too."""
+        subscription, self.subscription = self.subscription, None
+        try:
+            if subscription is not None:
+                await subscription.close()
+        finally:
+            relay, self._relay = self._relay, None
+            if relay is not None:
+                await relay.close()
+
+
+class Queues(ABC):
+    """Satisfies ports.Source: ``readers`` are read in their order. ``now``: the clock that rules."""
+
+    falling = False
+    """Whether messages go from one of the queues to another by themselves."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        meant: Meant,
+        now: Callable[[], Awaitable[int]],
+        rewrites: Sequence[Rewrite] = (),
+    ) -> None:
+        self.name = name
+        self._url = url
+        self._meant = meant
+        self._now = now
+        self._rewrites = rewrites
+        self._doubt = Doubt(falling=self.falling)
+        self._visits = Visits(url, meant, now, self.readers, self._doubt)
+        self._taken: list[Taken] = []
+        self._repeated: list[Taken] = []
+        self._count = 0
+        self.passed_over: dict[str, tuple[str, int]] = {}
+        """Queues that were met and are not meant: why, and how many messages stand there."""
+
+    @abstractmethod
+    async def readers(self, admin: Admin) -> list[Reader]:
+        """The queues, in the order to read them. Raises ImportImpossible."""
+
+    @abstractmethod
+    def more_parameters(self) -> Mapping[str, object]:
+        """What besides the broker says what is meant."""
+
+    @property
+    def parameters(self) -> dict[str, object]:
+        """See the port."""
+        return {
+            "broker": str(address_of(self._url)),
+            **self.more_parameters(),
+            **rewriting(self._rewrites),
+            **self._meant.as_dict(),
+        }
+
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+        """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for, always."""
+        survey = Survey()
+        now_ms = await self._now()
+        async with await admin_of(self._url) as admin:
+            readers = {reader.queue: reader for reader in await self._visits.readers(admin)}
+            depths = await asked(admin.depths(readers))
+        for name, depth in depths.items():
+            if not depth:
+                continue
+            if self._visits.none_meant(readers[name], now_ms):
+                survey.leave(BEFORE_CUTOFF, depth)
+                continue
+            survey.messages = (survey.messages or 0) + depth
+            survey.remarks.append(f"{name}: {depth:,} messages{_until(readers[name].latest_ms(now_ms))}")
+            if (target := readers[name].target) is not None:
+                survey.expect(retargeted(target, self._rewrites), depth)
+        if self._meant.limit is not None:
+            survey.messages = min(survey.messages or 0, self._meant.limit)
+        for name, (why, depth) in self.passed_over.items():
+            survey.leave(why, depth)
+            survey.remarks.append(f"{name}: {depth:,} messages, passed over: {why}")
+        missing = [name for name, depth in depths.items() if depth is None]
+        if missing:
+            survey.remarks.append(f"{len(missing)} queues do not exist, such as {missing[0]}")
+        survey.remarks.append("what a message says of its destination and due instant is seen by a run only")
+        return survey
+
+    async def stage(self, run: Run) -> None:
+        """See the port. The queues are read as they are."""
+        return
+
+    async def resume(self, run: Run) -> None:
+        """See the port."""
+        self._count = run.committed
+        if run.progress is not None:
+            self._doubt.read(run.progress)
+        if self._full():
+            await self._remove_known(run)  # no batch comes any more that would meet them
+
+    async def next_batch(self) -> Batch | None:
+        """See the port."""
+        self._taken, self._repeated = [], []
+        while not self._full():
+            subscription = await self._visits.next_subscription()
+            if subscription is None:
+                return None
+            deliveries = await self._visits.deliveries(subscription)
+            if deliveries:
+                items = await self._items(deliveries)
+                if items or self._repeated:
+                    return Batch(items, self._note(), len(self._repeated))
+        return None
+
+    async def _items(self, deliveries: Sequence[Delivery]) -> list[Item]:
+        """Those that are meant, and new. What is not meant stays unacknowledged."""
+        reader = self._visits.reader
+        now_ms = await self._now()
+        items: list[Item] = []
+        for delivery in deliveries:
+            properties = parsed(delivery.properties)
+            digest = fingerprint(delivery, properties, falling=self.falling)
+            if self._doubt.met_again(delivery, properties, digest):
+                self._repeated.append(Taken(delivery.tag, digest))
+                continue
+            item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
+            if not self._meant.includes(item.parcel.due_ms):
+                self._visits.keep(BEFORE_CUTOFF)
+            elif self._full(len(items)):
+                self._visits.keep("beyond the limit")
+            else:
+                items.append(item)
+                self._taken.append(Taken(delivery.tag, digest))
+        self._count += len(items)
+        items.sort(key=_due_ms)
+        return items
+
+    async def remove(self, batch: Batch) -> None:
+        """See the port."""
+        subscription = self._visits.subscription
+        assert subscription is not None
+        for taken in (*self._taken, *self._repeated):
+            self._visits.acknowledge(subscription, taken.tag)
+        self._visits.check()
+
+    async def finish(self) -> dict[str, int]:
+        """See the port."""
+        await self._visits.leave()
+        passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
+        return dict(sum([*self._visits.left.values(), *passed_over], Counter()))
+
+    async def put_back(self, run: Run) -> None:
+        """See the port. What is not committed is in its queue; what is committed and still there goes now."""
+        await self.resume(run)
+        await self._remove_known(run)
+
+    async def _remove_known(self, run: Run) -> None:
+        """Acknowledge what is committed and still in the queue that was read last."""
+        if not self._doubt.total():
+            return
+        queue = queue_of(str(run.progress))
+        async with await admin_of(self._url) as admin:
+            self._visits.only(self.reached_from(queue, await self._visits.readers(admin)))
+        while self._doubt.total() and (subscription := await self._visits.next_subscription()) is not None:
+            for delivery in await self._visits.deliveries(subscription):
+                properties = parsed(delivery.properties)
+                digest = fingerprint(delivery, properties, falling=self.falling)
+                if self._doubt.met_again(delivery, properties, digest):
+                    self._visits.acknowledge(subscription, delivery.tag)
+        await self._visits.leave()
+
+    def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
+        """Where a message may be by now that stood in ``queue``."""
+        return [reader for reader in readers if reader.queue == queue]
+
+    async def close(self) -> None:
+        """See the port."""
+        await self._visits.close()
+
+    def _full(self, more: int = 0) -> bool:
+        return self._meant.limit is not None and self._count + more >= self._meant.limit
+
+    def _note(self) -> str:
+        both = [*self._taken, *self._repeated]
+        return self._doubt.note(self._visits.reader.queue, both, self._visits.heard())
+
+
+def _due_ms(item: Item) -> int:
+    return item.parcel.due_ms
+
+
+def _until(latest_ms: int | None) -> str:
+    if latest_ms is None:
+        return ""
+    return f", due {datetime.fromtimestamp(latest_ms // 1000, UTC):%Y-%m-%dT%H:%M:%SZ} at the latest"

@@ -1,0 +1,120 @@
+"""Source `nservicebus-raven`: an export of RavenDB's `TimeoutDatas/` documents, a JSON object a line.
+
+Each document has Destination, SagaId, State (base64), Time, OwningTimeoutManager and Headers; its id stands in "Id", in
+"@metadata" (as "@id"), or in "Key". Documents of NServiceBus 5 and older have the destination as an object.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from delayer.core.delay import UnreadableDelay, read_instant_ms
+from delayer.core.importing import REPLIES, Item, Meant, Rewrite, rewriting
+from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
+from delayer.imports.timeouts import Timeout, item_of
+
+NAME: Final = "nservicebus-raven"
+COLLECTION: Final = "TimeoutDatas"
+HIDDEN: Final = ("__hidden__", "__migrated__")
+"""What the vendor's own migration puts before the name of an owner whose timeouts it has in hand, or is done with."""
+
+
+def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()) -> Item | Skipped | None:
+    """The message of a line; None for one that says nothing. Raises Unreadable."""
+    if not line.strip():
+        return None
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"expected a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise Unreadable(f"expected a JSON object, found {type(found).__name__}")
+    said = found.get("@metadata")
+    metadata: Mapping[str, Any] = said if isinstance(said, dict) else {}
+    collection = metadata.get("@collection") or metadata.get("Raven-Entity-Name") or COLLECTION
+    if collection != COLLECTION:
+        return Skipped(f"of collection {collection!r}")
+    owner = str(found.get("OwningTimeoutManager") or "")
+    if owner.startswith(HIDDEN):
+        return Skipped("already taken by another migration")
+    # A timeout without an owner is anybody's: every timeout manager takes it.
+    if endpoint is not None and owner not in ("", endpoint):
+        return Skipped("of other endpoints")
+    address = _address(found.get("Destination"))
+    timeout = Timeout(_id(found, metadata), address, _due_ms(found), _headers(found), _body(found))
+    return item_of(timeout, NAME.encode(), address.encode("utf-8", "surrogateescape"), replies)
+
+
+def _id(found: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    for value in (found.get("Id"), metadata.get("@id"), found.get("@id"), found.get("Key")):
+        if isinstance(value, str) and value:
+            return value
+    raise Unreadable("expected an id in Id, @metadata or Key")
+
+
+def _address(said: object) -> str:
+    if isinstance(said, dict):
+        queue, machine = said.get("Queue"), said.get("Machine")
+        if not isinstance(queue, str):
+            raise Unreadable("Destination: expected a Queue in the object")
+        return f"{queue}@{machine}" if machine else queue
+    if not isinstance(said, str):
+        raise Unreadable(f"Destination: expected a string or an object, found {type(said).__name__}")
+    return said
+
+
+def _due_ms(found: Mapping[str, Any]) -> int:
+    said = found.get("Time")
+    if isinstance(said, str):
+        for text in (said, f"{said}Z"):  # UTC, and older documents do not say so
+            try:
+                return read_instant_ms(text)
+            except UnreadableDelay:
+                continue
+    raise Unreadable(f"Time: expected an instant such as 2031-01-31T08:00:00.0000000Z, found {said!r}")
+
+
+def _headers(found: Mapping[str, Any]) -> Mapping[str, object]:
+    said = found.get("Headers") or {}
+    if not isinstance(said, dict):
+        raise Unreadable(f"Headers: expected an object, found {type(said).__name__}")
+    return said
+
+
+def _body(found: Mapping[str, Any]) -> bytes:
+    said: Any = found.get("State")
+    if said is None:
+        return b""
+    if isinstance(said, dict):
+        said = said.get("$value")  # Json.NET's way to write bytes with their type
+    try:
+        return base64.b64decode(said, validate=True)
+    except (TypeError, binascii.Error, ValueError):
+        raise Unreadable("State: expected base64") from None
+
+
+class RavenExport(FileSource):
+    """The file; ``endpoint``: whose timeouts are meant."""
+
+    def __init__(
+        self,
+        path: Path,
+        meant: Meant,
+        rewrites: Sequence[Rewrite] = (),
+        *,
+        endpoint: str | None = None,
+        replies: Sequence[Rewrite] = (),
+    ) -> None:
+        more = {} if endpoint is None else {"endpoint": endpoint}
+        super().__init__(NAME, path, meant, rewrites, more | rewriting(replies, REPLIES))
+        self._endpoint = endpoint
+        self._replies = replies
+
+    def read(self, line: bytes) -> Reading:
+        """See FileSource."""
+        return read(line, self._endpoint, self._replies)

@@ -1,0 +1,352 @@
+"""The state machine of an import: preview, run (stage, batches, resume), abort; and what it needs of a source.
+
+Every step is safe to repeat, and what has to be remembered between two steps is in the store: a run that is killed
+anywhere goes on where its last commit stands. A batch is committed together with the source's own note of how far it
+is; only then does the source remove it. So after a kill between the two the source removes, by that note, what it still
+has of the batch, and nothing is parked twice. See core/importing.py for the states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from delayer.core.faultpoint import reach
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.importing import FOR_PEOPLE, Batch, Goal, Item, Phase, Run, Survey, count_reason
+from delayer.core.message import Target
+
+
+class ImportImpossible(Exception):
+    """The import cannot begin, or go on, as it was asked for: a person has to decide first. The message says what."""
+
+
+class BadSource(ImportImpossible):
+    """What was said of the source cannot be right, whatever is there."""
+
+
+class SourceLost(Exception):
+    """The source is out of reach. Nothing is lost: what was committed is here, the rest is there."""
+
+
+class CountMismatch(Exception):
+    """Something was counted twice and the numbers differ: the run stops where it is."""
+
+
+class Source(Protocol):
+    """What another system still holds. May raise SourceLost everywhere, ImportImpossible where it says so.
+
+    ``name`` is what `delayer import` calls it; ``parameters`` say what is meant of it, without any password: a run is
+    resumed only with equal ones.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, object]: ...
+
+    async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
+        """What is there, changing nothing that lasts. ``unfinished``: this very import, interrupted: what it staged is
+        its own, and still to come. ``thorough``: every message is looked at that can be, however long that takes: a run
+        will do so anyhow, and who looks wants to know before. Raises ImportImpossible for what no run could read."""
+
+    async def stage(self, run: Run) -> int | None:
+        """Take what is meant out of everybody else's reach, or note what there is to read. Safe to repeat. How many
+        messages; None where only the run can tell. Raises ImportImpossible; then nothing is staged."""
+
+    async def resume(self, run: Run) -> None:
+        """Begin, or go on behind ``run.progress``: what is committed by it and still there is removed, now or when it
+        is met again."""
+
+    async def next_batch(self) -> Batch | None:
+        """The next messages, soonest due first as far as the source can tell; None when nothing is left."""
+
+    async def remove(self, batch: Batch) -> int | None:
+        """``batch`` is committed: remove it there. How many were removed, None where that cannot be counted."""
+
+    async def finish(self) -> dict[str, int]:
+        """Nothing is left: clean up. Safe to repeat. Why messages stay there, and how many."""
+
+    async def put_back(self, run: Run) -> int | None:
+        """What is staged and not committed goes back to where it was. How many. Safe to repeat."""
+
+    async def close(self) -> None:
+        """Let go of connections and files. Safe to call twice."""
+
+
+class Book(Protocol):
+    """Where runs are written down, and batches committed. Satisfied by store.importing.ImportStore."""
+
+    async def now_ms(self) -> int: ...
+
+    async def unfinished(self) -> Run | None: ...
+
+    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run: ...
+
+    async def staged(self, run: Run, messages: int | None) -> Run: ...
+
+    async def commit(self, run: Run, batch: Batch) -> Run:
+        """All of the batch with its progress, or nothing. Messages whose key is taken count as superseded."""
+
+    async def finish(self, run: Run, phase: Phase) -> Run: ...
+
+
+class Notes(Protocol):
+    """Where a source of records in a file notes their order. Satisfied by store.importing.ImportStore."""
+
+    async def write_items(self, run: Run, items: AsyncIterable[Sequence[tuple[int, int, int]]]) -> int: ...
+
+    async def keep_items(self, run: Run, limit: int) -> int: ...
+
+    async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]: ...
+
+    async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]: ...
+
+    async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
+        """Those of these keys under which a message waits already."""
+
+
+class Judge(Protocol):
+    """Who knows which destinations the broker would take."""
+
+    async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
+        """Of these destinations those that messages would be held for, and why. Raises ImportImpossible where the
+        broker could not be asked."""
+
+
+Say = Callable[[str, int, int | None], None]
+"""Told what is being done, how much of it is done, and how much there is, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a run would do. ``problems``: the destinations whose messages would be held, and why. ``own``: whether
+    ``unfinished`` is this import. ``refusal``: why a run would not even begin; "" where it would."""
+
+    survey: Survey
+    problems: Mapping[Target, str]
+    unfinished: Run | None
+    own: bool = False
+    refusal: str = ""
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why messages would be held, and how many, as far as a look can tell. Each counts once, and of what a limit
+        leaves out some may be among them."""
+        found = dict(self.survey.unfit)
+        for target, why in self.problems.items():
+            if (goal := self.survey.goals.get(target)) is not None and goal.messages > goal.unfit:
+                count_reason(found, why, goal.messages - goal.unfit)
+        return found
+
+    @property
+    def to_hold(self) -> int:
+        found = sum(self.reasons.values())
+        return found if self.survey.messages is None else min(found, self.survey.messages)
+
+    @property
+    def clean(self) -> bool:
+        """Whether a run would find nothing to tell a person: nothing to hold, nothing unreadable, nothing to decide."""
+        held_before = self.own and self.unfinished is not None and self.unfinished.held > 0
+        found = self.reasons or self.survey.superseded or self.survey.for_people
+        return not (found or self.refusal or held_before)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did, this time (``parked``, ``held``, ``superseded``, ``again``) and altogether (``run``). ``again``:
+    messages that were committed before the last interruption, and only had to be removed. ``left``: why others stay.
+    ``doubts``: the survey's, where one was made; before a run that is resumed there is none."""
+
+    run: Run
+    resumed: bool
+    parked: int = 0
+    held: int = 0
+    superseded: int = 0
+    again: int = 0
+    seconds: float = 0.0
+    left: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+
+    def count(self, batch: Batch, superseded: int) -> None:
+        """Count a batch that is committed; ``superseded`` messages of it were not parked."""
+        self.again += batch.again
+        self.superseded += superseded
+        for item in batch.items:
+            if item.hold is not None:
+                self.held += 1
+                count_reason(self.reasons, item.hold.text)
+        self.parked += sum(item.hold is None for item in batch.items) - superseded
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is nothing to tell a person: nothing held or superseded, this time or before, and nothing left
+        that was meant."""
+        return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """``put_back``: None where the source cannot count."""
+
+    run: Run
+    put_back: int | None
+
+
+async def preview(source: Source, book: Book, judge: Judge, *, again: bool = False) -> Preview:
+    """Look, and change nothing. ``again`` as for a run. Raises SourceLost, ImportImpossible, StoreLost."""
+    unfinished = await book.unfinished()
+    refusal = ""
+    own = None
+    try:
+        own = None if unfinished is None else same(unfinished, source)
+    except ImportImpossible as error:
+        refusal = str(error)
+    survey = await source.survey(own, thorough=True)
+    problems = await judge.problems(survey.goals)
+    return Preview(survey, problems, unfinished, own is not None, refusal or _brought(survey, again))
+
+
+def _brought(survey: Survey, again: bool) -> str:
+    """Why a run would not begin with what was brought before."""
+    if again or not survey.brought:
+        return ""
+    return (
+        f"import {', '.join(map(str, survey.brought))} brought messages of this very file: what both are meant "
+        "to bring would be delivered twice. Next: --again, if it is gone by now, or meant to come twice"
+    )
+
+
+async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
+    """Begin, or go on. What an earlier import brought is brought only if ``again`` is said. Raises SourceLost,
+    ImportImpossible, CountMismatch, StoreLost; run it again then."""
+    began = time.monotonic()
+    found = await book.unfinished()
+    doubts: list[str] = []
+    if found is None:
+        # Before anything moves: what nobody can read, or nobody could be asked about, stops it here.
+        survey = await source.survey()
+        doubts = survey.doubts
+        if refusal := _brought(survey, again):
+            raise ImportImpossible(refusal)
+        await judge.problems(survey.goals)
+        current = await book.begin(source.name, source.parameters, who)
+        reach("import.begun")
+    else:
+        current = same(found, source)
+    if current.phase is Phase.STAGING:
+        say("staging", 0, None)
+        messages = await source.stage(current)
+        reach("import.staged")
+        current = await book.staged(current, messages)
+    report = Report(current, resumed=found is not None, doubts=doubts)
+    await source.resume(current)
+    await _batches(source, book, judge, report, say)
+    current = report.run
+    if current.staged is not None and current.committed != current.staged:
+        if report.resumed and not (report.parked or report.held or report.superseded or report.again):
+            raise ImportImpossible(
+                f"{current.staged} messages were staged, {current.committed} are committed, and nothing of the rest is "
+                "there: an `abort` was interrupted that had put it back, or somebody else has it. Next: `abort`, with "
+                "the same parameters; then a new run"
+            )
+        raise CountMismatch(
+            f"{current.staged} messages were staged, but {current.committed} are committed, and the source has no more"
+        )
+    report.left = await source.finish()
+    reach("import.emptied")
+    report.run = await book.finish(current, Phase.DONE)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+async def _batches(source: Source, book: Book, judge: Judge, report: Report, say: Say) -> None:
+    """Batch after batch until nothing is left; ``report`` knows how far it is."""
+    while True:
+        current = report.run
+        say("importing", current.committed, current.staged)
+        batch = await source.next_batch()
+        if batch is None:
+            return
+        batch = await _judged(batch, judge)
+        reach("import.taken")
+        if current.staged is not None and current.committed + len(batch.items) > current.staged:
+            raise CountMismatch(
+                f"{current.staged} messages were staged, {current.committed} are committed, and {len(batch.items)} "
+                "more came"
+            )
+        if batch.items or batch.progress != current.progress:
+            report.run = await book.commit(current, batch)
+        report.count(batch, report.run.superseded - current.superseded)
+        removed = await source.remove(batch)
+        reach("import.removed")
+        expected = len(batch.items) + batch.again
+        if removed is not None and removed != expected:
+            raise CountMismatch(
+                f"{expected} messages of a batch are committed, but {removed} could be removed from the source: "
+                "somebody else removes them too"
+            )
+
+
+async def _judged(batch: Batch, judge: Judge) -> Batch:
+    """The batch, with what would not be taken to be held."""
+    goals: dict[Target, Goal] = {}
+    for item in batch.items:
+        parcel = item.parcel
+        if (goal := goals.get(parcel.target)) is None:
+            goals[parcel.target] = Goal(1, parcel.due_ms)  # the soonest of them: that is their order
+        else:
+            goal.messages += 1
+    problems = await judge.problems(goals)
+    if not problems:
+        return batch
+    items: Sequence[Item] = [
+        item
+        if item.hold is not None or item.parcel.target not in problems
+        else Item(item.parcel, Hold(HoldKind.RETURNED, problems[item.parcel.target]))
+        for item in batch.items
+    ]
+    return Batch(items, batch.progress, batch.again)
+
+
+async def abort(source: Source, book: Book) -> Aborted:
+    """End an unfinished run: what is committed stays, the rest goes back. Raises ImportImpossible if there is none."""
+    found = await book.unfinished()
+    if found is None:
+        raise ImportImpossible("there is no unfinished import to abort")
+    current = same(found, source)
+    back = await source.put_back(current)
+    reach("import.emptied")
+    return Aborted(await book.finish(current, Phase.ABORTED), back)
+
+
+def same(found: Run, source: Source) -> Run:
+    """``found``, if it is this import. Raises ImportImpossible."""
+    if found.source == source.name and dict(found.parameters) == dict(source.parameters):
+        return found
+    if found.source != source.name:
+        raise ImportImpossible(
+            f"import {found.id} from {found.source} is not finished ({_shown(found.parameters)}). Next: `delayer "
+            f"import {found.source} run` with its parameters, to go on, or `abort` with them"
+        )
+    names = sorted(found.parameters.keys() | source.parameters.keys())
+    differences = [
+        f"{name}: begun with {found.parameters.get(name, 'nothing')!r}, now {source.parameters.get(name, 'nothing')!r}"
+        for name in names
+        if found.parameters.get(name, _NOTHING) != source.parameters.get(name, _NOTHING)
+    ]
+    raise ImportImpossible(
+        f"import {found.id} from {found.source} is not finished, and was begun with other parameters ("
+        f"{'; '.join(differences)}). Next: `run` with those, to go on, or `abort` with them"
+    )
+
+
+_NOTHING: Final = object()
+
+
+def _shown(parameters: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(parameters.items())) or "no parameters"

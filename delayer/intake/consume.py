@@ -1,0 +1,226 @@
+"""The consumer of one queue: it subscribes, hands batches to a handler, acknowledges, and begins again after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from delayer.broker.ports import Consumer, Pulse, Subscription
+from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
+from delayer.core.backoff import Sparing
+from delayer.core.errors import NotTaken
+from delayer.core.faultpoint import reach
+from delayer.core.message import Delivery
+
+log = structlog.get_logger(__name__)
+
+
+class AckTracker:
+    """Turns accepted deliveries into acknowledgements, as few as possible.
+
+    Batches finish out of order (several parks are in flight), and ``basic.ack multiple`` settles everything up to a
+    tag; so an acknowledgement waits until everything before it is accepted too. The price is that a crash repeats the
+    finished batches behind the oldest unfinished one; what it buys is one frame for thousands of deliveries.
+
+    What is never accepted is given back: by closing the channel, which is the broker's own way to requeue.
+    """
+
+    def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
+        """``progress`` is called whenever something is accepted: a batch may take many publishes, one after another."""
+        self._subscription = subscription
+        self._progress = progress
+        self._order: deque[int] = deque()
+        self._accepted: set[int] = set()
+        self.accepted_any = False
+
+    @property
+    def outstanding(self) -> int:
+        """Deliveries read and not acknowledged yet."""
+        return len(self._order)
+
+    def read(self, deliveries: Iterable[Delivery]) -> None:
+        """Note deliveries in the order in which the broker sent them."""
+        self._order.extend(delivery.tag for delivery in deliveries)
+
+    def accept(self, tags: Iterable[int]) -> None:
+        """These are safe: in the store, in the cascade, at their destination, or in the refused queue."""
+        self._accepted.update(tags)
+        self.accepted_any = self.accepted_any or bool(self._accepted)
+        self._progress()
+        last = None
+        while self._order and self._order[0] in self._accepted:
+            last = self._order.popleft()
+            self._accepted.remove(last)
+        if last is not None:
+            self._subscription.ack(last, multiple=True)
+            reach("intake.acked")
+
+    def flush(self) -> None:
+        """Acknowledge one by one what was accepted behind something that was not. The session is over after this:
+        without it, closing the channel would requeue, and so repeat, messages that are safe already."""
+        for tag in sorted(self._accepted):
+            self._subscription.ack(tag, multiple=False)
+        self._order = deque(tag for tag in self._order if tag not in self._accepted)
+        self._accepted.clear()
+
+
+Handle = Callable[[Sequence[Delivery], AckTracker], Coroutine[None, None, None]]
+"""Carries a batch out and accepts every delivery of it. Raises BrokerLost, StoreLost: they end the subscription, which
+returns the rest to the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What a session reads: the queue, and how much of it at a time.
+
+    ``gather`` is how long the first delivery of a batch may wait for company, in seconds: with a commit for every
+    few messages the time of daemon, broker and database goes into the commits. Later by it is what is due sooner than
+    that, and a relative delay that no broker's timestamp goes with: it counts from when the batch is read.
+    ``in_flight`` batches overlap each other's waiting. After ``give_back_after`` seconds in which less was carried out
+    than was read ahead, the rest goes back to the queue: see :class:`Patience`.
+    """
+
+    queue: str
+    prefetch: int
+    give_back_after: float = 480.0
+    batch: int = 2000
+    gather: float = 0.010
+    in_flight: int = 3
+
+
+class Patience:
+    """How long deliveries wait here at most. Pure; the caller passes time, in seconds.
+
+    RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. What has been read
+    ahead is at most ``prefetch`` messages; so if so many are handed on in less than ``seconds``, or nothing waits, none
+    is older than twice that when its turn comes.
+    """
+
+    def __init__(self, prefetch: int, seconds: float, now: float) -> None:
+        self._prefetch = prefetch
+        self._seconds = seconds
+        self._tag = 0
+        self._since = now
+
+    def over(self, last_tag: int, *, behind: bool, now: float) -> bool:
+        """Note that everything up to ``last_tag`` was handed on. Whether what waits is to be given back."""
+        if not behind or last_tag - self._tag >= self._prefetch:
+            self._tag, self._since = last_tag, now
+        return now - self._since > self._seconds
+
+    def handed_on(self, last_tag: int) -> int:
+        """How many were, since it was last well."""
+        return last_tag - self._tag
+
+
+class QueueConsumer:
+    """Runs until ``stopping`` is set. One of these per consumed queue."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        consumer: Consumer,
+        handle: Handle,
+        *,
+        prepare: Callable[[], Awaitable[None]],
+        pulse: Pulse,
+        too_slow: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """``too_slow`` is told how many deliveries were handed on before patience was at its end."""
+        self._intake = intake
+        self._too_slow = too_slow
+        self._consumer = consumer
+        self._handle = handle
+        self._prepare = prepare
+        self._beat = partial(pulse.beat, intake.queue)
+        self._forget = partial(pulse.forget, intake.queue)
+        self.consuming = asyncio.Event()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Consume; after a loss, wait a little longer each time and begin again. Returns when stopping is set."""
+        retry, sparing = Retry(stopping, self._beat), Sparing()
+        while not stopping.is_set():
+            interrupted = False
+            try:
+                await self._prepare()
+                subscription = await self._consumer.subscribe(self._intake.queue, self._intake.prefetch)
+                log.info("consuming", queue=self._intake.queue, prefetch=subscription.prefetch)
+                self.consuming.set()
+                await self._consume(subscription, stopping, retry)
+            except LOSSES as lost:
+                if stopping.is_set() and not self.consuming.is_set():
+                    break  # told to stop while something was still missing: that is no news, and perhaps not true
+                if self.consuming.is_set():
+                    sparing.over()
+                if sparing.worth(str(lost), asyncio.get_running_loop().time()):
+                    log.warning(
+                        "consuming interrupted", queue=self._intake.queue, cause=type(lost).__name__, reason=str(lost)
+                    )
+                interrupted = True
+            finally:
+                self.consuming.clear()
+            if interrupted:
+                await retry.pause()
+        self._forget()
+
+    async def _consume(self, subscription: Subscription, stopping: asyncio.Event, retry: Retry) -> None:
+        acks = AckTracker(subscription, self._beat)
+        running: set[asyncio.Task[None]] = set()
+        now = asyncio.get_running_loop().time
+        patience, last_tag = Patience(subscription.prefetch, self._intake.give_back_after, now()), 0
+        try:
+            while not (stopping.is_set() or subscription.overrun):
+                self._beat()
+                if patience.over(last_tag, behind=subscription.behind, now=now()):
+                    log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)
+                    self._too_slow(patience.handed_on(last_tag))
+                    break
+                batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
+                if batch:
+                    last_tag = batch[-1].tag
+                    reach("intake.read")
+                    acks.read(batch)
+                    running.add(asyncio.create_task(self._handle(batch, acks), name=f"handle {len(batch)}"))
+                carried = await self._reap(running, at_most=self._intake.in_flight - 1)
+                if carried or not (batch or running):
+                    retry.succeeded()
+            await subscription.stop_deliveries()
+            await self._reap(running, at_most=0)
+        except asyncio.CancelledError:
+            # The time to stop in is over: what is in flight is given back, as after a crash.
+            for task in running:
+                task.cancel()
+            raise
+        except NotTaken:
+            # Some wait for room (the refused queue is full, say): no reason for the others to wait any longer.
+            if acks.accepted_any:
+                retry.succeeded()
+            raise
+        finally:
+            # Shutdown and loss may end the waiting for new deliveries, never the settling of those in flight:
+            # each carry has deadlines of its own.
+            if running:
+                await asyncio.wait(running)
+            acks.flush()
+            await subscription.close()
+            raise_first(take_failures(running), unless=LOSSES)  # losses of a session that is over are no news
+
+    async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> bool:
+        """Wait until at most ``at_most`` carries run. Whether one of them was carried out; raises the first failure."""
+        carried = False
+        while running:
+            waiting = None if len(running) > at_most else 0
+            done, _ = await asyncio.wait(running, timeout=waiting, return_when=asyncio.FIRST_COMPLETED)
+            self._beat()
+            if not done:
+                break
+            running -= done
+            if any(task.cancelled() or task.exception() is not None for task in done):
+                raise_first(take_failures(done))
+            carried = True
+        return carried

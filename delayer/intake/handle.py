@@ -1,0 +1,331 @@
+"""The handlers of the intake queue and of the due queue: each carries batches out, and accepts what is safe.
+
+A batch of the intake queue is classified first: its work is what it writes to the store (parcels, cancels), and what it
+publishes (cascade, destination, refused queue).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from delayer.amqp import edits
+from delayer.amqp.envelopes import Envelope, Names, NoEnvelope, into_cascade, opened
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.broker.ports import Live, Parking
+from delayer.broker.retry import raise_first
+from delayer.core.cascade import MAX_SECONDS
+from delayer.core.counters import Counters
+from delayer.core.delay import seconds_until
+from delayer.core.delay_headers import CONSULTED
+from delayer.core.errors import StoreLost
+from delayer.core.hold import Hold, Limits, too_late
+from delayer.core.message import Delivery, Outgoing, Parcel, Target
+from delayer.core.plan import AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
+from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
+from delayer.core.values import KeyGroup, TakenOut
+from delayer.intake import replies
+from delayer.intake.consume import AckTracker
+from delayer.intake.dispatch import Dispatch, Objection, Publication
+
+MOMENT_MS: Final = 1000
+"""A message that comes out of the cascade early by less than this waits here; by more, it goes back in."""
+
+
+class Sorted(NamedTuple):
+    """A delivery, its properties (None where they cannot be used), and the plan for it."""
+
+    delivery: Delivery
+    properties: Properties | None
+    plan: Plan
+
+
+@dataclass(slots=True)
+class Step:
+    """One transaction of the store: its cancels act before its parcels. ``deliveries`` are what its commit accepts."""
+
+    deliveries: list[Delivery] = field(default_factory=list)
+    parcels: list[Parcel] = field(default_factory=list)
+    cancels: list[bytes] = field(default_factory=list)
+    keys: set[bytes] = field(default_factory=set)
+    asked: list[replies.Asked] = field(default_factory=list)
+    """Cancels that want to hear what became of them."""
+
+
+@dataclass(slots=True)
+class Work:
+    """All that one batch asks for. ``steps`` one after another; nearly always there is one at most."""
+
+    steps: list[Step] = field(default_factory=list)
+    publications: list[Publication] = field(default_factory=list)
+    late: list[Objection] = field(default_factory=list)
+    """Messages to hold without a publish."""
+
+    def park(self, delivery: Delivery, parcel: Parcel) -> None:
+        step = self._step()
+        step.deliveries.append(delivery)
+        step.parcels.append(parcel)
+        if parcel.key is not None:
+            step.keys.add(parcel.key)
+
+    def cancel(self, delivery: Delivery, key: bytes, ask: replies.Asked | None = None) -> None:
+        """A cancel that follows a parcel of its key is for the next step: within one it would act first."""
+        step = self._step()
+        if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
+            step = Step()
+            self.steps.append(step)
+        step.deliveries.append(delivery)
+        step.cancels.append(key)
+        if ask is not None:
+            step.asked.append(ask)
+
+    def _step(self) -> Step:
+        if not self.steps:
+            self.steps.append(Step())
+        return self.steps[-1]
+
+
+def classify(
+    delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, sure_ms: int | None = None
+) -> Sorted:
+    """Read what the message asks for and decide. Broken bytes are a reason to refuse, never an exception."""
+    if len(delivery.properties) + edits.ROOM > max_properties:
+        return _unusable(
+            delivery,
+            f"the properties are too long to carry: expected at most {max_properties - edits.ROOM} bytes, "
+            f"found {len(delivery.properties)}",
+        )
+    route = policy.routes.get(delivery.exchange)
+    consulted = CONSULTED if route is None or route.retry is None else RETRY_CONSULTED
+    try:
+        properties = Properties.parse(delivery.properties)
+        ask = edits.asked(delivery, properties, consulted)
+    except MalformedProperties as broken:
+        return _unusable(delivery, f"malformed properties: {broken}")
+    except MalformedTable as broken:
+        return _unusable(delivery, f"malformed header table: {broken}")
+    plan = decide(ask, policy, now_ms, sure_ms)
+    if isinstance(plan, Park | Cascade | AtOnce) and plan.failed is not None:
+        noted = edits.failed(properties, plan.failed, max_properties)
+        return Sorted(delivery._replace(properties=noted), Properties.parse(noted), plan)
+    return Sorted(delivery, properties, plan)
+
+
+def _unusable(delivery: Delivery, reason: str) -> Sorted:
+    return Sorted(delivery, None, Refuse(reason))
+
+
+def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes]) -> Work:
+    """What the plans of a batch amount to."""
+    work = Work()
+    for delivery, properties, plan in batch:
+        match plan:
+            case Park():
+                work.park(delivery, parcel(delivery, plan.due_ms, plan.target, plan.key))
+            case Cancel():
+                ask = None if properties is None else replies.asked(properties, plan.key)
+                work.cancel(delivery, plan.key, ask)
+            case TooLate():
+                work.late.append(Objection(delivery, parcel(delivery, plan.due_ms, plan.target), plan.hold))
+            case Refuse():
+                work.publications.append(to_refused(delivery, plan, names, new_id()))
+            case AtOnce() if properties is not None:
+                token = new_id()
+                released = edits.released(properties, token, plan.due_ms)
+                due = parcel(delivery, plan.due_ms, plan.target)
+                work.publications.append(to_target(delivery, due, token, released))
+            case Cascade() if properties is not None:
+                carried = parcel(delivery, plan.due_ms, plan.target)
+                outgoing = into_cascade(carried, new_id(), plan.seconds, names)
+                work.publications.append(Publication(delivery, outgoing))
+            case _:
+                raise AssertionError(f"a plan without usable properties: {plan}")
+    return work
+
+
+def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
+    """The delivery as it was received, and what was decided. A route is known by the exchange it is from."""
+    route = delivery.exchange
+    return Parcel(
+        due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
+    )
+
+
+def to_target(delivery: Delivery, due: Parcel, token: bytes, released: bytes) -> Publication:
+    """Publish to the destination; hold it if that fails."""
+    return Publication(delivery, Outgoing(due.target.exchange, due.target.routing_key, released, due.body, token), due)
+
+
+def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> Publication:
+    """Set aside in the refused queue."""
+    properties, carried = edits.refused(delivery, plan.reason, token, names.max_properties)
+    outgoing = Outgoing(names.refused_exchange, delivery.routing_key, properties, delivery.body, carried)
+    return Publication(delivery, outgoing, refusal=plan.reason)
+
+
+Before = asyncio.Future[bool] | None
+"""The turn before, if it is not over yet: done with whether it went well."""
+
+
+class Turns:
+    """The order of batches with keys, while several batches are parked at a time.
+
+    "A later message with the same key replaces the waiting one" is about the order in the intake queue. Batches without
+    keys need no order; those with keys park one after another.
+    """
+
+    def __init__(self) -> None:
+        self._last: Before = None
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Before]:
+        """Take a turn at once, synchronously with the caller; wait for it with :func:`wait`."""
+        before = self._last if self._last is not None and not self._last.done() else None
+        mine: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._last = mine
+        done = False
+        try:
+            yield before
+            done = True
+        finally:
+            mine.set_result(done)
+
+
+async def wait(before: Before) -> None:
+    """Return when the turn before is over. Raises StoreLost if it failed: its messages come again, and those of this
+    turn have to come after them."""
+    if before is not None and not await asyncio.shield(before):
+        raise StoreLost("an earlier batch with keys could not be parked: this one is given back too, to keep the order")
+
+
+class IntakeHandler:
+    """Carries out batches of the intake queue. Safe to call for several batches at a time."""
+
+    def __init__(
+        self, live: Live, dispatch: Dispatch, parking: Parking, counters: Counters, new_id: Callable[[], bytes]
+    ) -> None:
+        self._live = live
+        self._dispatch = dispatch
+        self._parking = parking
+        self._counters = counters
+        self._new_id = new_id
+        self._turns = Turns()
+
+    async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
+        """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
+        policy, names = self._live.policy(), self._live.names()
+        self._counters.batch("intake", len(batch))
+        now_ms, sure_ms = self._live.now_ms(), self._live.sure_ms()
+        plans = [classify(delivery, policy, now_ms, names.max_properties, sure_ms) for delivery in batch]
+        work = work_for(plans, names, self._new_id)
+        if not any(has_key(one.plan) for one in plans):
+            await self._carry_out(work, acks, None)
+        else:
+            async with self._turns.turn() as before:
+                await self._carry_out(work, acks, before)
+
+    async def _carry_out(self, work: Work, acks: AckTracker, before: Before) -> None:
+        # All run to their end even if one fails: a parked message is accepted though the broker is blocked.
+        failures = await asyncio.gather(
+            self._park(work, acks, before),
+            self._dispatch(work.publications, acks),
+            self._dispatch.hold(work.late, acks),
+            return_exceptions=True,
+        )
+        try:
+            if any(failures):
+                raise_first(failures)
+        finally:
+            del failures  # a failure must not be in a frame of its own traceback: see retry.py
+
+    async def _park(self, work: Work, acks: AckTracker, before: Before) -> None:
+        await wait(before)
+        for step in work.steps:
+            began = time.perf_counter()
+            taken_out = await self._parking.park(step.parcels, step.cancels)
+            self._counters.took("park", time.perf_counter() - began)
+            self._counters.batch("park", len(step.parcels) + len(step.cancels))
+            self._counters.add("parked", len(step.parcels))
+            self._counters.add_routes("parked", [parcel.route for parcel in step.parcels])
+            acks.accept(delivery.tag for delivery in step.deliveries)
+            if step.asked:
+                await self._reply(step.asked, taken_out)
+
+    async def _reply(self, asked: Sequence[replies.Asked], taken_out: TakenOut) -> None:
+        """Answer cancels. No answer goes to delayer's own queues, where nobody reads it."""
+        policy, names = self._live.policy(), self._live.names()
+        ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}
+        counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
+        await self._dispatch.reply(
+            [replies.reply(ask, said, self._new_id()) for ask, said in counted if ask.reply_to not in ours]
+        )
+
+
+class DueHandler:
+    """Carries out batches of the due queue: envelopes at the end of the cascade.
+
+    The cascade measures durations, by the broker's clock; a daemon's clock computed the due instant. Where they
+    disagree the later one rules: never early.
+    """
+
+    def __init__(self, live: Live, dispatch: Dispatch, new_id: Callable[[], bytes]) -> None:
+        self._live = live
+        self._dispatch = dispatch
+        self._new_id = new_id
+
+    async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
+        """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""
+        now_ms, names, limits = self._live.sure_ms(), self._live.names(), self._live.late_limits()
+        last_ms = now_ms
+        publications: list[Publication] = []
+        late: list[Objection] = []
+        for delivery in batch:
+            try:
+                envelope = opened(Properties.parse(delivery.properties), delivery.body, names.max_properties)
+                publication = _next(delivery, envelope, now_ms, names)
+            except (NoEnvelope, MalformedProperties, MalformedTable) as broken:
+                refuse = Refuse(f"not a message of the cascade: {broken}")
+                publications.append(to_refused(delivery, refuse, names, self._new_id()))
+                continue
+            parcel, hold = publication.parcel, _too_late(envelope, now_ms, limits) if limits else None
+            if parcel is not None and hold is not None:
+                parcel = parcel._replace(token=envelope.id)
+                late.append(Objection(delivery, parcel, hold, envelope.held))
+                continue
+            publications.append(publication)
+            if envelope.next_ms - now_ms <= MOMENT_MS:
+                last_ms = max(last_ms, envelope.next_ms)
+        while (early_ms := last_ms - now_ms) > 0:
+            await asyncio.sleep(early_ms / 1000)
+            now_ms = self._live.sure_ms()  # again: event loops round sleeps to milliseconds, some of them down
+            if last_ms - now_ms > MOMENT_MS:
+                # The clock was set back meanwhile, perhaps by hours, and later batches must not wait for that.
+                return await self(batch, acks)
+        await self._dispatch.hold(late, acks)
+        await self._dispatch(publications, acks)
+
+
+def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Names) -> Publication:
+    """The next publish of a message: to its destination, or once more through the cascade where its instant is too far
+    away. Raises MalformedProperties, MalformedTable."""
+    id, parcel, held = envelope
+    released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
+    if envelope.next_ms - now_ms > MOMENT_MS:
+        seconds = min(seconds_until(envelope.next_ms, now_ms), MAX_SECONDS)
+        return Publication(delivery, into_cascade(parcel, id, seconds, names, held))
+    isolated = held is not None and held.hold.isolated
+    target = parcel.target
+    outgoing = Outgoing(target.exchange, target.routing_key, released, parcel.body, id, isolated)
+    return Publication(delivery, outgoing, parcel, earlier=held)
+
+
+def _too_late(envelope: Envelope, now_ms: int, limits: Limits) -> Hold | None:
+    """The Hold of a message that is too late for its route. A message that waited for a person is here only because an
+    operator retried it, so the daemon delivers it."""
+    if envelope.held is not None and envelope.held.hold.for_a_person:
+        return None
+    return too_late(envelope.parcel.due_ms, now_ms, limits.get(envelope.parcel.route))

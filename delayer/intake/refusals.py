@@ -1,0 +1,150 @@
+"""Refused messages once more: what they say of themselves, and how they go back to where they came in. Pure.
+
+What the refusal added is taken off again (edits.refused), and what it took out, the expiration, is put back. The id
+that it gave stays: the publish is known by it, and the daemon takes it off at its next edit.
+
+Two write where a message came in: the daemon, into headers of ours, when it refuses; and the broker, into ``x-death``,
+where the intake queue itself gave the message up. A publisher may have written either. So nothing goes back but through
+a door of the intake, and where the two say different things neither is believed.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from delayer.amqp.edits import EXPIRATION, ID, USER_ID
+from delayer.amqp.properties import FLAGS, NAMES, MalformedProperties, MalformedTable, Properties, long_string, splice
+from delayer.amqp.properties import entry as header
+from delayer.core.message import Delivery, Outgoing
+
+_REASON: Final = b"x-delayer-refused"
+_EXCHANGE: Final = b"x-delayer-exchange"
+_ROUTING_KEY: Final = b"x-delayer-routing-key"
+_WRAPPED: Final = b"x-delayer-properties"
+_LONGEST_ID: Final = 64
+"""Bytes of an id that are kept of one that a publisher may have written."""
+_GAINED: Final = frozenset({_REASON, _EXCHANGE, _ROUTING_KEY, EXPIRATION})
+
+
+class Doors(NamedTuple):
+    """The ways into the intake queue: the exchanges that routes are from, and the queue's own name, straight."""
+
+    queue: bytes
+    exchanges: frozenset[bytes]
+
+    def lead_in(self, exchange: bytes, routing_key: bytes) -> bool:
+        """Whether a message may have come in so."""
+        return (exchange in self.exchanges if exchange else routing_key == self.queue) and len(routing_key) <= 255
+
+
+class Refusal(NamedTuple):
+    """What a message in the refused queue says: why it is there, and where it came in (None: it does not say)."""
+
+    id: str
+    reason: str
+    exchange: bytes | None
+    routing_key: bytes | None
+    message_id: str
+    mangled: bool
+    """Its own properties cannot be read: the daemon would refuse it again."""
+
+
+def told(delivery: Delivery, doors: Doors) -> Refusal:
+    """What ``delivery``, a message of the refused queue, says of itself."""
+    try:
+        properties = Properties.parse(delivery.properties)
+        fields = {one.name: one for one in reversed(properties.headers_items())}
+        reason, exchange, routing_key = _said(fields, doors.queue)
+        mangled = _REASON in fields and _WRAPPED in fields
+        return Refusal(
+            _text(_content(fields, ID)), reason, exchange, routing_key, _text(properties.message_id), mangled
+        )
+    except (MalformedProperties, MalformedTable) as error:
+        return Refusal("", f"not readable: {error}", None, None, "", mangled=True)
+
+
+def _said(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None]:
+    """Why it is refused, and where it came in."""
+    death = _death(fields, intake)
+    if _REASON not in fields:
+        return death or ("it does not say why", None, None)
+    reason, exchange, key = _text(fields[_REASON].content), _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
+    if death is None:
+        return reason, exchange, key
+    # Either the daemon refused one that says it died in the intake queue, or one died there that says it was refused.
+    both = f"{death[0]}, and by its own headers: {reason}"
+    return (both, exchange, key) if exchange == death[1] else (both, None, None)
+
+
+def again(delivery: Delivery, doors: Doors) -> Outgoing | str:
+    """How the message goes back to where it came in; or why it cannot."""
+    refusal = told(delivery, doors)
+    if refusal.mangled:
+        return "its own headers cannot be read: it would be refused again"
+    if refusal.exchange is None or refusal.routing_key is None:
+        return "it does not say where it came in"
+    if not doors.lead_in(refusal.exchange, refusal.routing_key):
+        return f"it says that it came in through {_text(refusal.exchange)!r}, and no route is from there"
+    properties = Properties.parse(delivery.properties)
+    was_refused = properties.get(_REASON) is not None
+    given = properties.get(ID) if was_refused else None
+    token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
+    append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
+    if properties.user_id is not None:  # the broker would not take it from us
+        append, remove = append + header(USER_ID, long_string(properties.user_id)), remove | {USER_ID}
+    raw = splice(properties, remove=remove, append=append, drop=("user_id",))
+    expiration = _expiration(properties) if was_refused else None
+    if expiration is not None:
+        raw = with_short(raw, "expiration", expiration)
+    return Outgoing(refusal.exchange, refusal.routing_key, raw, delivery.body, token)
+
+
+def _expiration(properties: Properties) -> bytes | None:
+    """What the refusal took out: the last header of that name. One that the broker would not take, and would close the
+    channel for, was never a message's expiration."""
+    said = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
+    return said[-1] if said and re.fullmatch(rb"[0-9]{1,10}", said[-1]) and int(said[-1]) < 1 << 32 else None
+
+
+def with_short(raw: bytes, name: str, value: bytes) -> bytes:
+    """Properties with this short string, which they lacked."""
+    properties = Properties.parse(raw)
+    if name in properties.spans:
+        return raw
+    later = (properties.spans[one][0] for one in NAMES[NAMES.index(name) + 1 :] if one in properties.spans)
+    at = min(later, default=len(raw))
+    return (properties.flags | FLAGS[name]).to_bytes(2, "big") + raw[2:at] + bytes((len(value),)) + value + raw[at:]
+
+
+def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:
+    """Of a message that the broker put there: why, and where it came in, by the note of the intake queue; None where
+    there is none. Notes of other queues are of other trips, or a publisher's own."""
+    deaths = fields[b"x-death"].value if b"x-death" in fields else None
+    for death in deaths if isinstance(deaths, list) else ():
+        if isinstance(death, dict) and _bytes(death.get("queue")) == intake:
+            keys = death.get("routing-keys")
+            key = keys[0] if isinstance(keys, list) and keys else None
+            return (
+                f"the broker: {death.get('reason')} in {death.get('queue')}",
+                _bytes(death.get("exchange")),
+                _bytes(key),
+            )
+    return None
+
+
+def _bytes(value: object) -> bytes | None:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    return value if isinstance(value, bytes) else None
+
+
+def _content(fields: Mapping[bytes, Any], name: bytes) -> bytes | None:
+    content: bytes | None = fields[name].content if name in fields else None
+    return content
+
+
+def _text(raw: bytes | None) -> str:
+    return "" if raw is None else raw.decode("utf-8", "backslashreplace")

@@ -1,0 +1,58 @@
+"""Replies to cancels with a ``reply_to``: the outcome of each. Pure.
+
+``cancelled``   a message waited under the key, and is not delivered
+``too late``    no message waits under the key: delivered, cancelled before, or never there
+``unknown``     the message under the key may be delivered already (core/hold.py); the daemon does not retry it
+
+The daemon publishes a reply after the cancel is committed and acknowledged. A fault in between costs the reply.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final, NamedTuple
+
+from delayer.amqp.edits import ID
+from delayer.amqp.properties import Properties, encode_headers, entry, long_string
+from delayer.core.message import Outgoing
+from delayer.core.values import TakenOut
+from delayer.intake.refusals import with_short
+
+OUTCOME: Final = b"x-delayer-outcome"
+KEY: Final = b"x-delayer-key"
+CANCELLED, TOO_LATE, UNKNOWN = "cancelled", "too late", "unknown"
+
+
+class Asked(NamedTuple):
+    """A cancel with a ``reply_to``."""
+
+    key: bytes
+    reply_to: bytes
+    correlation_id: bytes | None
+
+
+def asked(properties: Properties, key: bytes) -> Asked | None:
+    """Where a cancel wants its outcome; None without a ``reply_to``."""
+    reply_to = properties.short("reply_to")
+    if not reply_to:
+        return None
+    correlation_id = properties.short("correlation_id") or properties.message_id
+    return Asked(key, reply_to, correlation_id)
+
+
+def outcome(ask: Asked, taken_out: TakenOut) -> str:
+    """The outcome of a cancel whose transaction took out ``taken_out``."""
+    if ask.key in taken_out.unsure:
+        return UNKNOWN
+    return CANCELLED if ask.key in taken_out.keys else TOO_LATE
+
+
+def reply(ask: Asked, said: str, token: bytes) -> Outgoing:
+    """The reply, published straight to its queue."""
+    headers = entry(ID, long_string(token)) + entry(OUTCOME, long_string(said.encode()))
+    raw = encode_headers(headers + entry(KEY, long_string(ask.key)))
+    raw = with_short(raw, "content_type", b"application/json")
+    if ask.correlation_id is not None:
+        raw = with_short(raw, "correlation_id", ask.correlation_id)
+    body = json.dumps({"outcome": said, "key": ask.key.decode("utf-8", "backslashreplace")}).encode()
+    return Outgoing(b"", ask.reply_to, raw, body, token)

@@ -1,0 +1,133 @@
+"""Taking over another system's cascade: what stands in its upper levels is parked, and released to where that cascade
+would have let it out.
+
+Its level queues are not ours: their arguments cannot be changed, and RabbitMQ 4 gives up (here: lets out early) what
+was delivered from them about twenty times. So a delivery is parked within moments or given back, nothing is consumed
+while there is no store to park into, and a message that comes again and again ends the consuming of its level.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import structlog
+
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
+from delayer.broker.ports import Consumer, Parking, Pulse
+from delayer.core.cascade import Cascade
+from delayer.core.counters import Counters
+from delayer.core.levels import CONSULTED, due_at_level
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.intake.consume import AckTracker, Intake, QueueConsumer
+
+log = structlog.get_logger(__name__)
+
+PREFETCH: Final = 500
+"""Messages read ahead from one level; so many are delivered once more when the store or the broker is lost."""
+IN_FLIGHT: Final = 2
+"""Batches of one level that are parked at the same time; there are many levels."""
+GIVE_BACK_AFTER: Final = 30.0
+MOST_DELIVERIES: Final = 10
+"""Half of what RabbitMQ 4 allows by default."""
+_DELIVERIES: Final = b"x-delivery-count"
+_WANTED: Final = CONSULTED | {_DELIVERIES}
+
+
+class LevelTakeover:
+    """Consumes the queue of one level for as long as the daemon lives; waits where that queue is missing."""
+
+    def __init__(
+        self,
+        cascade: Cascade,
+        level: int,
+        *,
+        consumer: Consumer,
+        parking: Parking,
+        prepare: Callable[[], Awaitable[None]],
+        now_ms: Callable[[], int],
+        pulse: Pulse,
+        counters: Counters,
+        reads_ahead: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """``prepare`` returns when there is something to park into, and raises StoreLost while there is not. ``now_ms``
+        is the clock's upper bound. ``reads_ahead`` is told how many messages the next subscription is to read ahead at
+        most, where those of this one could not be parked in time: what is given back counts as delivered."""
+        self._cascade = cascade
+        self._level = level
+        self._parking = parking
+        self._now_ms = now_ms
+        self._counters = counters
+        self._ended = asyncio.Event()
+        self.queue = cascade.level(level)
+        intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, in_flight=IN_FLIGHT)
+        self._session = QueueConsumer(
+            intake, consumer, self._carry, prepare=prepare, pulse=pulse, too_slow=lambda count: reads_ahead(count // 2)
+        )
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until stopping is set, or a message of this level has been delivered too often."""
+        listening = asyncio.create_task(self._end_with(stopping), name=f"stop {self.queue}")
+        try:
+            await self._session.run(self._ended)
+        finally:
+            listening.cancel()
+            await asyncio.wait([listening])
+
+    async def _end_with(self, stopping: asyncio.Event) -> None:
+        await stopping.wait()
+        self._ended.set()
+
+    async def _carry(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
+        """Park all of it. Raises StoreLost."""
+        now_ms = self._now_ms()
+        parcels = []
+        for delivery in batch:
+            headers = _headers(delivery)
+            if self._too_often(delivery, headers):
+                return  # nothing of this batch is settled: it goes back, and the level is left alone
+            parcels.append(self._parcel(delivery, headers, now_ms))
+        await self._parking.park(parcels, [])
+        self._counters.add("parked", len(parcels))
+        self._counters.add_routes("parked", [parcel.route for parcel in parcels])
+        acks.accept(delivery.tag for delivery in batch)
+
+    def _parcel(self, delivery: Delivery, headers: dict[bytes, object], now_ms: int) -> Parcel:
+        due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
+        # With its digits, as the cascade's owner would see it: his bindings begin with "#.".
+        target = Target(self._cascade.delivery.encode(), delivery.routing_key)
+        return Parcel(
+            due_ms,
+            delivery.exchange,
+            delivery.exchange,
+            delivery.routing_key,
+            target,
+            delivery.properties,
+            delivery.body,
+        )
+
+    def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
+        if not (delivery.redelivered and self._cascade.counts_deliveries):
+            return False  # what it says is of another queue: whoever passed it on kept the headers
+        deliveries = headers.get(_DELIVERIES)
+        if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
+            return False
+        if not self._ended.is_set():
+            log.error("takeover stopped", queue=self.queue, deliveries=deliveries, next_step="delayer check; restart")
+        self._ended.set()
+        return True
+
+
+def _headers(delivery: Delivery) -> dict[bytes, object]:
+    """What the message tells of its due instant and its deliveries; nothing, where its bytes are broken. Such a message
+    is parked too, and held when it is due: only there can people see it."""
+    found: dict[bytes, object] = {}
+    try:
+        properties = Properties.parse(delivery.properties)
+        for name, type_at, stop in properties.entries():
+            if name in _WANTED and name not in found:
+                found[name] = value_at(properties.raw, type_at, stop)
+    except (MalformedProperties, MalformedTable):
+        return {}
+    return found

@@ -1,0 +1,379 @@
+"""The lanes of this process: its even share of the store's lanes, each with a release loop.
+
+Once a second the manager looks at the store: how many processes live, and which lanes have an owner. It drops lanes
+above its share and takes free ones up to it. Lanes of limited routes are shared apart from the others, from the other
+end, so that no process has two lanes more than another.
+
+A process that has been without its broker for 10 seconds drops all lanes and its presence, so that others take them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from itertools import count
+from typing import Final, TypeVar
+
+import structlog
+
+from delayer.broker.ports import Lane, Pulse, Store
+from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
+from delayer.core.backoff import Sparing
+from delayer.core.counters import Counters
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.hold import Hold
+from delayer.core.message import Parcel
+from delayer.core.segment import Restoration
+from delayer.core.values import TakenOut
+from delayer.release.loop import Release
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+LOOK_SECONDS: Final = 1.0
+ONE_BROKER: Final = "give each broker and virtual host a database of its own; stop daemons with the wrong store.url"
+AWAY_SECONDS: Final = 10.0
+"""How long a process without its broker keeps its lanes."""
+UPKEEP_LOOKS: Final = 60
+"""Looks between two rounds of partition upkeep."""
+BULK: Final = 128
+BULK_BYTES: Final = 1 << 20
+"""Messages, or bytes, of a park that goes to the lanes in turn, so that all of them release it side by side: with one
+lane a process releases a fifth less in bulk. Smaller parks stay in one lane: what comes due of them at a time is one
+claim, publish and commit instead of two half as large, which spares CPU (docs/performance.md, punctuality)."""
+STAY_SECONDS: Final = 300.0
+"""How long small parks stay in one lane while it keeps up: what gathers for one instant is in all lanes by then."""
+
+
+def share(lanes: int, live: int, rank: int) -> int:
+    """How many of ``lanes`` the process of this rank owns, among ``live`` ones.
+
+    >>> [share(5, 3, rank) for rank in range(3)]
+    [2, 2, 1]
+    """
+    return lanes // live + (rank < lanes % live)
+
+
+class LaneManager:
+    """Satisfies ports.Parking and ports.Holder, whether a store is configured, reached, or neither."""
+
+    def __init__(
+        self,
+        release: Callable[[Lane], Release],
+        *,
+        limited: Callable[[], Collection[bytes]] = tuple,
+        pulse: Pulse,
+        counters: Counters,
+        reaching: Callable[[], bool] = lambda: True,
+        broker: Callable[[], str] = str,
+    ) -> None:
+        """``limited``: the routes with a limit, which get lanes of their own. ``reaching``: whether the broker is
+        reached, even if it takes no publishes. ``broker``: its mark (store/lanes/locks.py)."""
+        self.configured = False
+        self.ready = asyncio.Event()
+        """Set while there is a lane to park into."""
+        self.out_of_reach = asyncio.Event()
+        """Set while the last look met a store that could not be reached."""
+        self.spare = asyncio.Event()
+        """Set while there are more processes than lanes, and this one has no share."""
+        self._release = release
+        self._limited = limited
+        self._pulse = pulse
+        self._counters = counters
+        self._reaching = reaching
+        self._broker = broker
+        self._away_since: float | None = None
+        self._connect: Callable[[], Awaitable[Store]] | None = None
+        self._store: Store | None = None
+        self._lanes: list[Lane] = []  # to park into
+        self._releases: dict[asyncio.Task[None], tuple[Lane, Release]] = {}
+        self._upkeep: asyncio.Task[None] | None = None
+        self._others: list[int] = []  # lanes whose owners publish to another broker
+        self._turn = count()
+        self._began = time.monotonic()
+
+    def configure(self, connect: Callable[[], Awaitable[Store]]) -> None:
+        """There is a store: :meth:`run` will connect to it."""
+        self.configured, self._connect = True, connect
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a lane to park into."""
+        return self.ready.is_set()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the store is connected, and the last look reached it."""
+        return self._store is not None and not self.out_of_reach.is_set()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The lanes that this process releases from."""
+        return sorted(lane.number for lane, _ in self._releases.values())
+
+    def now_ms(self) -> int | None:
+        """An upper bound of the store's clock, or None while no store was reached yet."""
+        return None if self._store is None else self._store.now_ms()
+
+    def sure_ms(self) -> int | None:
+        """A lower bound of the store's clock, or None while no store was reached yet."""
+        return None if self._store is None else self._store.sure_ms()
+
+    async def wait_usable(self, seconds: float) -> None:
+        """Raises StoreLost if there is no lane after ``seconds``."""
+        if not self.configured:
+            raise StoreLost("no store is configured")
+        try:
+            await asyncio.wait_for(self.ready.wait(), seconds)
+        except TimeoutError as late:
+            raise StoreLost(*self._why_without(seconds)) from late
+
+    def _why_without(self, seconds: float) -> tuple[str, str]:
+        if self.spare.is_set():
+            return "no lane for this process: there are more processes than lanes", "`delayer db lanes N` raises it"
+        return f"no lane after {seconds:g} s: the store is out of reach, refuses us, or other processes have them", ""
+
+    async def wait_known(self, seconds: float) -> None:
+        """Wait until there is a lane, or no store in reach; ``seconds`` at most. Raises StoreLost where a store is
+        reached and this process has no share of its lanes."""
+        if not self.configured:
+            return
+        known = [asyncio.create_task(event.wait()) for event in (self.ready, self.out_of_reach, self.spare)]
+        try:
+            await asyncio.wait(known, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in known:
+                waiting.cancel()
+        if self.spare.is_set() and not self.usable:
+            raise StoreLost(*self._why_without(seconds))
+
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+        """See ports.Parking."""
+        return await self._write(lambda store, lane: store.park(lane, parcels, cancels), parcels)
+
+    async def hold(self, items: Sequence[tuple[Parcel, Hold]]) -> None:
+        """See ports.Holder."""
+        await self._write(lambda store, lane: store.hold(lane, items), [parcel for parcel, _ in items])
+
+    async def _write(self, work: Callable[[Store, Lane], Awaitable[T]], parcels: Sequence[Parcel]) -> T:
+        """A lane that is lost under a write costs one try; the next one is another lane."""
+        bulk = len(parcels) >= BULK or sum(len(parcel.body) for parcel in parcels) >= BULK_BYTES
+        while True:
+            store = self._reached()
+            lane = self._place(bulk=bulk)
+            try:
+                return await work(store, lane)
+            except LaneLost as lost:
+                self._counters.lanes_lost += 1
+                self._drop([lane], str(lost))
+
+    def _place(self, *, bulk: bool) -> Lane:
+        """The lane for the next park. Raises StoreLost if there is none."""
+        if not self._lanes:
+            raise StoreLost("no lane of ours to park into")
+        if not bulk:
+            behind = {lane for lane, release in self._releases.values() if release.behind}
+            first = int((time.monotonic() - self._began) / STAY_SECONDS) % len(self._lanes)
+            for lane in self._lanes[first:] + self._lanes[:first]:
+                if lane not in behind:
+                    return lane
+        return self._lanes[next(self._turn) % len(self._lanes)]
+
+    async def restore(self, ahead_ms: int) -> Restoration:
+        """Restore the soonest segment, if something in it is due within ``ahead_ms``."""
+        store = self._reached()
+        return await store.restore(store.now_ms() + ahead_ms)
+
+    async def doubtful(self, ahead_ms: int) -> list[int]:
+        """Segments due within ``ahead_ms`` that :meth:`restore` leaves alone. See ports.Store."""
+        store = self._reached()
+        return await store.doubtful(store.now_ms() + ahead_ms)
+
+    async def restore_again(self, segment: int) -> Restoration:
+        """Try to restore one of :meth:`doubtful`."""
+        return await self._reached().restore_again(segment)
+
+    def _reached(self) -> Store:
+        if self._store is None:
+            raise StoreLost("the store was not reached yet" if self.configured else "no store is configured")
+        return self._store
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Look once a second until stopping is set; then wait for the release loops to drop their lanes.
+
+        Raises whatever the store says that waiting does not mend (its schema is too old), and bugs.
+        """
+        try:
+            await self._look_on(stopping)
+            await self._all_dropped()
+        finally:
+            # After a bug, and when the time to stop in is over, the loops were not told.
+            for loop in self._releases:
+                loop.cancel()
+            await self._all_dropped()
+            self.ready.clear()
+            self._pulse.forget("lanes")
+            ended = set() if self._upkeep is None else {self._upkeep}
+            for upkeep in ended:
+                upkeep.cancel()  # half of an upkeep is as good as none
+                await asyncio.wait([upkeep])
+            if self._store is not None:
+                await self._store.close()
+            raise_first(take_failures(ended), unless=LOSSES)
+
+    async def _look_on(self, stopping: asyncio.Event) -> None:
+        beat = partial(self._pulse.beat, "lanes")
+        retry, sparing = Retry(stopping, beat), Sparing()
+        for number in count():
+            if stopping.is_set():
+                return
+            beat()
+            try:
+                await self._look(number, stopping)
+            except StoreLost as lost:
+                self.out_of_reach.set()
+                if sparing.worth(str(lost), time.monotonic()):
+                    advice = {"next_step": lost.advice} if lost.advice else {}
+                    log.warning("store unreachable", reason=str(lost), **advice)
+                failed = True
+            else:
+                self.out_of_reach.clear()
+                retry.succeeded()
+                sparing.over()
+                failed = False
+            if failed:
+                await retry.pause()
+            stop = asyncio.create_task(stopping.wait(), name="stopping")
+            loops = [stop, *self._releases]
+            await asyncio.wait(loops, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            self._collect()
+
+    async def _look(self, number: int, stopping: asyncio.Event) -> None:
+        """Raises StoreLost."""
+        if self._store is None:
+            if self._connect is None:
+                raise StoreLost("no store is configured")
+            self._store = await self._connect()
+            log.info("store connected")
+        try:
+            if self._away():
+                self._drop(list(self._lanes_held()), "no broker")
+                self._store.leave()
+            else:
+                await self._take_share(self._store, stopping)
+        finally:
+            self._keep_up(self._store, number)
+
+    def _away(self) -> bool:
+        """Whether the broker has been out of reach for AWAY_SECONDS."""
+        now = time.monotonic()
+        if self._reaching():
+            self._away_since = None
+            return False
+        self._away_since = self._away_since or now
+        return now - self._away_since >= AWAY_SECONDS
+
+    async def _take_share(self, store: Store, stopping: asyncio.Event) -> None:
+        """Raises StoreLost."""
+        look = await store.look()
+        if missing := set(self._limited()) - set(look.routes):
+            await store.add_routes(missing)
+            look = await store.look()
+        ordinary = [lane.number for lane in look.lanes if lane.route is None]
+        if not ordinary:
+            raise StoreLost("the store has no lanes", "run `delayer db upgrade`")
+        self._warn_of_other_brokers([lane.number for lane in look.lanes if lane.owned and self._is_other(lane.broker)])
+        free = {lane.number for lane in look.lanes if not lane.owned}
+        part = share(len(ordinary), look.live, look.rank)
+        self._say_spare(spare=part == 0, live=look.live, lanes=len(ordinary))
+        for numbers, wanted in (
+            (ordinary, part),
+            (sorted(look.routes.values()), share(len(look.routes), look.live, look.live - 1 - look.rank)),
+        ):
+            ours = [lane for lane in self._lanes_held() if lane.number in numbers]
+            self._drop(ours[wanted:], "shared with another process")
+            # Each process begins at another one: fewer of them try to take the same.
+            begin = look.rank * len(numbers) // look.live
+            for number in numbers[begin:] + numbers[:begin]:
+                if len(ours) >= wanted or stopping.is_set():
+                    break
+                if number in free and (lane := await store.take(number)) is not None:
+                    ours.append(lane)
+                    self._begin(lane, stopping)
+
+    def _begin(self, lane: Lane, stopping: asyncio.Event) -> None:
+        release = self._release(lane)
+        route = {} if lane.route is None else {"route": lane.route}
+        log.info("lane taken", lane=lane.number, **route)
+        loop = asyncio.create_task(release.run(stopping), name=f"release lane {lane.number}")
+        self._releases[loop] = lane, release
+        if lane.route is None:
+            self._lanes.append(lane)
+            self.ready.set()
+
+    def _lanes_held(self) -> list[Lane]:
+        """The lanes that are ours to keep, in the order in which they were taken."""
+        return [lane for lane, release in self._releases.values() if lane.held_by_us and not release.leaving]
+
+    def _drop(self, lanes: Sequence[Lane], reason: str) -> None:
+        """Tell their loops to end, after the open release."""
+        for lane, release in list(self._releases.values()):
+            if lane in lanes:
+                log.info("lane dropped", lane=lane.number, reason=reason)
+                release.leave()
+                self._forget(lane)
+
+    def _forget(self, lane: Lane) -> None:
+        """Park into this lane no more."""
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+        if not self._lanes:
+            self.ready.clear()
+
+    def _say_spare(self, *, spare: bool, live: int, lanes: int) -> None:
+        if spare and not self.spare.is_set():
+            advice = "`delayer db lanes N` raises the number of lanes"
+            log.warning("no lane", processes=live, lanes=lanes, next_step=advice)
+        (self.spare.set if spare else self.spare.clear)()
+
+    def _is_other(self, broker: str) -> bool:
+        ours = self._broker()
+        return bool(ours and broker and broker != ours)
+
+    def _warn_of_other_brokers(self, lanes: list[int]) -> None:
+        """Daemons of another broker own lanes here: they publish our messages there, and we theirs here."""
+        if lanes and lanes != self._others:
+            log.warning("store shared", lanes=lanes, next_step=ONE_BROKER)
+        self._others = lanes
+
+    def _keep_up(self, store: Store, look: int) -> None:
+        """Upkeep goes on beside the looks: it may wait for locks, and the lanes must not wait for it.
+
+        Raises what the last round failed of.
+        """
+        if self._upkeep is not None and self._upkeep.done():
+            last, self._upkeep = self._upkeep, None
+            last.result()
+        if self._upkeep is None and look % UPKEEP_LOOKS == 0:
+            self._upkeep = asyncio.create_task(store.maintain(), name="upkeep")
+
+    def _collect(self) -> None:
+        """Forget the loops that have ended, and their lanes. Raises what one of them failed of: a bug."""
+        failures = []
+        for task in [task for task in self._releases if task.done()]:
+            lane, _ = self._releases.pop(task)
+            self._forget(lane)
+            if not task.cancelled() and (failure := task.exception()) is not None:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    async def _all_dropped(self) -> None:
+        """Wait until every loop has ended."""
+        while self._releases:
+            await asyncio.wait(self._releases)
+            self._collect()

@@ -1,0 +1,292 @@
+"""Releasing one lane: claim what is due, publish it, and forget it only when every confirm is here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from delayer.amqp import edits
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
+from delayer.broker.ports import Lane, Publisher, Pulse
+from delayer.broker.retry import Retry
+from delayer.core.counters import Counters
+from delayer.core.errors import BrokerLost, LaneLost, StoreLost
+from delayer.core.faultpoint import reach
+from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
+from delayer.core.message import Confirmed, Due, Outgoing
+from delayer.core.plan import SHORT_STRING
+from delayer.core.rate_limit import TokenBucket
+from delayer.release.memory_budget import Room, Share
+
+log = structlog.get_logger(__name__)
+
+SLICE: Final = 1.0
+"""Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
+
+FIRST_BYTES: Final = 1 << 20
+"""Of the first claim of a lane; each may be twice as large as the one before, up to a portion."""
+
+COMPANY: Final = 0.002
+"""Seconds between a portion that took all that was due and the next claim: what comes due meanwhile shares its
+transaction, write and confirm. Without it a daemon at 5,000 messages a second makes a turn for every dozen of them;
+with more, every message is later by it (docs/performance.md, punctuality)."""
+
+BEHIND: Final = 2.0
+"""Seconds without having taken all that was due, after which a lane does not keep up. A broker that begins a new log
+confirms nothing for almost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """How much one tick takes: large enough to share a commit, small enough to confirm well within the deadline."""
+
+    messages: int = 1000
+    body_bytes: int = 16 << 20
+
+
+def host_ms() -> int:
+    """The clock of this host."""
+    return time.time_ns() // 1_000_000
+
+
+class Release:
+    """The release loop of one lane."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        publisher: Publisher,
+        *,
+        portion: Portion,
+        pulse: Pulse,
+        counters: Counters,
+        now_ms: Callable[[], int] = host_ms,
+        late_limits: Callable[[], Limits] = dict,
+        rate: Callable[[], float | None] = lambda: None,
+        room: Room | None = None,
+    ) -> None:
+        """``now_ms``: the clock that lateness is measured by. ``late_limits``: of the routes that hold what is late.
+        ``rate``: messages a second that may leave this lane, None for as many as can. ``room``: for the bytes of all
+        lanes."""
+        self._room = room or Room()
+        self._last_bytes = 0
+        self._rate = rate
+        self._bucket: TokenBucket | None = None
+        self._late_limits = late_limits
+        self._now_ms = now_ms
+        self._lane = lane
+        self._publisher = publisher
+        self._portion = portion
+        self._loop = f"lane {lane.number}"
+        self._pulse = pulse
+        self._counters = counters
+        self.leaving = False
+        self._busy_since: float | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether this lane does not keep up: it has been in one turn, or in full ones without a rest, for too long."""
+        return self._busy_since is not None and time.monotonic() - self._busy_since > BEHIND
+
+    def leave(self) -> None:
+        """End this loop alone, after its tick and within a slice of its rest or pause, and let go of the lane."""
+        self.leaving = True
+
+    def _over(self, stopping: asyncio.Event) -> bool:
+        return self.leaving or stopping.is_set()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Tick until stopping is set, this loop is told to leave, or the lane is lost; then let go of the lane."""
+        beat = partial(self._pulse.beat, self._loop)
+        retry = Retry(stopping, beat, lambda: self.leaving)
+        try:
+            while not self._over(stopping):
+                beat()
+                if not self._publisher.ready:
+                    # A claim now would only keep a transaction open until its idle timeout ends it.
+                    await retry.wait(SLICE)
+                    continue
+                seconds: float | None = None
+                self._busy_since = self._busy_since or time.monotonic()
+                try:
+                    seconds = await self.tick()
+                except BrokerLost as lost:
+                    log.warning("release interrupted", lane=self._lane.number, reason=str(lost))
+                if seconds is None:
+                    await retry.pause()
+                    continue
+                retry.succeeded()
+                if seconds > 0:
+                    self._busy_since = None
+                await self._rest(seconds, beat, stopping)
+        except LaneLost as lost:
+            log.warning("lane lost", lane=self._lane.number, reason=str(lost))
+        except StoreLost as lost:
+            log.warning("lane given up", lane=self._lane.number, reason=str(lost))
+        finally:
+            self._pulse.forget(self._loop)
+            try:
+                await self._lane.release()
+            finally:
+                await self._publisher.close()
+
+    async def tick(self) -> float:
+        """Do everything that is due, one portion of it; return the seconds until there may be more to do.
+
+        Raises BrokerLost (the rows are back), LaneLost, StoreLost.
+        """
+        limit = min(self._portion.messages, self._publisher.batch_limit)
+        rate, now = self._rate(), time.monotonic()
+        if rate is None:
+            self._bucket = None
+            claimed = await self._claim_and_send(limit)
+            return (0.0 if self._lane.more else COMPANY) if claimed else await self._lane.sleep_hint()
+        if self._bucket is None or self._bucket.rate != rate:
+            self._bucket = TokenBucket(rate, now)
+        if (wait := self._bucket.wait(now)) > 0:
+            return await self._throttled(wait)
+        tokens = self._bucket.take(limit, now)
+        claimed = await self._claim_and_send(tokens)
+        self._bucket.give_back(tokens - claimed)
+        if not claimed and not self._lane.more:
+            return await self._lane.sleep_hint()
+        return await self._throttled(max(self._bucket.wait(time.monotonic()), COMPANY))
+
+    async def _throttled(self, seconds: float) -> float:
+        """Rest until there are tokens, whatever is due meanwhile."""
+        await asyncio.sleep(min(seconds, SLICE))
+        if not self._lane.held_by_us:
+            raise LaneLost(f"lane {self._lane.number}: the connection that holds its lock is gone")
+        return 0.0
+
+    async def _claim_and_send(self, limit: int) -> int:
+        """Claim, publish, settle; how many were claimed."""
+        # About as much as the last time, lest lanes of small messages take the room of each other.
+        with self._room.share(min(self._portion.body_bytes, max(FIRST_BYTES, 2 * self._last_bytes))) as share:
+            return await self._in_share(limit, share)
+
+    async def _in_share(self, limit: int, share: Share) -> int:
+        began = time.perf_counter()
+        try:
+            rows = await self._lane.claim(limit, share.size)
+        except StoreLost:
+            self._room.took(share.size, time.perf_counter() - began, failed=True)
+            raise
+        share.keep(sum(len(row.parcel.body) + len(row.parcel.properties) for row in rows))
+        self._last_bytes = share.size
+        claimed = time.perf_counter()
+        if not rows:
+            await self._lane.settle([], [])
+            return 0
+        self._room.took(share.size, claimed - began)
+        try:
+            released, held = await self._send(rows)
+        except BaseException:
+            # Whatever it was, cancellation included: nothing of this portion is known to be out, so the rows go back.
+            await self._lane.give_up()
+            raise
+        out_ms, sent = self._now_ms(), time.perf_counter()
+        await self._lane.settle(released, held)
+        self._counters.add("released", len(released))
+        self._counters.batch("claim", len(rows))
+        self._counters.took("claim", claimed - began)
+        self._counters.took("publish", sent - claimed)
+        self._counters.took("settle", time.perf_counter() - sent)
+        self._counters.add_routes("released", [row.parcel.route for row in released])
+        # Not those that were held: their destination was late, not we.
+        self._counters.delivered([(row.due_ms, row.parcel.route) for row in released if not row.attempts], out_ms)
+        self._report(held)
+        return len(rows)
+
+    async def _rest(self, seconds: float, beat: Callable[[], None], stopping: asyncio.Event) -> None:
+        """Sleep for ``seconds``, or until the lane is woken, in slices: each one feeds the watchdog."""
+        deadline = time.monotonic() + seconds
+        while not self._over(stopping) and (left := deadline - time.monotonic()) > 0:
+            beat()
+            slice_ = min(left, SLICE)
+            began = time.monotonic()
+            await self._lane.wait(slice_)
+            if time.monotonic() - began < slice_:
+                return  # woken: something was parked that is due by now, or the lane is lost
+
+    async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, Hold]]]:
+        sendable: list[Due] = []
+        batch: list[Outgoing] = []
+        held: list[tuple[Due, Hold]] = []
+        rows, too_late = sorted_out(rows, self._late_limits(), self._now_ms())
+        held += too_late
+        for row in rows:
+            outgoing = prepared(row, self._publisher.max_properties)
+            if isinstance(outgoing, Hold):
+                held.append((row, outgoing))
+            else:
+                sendable.append(row)
+                batch.append(outgoing)
+        outcomes = await self._publisher.publish(batch)
+        reach("release.published")
+        released: list[Due] = []
+        for row, outcome in zip(sendable, outcomes, strict=True):
+            if isinstance(outcome, Confirmed):
+                released.append(row)
+            else:
+                self._counters.objected(outcome, row.parcel.route)
+                held.append((row, hold_for(outcome)))
+        return released, [(row, hold.after(row.hold)) for row, hold in held]
+
+    def _report(self, held: Sequence[tuple[Due, Hold]]) -> None:
+        for row, hold in held:
+            if row.attempts == 0:
+                self._counters.add("held", 1)
+                self._counters.add_routes("held", [row.parcel.route])
+            log.warning(
+                "message held",
+                id=row.id,
+                kind=hold.kind,
+                reason=hold.text,
+                attempts=row.attempts + 1,
+                exchange=row.parcel.target.exchange,
+                routing_key=row.parcel.target.routing_key,
+                route=row.parcel.route,
+            )
+
+
+def sorted_out(rows: Sequence[Due], limits: Limits, now_ms: int) -> tuple[Sequence[Due], list[tuple[Due, Hold]]]:
+    """The rows to publish, and the rows that are too late for their route. Pure.
+
+    A message that waited for a person is claimed again only after an operator retried it, so deliver it."""
+    if not limits:
+        return rows, []
+    on_time: list[Due] = []
+    late: list[tuple[Due, Hold]] = []
+    for row in rows:
+        by_hand = row.hold is not None and row.hold.for_a_person
+        hold = None if by_hand else too_late(row.due_ms, now_ms, limits.get(row.parcel.route))
+        if hold is None:
+            on_time.append(row)
+        else:
+            late.append((row, hold))
+    return on_time, late
+
+
+def prepared(row: Due, max_properties: int) -> Outgoing | Hold:
+    """The message as it leaves, or the Hold of a message that cannot be published as it stands."""
+    if not row.sound:
+        return unfit("the stored bytes do not fit their checksum, or a newer delayer wrote their format")
+    token = row.parcel.token or b"%d" % row.id
+    try:
+        properties = edits.released(Properties.parse(row.parcel.properties), token, row.due_ms)
+    except (MalformedProperties, MalformedTable) as broken:
+        return unfit(f"malformed properties: {broken}")
+    if len(properties) > max_properties:
+        return unfit(f"the properties are too long: expected at most {max_properties} bytes, found {len(properties)}")
+    target = row.parcel.target
+    if (longest := max(len(target.exchange), len(target.routing_key))) > SHORT_STRING:
+        return unfit(f"the destination is too long: expected at most {SHORT_STRING} bytes, found {longest}")
+    isolated = row.hold is not None and row.hold.isolated
+    return Outgoing(target.exchange, target.routing_key, properties, row.parcel.body, token, isolated)

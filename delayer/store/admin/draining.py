@@ -1,0 +1,106 @@
+"""Taking waiting rows out of the store, to where something else keeps them: gone when that is sure, or there again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+import asyncpg
+
+from delayer.core.faultpoint import reach
+from delayer.core.message import Due
+from delayer.store import pool, statements
+from delayer.store.admin import audit_log
+from delayer.store.admin.listing import Place
+from delayer.store.admin.stats import KINDS, waiting
+from delayer.store.rows import envelope, keys
+from delayer.store.segments import catalog
+
+_TAKE: Final = """
+DELETE FROM message AS m
+USING unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
+WHERE m.lane = w.lane AND m.due_at = 'epoch'::timestamptz + w.due_us * interval '1 microsecond' AND m.id = w.id
+  AND m.due_at >= $4 AND m.due_at < $5 AND (m.key IS NULL OR $6)
+RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_key,
+          m.to_exchange, m.to_key, m.properties, m.body, m.key, m.lane
+"""
+
+
+class Unsound(Exception):
+    """The messages of these ids do not fit their checksum, or their format is not known here: nobody may send them."""
+
+    def __init__(self, ids: frozenset[int]) -> None:
+        super().__init__(f"{len(ids)} messages do not fit their checksum")
+        self.ids = ids
+
+
+class Standing(NamedTuple):
+    """What waits, by what a drain makes of it.
+
+    ``keyed`` and ``soon`` are of ``rows``, and no row is in both unless those with a key are to go too; ``soon`` is
+    bounded. ``packed`` and ``broken`` are messages in segments, ``held`` is what no destination took.
+    """
+
+    rows: int
+    keyed: int
+    soon: int
+    held: int
+    packed: int
+    broken: int
+
+
+SOON_MOST: Final = 1_000_000
+_KEYED: Final = "SELECT count(*) FROM message_key AS k WHERE NOT EXISTS (SELECT FROM held AS h WHERE h.id = k.id)"
+_SOON: Final = """
+SELECT count(*)
+FROM lane AS l
+CROSS JOIN LATERAL (
+    SELECT FROM message WHERE lane = l.number AND due_at < $1 AND (key IS NULL OR $3) LIMIT $2
+) AS soonest
+"""
+_COUNTED: Final = "SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"
+
+
+async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bool = False) -> Standing:
+    """Count, on one snapshot. ``soon_ms``: epoch ms, before which a row is left alone; one with a key stays anyway,
+    unless ``keys_too``. Raises the driver's errors."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        kinds = dict.fromkeys(KINDS, 0) | dict(await connection.fetch(_COUNTED))
+        keyed = await connection.fetchval(_KEYED)
+        soon = await connection.fetchval(_SOON, soon_ms, SOON_MOST, keys_too)
+        packed = await catalog.count(connection)
+    return Standing(
+        waiting(kinds), keyed, soon, kinds["held"], packed.messages - packed.broken_messages, packed.broken_messages
+    )
+
+
+@asynccontextmanager
+async def taken(
+    connection: asyncpg.Connection, places: Sequence[Place], act: int, *, keys_too: bool = False
+) -> AsyncIterator[list[Due]]:
+    """The messages at these places that are still there, and have no key or ``keys_too``: deleted, and counted as
+    released, when the block ends well; else they are there again. Raises Unsound, the driver's errors."""
+    dues = [place.due_us for place in places]
+    async with pool.transaction(connection):
+        rows = await connection.fetch(
+            _TAKE, [place.lane for place in places], dues, [place.id for place in places],
+            min(dues) // 1000, max(dues) // 1000 + 1, keys_too,
+        )  # fmt: skip
+        found = [envelope.read(row) for row in rows]
+        unsound = frozenset(one.id for one in found if not one.sound)
+        if unsound:
+            raise Unsound(unsound)
+        reach("drain.taken")
+        yield found
+        reach("drain.published")
+        await keys.forget_released(connection, found)
+        await audit_log.add(connection, act, len(rows))
+        by_lane = Counter(row["lane"] for row in rows)
+        if by_lane:
+            lanes = sorted(by_lane)
+            await connection.execute(
+                statements.COUNT, lanes, ["released"] * len(lanes), [by_lane[lane] for lane in lanes]
+            )
+    reach("drain.committed")

@@ -1,0 +1,282 @@
+"""Legacy imports in the store: the state of a run, the records of its file, and batches committed with both.
+
+Each batch goes to the next lane, and messages of limited routes to the lanes of their routes. The owners are notified:
+they release messages that are due soon on time, while the import still runs. Without a daemon the messages wait.
+
+A message that waits under a key stays: an imported one with that key is older, or as old. It is not parked but counted
+as superseded, and the audit log names its key.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import asyncpg
+
+from delayer.core.errors import LaneLost, StoreLost
+from delayer.core.faultpoint import reach
+from delayer.core.importing import Batch, Phase, Run
+from delayer.core.message import Parcel
+from delayer.store import pool, schema
+from delayer.store.admin import audit_log
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.rows import keys, park, partitions
+from delayer.store.rows.partitions import DAY_MS, Days
+
+ATTEMPTS: Final = 20
+"""How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
+_LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
+_TOKEN: Final = "token"
+_INTO: Final = "into"
+"""These stand among the parameters in the table, and nowhere else: no source has any of these names."""
+_COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, superseded, progress"
+_COMMIT: Final = (
+    "UPDATE import_run SET parked = parked + $2, held = held + $3, superseded = superseded + $4, progress = $5"
+    " WHERE id = $1 AND phase = 'running' AND progress IS NOT DISTINCT FROM $6 RETURNING parked, held, superseded"
+)
+SUPERSEDED: Final = "import superseded"
+"""The verb in the audit log of messages that were not imported, as others wait under their keys."""
+NAMED: Final = 50
+"""Keys that one entry of the audit log names."""
+
+
+class ImportBusy(Exception):
+    """Another import is at work in this store, at this moment."""
+
+
+class ImportStore:
+    """The state of imports over one connection, which has the lock of all of them. Made by :meth:`open`.
+
+    Every method may raise StoreLost; then nothing of it is committed, or, if the connection broke at the commit, that
+    is in doubt and seen by the next :meth:`unfinished`.
+    """
+
+    def __init__(self, connection: asyncpg.Connection, days: Days) -> None:
+        self._connection = connection
+        self._days = days
+        self._turn = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, url: str) -> AsyncIterator[ImportStore]:
+        """Raises StoreLost, BadStoreUrl, SchemaOutdated, ImportBusy."""
+        connection = await pool.connect(url, "delayer import")
+        try:
+            with translated("import"):
+                await schema.check(connection)
+                if not await connection.fetchval(f"SELECT {_LOCK}"):
+                    raise ImportBusy("another `delayer import` is at work in this store")
+                days = Days(await partitions.existing(connection))
+            yield cls(connection, days)
+        finally:
+            await pool.close(connection)
+
+    async def now_ms(self) -> int:
+        """The store's clock."""
+        with translated("import"):
+            now: int = await self._connection.fetchval("SELECT clock_timestamp()")
+        return now
+
+    async def unfinished(self) -> Run | None:
+        """The run that is not done, if there is one."""
+        with translated("import"):
+            row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
+        return None if row is None else _run(row)
+
+    async def begin(self, source: str, parameters: Mapping[str, object], who: str, *, into: str = "store") -> Run:
+        """Write down that a run begins, with a new token. There must be none that is unfinished."""
+        more = {_TOKEN: uuid.uuid4().hex[:12], _INTO: into}
+        text = json.dumps({**parameters, **more}, sort_keys=True, ensure_ascii=True)
+        with translated("import"):
+            row = await self._connection.fetchrow(
+                "INSERT INTO import_run (who, source, parameters, phase) VALUES ($1, $2, $3, 'staging')"
+                f" RETURNING {_COLUMNS}",
+                who,
+                source,
+                text,
+            )
+        return _run(row)
+
+    async def staged(self, run: Run, messages: int | None) -> Run:
+        """Staging is over: so many are to come; None where the source cannot know."""
+        await self._set(run, "phase = 'running', staged = $2", messages)
+        return replace(run, phase=Phase.RUNNING, staged=messages)
+
+    async def commit(self, run: Run, batch: Batch, published: int = 0) -> Run:
+        """Park and hold the batch, with its progress: all of it, or nothing. ``published``: how many of the source's
+        messages went elsewhere, into a cascade, and count as parked."""
+        await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None})
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._commit(run, batch, published)
+            except (LaneLost, *WORTH_REPEATING):
+                continue
+        try:
+            return await self._commit(run, batch, published)
+        except WORTH_REPEATING as error:
+            raise StoreLost(f"import: {describe(error)}, {ATTEMPTS} times") from error
+
+    async def finish(self, run: Run, phase: Phase) -> Run:
+        """It is done, or aborted."""
+        with translated("import"):
+            async with pool.transaction(self._connection):
+                await self._connection.execute("TRUNCATE import_item")  # there is no other run that is open
+                await self._connection.execute(
+                    "UPDATE import_run SET phase = $2, ended_at = now() WHERE id = $1", run.id, phase.value
+                )
+        return replace(run, phase=phase)
+
+    async def _set(self, run: Run, what: str, *values: Any) -> None:
+        with translated("import"):
+            await self._connection.execute(f"UPDATE import_run SET {what} WHERE id = $1", run.id, *values)
+
+    async def _commit(self, run: Run, batch: Batch, published: int) -> Run:
+        try:
+            parked, held, superseded = await self._transact(run, batch, published)
+        except WORTH_REPEATING:
+            raise
+        except DRIVER_ERRORS as error:
+            raise StoreLost(f"import: {describe(error)}") from error
+        reach("import.committed")
+        return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
+
+    async def _transact(self, run: Run, batch: Batch, published: int) -> tuple[int, int, int]:
+        """One transaction. How many messages the run has parked, held and superseded by now.
+
+        Raises LaneLost, StoreLost, the driver's errors.
+        """
+        parcels = [item.parcel for item in batch.items if item.hold is None]
+        held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
+        self._turn += 1
+        place = await park.anywhere(self._connection, self._turn)
+        async with pool.transaction(self._connection):
+            now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
+            parcels, superseded = await self._not_waiting(parcels)
+            row = await self._connection.fetchrow(
+                _COMMIT,
+                run.id,
+                len(parcels) + published,
+                len(held),
+                len(superseded),
+                batch.progress,
+                run.progress,
+            )
+            if row is None:
+                raise StoreLost(f"import {run.id}: somebody else went on with it")
+            if superseded:
+                named = [key.decode(errors="replace") for key in superseded[:NAMED]]
+                act = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
+                await audit_log.add(self._connection, act, len(superseded))
+            if any(parcel.key is not None for parcel in parcels):
+                await park.park_keyed(self._connection, place, parcels, [])
+            elif parcels:
+                await park.park_plain(self._connection, place, parcels)
+            if held:
+                await park.hold_new(self._connection, place, held, now_ms)
+        return tuple(row)
+
+    async def _not_waiting(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[bytes]]:
+        """The messages to park, and the keys of all others: under each a message waits, or an earlier one of these has
+        it. Locks the keys: nobody parks under them before this transaction ends."""
+        keyed = {parcel.key for parcel in parcels if parcel.key is not None}
+        if not keyed:
+            return list(parcels), []
+        await keys.lock_keys(self._connection, keyed)
+        taken = await keys.waiting(self._connection, keyed)
+        kept: list[Parcel] = []
+        superseded: list[bytes] = []
+        for parcel in parcels:
+            if parcel.key is None:
+                kept.append(parcel)
+            elif parcel.key in taken:
+                superseded.append(parcel.key)
+            else:
+                taken.add(parcel.key)
+                kept.append(parcel)
+        return kept, superseded
+
+    async def _make_days(self, wanted: Collection[int]) -> None:
+        """Partitions for these days, as far as there is time. Raises StoreLost."""
+        with translated("make partitions"):
+            now_ms = await self._connection.fetchval("SELECT clock_timestamp()")
+            until = time.monotonic() + partitions.MAINTAIN_SECONDS
+            today = now_ms // DAY_MS
+            while (at := time.monotonic()) < until and (missing := self._days.missing(wanted, today, at)):
+                await self._days.make(self._connection, missing, today, at, until - at)
+
+    async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
+        """Those of these keys under which a message waits: an import would not park another one. Raises StoreLost."""
+        with translated("import"):
+            return await keys.waiting(self._connection, wanted)
+
+    async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]:
+        """Imports of the same bytes that are over: the number of each, and how many messages it brought."""
+        with translated("import"):
+            rows = await self._connection.fetch(
+                "SELECT id, parked + held AS messages FROM import_run WHERE ended_at IS NOT NULL AND source = $1"
+                " AND parked + held > 0 AND strpos(parameters, $2) > 0 ORDER BY id",
+                source,
+                f'"sha256": "{sha256}"',  # as begin() writes it; a file's name need not be what Postgres takes as jsonb
+            )
+        return [(row["id"], row["messages"]) for row in rows]
+
+    async def write_items(self, run: Run, items: AsyncIterable[Sequence[tuple[int, int, int]]]) -> int:
+        """Note what there is to read: (due instant, where it begins, its length), by portions. How many; whatever was
+        noted before is gone. All of it, or nothing."""
+        count = 0
+        with translated("import"):
+            async with pool.transaction(self._connection):
+                await self._connection.execute("TRUNCATE import_item")
+                async for some in items:
+                    await self._connection.copy_records_to_table(
+                        "import_item",
+                        records=[(run.id, *one) for one in some],
+                        columns=("run", "due_ms", "position", "size"),
+                    )
+                    count += len(some)
+        return count
+
+    async def keep_items(self, run: Run, limit: int) -> int:
+        """Of what was noted, only the soonest ``limit``. How many are left."""
+        with translated("import"):
+            async with pool.transaction(self._connection):
+                await self._connection.execute("SET LOCAL statement_timeout = 0")  # of millions it may take a minute
+                await self._connection.execute(
+                    "DELETE FROM import_item WHERE run = $1 AND (due_ms, position) > (SELECT due_ms, position"
+                    " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",
+                    run.id,
+                    limit - 1,
+                    timeout=None,
+                )
+                count: int = await self._connection.fetchval(
+                    "SELECT count(*) FROM import_item WHERE run = $1", run.id, timeout=None
+                )
+        return count
+
+    async def read_items(self, run: Run, after: tuple[int, int], limit: int) -> list[tuple[int, int, int]]:
+        """The next of them behind ``after`` (due instant, position), soonest due first."""
+        with translated("import"):
+            rows = await self._connection.fetch(
+                "SELECT due_ms, position, size FROM import_item WHERE run = $1 AND (due_ms, position) > ($2, $3)"
+                " ORDER BY due_ms, position LIMIT $4",
+                run.id,
+                *after,
+                limit,
+            )
+        return [tuple(row) for row in rows]
+
+
+def _run(row: asyncpg.Record) -> Run:
+    values = dict(row)
+    began_ms = values.pop("began_at")
+    values["parameters"] = json.loads(values["parameters"])
+    values["token"] = values["parameters"].pop(_TOKEN, "")
+    values["into"] = values["parameters"].pop(_INTO, "")
+    values["phase"] = Phase(values["phase"])
+    return Run(**values, began_ms=began_ms)

@@ -1,0 +1,496 @@
+"""Waiting messages, page by page, in the order of (due instant, id), merged over the lanes and the segments.
+
+A page begins behind the last place of the one before, found by the primary key of the few partitions that it touches:
+it costs the same with ten million rows waiting as with ten. What no index knows (route, destination, headers) is found
+by reading on, and that is bounded: a page may end before it is full, and says so, and the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import asyncpg
+
+from delayer.core.filters import Filter, Token
+from delayer.store import pool, schema, statements
+from delayer.store.errors import DAMAGED, translated
+from delayer.store.rows.days import DAY_MS
+from delayer.store.segments import catalog as segments
+from delayer.store.segments import unpacking
+
+LAST_ID: Final = (1 << 63) - 1
+_LANES: Final = (
+    "SELECT lane FROM counter GROUP BY lane"
+    " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
+)
+# $1 lanes, $2 and $3 bounds of due_at, which prune partitions while planning; the place behind which to begin is ($4
+# microseconds, $5 id); $6 rows of each lane at most. Where nothing but due_at is asked for, only the index is read.
+_NEXT: Final = """
+SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, {meant} AS meant, {properties} AS properties
+FROM unnest($1::smallint[]) AS l (number)
+CROSS JOIN LATERAL (
+    SELECT {columns} FROM message
+    WHERE lane = l.number AND due_at >= $2 AND due_at < $3
+      AND (due_at, id) > ('epoch'::timestamptz + $4::bigint * interval '1 microsecond', $5::bigint)
+    ORDER BY due_at, id
+    LIMIT $6
+) AS next
+"""
+
+
+class Place(NamedTuple):
+    """Where a message waits. The order of a list is that of places."""
+
+    due_us: int
+    id: int
+    lane: int
+    segment: int | None = None
+
+    @property
+    def token(self) -> Token:
+        return Token(self.id, self.due_us // 1000)
+
+
+Test = Callable[[bytes], bool]
+"""Whether a message is meant, by its properties: what SQL cannot read."""
+BEGINNING: Final = (-(1 << 53), -1)
+
+
+class Rows:
+    """Rows of ``message``, read window by window: of the days ahead one, then two, then four, until there are enough.
+
+    One statement over all partitions would open hundreds of them to read the first page of one.
+    """
+
+    def __init__(
+        self, connection: asyncpg.Connection, wanted: Filter, test: Test | None, limit: int, scan: int
+    ) -> None:
+        self.places: list[Place] = []
+        self._connection = connection
+        self._wanted = wanted
+        self._test = test
+        self._limit = limit
+        self._left = scan
+        self._each = limit + 1
+        """Rows of each lane that are read at once: few first, as the first may be those that are meant."""
+
+    async def read(self, after: tuple[int, int]) -> tuple[int, int] | None:
+        """Read behind ``after``. The last place up to which everything that is meant was found; None for the end."""
+        lanes = [lane for (lane,) in await self._connection.fetch(_LANES)]
+        last_ms = segments.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
+        if self._wanted.due_from_ms is not None:
+            after = max(after, (self._wanted.due_from_ms * 1000 - 1, LAST_ID))
+        width = DAY_MS
+        low_ms = pool.BEGINNING_MS if after <= BEGINNING else after[0] // 1000
+        now_ms = await self._connection.fetchval("SELECT now()")
+        while lanes and low_ms < last_ms:
+            high_ms = min(max(low_ms, now_ms) + width, last_ms)
+            if high_ms > now_ms + 1000 * DAY_MS:
+                high_ms = last_ms  # behind every partition of a day
+            stopped = await self._window(lanes, low_ms, high_ms, after)
+            if stopped is not None:
+                after = stopped
+                low_ms = after[0] // 1000
+                if len(self.places) > self._limit or self._left <= 0:
+                    return after
+                continue
+            low_ms, width = high_ms, width * 2
+            if len(self.places) > self._limit:
+                return (high_ms * 1000 - 1, LAST_ID)
+        return None
+
+    async def _window(
+        self, lanes: Sequence[int], low_ms: int, high_ms: int, after: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """Read the rows due from ``low_ms`` to before ``high_ms``. The place up to which every lane was read; None when
+        that is all of the window."""
+        narrow = self._wanted.narrow
+        each = max(min(self._left // len(lanes), self._each), 1) if narrow else self._limit + 1
+        self._each *= 4
+        meant, given = conditions(self._wanted, first=7)
+        columns = ", route, to_exchange, to_key" if given else ""
+        properties = "NULL::bytea" if self._test is None else f"CASE WHEN {meant} THEN properties END"
+        statement = _NEXT.format(
+            meant=meant,
+            properties=properties,
+            columns=f"lane, due_at, id{columns}{', properties' if self._test else ''}",
+        )
+        rows = await self._connection.fetch(statement, lanes, low_ms, high_ms, *after, each, *given)
+        counted: dict[int, int] = {}
+        last: dict[int, tuple[int, int]] = {}
+        for lane, due_us, number, _, _ in rows:
+            counted[lane] = counted.get(lane, 0) + 1
+            last[lane] = max(last.get(lane, BEGINNING), (due_us, number))
+        if narrow:
+            self._left -= len(rows)
+        end = min((last[lane] for lane, n in counted.items() if n == each), default=None)
+        self.places += [
+            Place(due_us, number, lane)
+            for lane, due_us, number, hit, raw in rows
+            if hit and (end is None or (due_us, number) <= end) and (self._test is None or self._test(raw))
+        ]
+        return end
+
+
+def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
+    """What no index knows, as SQL with parameters from ``first`` on, and these parameters."""
+    asked = {"route": wanted.route, "to_exchange": wanted.exchange, "to_key": wanted.routing_key}
+    given = {column: value for column, value in asked.items() if value is not None}
+    terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
+    return " AND ".join(terms) or "true", list(given.values())
+
+
+SCAN: Final = 10_000
+"""Rows that one page reads at most, of all lanes together, to find those that are meant."""
+SEGMENTS: Final = 4
+"""Segments that one page unpacks at most: some 50 ms each."""
+SETTINGS: Final = {
+    # Plans must be ranges of the primary key, whatever the statistics say of a partition that was just filled.
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+_COLUMNS: Final = """
+SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint AS due_us, m.id, m.parked_at, m.route, m.exchange,
+       m.routing_key, m.to_exchange, m.to_key, m.key, octet_length(m.body) AS size, m.properties
+"""
+_ENTRIES: Final = f"""{_COLUMNS}
+FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS w (lane, due_us, id)
+CROSS JOIN LATERAL (
+    SELECT * FROM message
+    WHERE lane = w.lane AND due_at = 'epoch'::timestamptz + w.due_us * interval '1 microsecond' AND id = w.id
+      AND due_at >= $4 AND due_at < $5
+) AS m
+ORDER BY due_us, id
+"""
+# Of which the due instant is known to the millisecond.
+_NAMED: Final = f"""{_COLUMNS}
+FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
+CROSS JOIN LATERAL (
+    SELECT * FROM message
+    WHERE lane = w.lane AND due_at >= w.due AND due_at < w.due + interval '1 millisecond' AND id = w.id
+      AND due_at >= $4 AND due_at < $5
+) AS m
+"""
+_KEYED: Final = (
+    "SELECT m.lane, (extract(epoch FROM m.due_at) * 1000000)::bigint, m.id FROM message_key AS k JOIN message AS m"
+    " ON m.lane = k.lane AND m.due_at = k.due_at AND m.id = k.id WHERE k.key = $1"
+)
+
+
+class Entry(NamedTuple):
+    """A waiting message without its body."""
+
+    place: Place
+    parked_ms: int
+    route: bytes
+    exchange: bytes
+    routing_key: bytes
+    to_exchange: bytes
+    to_key: bytes
+    key: bytes | None
+    size: int
+    properties: bytes
+
+
+class Found(NamedTuple):
+    """The next messages that are meant. ``after`` is where to go on, None where nothing is left.
+
+    ``bounded``: reading ended at its limit, before enough were found. ``broken``: segments that do not read back and
+    may hold messages that are meant.
+    """
+
+    places: Sequence[Place]
+    packed: dict[int, Entry]
+    """Of those that stand in segments: their entries, as they were unpacked anyway."""
+    after: tuple[int, int] | None
+    bounded: bool
+    broken: Sequence[int]
+
+
+@asynccontextmanager
+async def looking(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection to look at the store with. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    connection = await pool.connect(url, "delayer look", SETTINGS)
+    try:
+        with translated(doing):
+            await schema.check(connection)
+            yield connection
+    finally:
+        await pool.close(connection)
+
+
+async def find(
+    connection: asyncpg.Connection,
+    wanted: Filter,
+    test: Test | None,
+    limit: int,
+    after: tuple[int, int] = BEGINNING,
+    *,
+    scan: int = SCAN,
+) -> Found:
+    """The next ``limit`` messages of ``wanted`` that wait behind ``after`` (due microseconds, id), rows and those in
+    segments, on one snapshot. ``test`` stands for the headers of ``wanted``. Raises the driver's errors."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        if wanted.key is not None:
+            return await _find_keyed(connection, wanted, test, after)
+        rows = Rows(connection, wanted, test, limit, scan)
+        end = await rows.read(after)
+        packed, broken, end_of_segments = await _in_segments(connection, wanted, test, after, end)
+        end = end if end_of_segments is None else min(end or end_of_segments, end_of_segments)
+    both = sorted([*rows.places, *(entry.place for entry in packed)])
+    meant = [place for place in both if end is None or place[:2] <= end]
+    full = len(meant) >= limit and (len(meant) > limit or end is not None)
+    if full:
+        meant, end = meant[:limit], meant[limit - 1][:2]
+    of_segments = {entry.place.id: entry for entry in packed}
+    return Found(meant, of_segments, end, bounded=end is not None and not full, broken=broken)
+
+
+async def entries(connection: asyncpg.Connection, found: Found) -> list[Entry]:
+    """What was found, without the bodies. One that went meanwhile is left out. Raises the driver's errors."""
+    rows = [place for place in found.places if place.segment is None]
+    read = [found.packed[place.id] for place in found.places if place.segment is not None]
+    if rows:
+        dues = [place.due_us for place in rows]
+        told = await connection.fetch(
+            _ENTRIES, [place.lane for place in rows], dues, [place.id for place in rows],
+            min(dues) // 1000, max(dues) // 1000 + 1,
+        )  # fmt: skip
+        read += map(_entry, told)
+    return sorted(read)
+
+
+def _entry(row: asyncpg.Record) -> Entry:
+    return Entry(Place(row["due_us"], row["id"], row["lane"]), *row[3:])
+
+
+async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
+    """Those of these names that wait, as rows or in segments; and segments that do not read back and may hold more.
+    Raises the driver's errors."""
+    ids = {token.id for token in tokens}
+    dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        places = await find_rows(connection, list(ids), dues)
+        rows = [] if places is None else await connection.fetch(_NAMED, *places[:3], *places.bounds)
+        found = [_entry(row) for row in rows]
+        left = ids - {entry.place.id for entry in found}
+        there = await find_in_segments(connection, left, dues)
+        for segment, numbers in there.holding.items():
+            found += [one for one in await entries_of(connection, segment) or () if one.place.id in numbers]
+    return sorted(found), sorted(there.unreadable)
+
+
+async def _find_keyed(
+    connection: asyncpg.Connection, wanted: Filter, test: Test | None, after: tuple[int, int]
+) -> Found:
+    rows = await connection.fetch(_KEYED, wanted.key)
+    places = [Place(due_us, number, lane) for lane, due_us, number in rows]
+    found = Found([place for place in places if place[:2] > after], {}, None, bounded=False, broken=())
+    read = [one for one in await entries(connection, found) if meant(one, wanted, test)]
+    return found._replace(places=[one.place for one in read])
+
+
+def meant(entry: Entry, wanted: Filter, test: Test | None) -> bool:
+    """Whether ``wanted`` means this message. Pure."""
+    asked = ((wanted.route, entry.route), (wanted.exchange, entry.to_exchange), (wanted.routing_key, entry.to_key))
+    same = all(want is None or want == found for want, found in (*asked, (wanted.key, entry.key)))
+    return same and wanted.in_range(entry.place.due_us // 1000) and (test is None or test(entry.properties))
+
+
+async def _in_segments(
+    connection: asyncpg.Connection,
+    wanted: Filter,
+    test: Test | None,
+    after: tuple[int, int],
+    end: tuple[int, int] | None,
+) -> tuple[list[Entry], list[int], tuple[int, int] | None]:
+    """The messages in segments that are meant, between two places; segments that do not read back; and the place up to
+    which segments were looked into, None for all of them."""
+    first_ms = max(after[0] // 1000, -(1 << 53) if wanted.due_from_ms is None else wanted.due_from_ms)
+    last_ms = segments.FOREVER_MS if end is None else end[0] // 1000
+    if wanted.due_before_ms is not None:
+        last_ms = min(last_ms, wanted.due_before_ms - 1)
+    rows = await connection.fetch(
+        "SELECT id, first_due FROM segment WHERE first_due < $1 AND last_due >= $2 ORDER BY first_due, id",
+        last_ms + 1,
+        first_ms,
+    )
+    found: list[Entry] = []
+    broken: list[int] = []
+    for position, (segment, first_due_ms) in enumerate(rows):
+        # Not to the end of an instant: the next segment may begin inside of it.
+        before = (first_due_ms * 1000 - 1, LAST_ID)
+        if position >= SEGMENTS and before > after:
+            return found, broken, before
+        unpacked = await entries_of(connection, segment)
+        if unpacked is None:
+            broken.append(segment)
+        else:
+            found += [entry for entry in unpacked if entry.place[:2] > after and meant(entry, wanted, test)]
+    return found, broken, None
+
+
+async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry] | None:
+    """The live messages of a segment; None where it does not read back. Read in a thread, as by unpacking.read. Raises
+    the driver's errors."""
+    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow, once there is one to read
+
+    try:
+        table = await unpacking.read(connection, segment)
+    except SegmentBroken:
+        return None
+    if table is None:
+        return []
+    lane = await connection.fetchval("SELECT lane FROM segment WHERE id = $1", segment)
+    return await asyncio.to_thread(_of_table, table, lane, segment)
+
+
+def _of_table(table: Any, lane: int, segment: int) -> list[Entry]:
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    from delayer.store.segments.codec import integers  # noqa: PLC0415
+
+    columns = [integers(table[name]).to_pylist() for name in ("due_at", "id", "parked_at")]
+    columns += [table[name].to_pylist() for name in ("route", "exchange", "routing_key", "to_exchange", "to_key")]
+    columns += [table["properties"].to_pylist(), pc.binary_length(table["body"]).to_pylist()]
+    return [
+        Entry._make((Place(due_us, number, lane, segment), parked_us // 1000, *names, None, size, properties))
+        for due_us, number, parked_us, *names, properties, size in zip(*columns, strict=True)
+    ]
+
+
+IDS_AT_ONCE: Final = 64
+"""Segments whose ids are read by one statement: some 4 MB."""
+
+
+class InSegments(NamedTuple):
+    """The segments that hold messages which were asked for, each with these, and those that do not say."""
+
+    holding: dict[int, list[int]]
+    unreadable: dict[int, tuple[int, int]]
+    """Lowest and highest id of each."""
+
+
+_SEEN: Final = """
+SELECT coalesce(max(id), 0), count(*), (SELECT coalesce(sum(n), 0)::bigint FROM counter WHERE kind = 'restored')
+FROM segment
+"""
+
+_EVERY_LANE = "SELECT array(SELECT number FROM lane)"
+
+# As in sql/candidates.sql, without a look at their bytes.
+_RANGES = (
+    "SELECT s.id, s.first_id, s.last_id FROM segment AS s WHERE s.id > $2 AND s.first_due <= $5 AND s.last_due >= $4"
+    " AND EXISTS (SELECT FROM unnest($1::bigint[]) AS wanted WHERE wanted BETWEEN s.first_id AND s.last_id)"
+    " ORDER BY s.id LIMIT $3"
+)
+
+Dues = Mapping[int, int]
+"""When messages are due (epoch ms), by id, of those of which that is known: they are found by it, or not at all."""
+NO_DUES: Final[Dues] = {}
+
+
+class Seen(NamedTuple):
+    """Which segments there are. Another one whenever a segment came or went in between, also one that came *and* went:
+    ids are never used again, and who restores counts."""
+
+    newest: int
+    segments: int
+    restored: int
+
+
+async def segments_seen(connection: asyncpg.Connection) -> Seen:
+    """Raises the driver's errors."""
+    return Seen(*await connection.fetchrow(_SEEN))
+
+
+class Places(NamedTuple):
+    """Where rows wait, as the statements take it: in the order that a release locks them in. Due instants travel as
+    milliseconds, and a row that somebody wrote by hand may lie between two of them; ``bounds`` of all of them."""
+
+    lanes: list[int]
+    dues: list[int]
+    ids: list[int]
+    bounds: tuple[int, int]
+
+
+async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places | None:
+    """Where the rows among ``ids`` wait; None where none does. Raises the driver's errors."""
+    known = [number for number in ids if number in dues]
+    unknown = [number for number in ids if number not in dues]
+    found = await connection.fetch(statements.FIND_ROWS, unknown, timeout=None) if unknown else []
+    if known:
+        at = [dues[number] for number in known]
+        lanes = await connection.fetchval(_EVERY_LANE)
+        found += await connection.fetch(statements.FIND_ROWS_AT, known, at, min(at), max(at) + 1, lanes)
+    if not found:
+        return None
+    of_lanes, due_ms, numbers = map(list, zip(*sorted(map(tuple, found)), strict=True))
+    return Places(of_lanes, due_ms, numbers, (min(due_ms), max(due_ms) + 1))
+
+
+async def find_in_segments(connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES) -> InSegments:
+    """Which segments hold which of the messages ``ids``, those included that were cancelled there.
+
+    Reads some 70 KB of every segment whose range of ids one of them is in; where ``dues`` has all of them, only of
+    those that reach over such an instant. Raises the driver's errors.
+    """
+    wanted, last = set(ids), 0
+    at = [dues[number] for number in wanted if number in dues]
+    known = bool(at) and len(at) == len(wanted)
+    first_ms, last_ms = (min(at), max(at) + 1) if known else (pool.BEGINNING_MS, segments.FOREVER_MS)
+    found = InSegments({}, {})
+    while wanted:
+        from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow, once there may be something to read
+
+        rows, damaged = await _candidates(connection, list(wanted), last, (first_ms, last_ms))
+        found.unreadable.update(damaged)
+        for row in rows:
+            try:
+                ids_there = codec.ids_of(row["head"], row["tail"], row["size"], row["format"])
+                if ids_there is None and (packed := await unpacking.bytes_of(connection, row["id"])) is not None:
+                    ids_there = codec.ids_of(packed, b"", len(packed), row["format"])
+            except codec.SegmentBroken:
+                found.unreadable[row["id"]] = (row["first_id"], row["last_id"])
+                continue
+            if here := wanted.intersection(ids_there or ()):
+                found.holding[row["id"]] = list(here)
+        if len(rows) + len(damaged) < IDS_AT_ONCE:
+            break
+        last = max([*(row["id"] for row in rows), *damaged])
+    return found
+
+
+async def _candidates(
+    connection: asyncpg.Connection, wanted: list[int], last: int, dues: tuple[int, int]
+) -> tuple[list[asyncpg.Record], dict[int, tuple[int, int]]]:
+    """The next candidates, IDS_AT_ONCE together; and of those that the store cannot read, the ranges of ids."""
+    try:
+        return await _heads(connection, wanted, last, IDS_AT_ONCE, dues), {}
+    except DAMAGED:
+        pass  # one by one: it is some of them
+    rows: list[asyncpg.Record] = []
+    damaged: dict[int, tuple[int, int]] = {}
+    for number, first, highest in await connection.fetch(_RANGES, wanted, last, IDS_AT_ONCE, *dues, timeout=None):
+        try:
+            rows += await _heads(connection, wanted, number - 1, 1, dues)
+        except DAMAGED:
+            damaged[number] = (first, highest)
+    return rows, damaged
+
+
+async def _heads(
+    connection: asyncpg.Connection, wanted: list[int], last: int, count: int, dues: tuple[int, int]
+) -> list[asyncpg.Record]:
+    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
+
+    async with pool.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+        rows: list[asyncpg.Record] = await connection.fetch(
+            statements.CANDIDATES, wanted, codec.HEAD, codec.TAIL, last, count, *dues, timeout=None
+        )
+    return rows

@@ -1,0 +1,310 @@
+"""Statistics of the store: its lanes and counters, and a census by route and due time.
+
+overview     exact and cheap, from the counters and the ends of the indexes
+take_census  for metrics and the page, at a bounded price: messages due within the hour are counted by the index while
+             they are few, days from a sample of their pages where they are large, and the counters correct the sum of
+             the samples. With ten million rows some hundred megabytes are read at most, and the figures are right to
+             about a percent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import asyncpg
+
+from delayer.core import horizon
+from delayer.store import pool, schema, statements
+from delayer.store.errors import translated
+from delayer.store.rows import days
+from delayer.store.rows.days import DAY_MS
+from delayer.store.segments import catalog as segments
+
+KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
+RESTORED_MS = 3_600_000
+"""How long before its first message is due a segment should have been restored: daemons begin a day before, and take
+seconds for a million messages."""
+NO_SEGMENTS = segments.Counted(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
+
+
+# Few, by the index; those that do not read back are counted as such.
+_LATE_SEGMENTS = """
+SELECT count(*), coalesce(sum(messages - cancelled), 0)::bigint, min(first_due)
+FROM segment WHERE first_due < $1 AND broken_at IS NULL AND messages > cancelled
+"""
+
+
+class Late(NamedTuple):
+    """Segments that should have been restored by now, and their live messages."""
+
+    segments: int
+    messages: int
+    first_due_ms: int | None
+
+
+NOT_LATE = Late(0, 0, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOverview:
+    """One lane. ``next_due_ms`` (epoch ms) is None when nothing waits; it may be in the past."""
+
+    number: int
+    owner: str
+    alive: bool
+    counters: Mapping[str, int]
+    next_due_ms: int | None
+    next_retry_ms: int | None
+    broker: str = ""
+    """The mark of the broker that its owner publishes to (lanes/locks.py); "" where it does not say."""
+    route: bytes | None = None
+    """The limited route whose messages it is for."""
+
+    @property
+    def held(self) -> int:
+        return self.counters["held"]
+
+    @property
+    def waiting(self) -> int:
+        return waiting(self.counters)
+
+    def overdue_ms(self, now_ms: int) -> int:
+        """How long its first message is due; 0 if none is."""
+        return 0 if self.next_due_ms is None else max(now_ms - self.next_due_ms, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOverview:
+    """The whole store. Without a schema of ours (``schema_found`` is None or another) there are no lanes in it."""
+
+    schema_found: str | None
+    schema_expected: str
+    store_now_ms: int
+    lanes: Sequence[LaneOverview]
+    segments: segments.Counted
+    late: Late
+
+    @property
+    def upgrade_pending(self) -> bool:
+        return self.schema_found != self.schema_expected
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Of all lanes together, every kind present."""
+        return {kind: sum(lane.counters[kind] for lane in self.lanes) for kind in KINDS}
+
+    @property
+    def waiting(self) -> int:
+        return sum(lane.waiting for lane in self.lanes)
+
+    @property
+    def held(self) -> int:
+        return sum(lane.held for lane in self.lanes)
+
+    @property
+    def next_due_ms(self) -> int | None:
+        return min((lane.next_due_ms for lane in self.lanes if lane.next_due_ms is not None), default=None)
+
+
+def waiting(counters: Mapping[str, int]) -> int:
+    """How many rows of ``message`` a lane has, by the law of conservation:
+    parked + restored = released + cancelled + compacted + held + waiting."""
+    out = sum(counters[kind] for kind in ("released", "cancelled", "compacted", "held"))
+    return counters["parked"] + counters["restored"] - out
+
+
+def restored_ms(restore_ahead_ms: int) -> int:
+    """RESTORED_MS, or less where daemons begin so late that segments may be there as late by right."""
+    return min(RESTORED_MS, restore_ahead_ms // 2)
+
+
+async def overview(url: str, restore_ahead_ms: int = DAY_MS) -> StoreOverview:
+    """Look at the store behind ``url``. Raises StoreLost, BadStoreUrl; an outdated schema is part of the answer."""
+    connection = await pool.connect(url, "delayer status")
+    try:
+        with translated("status"):
+            # One snapshot, so that the figures fit each other while daemons work.
+            async with connection.transaction(isolation="repeatable_read", readonly=True):
+                return await _overview(connection, restored_ms(restore_ahead_ms))
+    finally:
+        await pool.close(connection)
+
+
+async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOverview:
+    found, expected = await schema.current_of(connection), schema.HEAD
+    now_ms = await connection.fetchval("SELECT clock_timestamp()")
+    if found != expected:
+        return StoreOverview(found, expected, now_ms, (), NO_SEGMENTS, NOT_LATE)
+    rows = await connection.fetch(statements.OVERVIEW)
+    counters = {
+        row["number"]: dict.fromkeys(KINDS, 0) | dict(zip(row["kinds"], row["numbers"], strict=True)) for row in rows
+    }
+    dues = await _next_dues(connection, [number for number, of in counters.items() if waiting(of)])
+    lanes = [
+        LaneOverview(
+            number=row["number"],
+            owner=row["owner"],
+            alive=row["alive"],
+            counters=counters[row["number"]],
+            next_due_ms=dues.get(row["number"]),
+            next_retry_ms=await connection.fetchval(statements.NEXT_RETRY, row["number"]),
+            broker=row["broker"],
+            route=row["route"],
+        )
+        for row in rows
+    ]
+    late = Late(*await connection.fetchrow(_LATE_SEGMENTS, now_ms + restored_ms))
+    return StoreOverview(found, expected, now_ms, lanes, await segments.count(connection), late)
+
+
+async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> dict[int, int]:
+    """The soonest due instant of each lane. Partitions are probed one by one, in the order of their days, and only
+    until every lane has its answer: one statement over all of them would open hundreds to read one entry."""
+    # The default one may have rows of any time, so it is always probed.
+    found = await _probe(connection, "message_default", lanes)
+    for day in sorted(await days.existing(connection)):
+        later = [number for number in lanes if number not in found or found[number] >= day * DAY_MS]
+        if not later:
+            break
+        for number, due_ms in (await _probe(connection, days.name_of(day), later)).items():
+            found[number] = min(due_ms, found.get(number, due_ms))
+    return found
+
+
+async def _probe(connection: asyncpg.Connection, partition: str, lanes: Sequence[int]) -> dict[int, int]:
+    rows = await connection.fetch(
+        f"SELECT number, (SELECT due_at FROM {partition} WHERE lane = number ORDER BY due_at LIMIT 1)"
+        " FROM unnest($1::smallint[]) AS number",
+        lanes,
+    )
+    return {number: due_ms for number, due_ms in rows if due_ms is not None}
+
+
+PAGES: Final = 20_000
+"""Pages (8 KB) that one census reads at most, more or less, of all partitions together."""
+FEWEST: Final = 50
+"""Pages of one partition that are read at least, if it has them."""
+NEAR: Final = 20_000
+"""Rows due within the hour that are counted one by one, of each lane."""
+COMPACTED: Final = b"(compacted)"
+"""Stands for the routes of messages in segments: those are not unpacked for being counted."""
+_SIZES: Final = (
+    "SELECT c.relname, pg_relation_size(c.oid) / 8192 FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid"
+    " WHERE i.inhparent = 'message'::regclass"
+)
+_SAMPLE: Final = (
+    "SELECT route, width_bucket(due_at, $1::timestamptz[]), count(*) FROM {} TABLESAMPLE SYSTEM ({}) GROUP BY 1, 2"
+)
+# $1 bounds, $2 end of the hour, $3 rows of each lane. From a little before the watermark on: behind it are the dead.
+NEAR_ROWS: Final = """
+SELECT near.route, width_bucket(due_at, $1::timestamptz[]), count(*), max(rows)
+FROM lane AS l
+CROSS JOIN LATERAL (
+    SELECT route, due_at, count(*) OVER () AS rows
+    FROM (
+        SELECT route, due_at FROM message
+        WHERE lane = l.number AND due_at >= l.watermark - interval '10 seconds' AND due_at < $2
+        ORDER BY due_at
+        LIMIT $3
+    ) AS soonest
+) AS near
+GROUP BY 1, 2
+"""
+
+Counts = dict[tuple[bytes, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """``counts`` by route and bucket (core/horizon.py). ``exact``: nothing was estimated."""
+
+    taken_ms: int
+    counts: Mapping[tuple[bytes, int], float]
+    exact: bool
+
+    def by_route(self) -> dict[bytes, dict[int, float]]:
+        """The same, route by route."""
+        found: dict[bytes, dict[int, float]] = {}
+        for (route, bucket), count in self.counts.items():
+            found.setdefault(route, {})[bucket] = count
+        return found
+
+    def together(self) -> dict[int, float]:
+        """Of all routes."""
+        found: dict[int, float] = {}
+        for (_, bucket), count in self.counts.items():
+            found[bucket] = found.get(bucket, 0.0) + count
+        return found
+
+
+async def take_census(connection: asyncpg.Connection) -> Census:
+    """Count, on one snapshot. Raises the driver's errors."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        await connection.execute("SET LOCAL statement_timeout = '10s'")
+        now_ms = await connection.fetchval("SELECT now()")
+        sampled, certain = await _in_partitions(connection, horizon.bounds(now_ms))
+        exact_total = await _total(connection)
+        counts = corrected(sampled, certain, exact_total)
+        near = await _due_soon(connection, now_ms)
+        if near is not None and sampled:
+            counts = with_near(counts, near)
+        for first_ms, last_ms, messages in await connection.fetch(
+            "SELECT first_due, last_due, messages - cancelled FROM segment"
+        ):
+            for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
+                counts[COMPACTED, bucket] = counts.get((COMPACTED, bucket), 0.0) + count
+    return Census(now_ms, counts, exact=not sampled)
+
+
+async def _in_partitions(connection: asyncpg.Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:
+    """What samples of ``most`` pages at most say of whole partitions; and what was counted."""
+    sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
+    each = min(max(PAGES // max(len(sizes), 1), FEWEST), most)
+    sampled: Counts = {}
+    certain: Counts = {}
+    for name, pages in sizes.items():
+        share = min(each / pages, 1.0)
+        into = certain if share == 1.0 else sampled
+        for route, bucket, count in await connection.fetch(_SAMPLE.format(name, share * 100), bounds):
+            into[route, bucket] = into.get((route, bucket), 0.0) + count / share
+    return sampled, certain
+
+
+def _ours(name: str) -> bool:
+    return name == "message_default" or days.day_of(name) is not None
+
+
+async def _total(connection: asyncpg.Connection) -> int:
+    """Rows that wait, by the counters: see waiting."""
+    kinds = dict(await connection.fetch("SELECT kind, sum(n)::bigint FROM counter GROUP BY kind"))
+    return waiting(dict.fromkeys(KINDS, 0) | kinds)
+
+
+async def _due_soon(connection: asyncpg.Connection, now_ms: int) -> Counts | None:
+    """What is due within the hour, row by row; None where it is too much for that."""
+    rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + horizon.HOUR, NEAR)
+    if any(of_lane >= NEAR for _, _, _, of_lane in rows):
+        return None
+    return {(route, bucket): float(count) for route, bucket, count, _ in rows}
+
+
+def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
+    """Samples are stretched so that everything adds up to ``total``, which is exact. Pure.
+
+    >>> corrected({(b"a", 1): 90.0, (b"b", 2): 30.0}, {(b"a", 1): 4.0}, 64)
+    {(b'a', 1): 49.0, (b'b', 2): 15.0}
+    """
+    estimated = sum(sampled.values())
+    stretch = max(total - sum(certain.values()), 0.0) / estimated if estimated else 0.0
+    found = {place: count * stretch for place, count in sampled.items()}
+    for place, count in certain.items():
+        found[place] = found.get(place, 0.0) + count
+    return found
+
+
+def with_near(counts: Counts, near: Counts) -> Counts:
+    """The buckets of the coming hour from ``near``, the others as they are; a difference goes to nobody. Pure."""
+    last = horizon.OFFSETS.index(horizon.HOUR)
+    return {place: count for place, count in counts.items() if place[1] > last} | near

@@ -1,0 +1,199 @@
+"""Ownership of lanes: presence of live processes, the locks of lanes, and one look at both.
+
+Two advisory locks say everything. A process holds its *presence* on a connection of its own, shared by all processes:
+the number of its holders is the number of live processes. A lane's lock is held on the lane's connection. Both end with
+their session, which the server ends when a process dies, hangs or is cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import asyncpg
+
+from delayer.store import pool as session
+from delayer.store import statements
+from delayer.store.clock import StoreClock
+from delayer.store.errors import translated
+from delayer.store.lanes.cursor import Start
+from delayer.store.lanes.lane import PostgresLane
+from delayer.store.lanes.notify import Inbox
+
+LANES: Final = 4
+"""Lanes without a route that a new store gets."""
+LOOK_SECONDS: Final = 5.0
+"""How long a look may take."""
+ONE_BROKER: Final = (
+    "give each broker and virtual host a database of its own; at once, stop the daemons that have the wrong store.url: "
+    "a daemon that takes a lane publishes the messages of both"
+)
+
+_PRESENCE = "SELECT pg_try_advisory_lock_shared('lane'::regclass::oid::int, 0), pg_backend_pid()"
+_LOCK = "SELECT pg_try_advisory_lock('lane'::regclass::oid::int, $1)"
+_TAKE = "UPDATE lane SET epoch = epoch + 1, owner = $2, broker = $3 WHERE number = $1 RETURNING epoch, watermark, route"
+_ADD = (
+    "INSERT INTO lane (number, epoch, owner, route)"
+    " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
+)
+# The server's idle timeouts do not act while it waits for the client in the middle of a statement: between Parse and
+# Bind, or in a COPY. A process that freezes there would keep its lanes, and its presence, for as long as it is frozen.
+_END_FROZEN = (
+    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+    " WHERE datname = current_database() AND usename = current_user"
+    " AND (application_name LIKE 'delayer lane %' OR application_name = 'delayer presence')"
+    " AND state = 'active' AND wait_event = 'ClientRead'"
+    " AND query_start < clock_timestamp() - make_interval(secs => $1)"
+)
+_ORDINARY = "SELECT count(*) FROM lane WHERE route IS NULL"
+
+
+def broker_mark(cluster: str, vhost: str) -> str:
+    """A short name of a broker and virtual host, by the name that a cluster gives itself, as its nodes, and ways to
+    them, have many; "" where that is not known."""
+    return hashlib.sha256(f"{cluster}\0{vhost}".encode()).hexdigest()[:8] if cluster else ""
+
+
+def application_of(lane: int) -> str:
+    """The name of the session that holds the lock of ``lane``."""
+    return f"delayer lane {lane}"
+
+
+class SeenLane(NamedTuple):
+    """A lane, at one look."""
+
+    number: int
+    route: bytes | None
+    """The limited route whose messages it is for."""
+    owned: bool
+    broker: str
+    """The mark of its last owner's broker."""
+
+
+class Look(NamedTuple):
+    """Lanes and live processes. ``rank``: the place of this process among the ``live`` ones."""
+
+    lanes: Sequence[SeenLane]
+    live: int
+    rank: int
+
+    @property
+    def routes(self) -> Mapping[bytes, int]:
+        """The lanes of routes."""
+        return {lane.route: lane.number for lane in self.lanes if lane.route is not None}
+
+
+class LaneLocks:
+    """Looks, and takes lanes, for one process."""
+
+    def __init__(
+        self,
+        url: str,
+        pool: asyncpg.Pool,
+        clock: StoreClock,
+        *,
+        owner: str,
+        idle: float,
+        releasing: float,
+        broker: Callable[[], str] = str,
+    ) -> None:
+        """``idle``: seconds after which the server ends a connection of a lane, or of the presence, that says nothing,
+        in a transaction or not; ``releasing``: for how long a release is kept from that. ``broker``: its mark."""
+        self._url = url
+        self._pool = pool
+        self._clock = clock
+        self._owner = owner
+        self._releasing = releasing
+        self._broker = broker
+        self._presence: asyncpg.Connection | None = None
+        self._pid = 0
+        self._idle_seconds = idle
+        self._idle = {
+            "idle_session_timeout": f"{idle * 1000:.0f}ms",
+            "tcp_user_timeout": f"{idle * 1000:.0f}ms",
+        }
+        self._lane_settings = self._idle | {
+            "idle_in_transaction_session_timeout": f"{idle * 1000:.0f}ms",
+            # The claim's plan must be an index range and a join by place, whatever the statistics say of a partition
+            # that was filled a second ago: a wrong guess was measured at 122 ms a claim instead of 4.
+            "enable_seqscan": "off",
+            "enable_bitmapscan": "off",
+            "enable_hashjoin": "off",
+            "enable_mergejoin": "off",
+        }
+
+    async def look(self) -> Look:
+        """Look at lanes and live processes. The first look makes this process present. Raises StoreLost."""
+        if self._presence is None or self._presence.is_closed():
+            self._presence, self._pid = await session.connect(self._url, "delayer presence", self._idle), 0
+        try:
+            with translated("look at lanes"):
+                if not self._pid:
+                    self._pid = await self._presence.fetchval(_PRESENCE, column=1)
+                await self._presence.execute(_END_FROZEN, self._idle_seconds, timeout=LOOK_SECONDS)
+                rows = await self._presence.fetch(statements.LOOK, timeout=LOOK_SECONDS)
+        except BaseException:
+            self.leave()
+            raise
+        present = sorted(pid for row in rows[:1] for pid in row["present"])
+        lanes = [SeenLane(row["number"], row["route"], row["owned"], row["broker"]) for row in rows if row["number"]]
+        return Look(lanes, len(present), present.index(self._pid))
+
+    def leave(self) -> None:
+        """End the presence: the other processes share this one's lanes. A later look begins it again."""
+        if self._presence is not None:
+            self._presence.terminate()
+            self._presence = None
+
+    async def take(self, number: int) -> PostgresLane | None:
+        """Take a lane; None if another process was quicker. Raises StoreLost."""
+        connection = await session.connect(self._url, application_of(number), self._lane_settings)
+        inbox = Inbox()
+        try:
+            with translated(f"take lane {number}"):
+                if not await connection.fetchval(_LOCK, number):
+                    await session.close(connection)
+                    return None
+                # Before anything is read: a row that others put into the lane from here on is either notified or seen.
+                await inbox.listen(connection, number)
+                # Waits for parks that are under way in the old epoch; when it returns, all of them can be seen.
+                epoch, watermark, route = await connection.fetchrow(_TAKE, number, self._owner, self._broker())
+                await session.sample(connection, self._clock)
+                retry_ms = await connection.fetchval(statements.NEXT_RETRY, number)
+        except BaseException:
+            connection.terminate()
+            raise
+        start = Start(epoch, watermark, retry_ms)
+        lane = PostgresLane(
+            number, route, start, connection, clock=self._clock, pool=self._pool, release_seconds=self._releasing
+        )
+        inbox.open(lane.cursor.notified)
+        return lane
+
+    async def add_routes(self, routes: Collection[bytes]) -> None:
+        """Make lanes for limited routes that have none. Raises StoreLost."""
+        with translated("make lanes of routes"):
+            async with session.borrowed(self._pool) as connection:
+                for route in sorted(routes):
+                    await connection.execute(_ADD, route)
+
+
+async def ordinary(connection: asyncpg.Connection) -> int:
+    """How many lanes without a route there are. Raises the driver's errors."""
+    count: int = await connection.fetchval(_ORDINARY)
+    return count
+
+
+async def raise_lanes(url: str, wanted: int) -> int:
+    """Make lanes until there are ``wanted`` without a route; how many there are. Raises StoreLost, BadStoreUrl."""
+    connection = await session.connect(url, "delayer schema")
+    try:
+        with translated("make lanes"):
+            async with session.transaction(connection):
+                await connection.execute("LOCK TABLE lane IN SHARE ROW EXCLUSIVE MODE")
+                for _ in range(await ordinary(connection), wanted):
+                    await connection.execute(_ADD, None)
+                return await ordinary(connection)
+    finally:
+        await session.close(connection)

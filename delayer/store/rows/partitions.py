@@ -1,0 +1,333 @@
+"""Partitions by due day: made ahead of need, and dropped when passed and empty. One daemon at a time does the upkeep.
+days.py has their names.
+
+Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
+left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
+them as well, only without the comfort of dropping a whole day.
+
+Attaching reads the whole default partition under a lock: 0.35 s with 2 M rows. An index on due_at does not help; a
+CHECK that excludes the day would (2 ms), but it would refuse that day's messages from its making to the attaching. So
+the reading is tried without the lock first, and bounded under it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
+from typing import Final
+
+import asyncpg
+import structlog
+
+from delayer.store import pool as session
+from delayer.store.clock import StoreClock
+from delayer.store.errors import describe
+from delayer.store.rows.days import DAY_MS, bounds_of, day_of, existing, name_of
+from delayer.store.schema import CHURN_OPTIONS
+
+__all__ = [
+    "DAYS_AHEAD", "DAY_MS", "FARTHEST_DAYS", "Days", "Making", "bound", "bounds_of", "day_of", "drop_empty",
+    "drop_passed", "existing", "keep_up", "make", "make_ahead", "name_of",
+]  # fmt: skip
+
+log = structlog.get_logger()
+
+DAYS_AHEAD = 7
+FARTHEST_DAYS = 400
+"""Days later than this wait in the default partition: every partition costs every session some memory."""
+MOVED_AT_MOST = 30_000
+"""Rows that making a partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
+READ_SECONDS = 1.0
+"""How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us. With
+more of them (due after FARTHEST_DAYS, or parked while no partition could be made) none is made any more: attaching one
+reads all of them under the lock. All is parked and released all the same, and vacuumed away instead of dropped."""
+HELD_SECONDS = 2.0
+"""How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
+MADE_BY_A_PARK = 16
+"""Partitions that one park makes before it goes on; messages of further days wait in the default one."""
+PARK_SECONDS = 1.0
+MAINTAIN_SECONDS = 10.0
+"""After these no further partition is begun: the messages at hand, and the daemon's watchdog, are waiting for it."""
+
+_TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 seconds') / 86400)::int"
+"""Of the store's clock, when the making will be over."""
+_OWNER = """
+SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
+WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
+"""
+"""Whom the partitions belong to, unless it is us."""
+_OWNED = "ALTER TABLE {} OWNER TO the role that owns the table message"
+LOOK_SECONDS = 0.2
+"""How long everything is locked while a partition is looked through once more, whether it is empty, and dropped."""
+FROZEN_SECONDS: Final = 60.0
+"""After how long a park is ended that says nothing in the middle of a COPY. Its rows come in within milliseconds."""
+IDLE: Final = "15s"
+
+_LOCK: Final = "('message'::regclass::oid::int, 2)"
+_END_FROZEN: Final = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user AND application_name = 'delayer park'
+  AND state = 'active' AND wait_event = 'ClientRead' AND query_start < clock_timestamp() - make_interval(secs => $1)
+"""
+_STAY = "nothing: its messages are released from message_default, and vacuumed away instead of dropped with the day"
+_SLOW = "the default partition takes too long to read"
+_SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet hour; it is released from all the same"
+
+
+class Making(Enum):
+    """What became of the attempt to make a partition."""
+
+    DONE = "done"
+    NOT_NOW = "not now"
+    LOCKED = "locked"
+    """Somebody holds a lock that every day's partition needs."""
+    SLOW = "slow"
+    """The default partition takes too long to read, whatever the day."""
+
+
+async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
+    """Make the partition of ``day`` if it is missing. Why it could not be made is logged.
+
+    Raises the driver's errors if they end the connection.
+    """
+    try:
+        async with session.transaction(connection):
+            # Daemons that need the same day take turns, and nobody waits behind one that waits for its turn.
+            await connection.execute("SET LOCAL lock_timeout = '1s'")
+            await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
+            if day in await existing(connection):
+                return Making.DONE
+            # Who made several may have begun the day before.
+            await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
+    except _NotNow as error:
+        log.warning("partition not made", partition=name_of(day), reason=str(error), next_step=_STAY)
+        return Making.NOT_NOW
+    except asyncpg.QueryCanceledError:
+        log.warning("partition not made", partition=name_of(day), reason=_SLOW, next_step=_SHRINK)
+        return Making.SLOW
+    except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        if connection.is_closed():
+            raise
+        log.warning("partition not made", partition=name_of(day), reason=describe(error))
+        return Making.LOCKED if isinstance(error, asyncpg.LockNotAvailableError) else Making.NOT_NOW
+    log.info("partition made", partition=name_of(day))
+    return Making.DONE
+
+
+async def make_ahead(connection: asyncpg.Connection, today: int, days: Days, at: float) -> None:
+    """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow.
+
+    ``days`` learns what is there, and remembers what failed ``at`` (monotonic seconds).
+    """
+    days.learn(await existing(connection))
+    coming = range(today, today + DAYS_AHEAD + 1)
+    await days.make(connection, days.missing(coming, today, at), today, at, MAINTAIN_SECONDS)
+
+
+class _NotNow(Exception):
+    """This day's partition cannot be made at present."""
+
+
+async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
+    name, (low, high) = name_of(day), bounds_of(day)
+    range_ = f"due_at >= '{low}' AND due_at < '{high}'"
+    await connection.execute("SET LOCAL lock_timeout = '500ms'")
+    waiting = await _read(connection, range_)
+    _check_rows(waiting, day, today)
+    # From here on the traffic waits behind us while we wait for the releases that are under way.
+    await connection.execute(f"CREATE TABLE {name} (LIKE message INCLUDING ALL) WITH ({CHURN_OPTIONS})")
+    # Whoever parks for somebody else (an import, a bulk restore, by the role that owns the schema) leaves it to the
+    # daemons, which read and drop it.
+    if owner := await connection.fetchval(_OWNER):
+        await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
+    # Attaching wants the default partition for itself, and all of its rows of that day to be gone.
+    await connection.execute("LOCK TABLE ONLY message IN SHARE UPDATE EXCLUSIVE MODE")
+    await connection.execute("LOCK TABLE message_default IN ACCESS EXCLUSIVE MODE")
+    until = time.monotonic() + HELD_SECONDS
+    try:
+        await bound(connection, HELD_SECONDS)
+        _check_rows(await _move(connection, name, range_), day, today)
+        await bound(connection, until - time.monotonic())
+        await connection.execute(f"ALTER TABLE message ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
+    except asyncpg.QueryCanceledError as error:
+        if not waiting:
+            raise
+        raise _NotNow(f"moving that day's {waiting} rows takes longer than {HELD_SECONDS:g} s") from error
+
+
+async def bound(connection: asyncpg.Connection, seconds: float) -> None:
+    """Let the server cancel each of the transaction's further statements after ``seconds``. 0 would mean never."""
+    await connection.execute(f"SET LOCAL statement_timeout = {max(1, round(seconds * 1000))}")
+
+
+async def _read(connection: asyncpg.Connection, range_: str) -> int:
+    """Count the default partition's rows of a day: without a lock, but row by row and alone, as attaching reads it."""
+    await bound(connection, READ_SECONDS)
+    await connection.execute("SET LOCAL enable_indexonlyscan = off; SET LOCAL max_parallel_workers_per_gather = 0")
+    return int(await connection.fetchval(f"SELECT count(*) FILTER (WHERE {range_}) FROM message_default"))
+
+
+async def _move(connection: asyncpg.Connection, name: str, range_: str) -> int:
+    """Move a day's rows out of the default partition. Returns how many."""
+    moved = f"WITH moved AS (DELETE FROM message_default WHERE {range_} RETURNING *)"
+    status = await connection.execute(f"{moved} INSERT INTO {name} SELECT * FROM moved")
+    return int(status.rpartition(" ")[2])
+
+
+def _check_rows(waiting: int, day: int, today: int) -> None:
+    """Raise _NotNow if the default partition's rows of ``day`` cannot be moved."""
+    if waiting > MOVED_AT_MOST:
+        raise _NotNow(f"the default partition has {waiting} rows of that day, and {MOVED_AT_MOST} can be moved")
+    if waiting and day <= today:
+        # A release may be reading them now, and would not look for them again where they are moved to.
+        raise _NotNow("the default partition has rows of that day, and the day has begun")
+
+
+class Rarer:
+    """What may be done again only after a time, which doubles from ``first`` to ``longest`` seconds. Pure."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first = first
+        self._longest = longest
+        self._done: dict[object, tuple[int, float]] = {}  # how often, and when to do it again
+
+    def may(self, what: object, at: float) -> bool:
+        """``at``: monotonic seconds, as everywhere here."""
+        return what not in self._done or at >= self._done[what][1]
+
+    def done(self, what: object, at: float) -> None:
+        times, _ = self._done.get(what, (0, at))
+        self._done[what] = (times + 1, at + min(self._longest, self._first * 2.0 ** min(times, 16)))
+
+    def forget(self, what: object) -> None:
+        self._done.pop(what, None)
+
+
+class Days:
+    """Which days have a partition, as far as this process knows, so that a park need not ask."""
+
+    def __init__(self, known: Iterable[int], *, again_seconds: float = 60.0, longest: float = 4 * 3600.0) -> None:
+        self._known = set(known)
+        self._again_seconds = again_seconds
+        self._vain = Rarer(again_seconds, longest)  # days; and SLOW, which is all of them
+        self._said = Rarer(3600.0, 3600.0)
+        self._locked_until = -math.inf
+
+    def missing(self, days: Collection[int], today: int, at: float) -> list[int]:
+        """The days to make a partition for: not known, not passed, not too far, and not just tried in vain."""
+        if at < self._locked_until or not self._vain.may(Making.SLOW, at):
+            return []
+        near = range(today - 1, today + FARTHEST_DAYS + 1)
+        return [day for day in sorted(set(days) - self._known) if day in near and self._vain.may(day, at)]
+
+    def learn(self, days: Iterable[int]) -> None:
+        """What the catalog says is there."""
+        self._known = set(days)
+
+    async def ensure(self, pool: asyncpg.Pool, days: Collection[int], today: int, at: float) -> None:
+        """Make what is missing, in about PARK_SECONDS. Never fails for a partition that cannot be made.
+
+        Raises the driver's errors.
+        """
+        self._say_left(sum(day > today + FARTHEST_DAYS for day in days), f"farther than {FARTHEST_DAYS} days", at)
+        if missing := self.missing(days, today, at):
+            async with session.borrowed(pool) as connection:
+                await self.make(connection, missing, today, at, PARK_SECONDS)
+
+    async def make(
+        self, connection: asyncpg.Connection, missing: Sequence[int], today: int, at: float, seconds: float
+    ) -> None:
+        """Make MADE_BY_A_PARK of these, but begin none after ``seconds``, nor behind what stands in every day's way."""
+        end = time.monotonic() + seconds
+        for position, day in enumerate(missing):
+            if position == MADE_BY_A_PARK or time.monotonic() > end:
+                self._say_left(len(missing) - position, "no time for more; the next parks go on", at)
+                return
+            made = await make(connection, day, today)
+            if made is Making.DONE:
+                self._known.add(day)
+                self._vain.forget(Making.SLOW)
+            elif made is Making.NOT_NOW:
+                self._vain.done(day, at)
+            elif made is Making.SLOW:
+                self._vain.done(made, at)
+                return
+            else:  # a lock_timeout for each day would stop the parking
+                self._locked_until = at + self._again_seconds
+                return
+
+    def _say_left(self, days: int, reason: str, at: float) -> None:
+        if days and self._said.may(reason, at):
+            self._said.done(reason, at)
+            log.warning("partition not made", days=days, reason=reason)
+
+
+async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
+    """Drop the empty partitions of days before yesterday, up to the first locked one. Returns their names."""
+    passed = [name_of(day) for day in sorted(await existing(connection)) if day < today - 1]
+    dropped = []
+    for position, name in enumerate(passed, 1):
+        try:
+            if await drop_empty(connection, name):
+                log.info("partition dropped", partition=name)
+                dropped.append(name)
+        except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
+            # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
+            log.info("partition not dropped", partition=name, reason=describe(error), skipped=len(passed) - position)
+            break
+        except asyncpg.InsufficientPrivilegeError as error:  # somebody made it by hand; the others are ours
+            log.warning("partition not dropped", partition=name, reason=describe(error), next_step=_OWNED.format(name))
+    return dropped
+
+
+async def drop_empty(
+    connection: asyncpg.Connection, name: str, lock_ms: int = 200, look_seconds: float = LOOK_SECONDS
+) -> bool:
+    """Drop the partition ``name`` if it is empty; False if it is not, or is gone, or if it takes longer than
+    ``look_seconds`` to see. Raises LockNotAvailableError, and the driver's other errors."""
+    try:
+        if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
+            return False
+        async with session.transaction(connection):
+            # The traffic waits behind us while we wait for it, so not for long; and in its own order of locking.
+            await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
+            await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
+            await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
+            await bound(connection, look_seconds)  # many empty pages, which VACUUM did not cut off
+            if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
+                return False
+            await connection.execute(f"DROP TABLE {name}")
+    except (asyncpg.UndefinedTableError, asyncpg.QueryCanceledError) as error:
+        log.info("partition not dropped", partition=name, reason=describe(error))
+        return False
+    return True
+
+
+async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days) -> None:
+    """One round, unless another daemon is at it. Raises the driver's errors."""
+    await session.sample(connection, clock)
+    try:
+        # The lock is the session's. A process that froze while it has it would keep the upkeep from everybody.
+        await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
+        if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
+            await end_frozen(connection)
+            today = clock.now_ms() // DAY_MS
+            await make_ahead(connection, today, days, clock.monotonic())
+            await drop_passed(connection, today)
+            days.learn(await existing(connection))
+            await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
+        await connection.execute("RESET idle_session_timeout")
+    except BaseException:
+        session.end(connection)  # and with it the lock, and what was set
+        raise
+
+
+async def end_frozen(connection: asyncpg.Connection) -> int:
+    """End parks whose process froze (or is stopped) in the middle of a COPY: how many.
+
+    None of the server's timeouts acts there, and they hold locks on partitions, and back what VACUUM may remove.
+    """
+    ended: int = await connection.fetchval(_END_FROZEN, FROZEN_SECONDS)
+    return ended

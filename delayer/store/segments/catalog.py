@@ -1,0 +1,224 @@
+"""Segments as they stand in the store: how many, which, and restoring them. What is in them: unpacking.py. Cancelling
+in them: actions.py.
+
+Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so a cancel is exact against a restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import asyncpg
+
+from delayer.core.faultpoint import reach
+from delayer.core.segment import FORMAT, Broken, Restored
+from delayer.store import pool, statements
+from delayer.store.errors import DAMAGED, describe
+from delayer.store.lanes.notify import notify
+from delayer.store.rows.envelope import reason_text
+from delayer.store.segments import unpacking
+
+FOREVER_MS = 1 << 50
+"""Behind every due instant, as a bound: the year 37,648."""
+PORTION_BYTES = 1 << 20
+SMALL_PORTION_BYTES = 256 << 10
+"""What an event loop does at once beside releases, and the server as well."""
+# Without its bytes: a damaged page under them must not hide whose they are.
+_LOCK = (
+    "SELECT id, lane, first_due, messages, cancelled, format, digest FROM segment"
+    " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
+)
+# Few segments would be read from the first to the last, and a damaged page would keep those beside it.
+_BY_INDEX = "SET LOCAL enable_seqscan = off"
+_LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
+_LOCK_ONE = _LOCK.format("id = $1")
+
+
+class Listed(NamedTuple):
+    """A segment as it stands. Instants are epoch milliseconds, rounded down."""
+
+    id: int
+    lane: int
+    first_due_ms: int
+    last_due_ms: int
+    messages: int
+    cancelled: int
+    raw_bytes: int
+    packed_bytes: int
+    made_ms: int
+    broken: str | None
+
+    @property
+    def live(self) -> int:
+        """Messages that will come back."""
+        return self.messages - self.cancelled
+
+
+class Counted(NamedTuple):
+    """All segments together. ``next_due_ms`` is the first due instant of those that are not broken."""
+
+    segments: int
+    messages: int
+    """The live ones, in broken segments too."""
+    broken: int
+    """Those too that a newer program packed."""
+    broken_messages: int
+    next_due_ms: int | None
+
+
+async def count(connection: asyncpg.Connection) -> Counted:
+    """Count them: cheap, no segment is read. Raises the driver's errors."""
+    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS, FORMAT))
+
+
+async def listed(
+    connection: asyncpg.Connection, before_ms: int | None = None, limit: int | None = None
+) -> list[Listed]:
+    """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
+    before_ms = FOREVER_MS if before_ms is None else before_ms
+    return [Listed(*row) for row in await connection.fetch(statements.LIST_SEGMENTS, before_ms, limit)]
+
+
+async def doubtful(connection: asyncpg.Connection, horizon_ms: int) -> list[int]:
+    """Ids of all segments due by ``horizon_ms`` (epoch ms) that :func:`restore_one` leaves alone, the soonest first:
+    marked as broken, or packed by a newer program. Raises the driver's errors."""
+    rows = await connection.fetch(
+        "SELECT id FROM segment WHERE (broken_at IS NOT NULL OR format > $2) AND first_due <= $1"
+        " ORDER BY first_due, id",
+        horizon_ms,
+        FORMAT,
+    )
+    return [number for (number,) in rows]
+
+
+async def restore_one(
+    connection: asyncpg.Connection,
+    horizon_ms: int,
+    *,
+    portion_bytes: int = PORTION_BYTES,
+    pause: float = 0.0,
+) -> Restored | Broken | None:
+    """Restore the soonest segment that is due by ``horizon_ms`` and that nobody else has locked, in one transaction.
+
+    The rows go back into the lane that they came from, in portions of about ``portion_bytes`` with ``pause`` seconds
+    after each. Decoding and encoding are done in a thread. The owner of the lane is notified.
+
+    None: there is no such segment. Broken: it did not read back, and was marked so; then others come first, until
+    somebody asks for it by :func:`restore`. Raises the driver's errors; then nothing is committed.
+    """
+    return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
+
+
+async def restore(
+    connection: asyncpg.Connection,
+    segment: int,
+    *,
+    portion_bytes: int = PORTION_BYTES,
+    pause: float = 0.0,
+) -> Restored | Broken | None:
+    """Restore the segment of this id, as :func:`restore_one` does; broken ones are tried again, and
+    lose their mark with that. None: it is gone, or somebody else has it locked."""
+    return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
+
+
+class _Unfit(Exception):
+    """The rows of a segment cannot be written: some are there already, in the same lane, or a place where they belong
+    is damaged."""
+
+    def __init__(self, broken: Broken) -> None:
+        self.broken = broken
+        super().__init__(broken.reason)
+
+
+async def _restore(
+    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
+) -> Restored | Broken | None:
+    try:
+        return await _restore_at_once(connection, which, portion_bytes, pause)
+    except _Unfit as unfit:
+        # That is rolled back. Left as it is, it would be tried for ever, and before all others.
+        news = await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
+        return unfit.broken._replace(known=not news)
+
+
+async def _restore_at_once(
+    connection: asyncpg.Connection, which: tuple[str, int], portion_bytes: int, pause: float
+) -> Restored | Broken | None:
+    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow, without segments a daemon never loads it
+
+    async with pool.transaction(connection):
+        await connection.execute(_BY_INDEX)
+        segment = await connection.fetchrow(*which)
+        if segment is None:
+            return None
+        reach("restore.locked")
+        count = segment["messages"] - segment["cancelled"]
+        if segment["format"] > FORMAT:
+            reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
+            return Broken(segment["id"], count, segment["first_due"], reason, newer=True)
+        try:
+            table = await unpacking.live(connection, segment)
+        except SegmentBroken as error:
+            news = await mark_broken(connection, segment["id"], error.reason)
+            return Broken(segment["id"], count, segment["first_due"], error.reason, known=not news)
+        try:
+            status = await write_rows(connection, table, segment["lane"], portion_bytes, pause)
+        except (asyncpg.IntegrityConstraintViolationError, *DAMAGED) as error:
+            reason = f"its messages cannot be written: {describe(error)}"
+            raise _Unfit(Broken(segment["id"], count, segment["first_due"], reason)) from error
+        if status != f"COPY {count}":
+            raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
+        reach("restore.copied")
+        await delete(connection, segment["id"], noted=segment["cancelled"] > 0)
+        await notify(connection, {segment["lane"]: segment["first_due"]}, {})
+        await connection.execute(statements.COUNT, [segment["lane"]], ["restored"], [count])
+        reach("restore.deleted")
+    reach("restore.committed")
+    return Restored(segment["id"], count, segment["first_due"])
+
+
+async def exists(connection: asyncpg.Connection, segment: int) -> bool:
+    """Whether there is such a segment, locked or not. Raises the driver's errors."""
+    return bool(await connection.fetchval("SELECT EXISTS (SELECT FROM segment WHERE id = $1)", segment))
+
+
+async def write_rows(
+    connection: asyncpg.Connection, table: Any, lane: int, portion_bytes: int = PORTION_BYTES, pause: float = 0.0
+) -> str:
+    """Rows of ``message`` from a table of packing.SCHEMA, in the open transaction. The server's answer. Raises the
+    driver's errors."""
+    from delayer.store.segments.codec import COPIED  # noqa: PLC0415 - pyarrow
+
+    source = _portions(table, lane, portion_bytes, pause)
+    status: str = await connection.copy_to_table("message", source=source, columns=COPIED, format="binary")
+    return status
+
+
+async def _portions(table: Any, lane: int, portion_bytes: int, pause: float) -> AsyncIterator[bytes]:
+    """One is encoded, in a thread, when it is wanted: all of them at once took as much memory as everything else."""
+    from delayer.store.segments.codec import copy_stream  # noqa: PLC0415 - pyarrow
+
+    stream = copy_stream(table, lane, portion_bytes)
+    while (portion := await asyncio.to_thread(next, stream, None)) is not None:
+        yield portion
+        await asyncio.sleep(pause)
+
+
+async def delete(connection: asyncpg.Connection, segment: int, *, noted: bool = True) -> None:
+    """Delete a segment that the open transaction has locked, and what is ``noted`` of its messages, if there is."""
+    if noted:
+        await connection.execute("DELETE FROM segment_cancelled WHERE segment = $1", segment)
+    await connection.execute("DELETE FROM segment WHERE id = $1", segment)
+
+
+async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str) -> bool:
+    """Write down that a segment did not read back, unless that is known. Whether it was news. Raises the driver's
+    errors."""
+    status = await connection.execute(
+        "UPDATE segment SET broken_at = statement_timestamp(), broken = $2 WHERE id = $1 AND broken_at IS NULL",
+        segment,
+        reason_text(reason),
+    )
+    return bool(status == "UPDATE 1")
