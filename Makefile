@@ -21,11 +21,11 @@ venv: ## .venv with the delayer command in it, and nothing else
 
 .PHONY: demo
 demo: ready ## the main job, before your eyes: private servers, both modes, an audit, a summary; under a minute (installing, the first time, is some more)
-	@$(PYTHON_OF_VENV) -m tests.rig.demo
+	@$(PYTHON_OF_VENV) -m tests.support.demo
 
 .PHONY: run
 run: ready ## private servers and the daemon, up until Ctrl-C; prints how to send a message
-	@$(PYTHON_OF_VENV) -m tests.rig.up
+	@$(PYTHON_OF_VENV) -m tests.support.up
 
 .PHONY: test
 test: ready lint ## check, then the tests, against real servers of their own; under ten minutes (PYTEST_ARGS=… to choose)

@@ -9,7 +9,7 @@ import time
 
 from bench.figures import median
 from bench.run import Bench
-from tests.rig.daemon import EXECUTABLE
+from tests.support.daemon import EXECUTABLE
 
 TURNS = 15
 

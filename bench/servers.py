@@ -16,8 +16,8 @@ import asyncpg
 import delayer
 from bench.meter import Meter, tree
 from bench.plain import Plain
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess, command
+from tests.support.servers import Postgres, RabbitMQ
 
 IN, OUT, INBOX = "delayer.in", "delayer.out", "bench.inbox"
 TEMPLATE = "bench_template"

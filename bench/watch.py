@@ -13,7 +13,7 @@ import asyncpg
 from bench.figures import FIRST, LAST, Sample, rate_between
 from bench.meter import Meter
 from bench.servers import Place
-from tests.rig.daemon import DaemonProcess
+from tests.support.daemon import DaemonProcess
 
 LOOK_SECONDS = 0.02
 STUCK_SECONDS = 60.0

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
 WITH_SPARK = "tests/audit/"

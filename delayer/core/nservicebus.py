@@ -1,4 +1,4 @@
-"""What NServiceBus messages say about time, in their headers. Pure; tables of rows in tests/unit/test_nservicebus.py.
+"""What NServiceBus messages say about time, in their headers. Pure. Tests: tests/unit/core/test_nservicebus.py.
 
 Two ways. Since 2017 (native delays) a message says ``DelayInSeconds``, counted from when it was sent, or, for a delayed
 retry, from when it failed. Before that (the timeout manager) it says ``Timeout.Expire``, the due instant, and

@@ -8,7 +8,7 @@ import pytest
 
 from tests.acceptance.place import Place
 from tests.acceptance.world import MODES, World, upgrade, world
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres, RabbitMQ
 
 
 @pytest.fixture(scope="session")

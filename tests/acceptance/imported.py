@@ -22,7 +22,7 @@ from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.integration.test_import_sql import NHIBERNATE, Source
-from tests.rig.raw import Header, Message, Props, Raw, now_ms, number, text
+from tests.support.raw import Header, Message, Props, Raw, now_ms, number, text
 
 COUNT = 100
 EXPIRE, MESSAGE_ID, RELATED = "NServiceBus.Timeout.Expire", "NServiceBus.MessageId", "NServiceBus.RelatedToTimeoutId"

@@ -17,10 +17,10 @@ import pytest
 
 from tests.acceptance.place import Place
 from tests.acceptance.world import secret_store_url
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Inbox, Message, Props, Raw, number, text
-from tests.rig.servers import Postgres
-from tests.rig.web import Web
+from tests.support.daemon import DaemonProcess, command
+from tests.support.raw import Inbox, Message, Props, Raw, number, text
+from tests.support.servers import Postgres
+from tests.support.web import Web
 
 playwright = pytest.importorskip("playwright.async_api")
 

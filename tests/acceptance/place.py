@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.acceptance.world import Things, secret_broker_url
-from tests.rig.raw import Message, Props, Raw, number
-from tests.rig.servers import RabbitMQ
+from tests.support.raw import Message, Props, Raw, number
+from tests.support.servers import RabbitMQ
 
 ROUTES = ({"from": "in", "to": "out"}, {"from": "in.queue", "to": ""}, {"from": "in.missing", "to": "missing"})
 

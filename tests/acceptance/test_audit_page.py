@@ -20,7 +20,7 @@ import numpy
 import pytest
 
 from delayer.audit import report_html
-from tests.unit import audit_reports
+from tests.unit.audit import audit_reports
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (

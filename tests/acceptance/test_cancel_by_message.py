@@ -14,9 +14,9 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Message, Props, number, text
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Message, Props, number, text
+from tests.support.servers import Postgres
 
 MESSAGES = 600
 WINDOW_MS = 3_000

@@ -14,10 +14,10 @@ import pytest
 
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import Things, assert_no_secret, secret_store_url, upgrade, wait_for
-from tests.rig.daemon import DaemonProcess
-from tests.rig.proxy import Proxy
-from tests.rig.raw import Raw, text
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess
+from tests.support.proxy import Proxy
+from tests.support.raw import Raw, text
+from tests.support.servers import Postgres, RabbitMQ
 
 STOP_SECONDS = 10.0
 MANY = 2000

@@ -9,9 +9,9 @@ import pytest
 
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import STORE_SECRET, assert_no_secret, secret_store_url, wait_for
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Arrival, Inbox, Message, Props, content, number, text
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Arrival, Inbox, Message, Props, content, number, text
+from tests.support.servers import Postgres
 
 MORE = 60
 """Messages that go out after each switch, at least."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 from tests.acceptance.world import World
-from tests.rig.raw import Header, Message, Props, Value, decimal, now_ms, number, text
+from tests.support.raw import Header, Message, Props, Value, decimal, now_ms, number, text
 
 SOON = 1200
 

@@ -11,9 +11,9 @@ import pytest
 from tests.acceptance.place import Place
 from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Message, Props, number, text
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess, command
+from tests.support.raw import Message, Props, number, text
+from tests.support.servers import Postgres
 
 COUNT = 700
 HOUR = 3_600_000

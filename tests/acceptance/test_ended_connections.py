@@ -15,8 +15,8 @@ from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import sql
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Message, Props, Raw, array, number, text
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Message, Props, Raw, array, number, text
 
 __all__ = ["delayer"]
 

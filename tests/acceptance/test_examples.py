@@ -26,9 +26,9 @@ from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Queue, Topology, arguments
 from tests.acceptance.test_takeover import endpoints, nservicebus_message
 from tests.faults.place import eventually
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.raw import Arrival, Message, Props, Raw, array, now_ms, number, text
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.raw import Arrival, Message, Props, Raw, array, now_ms, number, text
+from tests.support.servers import Postgres, RabbitMQ
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming-from.md"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.acceptance.world import World
-from tests.rig.raw import (
+from tests.support.raw import (
     VOID,
     Header,
     Message,

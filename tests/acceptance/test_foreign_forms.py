@@ -13,9 +13,9 @@ import pytest
 from delayer.core.cascade import routing_key
 from delayer.core.nservicebus import wire_instant
 from tests.acceptance.world import Things
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Header, Message, Props, Raw, Value, now_ms, number, text
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Header, Message, Props, Raw, Value, now_ms, number, text
+from tests.support.servers import Postgres, RabbitMQ
 
 ROUTES = [
     {"from": "nsb", "to": "out", "delay_from": ["nservicebus"]},

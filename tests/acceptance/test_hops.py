@@ -21,8 +21,8 @@ from delayer.daemon.daemon import Daemon
 from delayer.daemon.systemd import Notifier
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
-from tests.rig.raw import Raw
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.raw import Raw
+from tests.support.servers import Postgres, RabbitMQ
 
 PACKAGE = str(Path(delayer.__file__).parent) + os.sep
 MOST = {"store": 45, "native": 33}

@@ -11,10 +11,10 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, USER, secret_store_url, upgrade
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Message, Props, text
-from tests.rig.servers import Postgres
-from tests.rig.web import Web
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Message, Props, text
+from tests.support.servers import Postgres
+from tests.support.web import Web
 
 ANY_PORT = {"HTTP__LISTEN": "127.0.0.1:0"}
 HOUR = 3_600_000

@@ -20,11 +20,11 @@ import pytest
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.acceptance.imported import COUNT, STOCKS, Field, Owed, Stock
 from tests.integration.test_import_sql import Source
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.mariadb import MariaDB
-from tests.rig.raw import Inbox, Raw
-from tests.rig.rows import conserved
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.mariadb import MariaDB
+from tests.support.raw import Inbox, Raw
+from tests.support.rows import conserved
+from tests.support.servers import Postgres, RabbitMQ
 
 WAIT_SECONDS = 40.0
 

@@ -12,9 +12,9 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Message, Props, number
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess, command
+from tests.support.raw import Message, Props, number
+from tests.support.servers import Postgres
 
 ROUTES = [
     {"from": "in", "to": "out"},

@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
-from tests.rig.daemon import EXECUTABLE
-from tests.rig.raw import Message, Props, text
+from tests.support.daemon import EXECUTABLE
+from tests.support.raw import Message, Props, text
 
 REFUSED = 400
 """Messages, each with a line of its own in the log: three times what a pipe takes."""

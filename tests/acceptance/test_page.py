@@ -26,8 +26,8 @@ from tests.acceptance.page import (
 )
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
-from tests.rig.daemon import command
-from tests.rig.raw import Message, Props, number, text
+from tests.support.daemon import command
+from tests.support.raw import Message, Props, number, text
 
 __all__ = ["pytestmark", "store"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from delayer.core.errors import BrokerLost
 from tests.acceptance.world import MODES, NATIVE, STORE, World, wait_for
-from tests.rig.raw import (
+from tests.support.raw import (
     VOID,
     Header,
     Message,

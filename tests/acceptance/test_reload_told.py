@@ -10,8 +10,8 @@ import pytest
 
 from tests.acceptance.place import Place
 from tests.acceptance.world import secret_store_url, wait_for
-from tests.rig.daemon import DaemonProcess
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess
+from tests.support.servers import Postgres
 
 
 async def test_systemd_hears_the_end_of_a_reload_when_it_is_in_force(

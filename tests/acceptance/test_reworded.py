@@ -15,12 +15,12 @@ from tests.acceptance.place import Place, delayed
 from tests.acceptance.test_late import ROUTES, due_at, held
 from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Message, Props, number, text
-from tests.rig.reworded import TEXT
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess, command
+from tests.support.raw import Message, Props, number, text
+from tests.support.reworded import TEXT
+from tests.support.servers import Postgres
 
-REWORDED = (sys.executable, "-m", "tests.rig.reworded")
+REWORDED = (sys.executable, "-m", "tests.support.reworded")
 
 
 def environ(place: Place, mode: str, store: str = "") -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.acceptance.world import STORE, World
-from tests.rig.raw import Arrival, Header, Message, Props, now_ms, number, text
+from tests.support.raw import Arrival, Header, Message, Props, now_ms, number, text
 
 SOON = (b"x-delay", number("I", 600))
 

@@ -14,9 +14,9 @@ import asyncpg
 import pytest
 
 from tests.faults.place import Place, eventually
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.ledger import Ledger
-from tests.rig.servers import Postgres
+from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.ledger import Ledger
+from tests.support.servers import Postgres
 
 MESSAGES = 1_000
 OF_A_SEGMENT = 100

@@ -14,9 +14,9 @@ import pytest
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import secret_store_url
 from tests.faults.place import eventually
-from tests.rig.daemon import EXECUTABLE, DaemonProcess, command
-from tests.rig.servers import Postgres
-from tests.rig.web import Web
+from tests.support.daemon import EXECUTABLE, DaemonProcess, command
+from tests.support.servers import Postgres
+from tests.support.web import Web
 
 
 @pytest.fixture

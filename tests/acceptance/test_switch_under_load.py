@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.place import Place
-from tests.rig.daemon import DaemonProcess
-from tests.rig.flow import flowing
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess
+from tests.support.flow import flowing
+from tests.support.servers import Postgres
 
 SEED = 2_007
 LONGEST_MS = 4_000

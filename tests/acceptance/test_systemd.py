@@ -1,4 +1,4 @@
-"""The service as an operator installs and runs it: by docs/install.md, under a systemd of our own (tests/rig)."""
+"""The service as an operator installs and runs it: by docs/install.md, under a systemd of our own (tests/support)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 from tests.acceptance.place import delayed
 from tests.acceptance.world import Things, secret_broker_url, secret_store_url
 from tests.faults.place import eventually
-from tests.rig import ports, systemd
-from tests.rig.proxy import Proxy
-from tests.rig.raw import Raw
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.systemd import Machine
-from tests.rig.web import Web
+from tests.support import ports, systemd
+from tests.support.proxy import Proxy
+from tests.support.raw import Raw
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.systemd import Machine
+from tests.support.web import Web
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(f"/usr/bin/python3.{sys.version_info.minor}")

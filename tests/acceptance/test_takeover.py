@@ -20,9 +20,9 @@ from delayer.core.cascade import LEVELS, Cascade, Kind, routing_key
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Inbox, Message, Props, Raw, now_ms, number, text
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Inbox, Message, Props, Raw, now_ms, number, text
+from tests.support.servers import Postgres, RabbitMQ
 
 ENDPOINTS = ("Sales.Orders", "Orders", "Billing")
 DAY_MS = 86_400_000

@@ -14,10 +14,10 @@ import pytest
 
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import BROKER_SECRET, STORE_SECRET, secret_store_url, upgrade
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.ledger import Ledger
-from tests.rig.servers import Certificates, Postgres, RabbitMQ
-from tests.rig.tls import BAD, RIGHT, Papers, TlsFront
+from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.ledger import Ledger
+from tests.support.servers import Certificates, Postgres, RabbitMQ
+from tests.support.tls import BAD, RIGHT, Papers, TlsFront
 
 SECRETS = ("Sesame", "Broker/1", "Broker%2F1", "Store/2", "Store%2F2")
 """Pieces of the passwords, in every spelling."""

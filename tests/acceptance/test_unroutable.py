@@ -17,8 +17,8 @@ from delayer.core.message import Parcel, Target
 from tests.acceptance.place import Place, delayed
 from tests.acceptance.world import FORBIDDEN, STORE, USER, World, secret_broker_url, wait_for
 from tests.faults.place import eventually
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Message, Props, number, text
+from tests.support.daemon import DaemonProcess, command
+from tests.support.raw import Message, Props, number, text
 
 GOOD = 200
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig import ports
+from tests.support import ports
 
 ROOT = Path(__file__).parents[2]
 

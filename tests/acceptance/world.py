@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.raw import Inbox, Raw
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.raw import Inbox, Raw
+from tests.support.servers import Postgres, RabbitMQ
 
 T = TypeVar("T")
 Route = dict[str, Any]

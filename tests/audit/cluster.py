@@ -19,8 +19,8 @@ from typing import Final, Self
 import psutil
 import pyspark
 
-from tests.rig import ports, reaper
-from tests.rig.processes import Family, clean_environment, make_directory, remove_directory
+from tests.support import ports, reaper
+from tests.support.processes import Family, clean_environment, make_directory, remove_directory
 
 _HOME: Final = Path(pyspark.__file__).parent
 _SETTINGS: Final[Mapping[str, str]] = {

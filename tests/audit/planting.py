@@ -19,8 +19,8 @@ from tests.audit.backlog import fill
 from tests.audit.rows import properties
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
-from tests.rig.rows import put, row
+from tests.support.fakes import WHY
+from tests.support.rows import put, row
 
 Findings = list[tuple[str, str, str, int]]
 """What is to be found: rule, severity, subject, count."""

@@ -16,9 +16,9 @@ from tests.audit.cluster import Cluster
 from tests.audit.test_job import violated
 from tests.audit.test_reading import execute, fill, pack
 from tests.faults.place import eventually
-from tests.rig.daemon import EXECUTABLE
-from tests.rig.postgres import Postgres
-from tests.rig.proxy import Proxy
+from tests.support.daemon import EXECUTABLE
+from tests.support.postgres import Postgres
+from tests.support.proxy import Proxy
 
 pytestmark = [pytest.mark.long, pytest.mark.deadline(400)]
 

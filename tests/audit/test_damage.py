@@ -24,9 +24,9 @@ from tests.audit.test_job import audit
 from tests.audit.test_reading import execute, fetch, load
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
-from tests.rig.postgres import Postgres
-from tests.rig.rows import compact
+from tests.support.fakes import WHY
+from tests.support.postgres import Postgres
+from tests.support.rows import compact
 
 PAGE = 8192
 ROWS, HELD = 900, 3

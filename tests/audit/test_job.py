@@ -26,7 +26,7 @@ from delayer.cli import submit
 from delayer.cli.main import cli
 from delayer.core.secret import SecretUrl
 from tests.audit.test_reading import execute, fill, load, pack, take
-from tests.rig.daemon import EXECUTABLE
+from tests.support.daemon import EXECUTABLE
 
 PASSWORD = "hunter2-in-the-url"
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"

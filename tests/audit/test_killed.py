@@ -14,7 +14,7 @@ import pytest
 from delayer.audit import extract
 from tests.audit.test_reading import fill
 from tests.faults.place import eventually
-from tests.rig.daemon import EXECUTABLE
+from tests.support.daemon import EXECUTABLE
 
 pytestmark = pytest.mark.deadline(300)
 

@@ -24,8 +24,8 @@ from delayer.store.rows.partitions import DAY_MS, name_of
 from delayer.store.segments import compact
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import LATE, WHY
-from tests.rig.postgres import Postgres
+from tests.support.fakes import LATE, WHY
+from tests.support.postgres import Postgres
 
 WEEK_MS = 7 * DAY_MS
 

@@ -16,9 +16,9 @@ from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import sql
-from tests.rig.postgres import Postgres
-from tests.rig.postgres_kinds import Standby
-from tests.rig.rows import put, row
+from tests.support.postgres import Postgres
+from tests.support.postgres_kinds import Standby
+from tests.support.rows import put, row
 
 READER = "auditor"
 LATE_MS = 58_000

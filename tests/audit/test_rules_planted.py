@@ -15,7 +15,7 @@ from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said
 from tests.integration.test_store_lane import sql
-from tests.rig.rabbitmq import RabbitMQ
+from tests.support.rabbitmq import RabbitMQ
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

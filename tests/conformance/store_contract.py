@@ -18,7 +18,7 @@ from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Due, Parcel, Target
 from delayer.core.segment import Restored
 from delayer.core.values import KeyGroup
-from tests.rig.fakes import WHY
+from tests.support.fakes import WHY
 
 MANY = 1_000_000
 ROOM = 1 << 30

@@ -31,9 +31,9 @@ from delayer.release.loop import Portion, Release
 from tests.conformance.broker_contract import BrokerContract
 from tests.conformance.broker_world import BOUND, GATHER, Objection, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
-from tests.rig.fakes import Pulse, ScriptedLane, due
-from tests.rig.proxy import Proxy
-from tests.rig.servers import RabbitMQ
+from tests.support.fakes import Pulse, ScriptedLane, due
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQ
 
 USER = "relay-test"
 A_READ = 256_000
@@ -271,7 +271,7 @@ class TestRelay(BrokerContract):
     async def far_away(self, place: str, round_trip: float) -> AsyncIterator[tuple[World, Relay]]:
         """A broker so many seconds away, with a topic exchange that takes the key ``open`` alone."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tests.rig.proxy._pump", partial(slow_pump, round_trip / 2))
+            patch.setattr("tests.support.proxy._pump", partial(slow_pump, round_trip / 2))
             async with self.world(place) as world, Proxy(self._broker.port) as proxy:
                 await world.hand.queue("q")
                 await world.hand.exchange("news", kind="topic")

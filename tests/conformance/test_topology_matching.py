@@ -9,7 +9,7 @@ import pytest
 from aio_pika.exceptions import DeliveryError
 
 from delayer.core.cascade import LEVELS
-from tests.unit.test_cascade_law import matches
+from tests.unit.core.test_cascade_law import matches
 
 WORDS = ("a", "b", "")
 PATTERNS = [

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.scenes import Scenes, add_template
 from tests.faults.tables import NATIVE, RESTORE, STORE
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres, RabbitMQ
 
 TEMPLATE = "delayer_template"
 

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 from delayer.core.message import Delivery
 from tests.faults.fleet import Fleet
-from tests.rig.letters import NUMBER, Letter, doomed, said_by_doomed
-from tests.rig.raw import Header, Inbox, Props, Raw, content, text
-from tests.rig.readings import Readings
+from tests.support.letters import NUMBER, Letter, doomed, said_by_doomed
+from tests.support.raw import Header, Inbox, Props, Raw, content, text
+from tests.support.readings import Readings
 
 REASON: Final = b"x-delayer-refused"
 GAINED: Final = (b"x-delayer-id", REASON, b"x-delayer-exchange", b"x-delayer-routing-key", b"x-delayer-expiration")

@@ -15,8 +15,8 @@ import asyncpg
 
 from tests.faults.kept import PASSWORD, STARTUP, USER, Kept
 from tests.faults.place import Place, eventually
-from tests.rig.ledger import Ledger
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.ledger import Ledger
+from tests.support.servers import Postgres, RabbitMQ
 
 DAEMONS = 2
 LANES = 2

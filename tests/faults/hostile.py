@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tests.rig.rabbitmq_versions import OfAVersion
-from tests.rig.raw import VOID, Header, Message, Props, Value, array, decimal, number, octets, table, text
+from tests.support.rabbitmq_versions import OfAVersion
+from tests.support.raw import VOID, Header, Message, Props, Value, array, decimal, number, octets, table, text
 
 STORE, NATIVE = "store", "native"
 MODES = (STORE, NATIVE)
@@ -281,7 +281,7 @@ SILENT: Mapping[str, Hostile] = {
     f"destination: silent{when}": held("no confirm within 8 s: exchange 'h.silent.out', key 'inbox'", "h.silent", delay)
     for when, delay in (("", 1000), (", at once", 0))
 }
-"""For a queue that neither confirms nor refuses: whoever plays these makes it so (tests/rig/silent.py)."""
+"""For a queue that neither confirms nor refuses: whoever plays these makes it so (tests/support/silent.py)."""
 FRAME, LARGEST = 4 << 20, 2 << 20
 ROOMY: Mapping[str, Hostile] = {
     "table: as long as a frame": refused("too long to carry", SECOND, (b"large", text("v" * (FRAME - 1072)))),

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from tests.rig.daemon import DaemonProcess
-from tests.rig.odd import Clock, program
-from tests.rig.proxy import Proxy
+from tests.support.daemon import DaemonProcess
+from tests.support.odd import Clock, program
+from tests.support.proxy import Proxy
 
 if TYPE_CHECKING:
     from tests.faults.fleet import Fleet

@@ -21,8 +21,8 @@ from delayer.config.topology import cascade_of, topology_of
 from delayer.store import pool
 from delayer.store.admin.stats import overview
 from delayer.store.segments import compact
-from tests.rig.daemon import DaemonProcess
-from tests.rig.ledger import Ledger, Verdict
+from tests.support.daemon import DaemonProcess
+from tests.support.ledger import Ledger, Verdict
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.02

@@ -24,10 +24,10 @@ import uvloop
 
 from delayer.core.errors import BrokerLost
 from tests.faults.place import Place, eventually, killed_by_fault, stopped
-from tests.rig.daemon import DaemonProcess
-from tests.rig.ledger import Arrival, Ledger, Verdict
-from tests.rig.proxy import Proxy
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess
+from tests.support.ledger import Arrival, Ledger, Verdict
+from tests.support.proxy import Proxy
+from tests.support.servers import Postgres, RabbitMQ
 
 DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT = "daemon", "broker", "postgres", "broker cut", "store cut"
 

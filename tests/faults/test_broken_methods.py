@@ -21,7 +21,7 @@ from delayer.daemon.systemd import Notifier
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from tests.faults.place import Place, eventually
-from tests.rig.ledger import Ledger
+from tests.support.ledger import Ledger
 
 DELAY_MS = 1_000
 Patch = pytest.MonkeyPatch

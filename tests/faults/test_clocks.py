@@ -12,9 +12,9 @@ import asyncpg
 import pytest
 
 from tests.faults.place import Place, eventually
-from tests.rig.daemon import DaemonProcess
-from tests.rig.odd import Clock, program
-from tests.rig.servers import Postgres
+from tests.support.daemon import DaemonProcess
+from tests.support.odd import Clock, program
+from tests.support.servers import Postgres
 
 SEED = 8_000
 HOUR_MS = 3_600_000

@@ -15,9 +15,9 @@ from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
 from tests.faults.place import eventually
 from tests.integration.test_store_lane import sql
-from tests.rig.fakes import NOW
-from tests.rig.postgres import Postgres
-from tests.rig.rows import conserved, everything, put, rows, waiting, without_lanes
+from tests.support.fakes import NOW
+from tests.support.postgres import Postgres
+from tests.support.rows import conserved, everything, put, rows, waiting, without_lanes
 
 COUNT = 4_000
 OF_A_SEGMENT = 50

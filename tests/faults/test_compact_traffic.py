@@ -21,9 +21,9 @@ from delayer.store.admin import actions
 from delayer.store.admin.actions import Found
 from tests.faults.place import Place, eventually
 from tests.integration.test_store_lane import sql
-from tests.rig.ledger import Ledger
-from tests.rig.letters import NUMBER
-from tests.rig.rows import everything
+from tests.support.ledger import Ledger
+from tests.support.letters import NUMBER
+from tests.support.rows import everything
 
 SEED = 4_000
 NEAR, FAR = 1_500, 3_000

@@ -25,8 +25,8 @@ from delayer.core.message import Parcel, Target
 from delayer.imports import files
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
 from tests.integration.test_store_lane import sql
-from tests.rig.rows import conserved
-from tests.rig.servers import Postgres
+from tests.support.rows import conserved
+from tests.support.servers import Postgres
 
 __all__ = ["mariadb"]
 

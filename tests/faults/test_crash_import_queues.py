@@ -15,8 +15,8 @@ from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
 from tests.faults.test_crash_import import BATCH, COUNT, delayer, gone
 from tests.integration.test_store_lane import sql
-from tests.rig.raw import Message, Props, Raw
-from tests.rig.rows import conserved
+from tests.support.raw import Message, Props, Raw
+from tests.support.rows import conserved
 
 pytestmark = pytest.mark.long
 

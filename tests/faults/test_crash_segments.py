@@ -14,7 +14,7 @@ from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from tests.integration.segments_store import START_MS, restore_all, store
 from tests.integration.test_store_lane import sql
-from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
+from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting, without_lanes
 
 COUNT = 300
 AT_MOST = 100
@@ -22,7 +22,7 @@ AT_MOST = 100
 COMPACT = f"""
 import asyncio, sys
 from delayer.store import session
-from tests.rig.rows import compact
+from tests.support.rows import compact
 async def main():
     connection = await session.connect(sys.argv[1], "victim")
     await compact(connection, rows={AT_MOST})

@@ -11,8 +11,8 @@ import pytest
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import BROKER, BROKER_CUT, DAEMON, POSTGRES, STORE_CUT, Outcome, Row, Scenes, check
 from tests.faults.tables import STORE
-from tests.rig.proxy import Proxy
-from tests.rig.servers import RabbitMQ
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQ
 
 deaths = pytest.mark.parametrize("death", [DAEMON, BROKER, POSTGRES, BROKER_CUT, STORE_CUT])
 

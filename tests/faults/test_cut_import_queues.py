@@ -21,9 +21,9 @@ from tests.faults.place import eventually
 from tests.faults.test_crash_import import delayer, gone
 from tests.faults.test_crash_import_queues import HOLD
 from tests.integration.test_store_lane import sql
-from tests.rig.proxy import Proxy
-from tests.rig.rabbitmq import RabbitMQ
-from tests.rig.raw import Message, Props, Raw
+from tests.support.proxy import Proxy
+from tests.support.rabbitmq import RabbitMQ
+from tests.support.raw import Message, Props, Raw
 
 BATCH, COUNT = 20, 60
 CASCADE = Cascade("nservicebus-v2")

@@ -22,9 +22,9 @@ from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog, unpacking
 from tests.conformance.store_contract import owned
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import NOW
-from tests.rig.postgres import Postgres
-from tests.rig.rows import compact, conserved, put, row, rows, waiting
+from tests.support.fakes import NOW
+from tests.support.postgres import Postgres
+from tests.support.rows import compact, conserved, put, row, rows, waiting
 
 PAGE = 8192
 EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE

@@ -21,9 +21,9 @@ from tests.faults.doomed import refused
 from tests.faults.fault import Fault
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import HOUR_MS, KINDS, inject
-from tests.rig.flow import flowing
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.verdict import Window
+from tests.support.flow import flowing
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.verdict import Window
 
 SEED = 5_000
 MESSAGES = 300

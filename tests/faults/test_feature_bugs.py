@@ -8,8 +8,8 @@ import pytest
 
 from tests.faults.features import cancels, foreign, keys, overdue, peace, rates, retries
 from tests.faults.features.striking import opened
-from tests.rig.ledger import Ledger
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.ledger import Ledger
+from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 7_600
 

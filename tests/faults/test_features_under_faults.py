@@ -21,10 +21,10 @@ from tests.faults.features.striking import (
     strike,
 )
 from tests.faults.scenes import WORKER
-from tests.rig.account import Verdict
-from tests.rig.flow import flowing
-from tests.rig.ledger import Ledger
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.account import Verdict
+from tests.support.flow import flowing
+from tests.support.ledger import Ledger
+from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 7_000
 STORE, NATIVE = MODES = ("store", "native")

@@ -21,9 +21,9 @@ from delayer.store import pool
 from tests.faults.hostile import ENVELOPE
 from tests.faults.place import Place, eventually
 from tests.faults.villain import STRAYS
-from tests.rig.daemon import command
-from tests.rig.raw import Header, Message, Props, Raw, array, number, table, text
-from tests.rig.servers import RabbitMQ
+from tests.support.daemon import command
+from tests.support.raw import Header, Message, Props, Raw, array, number, table, text
+from tests.support.servers import RabbitMQ
 
 ATTACKER = "delayer-attacker"
 """May write to delayer.in and nowhere else. The password is its name."""

@@ -14,11 +14,11 @@ import pytest
 
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
-from tests.rig.flow import flowing
-from tests.rig.ledger import Ledger
-from tests.rig.postgres_kinds import SmallDisk
-from tests.rig.servers import StartFailed
-from tests.rig.verdict import Window
+from tests.support.flow import flowing
+from tests.support.ledger import Ledger
+from tests.support.postgres_kinds import SmallDisk
+from tests.support.servers import StartFailed
+from tests.support.verdict import Window
 
 SEED = 9_100
 MEGABYTES = 200

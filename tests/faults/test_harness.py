@@ -15,13 +15,13 @@ from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Kind, Planned, schedule
 from tests.faults.place import eventually
-from tests.rig.account import Account
-from tests.rig.ledger import Ledger
-from tests.rig.odd import BUGS
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.verdict import Verdict, Window, covered
 from tests.soak.result import Options
 from tests.soak.run import Soak
+from tests.support.account import Account
+from tests.support.ledger import Ledger
+from tests.support.odd import BUGS
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.verdict import Verdict, Window, covered
 
 SEED = 6_000
 MESSAGES = 1_000

@@ -17,9 +17,9 @@ import pytest
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
 from tests.faults.villain import delay_header, held_rows
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import VOID, Message, Props, Raw
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import VOID, Message, Props, Raw
+from tests.support.servers import Postgres, RabbitMQ
 
 FIRST_MS, LONGEST_MS = 300, 3_000
 PROGRAM = (

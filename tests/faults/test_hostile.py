@@ -18,12 +18,12 @@ from tests.faults import hostile
 from tests.faults.hostile import CASES, FRAME, LARGEST, MODES, ROOMY, SILENT, STORE, Hostile
 from tests.faults.place import Place
 from tests.faults.villain import MUTE, ROUTES, STRAYS, Villain, assert_no_forged_line, delay_header, furnish
-from tests.rig.daemon import DaemonProcess
-from tests.rig.ledger import Ledger
-from tests.rig.raw import Message, Props, text
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.silent import silent
-from tests.rig.verdict import Window
+from tests.support.daemon import DaemonProcess
+from tests.support.ledger import Ledger
+from tests.support.raw import Message, Props, text
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.silent import silent
+from tests.support.verdict import Window
 
 GOOD = 10_000
 COPIES = 3

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.place import Place
 from tests.faults.scenes import work_off
-from tests.rig.ledger import Verdict
+from tests.support.ledger import Verdict
 
 MESSAGES = 20_000
 KILLS = 7

@@ -12,7 +12,7 @@ import pytest
 
 from delayer.store import pool
 from tests.faults.place import Place, eventually
-from tests.rig.daemon import DaemonProcess
+from tests.support.daemon import DaemonProcess
 
 SEED = 4_000
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.faults.injections.broker import LOSSES, take_and_lose
 from tests.faults.place import Place
-from tests.rig.ledger import Ledger
-from tests.rig.proxy import Proxy
-from tests.rig.servers import RabbitMQ
+from tests.support.ledger import Ledger
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQ
 
 SEED = 11_000
 MESSAGES = 50

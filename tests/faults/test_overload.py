@@ -21,12 +21,12 @@ from delayer.core.errors import BrokerLost
 from delayer.core.message import CONFIRMED, Outgoing
 from delayer.store.admin.stats import overview
 from tests.faults.place import Place, eventually
-from tests.rig.daemon import DaemonProcess
-from tests.rig.ledger import Ledger
-from tests.rig.proxy import Proxy
-from tests.rig.raw import Message, Props, Raw, number
-from tests.rig.servers import Postgres, RabbitMQ
 from tests.soak.result import LARGEST_MB
+from tests.support.daemon import DaemonProcess
+from tests.support.ledger import Ledger
+from tests.support.proxy import Proxy
+from tests.support.raw import Message, Props, Raw, number
+from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 7_000
 GROWN_MB = 120

@@ -14,10 +14,10 @@ import pytest
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
 from tests.faults.villain import delay_header
-from tests.rig.daemon import DaemonProcess
-from tests.rig.raw import Inbox, Message, Props, Raw
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.silent import silent
+from tests.support.daemon import DaemonProcess
+from tests.support.raw import Inbox, Message, Props, Raw
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.silent import silent
 
 PROGRAM = (
     sys.executable,

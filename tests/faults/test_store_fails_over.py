@@ -13,9 +13,9 @@ from tests.faults.injections.store import limit_files
 from tests.faults.place import Place, eventually
 from tests.faults.scenes import add_template
 from tests.faults.test_lane_faults import end_connections
-from tests.rig.postgres_kinds import SmallFiles, Standby
-from tests.rig.proxy import Proxy
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.postgres_kinds import SmallFiles, Standby
+from tests.support.proxy import Proxy
+from tests.support.servers import Postgres, RabbitMQ
 
 SEED = 9_000
 LIMIT = (1 << 20) + 8192

@@ -17,8 +17,8 @@ from delayer.core.errors import BrokerLost
 from delayer.store import pool
 from tests.faults.hostile import EMPTY, FORGED_LINE, IMPERSONATOR, NATIVE, STORE, End, Hostile
 from tests.faults.place import Place, eventually
-from tests.rig.raw import Arrival, Header, Inbox, Message, Props, Raw, Value, content, number
-from tests.rig.servers import RabbitMQ
+from tests.support.raw import Arrival, Header, Inbox, Message, Props, Raw, Value, content, number
+from tests.support.servers import RabbitMQ
 
 USER = "delayer-hostile"
 """The daemon's user, who may not write to h.closed.out. The password is its name."""

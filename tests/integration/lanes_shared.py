@@ -19,7 +19,7 @@ from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Portion, Release
 from delayer.store.postgres import PostgresStore
 from tests.integration.test_store_lane import opened
-from tests.rig.fakes import Pulse
+from tests.support.fakes import Pulse
 
 
 class Publisher:

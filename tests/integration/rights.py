@@ -12,7 +12,7 @@ import asyncpg
 import pytest
 
 from delayer.store import upgrades
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres, RabbitMQ
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 DATABASE, OWNER, DAEMON = "delayer", "delayer_owner", "delayer"

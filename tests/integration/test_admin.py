@@ -15,7 +15,7 @@ from delayer.broker.admin import Admin, Remover
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
-from tests.rig.servers import RabbitMQ
+from tests.support.servers import RabbitMQ
 
 
 def whole(cascade: Cascade) -> Topology:

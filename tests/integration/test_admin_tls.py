@@ -12,7 +12,7 @@ import trustme
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerUnreachable
 from delayer.core.cascade import intake_topology
-from tests.rig.servers import Certificates, RabbitMQ
+from tests.support.servers import Certificates, RabbitMQ
 
 
 @dataclass(frozen=True)

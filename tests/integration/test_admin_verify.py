@@ -17,7 +17,7 @@ from delayer.broker.management_api import Management, Policy, policies_in_force
 from delayer.broker.verify import Finding
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Queue, Topology, arguments
-from tests.rig.servers import RabbitMQ
+from tests.support.servers import RabbitMQ
 
 OURS = Cascade()
 WHOLE = OURS.topology() + intake_topology() + due_topology(OURS)

@@ -13,7 +13,7 @@ from aio_pika.exceptions import ChannelClosed, DeliveryError
 
 from delayer.broker.destinations import Limits, Target, ask, not_asked
 from delayer.broker.routing import Verdict
-from tests.rig.rabbitmq import RabbitMQ
+from tests.support.rabbitmq import RabbitMQ
 
 KINDS = ("direct", "topic", "fanout", "headers")
 KEYS = ("", "a", "b", "a.b", "a.b.c", ".", "a.", "b.c.d", "ü", "#", "*", "a.#")

@@ -16,8 +16,8 @@ from delayer.core.cascade import Cascade, due_topology, intake_topology
 from delayer.core.errors import BrokerLost
 from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.integration.test_admin import inventory, publish, whole
-from tests.rig.proxy import Proxy
-from tests.rig.servers import RabbitMQ
+from tests.support.proxy import Proxy
+from tests.support.servers import RabbitMQ
 
 CASCADE = Cascade()
 Way = Callable[[str, str], AbstractAsyncContextManager[Brief | Admin]]

@@ -25,7 +25,7 @@ from pamqp.common import FieldTable
 from delayer.cli import send
 from delayer.cli.main import cli
 from delayer.config import Settings
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.servers import Postgres, RabbitMQ
 
 Run = Callable[..., Result]
 LEVELS = 28

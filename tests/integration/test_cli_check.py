@@ -10,8 +10,8 @@ import aio_pika
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_cli import Run, channel_to, delayer
 from tests.integration.test_store_lane import opened
-from tests.rig.daemon import DaemonProcess
-from tests.rig.rabbitmq import RabbitMQ
+from tests.support.daemon import DaemonProcess
+from tests.support.rabbitmq import RabbitMQ
 
 __all__ = ["delayer"]
 

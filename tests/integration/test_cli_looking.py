@@ -21,8 +21,8 @@ from tests.conformance.store_contract import owned, parcel
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer, take
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.raw import Message, Props, Raw, number, text
-from tests.rig.rows import compact, conserved, waiting
+from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.rows import compact, conserved, waiting
 
 __all__ = ["delayer"]
 

@@ -13,7 +13,7 @@ from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel
 from tests.integration.test_store_lane import sql
-from tests.rig.fakes import NO_CONFIRM, WHY
+from tests.support.fakes import NO_CONFIRM, WHY
 
 SOON_MS = 300
 SLOWLY = "SELECT retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 1) AS h RIGHT JOIN pg_sleep(1) ON true"

@@ -8,7 +8,7 @@ from delayer.store import upgrades
 from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, bodies, owned, parcel
-from tests.rig.fakes import WHY
+from tests.support.fakes import WHY
 
 ROOM = 100_000
 BACKLOG = 60

@@ -17,9 +17,9 @@ from delayer.broker.admin import Admin
 from delayer.core.topology import Exchange, Topology
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import sql
-from tests.rig.rabbitmq import RabbitMQ
-from tests.rig.raw import Props, array, number, text
-from tests.rig.rows import conserved
+from tests.support.rabbitmq import RabbitMQ
+from tests.support.raw import Props, array, number, text
+from tests.support.rows import conserved
 
 __all__ = ["delayer"]
 

@@ -26,9 +26,9 @@ from tests.conformance.store_contract import owned
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_export_snapshot import hold
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.daemon import EXECUTABLE
-from tests.rig.rows import compact, conserved
-from tests.rig.servers import Postgres
+from tests.support.daemon import EXECUTABLE
+from tests.support.rows import compact, conserved
+from tests.support.servers import Postgres
 
 __all__ = ["delayer"]
 

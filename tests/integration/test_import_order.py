@@ -17,8 +17,8 @@ from delayer.core.topology import Exchange, Queue, Topology, arguments
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_import_queues import declared, now_ms, nservicebus, queues
 from tests.integration.test_store_lane import sql
-from tests.rig.rabbitmq import RabbitMQ
-from tests.rig.raw import Message, Props, Raw
+from tests.support.rabbitmq import RabbitMQ
+from tests.support.raw import Message, Props, Raw
 
 __all__ = ["delayer"]
 

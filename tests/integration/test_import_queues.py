@@ -34,9 +34,9 @@ from tests.conformance.store_contract import claim_when_due, owned
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.rabbitmq import RabbitMQ
-from tests.rig.raw import Message, Props, Raw, number, text
-from tests.rig.rows import conserved
+from tests.support.rabbitmq import RabbitMQ
+from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.rows import conserved
 
 __all__ = ["delayer"]
 

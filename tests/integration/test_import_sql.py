@@ -21,9 +21,9 @@ from delayer.imports import tables
 from delayer.imports.databases import database_url
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import sql
-from tests.rig.mariadb import MariaDB
-from tests.rig.rows import conserved
-from tests.rig.servers import Postgres
+from tests.support.mariadb import MariaDB
+from tests.support.rows import conserved
+from tests.support.servers import Postgres
 
 __all__ = ["delayer"]
 

@@ -16,9 +16,9 @@ from tests.faults.place import eventually
 from tests.integration.test_import_jsonl import other_store
 from tests.integration.test_import_sql import NOON, Source, mariadb, source_of
 from tests.integration.test_store_lane import sql
-from tests.rig.daemon import EXECUTABLE
-from tests.rig.rows import conserved
-from tests.rig.servers import Postgres
+from tests.support.daemon import EXECUTABLE
+from tests.support.rows import conserved
+from tests.support.servers import Postgres
 
 __all__ = ["mariadb"]
 

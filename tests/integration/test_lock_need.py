@@ -16,7 +16,7 @@ from delayer.store.rows import keys
 from delayer.store.rows import park as parking
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
-from tests.rig.postgres import Postgres
+from tests.support.postgres import Postgres
 
 LANE = parking.Placement(1, {}, 0)
 FAR_MS = 4_000_000_000_000

@@ -12,8 +12,8 @@ from delayer.core import cascade
 from delayer.core.message import Parcel, Target
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
-from tests.rig.raw import Message, Props, Raw, text
-from tests.rig.servers import RabbitMQ
+from tests.support.raw import Message, Props, Raw, text
+from tests.support.servers import RabbitMQ
 
 __all__ = ["delayer"]
 

@@ -29,7 +29,7 @@ from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import cut, opened, sql
-from tests.rig.fakes import Pulse, ScriptedPublisher
+from tests.support.fakes import Pulse, ScriptedPublisher
 
 HOUR_MS = 3_600_000
 CONTENT = (b"", b"\0", bytes(range(256)), b'{"order": 1}' * 40, b"\xff" * 5_000)

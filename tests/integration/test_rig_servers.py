@@ -18,8 +18,8 @@ import asyncpg
 import psutil
 import pytest
 
-from tests.rig.proxy import Proxy
-from tests.rig.servers import Postgres, RabbitMQ, StartFailed
+from tests.support.proxy import Proxy
+from tests.support.servers import Postgres, RabbitMQ, StartFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,7 +174,7 @@ def _names(family: Sequence[psutil.Process]) -> set[str]:
 def test_nothing_outlives_its_owner(end: Callable[[subprocess.Popen[str]], None], tmp_path: Path) -> None:
     """The servers, their epmd and their directories are gone after Ctrl-C, and after SIGKILL to who started them."""
     owner = subprocess.Popen(
-        [sys.executable, "-m", "tests.rig.servers"],
+        [sys.executable, "-m", "tests.support.servers"],
         cwd=ROOT, env=os.environ | {"TMPDIR": str(_passable(tmp_path))}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert owner.stdout is not None
@@ -196,7 +196,9 @@ def test_nothing_outlives_its_owner(end: Callable[[subprocess.Popen[str]], None]
 
 def test_a_disk_does_not_outlive_its_owner(tmp_path: Path) -> None:
     """What was mounted for a server is unmounted after SIGKILL to who started it."""
-    program = "from tests.rig.postgres_kinds import SmallDisk; SmallDisk(80).start(); print('up', flush=True); input()"
+    program = (
+        "from tests.support.postgres_kinds import SmallDisk; SmallDisk(80).start(); print(0, flush=True); input()"
+    )
     place = _passable(tmp_path)
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TMPDIR": str(place)},

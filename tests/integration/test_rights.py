@@ -16,11 +16,11 @@ import pytest
 
 from tests.faults.place import eventually
 from tests.integration.rights import DATABASE, MODES, clear, page, patterns_of, store, user_url
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.ledger import Ledger
-from tests.rig.raw import Message, Props, Raw, number, text
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.web import Web
+from tests.support.daemon import DaemonProcess, command
+from tests.support.ledger import Ledger
+from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.web import Web
 
 __all__ = ["page", "store"]
 

@@ -22,9 +22,9 @@ from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Outgoing, Returned
 from tests.faults.place import eventually
 from tests.integration.rights import Patterns, besides, clear, patterns_of, store, user_url, with_besides
-from tests.rig.daemon import DaemonProcess, command
-from tests.rig.raw import Message, Props, Raw, number, text
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.daemon import DaemonProcess, command
+from tests.support.raw import Message, Props, Raw, number, text
+from tests.support.servers import Postgres, RabbitMQ
 
 __all__ = ["store"]
 

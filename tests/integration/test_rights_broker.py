@@ -17,8 +17,8 @@ from delayer.config.topology import cascade_of, topology_of
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Outgoing, Returned
 from tests.integration.rights import MODES, patterns_of, user_url
-from tests.rig.raw import Props, text
-from tests.rig.servers import RabbitMQ
+from tests.support.raw import Props, text
+from tests.support.servers import RabbitMQ
 
 NAMES = {
     "store": ("delays", "delays.refused", "delayer.in", "delayer.out"),

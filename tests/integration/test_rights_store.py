@@ -37,9 +37,9 @@ from tests.integration.rights import (
     store,
 )
 from tests.integration.test_store_lane import sql
-from tests.rig.fakes import WHY
-from tests.rig.rows import compact, put, row
-from tests.rig.servers import Postgres
+from tests.support.fakes import WHY
+from tests.support.rows import compact, put, row
+from tests.support.servers import Postgres
 
 __all__ = ["page", "store"]
 

@@ -21,8 +21,8 @@ from delayer.core.message import CONFIRMED, ClosedChannel, Outcome, Outgoing, Un
 from tests.conformance.broker_world import message
 from tests.conformance.test_relay import AdminHand, refusing, relay_to
 from tests.faults.place import eventually
-from tests.rig.servers import RabbitMQ
-from tests.rig.silent import silent
+from tests.support.servers import RabbitMQ
+from tests.support.silent import silent
 
 WAIT = 4.0
 """Seconds that these publishers wait for confirms."""

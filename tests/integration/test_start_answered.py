@@ -7,7 +7,7 @@ from pathlib import Path
 from delayer.store.upgrades import upgrade
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.test_store_lane import opened
-from tests.unit.test_start import STATUS, STORE, loaded
+from tests.unit.cli.test_start import STATUS, STORE, loaded
 
 
 async def test_commands_that_are_answered_load_only_what_they_need(vhost: str, database: str, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from delayer.store.segments.catalog import FOREVER_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, apart, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
-from tests.rig.rows import compact, conserved, everything, packed, put, row, rows, waiting
+from tests.support.fakes import WHY
+from tests.support.rows import compact, conserved, everything, packed, put, row, rows, waiting
 
 NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted": 0, "held": 0}
 

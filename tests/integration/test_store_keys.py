@@ -18,7 +18,7 @@ from delayer.store.lanes.locks import raise_lanes
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import NO_CONFIRM, WHY
+from tests.support.fakes import NO_CONFIRM, WHY
 
 # In order: two hands that lock the same rows in different orders would meet in a ring.
 HURRY = "UPDATE held SET retry_at = now() WHERE id IN (SELECT id FROM held ORDER BY id FOR UPDATE)"

@@ -30,8 +30,8 @@ from tests.conformance.store_contract import (
     release_all,
     taken,
 )
-from tests.rig.fakes import NO_CONFIRM, WHY
-from tests.rig.proxy import Proxy
+from tests.support.fakes import NO_CONFIRM, WHY
+from tests.support.proxy import Proxy
 
 
 @asynccontextmanager

@@ -23,9 +23,9 @@ from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_cancelling import NO_ONE
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
-from tests.rig.raw import Props, text
-from tests.rig.rows import Row, compact, conserved, everything, put, row, rows, waiting
+from tests.support.fakes import WHY
+from tests.support.raw import Props, text
+from tests.support.rows import Row, compact, conserved, everything, put, row, rows, waiting
 
 FAR_MS = START_MS + 900 * DAY_MS
 """Beyond every partition: in the default one."""

@@ -18,7 +18,7 @@ from delayer.store.rows import keys, park, partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.rows import put, row
+from tests.support.rows import put, row
 
 _WAITS = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 

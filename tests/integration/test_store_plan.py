@@ -24,8 +24,8 @@ from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
-from tests.rig.servers import Postgres
+from tests.support.fakes import WHY
+from tests.support.servers import Postgres
 
 Plan = dict[str, Any]
 

@@ -19,7 +19,7 @@ from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
 from tests.integration.test_store_plan import CANCEL, CANCEL_HELD, fill
-from tests.rig.fakes import WHY
+from tests.support.fakes import WHY
 
 TIMES = 15
 # One without arguments has nothing to plan for: it counts as generic.

@@ -22,8 +22,8 @@ from tests.faults.place import eventually
 from tests.integration.segments_store import START_MS, apart, blocked, store
 from tests.integration.test_store_cancelling import NO_ONE, patiently
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import LATE, WHY
-from tests.rig.rows import compact, conserved, everything, put, row, rows, waiting
+from tests.support.fakes import LATE, WHY
+from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
 
 SOON = 0.9
 """Seconds in which a lane that is told looks again; without that it is five at the least."""

@@ -10,7 +10,7 @@ import pytest
 from delayer.core.errors import LaneLost, StoreLost
 from tests.conformance.store_contract import MANY, ROOM, bodies, free_lanes, parcel, release_all, taken
 from tests.integration.test_store_lane import opened
-from tests.rig.servers import Postgres
+from tests.support.servers import Postgres
 
 
 async def test_a_killed_database_loses_nothing_that_was_committed() -> None:

@@ -21,7 +21,7 @@ from delayer.store.segments.compact import Window
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, restore_all, store
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
+from tests.support.rows import Row, compact, conserved, everything, packed, put, row, rows, waiting, without_lanes
 
 
 def strange() -> list[Row]:

@@ -17,7 +17,7 @@ from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.codec import Packed, SegmentBroken
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.integration.test_store_lane import sql
-from tests.rig.rows import compact, conserved, everything, packed, put, rows, waiting
+from tests.support.rows import compact, conserved, everything, packed, put, rows, waiting
 
 
 async def test_what_does_not_read_back_is_not_committed(database: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from delayer.store.segments import shrink
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.faults.place import compact_all, eventually
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.postgres import Postgres
+from tests.support.postgres import Postgres
 
 KEPT = b"x" * 500
 ROWS = 3_000

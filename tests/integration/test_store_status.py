@@ -7,7 +7,7 @@ from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import opened, sql
-from tests.rig.fakes import WHY
+from tests.support.fakes import WHY
 
 
 async def test_lanes_counters_and_what_is_next(database: str) -> None:

@@ -13,7 +13,7 @@ from delayer.cli import strays
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from tests.integration.test_cli import Run, delayer
-from tests.rig.raw import Message, Props, Raw, number
+from tests.support.raw import Message, Props, Raw, number
 
 __all__ = ["delayer"]
 

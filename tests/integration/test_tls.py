@@ -18,9 +18,9 @@ from delayer.broker.management_api import Management
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
-from tests.rig import ports, tls
-from tests.rig.servers import Postgres, RabbitMQ
-from tests.rig.tls import BAD, RIGHT, WRONG_HOST, Papers, TlsFront
+from tests.support import ports, tls
+from tests.support.servers import Postgres, RabbitMQ
+from tests.support.tls import BAD, RIGHT, WRONG_HOST, Papers, TlsFront
 
 SECRET = "Sesame-TLS-3"
 Connect = Callable[[str], Awaitable[None]]

@@ -18,10 +18,10 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import AccessRefused, ChannelClosed
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string, splice
 from delayer.core.message import CONFIRMED, NACKED, Delivery, Outcome, Outgoing, Returned
-from tests.rig.proxy import Proxy
-from tests.rig.raw import Props
-from tests.rig.servers import RabbitMQ
-from tests.unit.wire.tables import EVERY_TYPE, nested
+from tests.support.proxy import Proxy
+from tests.support.raw import Props
+from tests.support.servers import RabbitMQ
+from tests.unit.amqp.tables import EVERY_TYPE, nested
 
 TIMEOUT = 30.0
 

@@ -15,8 +15,8 @@ from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ConnectionLost
 from delayer.core.message import CONFIRMED
 from tests.integration.test_wire import connected, declare, message, publisher
-from tests.rig.rabbitmq import Certificates
-from tests.rig.servers import RabbitMQ
+from tests.support.rabbitmq import Certificates
+from tests.support.servers import RabbitMQ
 
 TIMEOUT = 30.0
 

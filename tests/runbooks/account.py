@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.faults.place import eventually
-from tests.rig.raw import Arrival, Inbox
 from tests.runbooks.desk import Desk
+from tests.support.raw import Arrival, Inbox
 
 
 @dataclass

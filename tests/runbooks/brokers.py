@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 
 from tests.faults.place import eventually
-from tests.rig.flow import flowing
-from tests.rig.rabbitmq import ROOT_VARIABLE
-from tests.rig.servers import Postgres, RabbitMQ
 from tests.runbooks.desk import NOT_OK, Desk
+from tests.support.flow import flowing
+from tests.support.rabbitmq import ROOT_VARIABLE
+from tests.support.servers import Postgres, RabbitMQ
 
 OLDER, NEWER = (Path(__file__).parents[2] / "build" / "brokers" / suite for suite in ("trixie", "forky"))
 """What .ci/brokers unpacks: RabbitMQ 4.0 and 4.3. Without them other brokers are of the machine's own version."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tests.rig import ports
-from tests.rig.daemon import EXECUTABLE, DaemonProcess
-from tests.rig.ledger import Ledger
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support import ports
+from tests.support.daemon import EXECUTABLE, DaemonProcess
+from tests.support.ledger import Ledger
+from tests.support.servers import Postgres, RabbitMQ
 
 NOT_SHOWN = frozenset({"timestamp", "level", "logger"})
 WIDEST = 130

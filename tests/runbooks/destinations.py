@@ -7,9 +7,9 @@ import json
 import aio_pika
 
 from tests.faults.place import eventually
-from tests.rig.flow import flowing
-from tests.rig.servers import Postgres, RabbitMQ
 from tests.runbooks.desk import NOT_OK, Desk
+from tests.support.flow import flowing
+from tests.support.servers import Postgres, RabbitMQ
 
 
 async def stuck_destination(desk: Desk) -> None:

@@ -16,11 +16,11 @@ import aio_pika
 from delayer.broker.admin import Admin
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
 from tests.faults.place import eventually
-from tests.rig.raw import Message, Props, Raw, now_ms, number
-from tests.rig.servers import Postgres, RabbitMQ
 from tests.runbooks.account import Account, parked, waiting
 from tests.runbooks.desk import NOT_OK, Desk
 from tests.runbooks.old_worlds import depth, example
+from tests.support.raw import Message, Props, Raw, now_ms, number
+from tests.support.servers import Postgres, RabbitMQ
 
 PLUGINS = "RUNBOOKS_PLUGINS"
 PLUGIN = "rabbitmq_delayed_message_exchange"

@@ -12,10 +12,10 @@ from typing import Any
 from delayer.broker.admin import Admin
 from delayer.core.topology import Queue, Topology, arguments
 from tests.faults.place import eventually
-from tests.rig.raw import Message, Props, Raw, now_ms
-from tests.rig.servers import Postgres, RabbitMQ
 from tests.runbooks.account import Account, parked
 from tests.runbooks.desk import NOT_OK, Desk
+from tests.support.raw import Message, Props, Raw, now_ms
+from tests.support.servers import Postgres, RabbitMQ
 
 EXAMPLES = Path(__file__).parents[2] / "config" / "examples"
 TAKEOVER = '[[takeover]]\ncascade = "celery"\nlevels_from = 6'

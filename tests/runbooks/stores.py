@@ -11,11 +11,11 @@ import asyncpg
 
 from delayer.cli.output import iso
 from tests.faults.place import eventually
-from tests.rig.flow import flowing
-from tests.rig.postgres_kinds import SmallDisk, Standby
-from tests.rig.proxy import Proxy
-from tests.rig.servers import Postgres, RabbitMQ
 from tests.runbooks.desk import NOT_OK, Desk
+from tests.support.flow import flowing
+from tests.support.postgres_kinds import SmallDisk, Standby
+from tests.support.proxy import Proxy
+from tests.support.servers import Postgres, RabbitMQ
 
 
 async def postgres_failover(desk: Desk) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from tests.rig.odd import BUGS
-from tests.rig.servers import StartFailed
 from tests.soak.report import show, summary, tell
 from tests.soak.result import Options, Result
 from tests.soak.run import Soak
+from tests.support.odd import BUGS
+from tests.support.servers import StartFailed
 
 
 def parsed() -> argparse.Namespace:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults.doomed import Doomed
-from tests.rig.verdict import Verdict
+from tests.support.verdict import Verdict
 
 LARGEST_MB: Final = 200.0
 """A daemon is bounded (G6): its prefetch and its portions are, and nothing else grows. Twice what was ever seen."""

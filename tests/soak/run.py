@@ -20,11 +20,11 @@ from tests.faults.doomed import emptied, refused
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kinds import KINDS, Planned, schedule, things
-from tests.rig.letters import NUMBER
-from tests.rig.servers import Postgres, RabbitMQ, StartFailed
-from tests.rig.verdict import Window, covered
 from tests.soak.result import Options, Result
 from tests.soak.traffic import Traffic
+from tests.support.letters import NUMBER
+from tests.support.servers import Postgres, RabbitMQ, StartFailed
+from tests.support.verdict import Window, covered
 
 CALM: Final = 15.0
 """Seconds without a fault, at the beginning and at the end: nothing may come twice then."""

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from delayer.core.message import Delivery, Outgoing
 from tests.faults.features.striking import REACH, commanded, excused
 from tests.faults.fleet import Fleet
-from tests.rig.account import Account, Owed
-from tests.rig.ledger import Ledger
-from tests.rig.letters import NUMBER, Letter
-from tests.rig.letters import text as said_text
-from tests.rig.raw import Props, content, text
+from tests.support.account import Account, Owed
+from tests.support.ledger import Ledger
+from tests.support.letters import NUMBER, Letter
+from tests.support.letters import text as said_text
+from tests.support.raw import Props, content, text
 
 OUTCOME, KEY = b"x-delayer-outcome", b"x-delayer-key"
 SOME = 15

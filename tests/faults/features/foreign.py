@@ -15,11 +15,11 @@ from delayer.core.message import Delivery, Outgoing
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Topology
 from tests.faults.fleet import Fleet
-from tests.rig.account import Arrival, Owed
-from tests.rig.ledger import Ledger
-from tests.rig.letters import Letter, text
-from tests.rig.proxy import Listener, deaf
-from tests.rig.raw import Props, content, integer, number
+from tests.support.account import Arrival, Owed
+from tests.support.ledger import Ledger
+from tests.support.letters import Letter, text
+from tests.support.proxy import Listener, deaf
+from tests.support.raw import Props, content, integer, number
 
 CASCADE: Final = Cascade("nservicebus-v2")
 ENDPOINT: Final = "Billing"

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from delayer.core.message import Delivery
 from tests.faults.features.striking import excused
-from tests.rig.account import Account, Owed
-from tests.rig.ledger import Ledger
-from tests.rig.letters import Letter, text
+from tests.support.account import Account, Owed
+from tests.support.ledger import Ledger
+from tests.support.letters import Letter, text
 
 KEYS: Final = 100
 

@@ -21,10 +21,10 @@ from delayer.core.message import Delivery
 from tests.faults.features.striking import commanded, excused, stopped
 from tests.faults.fleet import Fleet
 from tests.faults.place import eventually
-from tests.rig.account import AFTERMATH_MS, Account
-from tests.rig.ledger import Ledger
-from tests.rig.letters import NUMBER
-from tests.rig.raw import Raw
+from tests.support.account import AFTERMATH_MS, Account
+from tests.support.ledger import Ledger
+from tests.support.letters import NUMBER
+from tests.support.raw import Raw
 
 LIMIT_MS: Final = 3_000
 """Longer than native mode is late by its nature."""

@@ -16,9 +16,9 @@ from tests.faults.features import cancels, keys, rates, retries
 from tests.faults.features.striking import due_from_now, nothing_left, numbers_in, strike, taken_in
 from tests.faults.fleet import Fleet
 from tests.faults.place import eventually
-from tests.rig.flow import flowing
-from tests.rig.ledger import Ledger
-from tests.rig.letters import NUMBER
+from tests.support.flow import flowing
+from tests.support.ledger import Ledger
+from tests.support.letters import NUMBER
 
 HOUR_MS: Final = 3_600_000
 SEED: Final = 7_500

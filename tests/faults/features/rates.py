@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from delayer.core.rate_limit import BURST
 from tests.faults.fleet import Fleet
-from tests.rig.ledger import Ledger
+from tests.support.ledger import Ledger
 
 RATE: Final = 100
 """Messages a second, of all daemons together."""

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from delayer.core.message import Delivery
 from tests.faults.features.striking import excused
-from tests.rig.account import Account, Findings
-from tests.rig.ledger import Ledger
-from tests.rig.raw import Props, integer
+from tests.support.account import Account, Findings
+from tests.support.ledger import Ledger
+from tests.support.raw import Props, integer
 
 FIRST_MS, FACTOR, ATTEMPTS = 300, 2, 3
 FAILS: Final = (0, 1, 2, 3, 4, 6)

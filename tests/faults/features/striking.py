@@ -17,12 +17,12 @@ from tests.faults.fleet import Fleet
 from tests.faults.injections.daemons import LANE_SECONDS
 from tests.faults.kinds import inject
 from tests.faults.place import eventually
-from tests.rig.account import Account, Window
-from tests.rig.daemon import EXECUTABLE
-from tests.rig.flow import flowing
-from tests.rig.ledger import Ledger
-from tests.rig.letters import NUMBER
-from tests.rig.servers import Postgres, RabbitMQ
+from tests.support.account import Account, Window
+from tests.support.daemon import EXECUTABLE
+from tests.support.flow import flowing
+from tests.support.ledger import Ledger
+from tests.support.letters import NUMBER
+from tests.support.servers import Postgres, RabbitMQ
 
 HEALING: Final = 120.0
 """Seconds that a fault may take longer than it lasts."""

@@ -15,7 +15,7 @@ from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kept import USER
 from tests.faults.place import eventually
-from tests.rig.proxy import Proxy
+from tests.support.proxy import Proxy
 
 LOSSES = 50
 A_PORTION = 0.4

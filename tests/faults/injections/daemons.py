@@ -11,7 +11,7 @@ from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
 from tests.faults.kept import Kept
 from tests.faults.place import eventually, stopped
-from tests.rig.memory import out_of_memory
+from tests.support.memory import out_of_memory
 
 POINT_SECONDS = 8.0
 """How long a daemon has to come to its fault point, under load; one that does not is killed where it is."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from tests.faults.fault import Fault, Untouched
 from tests.faults.fleet import Fleet
-from tests.rig.proxy import Proxy
+from tests.support.proxy import Proxy
 
 
 def link(fleet: Fleet, fault: Fault) -> Proxy:

@@ -15,7 +15,7 @@ import psutil
 
 from tests.faults.fault import Fault, Missed, Untouched
 from tests.faults.fleet import Fleet
-from tests.rig.servers import Postgres
+from tests.support.servers import Postgres
 
 OURS = "datname = current_database() AND application_name LIKE 'delayer%'"
 LOCKS = "datname = current_database() AND application_name LIKE 'delayer lane%'"

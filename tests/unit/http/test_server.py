@@ -19,7 +19,7 @@ from delayer.http.access import HEADERS
 from delayer.http.ports import Depths, RefusedRow, State
 from delayer.http.server import HttpPart
 from tests.faults.place import eventually
-from tests.rig.web import Web
+from tests.support.web import Web
 from tests.unit.http.states import state
 
 TOKEN = "open-sesame-open-sesame"

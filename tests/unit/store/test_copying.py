@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delayer.store.segments import codec
-from tests.unit.store.test_packing import Row, row, rows_of, table
+from tests.unit.store.test_segments_codec import Row, row, rows_of, table
 
 EPOCH_US = 946_684_800_000_000
 NUMBER = st.integers(-(1 << 62), (1 << 62) - 1)

@@ -1,0 +1,222 @@
+"""The account of a ledger: what is owed, what arrived, and what that says of the promises. Pure, and small: some sixty
+bytes a message, so that hours of messages fit."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from tests.support.letters import Form
+from tests.support.readings import Readings
+from tests.support.verdict import Arrival, Findings, Owed, Verdict, Window
+
+_STORED: Final = (1 << 64) - 1
+"""Beside the number of a row, where the id of any other message has the first half of a UUID."""
+AFTERMATH_MS: Final = 5_000
+"""So long after a fault a server may be behind with what it was asked meanwhile."""
+_HEX: Final = 32
+"""Digits of a UUID; the number of a row has fewer."""
+
+
+class Account:
+    """Numbers are given from 0 on."""
+
+    def __init__(self) -> None:
+        self.early = Findings()
+        self.changed = Findings()
+        self.published_twice: set[int] = set()
+        """Whose publish was in doubt, so that it was published again: their copies may be the ledger's own doing."""
+        self.windows: list[Window] | None = None
+        """When faults were, if whoever causes them says so: then nothing may come twice that met none of them."""
+        self.readings: Readings | None = None
+        """How often each message was read, if somebody listens to that: then nothing may come of a message that its
+        readings do not account for, whatever broke."""
+        self.resorted: list[int] = []
+        """Whose headers came in the order of their names, where nobody listens."""
+        self._form = array("B")
+        self._due = array("q")
+        self._delay = array("q")
+        self._at = array("d")
+        self._ids = array("Q")
+        self._said_due = array("q")
+        self._redelivered = array("B")
+        self._copies: dict[int, list[Arrival]] = {}
+        self._back = 0
+        self._more = 0
+
+    @property
+    def sent(self) -> int:
+        return len(self._form)
+
+    @property
+    def back(self) -> int:
+        """Different messages that arrived."""
+        return self._back
+
+    @property
+    def arrived(self) -> int:
+        """All arrivals, copies included."""
+        return self._back + self._more
+
+    def owe(self, form: Form, due_ms: int, delay_ms: int) -> int:
+        """A new number, for a message about to be published."""
+        self._form.append(form)
+        self._due.append(due_ms)
+        self._delay.append(delay_ms)
+        self._at.append(0.0)
+        self._ids.extend((0, 0))
+        self._said_due.append(0)
+        self._redelivered.append(0)
+        return len(self._form) - 1
+
+    def owed(self, number: int) -> Owed:
+        return Owed(Form(self._form[number]), self._due[number], self._delay[number])
+
+    def reschedule(self, due_ms: int) -> None:
+        """By somebody's word everything is due at this instant now."""
+        self._due = array("q", [due_ms]) * self.sent
+
+    def take(self, number: int, arrival: Arrival) -> None:
+        """That message arrived, unchanged."""
+        owed = self.owed(number)
+        if (
+            arrival.at_ms < max(arrival.due_ms, owed.due_ms)
+            or arrival.due_ms < owed.due_ms
+            or (owed.form.absolute and arrival.due_ms != owed.due_ms)
+        ):
+            self.early.add(f"message {number}: owed at {owed.due_ms}, header {arrival.due_ms}, at {arrival.at_ms}")
+        if arrival.resorted:
+            self._judge_order(number)
+        high, low = _packed(arrival.id)
+        if self._at[number]:
+            self._copies.setdefault(number, []).append(arrival)
+            self._more += 1
+            return
+        self._back += 1
+        self._at[number] = arrival.at_ms
+        self._ids[2 * number], self._ids[2 * number + 1] = high, low
+        self._said_due[number] = arrival.due_ms
+        self._redelivered[number] = arrival.redelivered
+
+    def _judge_order(self, number: int) -> None:
+        """The broker may have sorted its headers, but only as it delivered it again."""
+        if self.readings is None:
+            self.resorted.append(number)
+        elif not self.readings.again(number):
+            self.changed.add(f"message {number}: its headers came sorted, and it was never delivered again")
+
+    def take_changed(self, number: int, at_ms: float, text: str) -> None:
+        """That message arrived, and is not what was sent. It is not missing, at least."""
+        self.changed.add(text)
+        if not self._at[number]:
+            self._back += 1
+            self._at[number] = at_ms
+
+    def arrivals_of(self, number: int) -> list[Arrival]:
+        if not self._at[number]:
+            return []
+        id = _unpacked(self._ids[2 * number], self._ids[2 * number + 1])
+        first = Arrival(self._at[number], id, self._said_due[number], bool(self._redelivered[number]))
+        return [first, *self._copies.get(number, ())]
+
+    @property
+    def rows_back(self) -> int:
+        """Rows of the store of which at least one copy arrived under their number: with those that were held under an
+        id from before, as many as it has counted as released, if every copy of a row has that row's id."""
+        ids = self._ids
+        first = sum(ids[2 * number] == _STORED for number in range(self.sent))
+        return first + sum(
+            len({one.id for one in copies if len(one.id) < _HEX} - {self.arrivals_of(number)[0].id})
+            for number, copies in self._copies.items()
+        )
+
+    def shared(self) -> list[int]:
+        """Numbers of messages that came under an id which another had; those that came changed have none here."""
+        ids, found = self._ids, set[int]()
+        named = [number for number in range(self.sent) if ids[2 * number] or ids[2 * number + 1]]
+        named.sort(key=lambda number: (ids[2 * number], ids[2 * number + 1]))
+        for one, other in pairwise(named):
+            if ids[2 * one : 2 * one + 2] == ids[2 * other : 2 * other + 2]:
+                found |= {one, other}
+        holder = {_packed(copy.id): number for number, copies in self._copies.items() for copy in copies}
+        for number in named:
+            other = holder.get((ids[2 * number], ids[2 * number + 1]), number)
+            if other != number:
+                found |= {number, other}
+        return sorted(found)
+
+    def missing(self) -> list[int]:
+        return [] if self._back == self.sent else [number for number, at in enumerate(self._at) if not at]
+
+    def verdict(self, standing: Mapping[str, int]) -> Verdict:
+        """The account as it stands; ``standing`` is what is left in refused, strays, held and so on."""
+        repeats = {number: self.arrivals_of(number) for number in sorted(self._copies)}
+        return Verdict(
+            self.sent,
+            self.missing(),
+            self.early,
+            self.changed,
+            repeats,
+            frozenset(self.published_twice),
+            [number for number in repeats if not self._excused(number, repeats[number])],
+            standing,
+            self.shared(),
+            self._unaccounted(repeats),
+            self.resorted,
+        )
+
+    def _unaccounted(self, repeats: Mapping[int, Sequence[Arrival]]) -> Findings:
+        findings = Findings()
+        if self.readings is not None:
+            for number, arrivals in repeats.items():
+                if text := self.readings.unaccounted(number, self.owed(number), arrivals):
+                    findings.add(text)
+        return findings
+
+    def _excused(self, number: int, arrivals: Sequence[Arrival]) -> bool:
+        """Whether a fault was between the beginning of a message and the last of its copies; or the ledger published it
+        twice, and that is all that there is of it."""
+        if self.windows is None:
+            return True
+        names = {one.id for one in arrivals}
+        if number in self.published_twice and len(names) == len(arrivals) == 2:
+            return True
+        begun_ms, last_ms = _begun_ms(self.owed(number), arrivals), max(one.at_ms for one in arrivals)
+        return any(window.begin_ms <= last_ms and window.end_ms >= begun_ms for window in self.windows)
+
+
+def _begun_ms(owed: Owed, arrivals: Sequence[Arrival]) -> float:
+    """When a fault could first have been the reason of the copies: when the message was sent, as a rule. Copies under
+    one id are of what was read once, and when that was is known where the message said a delay."""
+    if owed.form.absolute or len({one.id for one in arrivals}) > 1:
+        return owed.sent_ms
+    return max(owed.sent_ms, arrivals[0].due_ms - owed.delay_ms - AFTERMATH_MS)
+
+
+class Arrivals(Mapping[int, Sequence[Arrival]]):
+    """By number, of what arrived."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+
+    def __len__(self) -> int:
+        return self._account.back
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in range(self._account.sent) if self._account.arrivals_of(number))
+
+    def __getitem__(self, number: int) -> Sequence[Arrival]:
+        if 0 <= number < self._account.sent and (found := self._account.arrivals_of(number)):
+            return found
+        raise KeyError(number)
+
+
+def _packed(id: bytes) -> tuple[int, int]:
+    """An id as two integers: that of a row is its number in decimal, any other is 32 hexadecimal digits."""
+    return (int(id[:16], 16), int(id[16:], 16)) if len(id) == _HEX else (_STORED, int(id))
+
+
+def _unpacked(high: int, low: int) -> bytes:
+    return b"%d" % low if high == _STORED else b"%016x%016x" % (high, low)

@@ -1,0 +1,145 @@
+"""A MariaDB of our own, for imports from MySQL's kin. It is a source only: nothing of ours is kept in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import asyncmy
+from asyncmy.errors import MySQLError
+
+from tests.support import ports
+from tests.support.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+
+
+class MariaDB:
+    """`with MariaDB() as server:` starts it and leaves nothing behind. Everybody on this machine is root there, by the
+    password ``secret``: what must not be shown."""
+
+    PASSWORD = "s3cret-source"
+
+    def __init__(self) -> None:
+        self.port = ports.reserve()
+        self.start_seconds = 0.0
+        self._program = _find("mariadbd", "/usr/sbin")
+        self._installer = _find("mariadb-install-db", "/usr/bin")
+        self._user = "mysql" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
+        self._directory = make_directory()
+        self._data = self._directory / "data"
+        self._log = self._directory / "mariadb.log"
+        self._environment = clean_environment("MYSQL", "MARIADB") | {"HOME": str(self._directory)}
+        self._server: Family | None = None
+
+    def start(self) -> Self:
+        """Start it; returns when it takes queries."""
+        began = time.monotonic()
+        self._initialize()
+        options = {
+            "datadir": self._data, "port": self.port, "bind-address": ports.HOST,
+            "socket": self._directory / "socket", "pid-file": self._data / "pid",
+            "innodb-buffer-pool-size": "64M", "innodb-flush-log-at-trx-commit": 0, "skip-name-resolve": 1,
+            "performance-schema": 0, "max-allowed-packet": "64M",
+        }  # fmt: skip
+        command = [self._program, "--no-defaults", *(f"--{name}={value}" for name, value in options.items())]
+        self._server = Family(
+            command,
+            env=self._environment,
+            cwd=self._directory,
+            log=self._log,
+            user=self._user if os.geteuid() == 0 else None,
+            farewell=signal.SIGKILL,
+        )
+        self._server.wait_ready(self._is_ready, "MariaDB")
+        self.start_seconds = time.monotonic() - began
+        return self
+
+    def close(self) -> None:
+        """End it and delete its data."""
+        if self._server:
+            self._server.stop(signal.SIGTERM, grace=10)
+            self._server = None
+        remove_directory(self._directory)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def url(self, database: str) -> str:
+        return f"mysql://root:{self.PASSWORD}@{ports.HOST}:{self.port}/{database}"
+
+    def add_database(self) -> str:
+        """A fresh database; returns its name."""
+        name = f"test_{secrets.token_hex(6)}"
+        self.execute(f"CREATE DATABASE {name} CHARACTER SET ascii")
+        return name
+
+    def drop_database(self, name: str) -> None:
+        self.execute(f"DROP DATABASE IF EXISTS {name}")
+
+    def execute(self, sql: str) -> None:
+        """Run one statement; for set-up, not for what a test is about."""
+
+        async def run() -> None:
+            connection: Any = await self._connect(self.PASSWORD)
+            try:
+                async with connection.cursor() as cursor:
+                    await cursor.execute(sql)
+            finally:
+                connection.close()
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, run()).result()
+
+    async def _connect(self, password: str) -> Any:
+        return await asyncmy.connect(host=ports.HOST, port=self.port, user="root", password=password, autocommit=True)
+
+    def _initialize(self) -> None:
+        self._data.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            shutil.chown(self._data, self._user)
+            shutil.chown(self._directory, self._user)
+        command = [
+            self._installer, "--no-defaults", f"--datadir={self._data}", f"--user={self._user}",
+            "--auth-root-authentication-method=normal", "--skip-test-db",
+        ]  # fmt: skip
+        initialize = Family(command, env=self._environment, cwd=self._directory, log=self._directory / "install.log")
+        if initialize.wait(timeout=120) != 0:
+            raise StartFailed(f"mariadb-install-db failed\n{tail(initialize.log)}")
+
+    def _is_ready(self) -> bool:
+        async def secure() -> None:
+            connection: Any = await self._connect("")
+            try:
+                async with connection.cursor() as cursor:
+                    await cursor.execute(f"SET PASSWORD FOR 'root'@'127.0.0.1' = PASSWORD('{self.PASSWORD}')")
+            finally:
+                connection.close()
+
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(asyncio.run, secure()).result()
+        except (OSError, MySQLError):  # not yet
+            return False
+        return True
+
+
+def _find(name: str, directory: str) -> Path:
+    for path in (Path(directory) / name, Path(shutil.which(name) or "/nowhere")):
+        if path.exists():
+            return path
+    raise StartFailed("MariaDB is not installed; .ci/setup servers installs it")

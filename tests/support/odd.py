@@ -1,0 +1,232 @@
+"""`delayer` with something odd about it: a host clock that can be set, or a bug, to see whether the harnesses notice.
+
+    python -m tests.support.odd [--clock FILE] [--bug NAME] -- ARGUMENTS OF delayer
+
+The clock is the host's plus what stands in FILE, see :class:`Clock`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import random
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tests.support import odd_features
+
+_OFFSET = struct.Struct("<q")
+
+
+class Clock:
+    """A file with the milliseconds by which a process is ahead of its host; seen at once by whoever has it open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_bytes(_OFFSET.pack(0))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _OFFSET.size)
+
+    @property
+    def ahead_ms(self) -> int:
+        return int(_OFFSET.unpack(self._memory)[0])
+
+    def set(self, ahead_ms: int) -> None:
+        self._memory[:] = _OFFSET.pack(ahead_ms)
+
+    def rule(self) -> None:
+        """Let this process's clock be this one."""
+        nanoseconds, seconds = time.time_ns, time.time
+        time.time_ns = lambda: nanoseconds() + self.ahead_ms * 1_000_000
+        time.time = lambda: seconds() + self.ahead_ms / 1000
+
+
+def acknowledge_first() -> None:
+    """A crash loses what was read (G1)."""
+    from delayer.intake.consume import AckTracker
+    from delayer.intake.handle import IntakeHandler
+
+    handle = IntakeHandler.__call__
+
+    async def broken(self: IntakeHandler, batch: Sequence[Any], acks: AckTracker) -> None:
+        acks.accept([delivery.tag for delivery in batch])
+        await handle(self, batch, _Deaf())  # type: ignore[arg-type]
+
+    IntakeHandler.__call__ = broken  # type: ignore[method-assign]
+
+
+class _Deaf:
+    def accept(self, tags: object) -> None:
+        """Was accepted before."""
+
+
+def early() -> None:
+    """Rows are released 200 ms before they are due; the cascade is a second too short, and nobody looks at its end
+    (G2)."""
+    from delayer.core import plan
+    from delayer.intake.handle import DueHandler
+    from delayer.store import statements
+
+    judge = "statement_timestamp()"
+    statements.CLAIM = statements.CLAIM.replace(judge, f"{judge} + interval '200 ms'")
+    seconds, init = plan.seconds_until, DueHandler.__init__
+    plan.seconds_until = lambda due_ms, now_ms: max(0, seconds(due_ms, now_ms) - 1)
+
+    class Ahead:
+        def __init__(self, live: Any) -> None:
+            self._live = live
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._live, name)
+
+        def sure_ms(self) -> int:
+            return int(self._live.sure_ms()) + 1_000
+
+    def broken(self: DueHandler, live: Any, *more: Any) -> None:
+        init(self, Ahead(live), *more)
+
+    DueHandler.__init__ = broken  # type: ignore[method-assign]
+
+
+def twice() -> None:
+    """Now and then a whole batch goes out again, without any fault (G3)."""
+    from delayer.broker.publisher import RelayPublisher
+
+    publish = RelayPublisher.publish
+
+    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+        outcomes = await publish(self, batch)
+        return await publish(self, batch) if random.random() < 0.2 else outcomes
+
+    RelayPublisher.publish = broken  # type: ignore[method-assign]
+
+
+def forgetful() -> None:
+    """What the broker returns or does not take counts as delivered (G1), and is told in the log."""
+    import structlog
+
+    from delayer.broker.publisher import RelayPublisher
+    from delayer.core.message import CONFIRMED
+
+    log, publish = structlog.get_logger(__name__), RelayPublisher.publish
+
+    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+        for outcome in await publish(self, batch):
+            if outcome != CONFIRMED:
+                log.warning("forgotten")
+        return [CONFIRMED for _ in batch]
+
+    RelayPublisher.publish = broken  # type: ignore[method-assign]
+
+
+def lenient() -> None:
+    """What has to be refused is thrown away (G5)."""
+    from delayer.broker.publisher import RelayPublisher
+    from delayer.core.message import CONFIRMED
+
+    publish = RelayPublisher.publish
+
+    async def broken(self: RelayPublisher, batch: Sequence[Any]) -> list[Any]:
+        kept = [one for one in batch if b"x-delayer-refused" not in one.properties]
+        outcomes = iter(await publish(self, kept) if kept else ())
+        return [CONFIRMED if b"x-delayer-refused" in one.properties else next(outcomes) for one in batch]
+
+    RelayPublisher.publish = broken  # type: ignore[method-assign]
+
+
+def new_id() -> None:
+    """What is released again after a crash, or comes out of the due queue again, has another x-delayer-id (G3)."""
+    from delayer.core.message import Due
+    from delayer.intake import handle
+    from delayer.release import loop
+
+    prepared, opened = loop.prepared, handle.opened
+
+    def broken(row: Due, max_properties: int) -> Any:
+        return prepared(row._replace(id=row.id * 1_000_000 + random.randrange(1_000_000)), max_properties)
+
+    def renamed(*arguments: Any) -> Any:
+        return opened(*arguments)._replace(id=b"%032x" % random.getrandbits(128))
+
+    loop.prepared = broken
+    handle.opened = renamed
+
+
+def same_id() -> None:
+    """Two rows leave under one x-delayer-id: a consumer that knows copies by it drops one of them (G3)."""
+    from delayer.core.message import Due
+    from delayer.release import loop
+
+    prepared = loop.prepared
+
+    def broken(row: Due, max_properties: int) -> Any:
+        return prepared(row._replace(id=row.id // 2), max_properties)
+
+    loop.prepared = broken
+
+
+def narrow() -> None:
+    """A signed integer leaves as an unsigned one (G4)."""
+    from delayer.amqp import edits
+
+    released = edits.released
+
+    def broken(*arguments: Any) -> bytes:
+        return released(*arguments).replace(b"\x03i32I", b"\x03i32i")
+
+    edits.released = broken
+
+
+def sorts_headers() -> None:
+    """Headers leave in the order of their names (G4), which brokers from 4.0 on would have done before."""
+    from delayer.amqp import edits
+    from delayer.amqp.properties import Properties, splice
+
+    released = edits.released
+
+    def broken(properties: Properties, *more: Any) -> bytes:
+        entries = sorted((name, properties.raw[at:stop]) for name, at, stop in properties.entries())
+        bare = splice(properties, remove={name for name, _ in entries})
+        names = b"".join(bytes((len(name),)) + name + value for name, value in entries)
+        return released(Properties.parse(splice(bare, append=names)), *more)
+
+    edits.released = broken
+
+
+_PLANTED: Final = (
+    acknowledge_first, early, twice, forgetful, lenient, new_id, same_id, narrow, sorts_headers,
+)  # fmt: skip
+BUGS: Final[Mapping[str, Callable[[], None]]] = {bug.__name__.replace("_", " "): bug for bug in _PLANTED}
+OF_FEATURES: Final = {bug.__name__.replace("_", " "): bug for bug in odd_features.PLANTED}
+"""Those are found where the feature is used only (tests/faults/features)."""
+
+
+def program(*, clock: Path | None = None, bug: str = "") -> tuple[str, ...]:
+    """What to start instead of ``delayer``."""
+    arguments = [*(("--clock", str(clock)) if clock else ()), *(("--bug", bug) if bug else ())]
+    return (sys.executable, "-m", "tests.support.odd", *arguments, "--")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clock", type=Path)
+    parser.add_argument("--bug", choices=BUGS | OF_FEATURES)
+    at = sys.argv.index("--")
+    odd = parser.parse_args(sys.argv[1:at])
+    if odd.clock:
+        Clock(odd.clock).rule()
+    if odd.bug:
+        (BUGS | OF_FEATURES)[odd.bug]()
+    from delayer.cli import main as cli
+
+    sys.argv[1:] = sys.argv[at + 1 :]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

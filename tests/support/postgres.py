@@ -1,0 +1,241 @@
+"""A Postgres of our own: fsync on, because promises are tested on it, and everything else small."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import asyncpg
+
+from tests.support import ports
+from tests.support.processes import Family, StartFailed, clean_environment, make_directory, remove_directory, tail
+
+SUPERUSER = "postgres"
+
+T = TypeVar("T")
+
+_SETTINGS: Mapping[str, str | int] = {
+    "listen_addresses": ports.HOST,
+    "fsync": "on",
+    "synchronous_commit": "on",
+    "shared_buffers": "64MB",
+    "max_connections": 200,
+    "max_wal_size": "512MB",
+    "dynamic_shared_memory_type": "mmap",  # inside the data directory: a kill leaves nothing in /dev/shm
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+    "log_line_prefix": "%m [%p] %d ",
+}
+
+
+class Postgres:
+    """`with Postgres() as server:` starts it and leaves nothing behind.
+
+    kill() and stop() keep the data and the port, and start() continues from there; pause() and resume() stop and
+    continue every process of the server. All methods block: from a coroutine, `await asyncio.to_thread(server.start)`.
+    `settings` are added to postgresql.conf. `tls`: certificate and key, PEM files, for those who ask for TLS. Everybody
+    on this machine is trusted.
+    """
+
+    def __init__(
+        self, *, settings: Mapping[str, str | int] | None = None, tls: tuple[Path, Path] | None = None
+    ) -> None:
+        self.port = ports.reserve()
+        self.start_seconds = 0.0
+        self._programs = _find_programs()
+        self._user = _unprivileged_user() if os.geteuid() == 0 else None
+        self._directory = make_directory()
+        self._data = self._directory / "data"
+        self._settings = {**_SETTINGS, **(self._secured(*tls) if tls else {}), **(settings or {})}
+        self._log = self._directory / "postgres.log"
+        self._environment = clean_environment("PG", "LC_", "LANG") | {"HOME": str(self._directory), "LC_ALL": "C.UTF-8"}
+        self._server: Family | None = None
+
+    def start(self) -> Self:
+        """Start it, or start it again on the same port and data; returns when it takes queries."""
+        began = time.monotonic()
+        if not self._data.exists():
+            self._initialize()
+        self._server = Family(
+            [self._programs / "postgres", "-D", self._data],
+            env=self._environment,
+            cwd=self._data,
+            log=self._log,
+            user=self._user,
+            farewell=signal.SIGQUIT,  # ends at once, and gives its shared memory back
+        )
+        self._server.wait_ready(self._is_ready, "Postgres")
+        self.start_seconds = time.monotonic() - began
+        return self
+
+    def stop(self) -> None:
+        """An orderly shutdown: sessions are ended, everything is written."""
+        if self._server:
+            self._server.stop(signal.SIGINT, grace=30)
+            self._server = None
+
+    def kill(self) -> None:
+        """Pull the plug: SIGKILL to every process of the server."""
+        if self._server:
+            self._server.kill()
+            self._server = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Connections stay open and nothing answers."""
+        assert self._server, "not running"
+        self._server.pause()
+
+    def resume(self) -> None:
+        assert self._server, "not running"
+        self._server.resume()
+
+    def close(self) -> None:
+        """End it and delete its data."""
+        if self._server:
+            self._server.stop(signal.SIGQUIT, grace=5)
+            self._server = None
+        else:
+            self._free_shared_memory()
+        remove_directory(self._directory)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def data(self) -> Path:
+        """The directory of its files, for who damages them while it is stopped."""
+        return self._data
+
+    @property
+    def programs(self) -> Path:
+        """The directory of Postgres's own programs: pg_dump, psql and so on."""
+        return self._programs
+
+    def url(self, database: str = "postgres", *, port: int | None = None, user: str = SUPERUSER) -> str:
+        """postgresql:// URL over TCP; `port` for a proxy before it."""
+        return f"postgresql://{user}@{ports.HOST}:{port or self.port}/{database}"
+
+    def tls_url(self, database: str, ca: Path, *, host: str = "localhost") -> str:
+        """The same with everything verified."""
+        verified = f"sslmode=verify-full&sslrootcert={ca}"
+        return f"postgresql://{SUPERUSER}@{host}:{self.port}/{database}?{verified}"
+
+    def pids(self) -> list[int]:
+        return self._server.pids() if self._server else []
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def add_database(self, name: str | None = None, *, template: str = "template1") -> str:
+        """A fresh database, a copy of `template` (to which nobody may be connected); returns its name."""
+        name = name or f"test_{secrets.token_hex(6)}"
+        self.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        return name
+
+    def drop_database(self, name: str) -> None:
+        """Drop it, whoever is connected to it."""
+        self.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+    def execute(self, sql: str, *, database: str = "postgres") -> str:
+        """Run one statement as superuser; for set-up, not for what a test is about."""
+
+        async def run() -> str:
+            connection = await asyncpg.connect(self.url(database), timeout=10)
+            try:
+                return str(await connection.execute(sql))
+            finally:
+                await connection.close()
+
+        return _run_apart(run())
+
+    def _secured(self, certificate: Path, key: Path) -> dict[str, str | int]:
+        """Settings for TLS. Postgres takes no key that others may read, so it gets copies of its own."""
+        for name, source in (("server.pem", certificate), ("server.key", key)):
+            target = self._directory / name
+            shutil.copyfile(source, target)
+            target.chmod(0o600)
+            if self._user:
+                shutil.chown(target, self._user)
+        at = self._directory
+        return {"ssl": "on", "ssl_cert_file": str(at / "server.pem"), "ssl_key_file": str(at / "server.key")}
+
+    def _initialize(self) -> None:
+        if self._user:
+            self._data.mkdir(mode=0o700)
+            shutil.chown(self._data, self._user)
+        command = [
+            self._programs / "initdb", "--pgdata", self._data, "--username", SUPERUSER, "--auth", "trust",
+            "--encoding", "UTF8", "--locale", "C.UTF-8", "--no-sync",
+        ]  # fmt: skip
+        initialize = Family(
+            command, env=self._environment, cwd=self._directory, log=self._directory / "initdb.log", user=self._user
+        )
+        if initialize.wait(timeout=120) != 0:
+            raise StartFailed(f"initdb failed\n{tail(initialize.log)}")
+        lines = {**self._settings, "port": self.port, "unix_socket_directories": ""}
+        with (self._data / "postgresql.conf").open("a") as config:
+            config.writelines(f"{key} = '{value}'\n" for key, value in lines.items())
+
+    def _is_ready(self) -> bool:
+        async def connect() -> None:
+            connection = await asyncpg.connect(self.url(), timeout=2)
+            await connection.close()
+
+        try:
+            _run_apart(connect())
+        except (OSError, asyncpg.PostgresError, TimeoutError):  # refused, "the database system is starting up"
+            return False
+        return True
+
+    def _free_shared_memory(self) -> None:
+        """A killed server leaves a System V segment of some bytes, which only its next start would reuse."""
+        try:
+            shared_memory = (self._data / "postmaster.pid").read_text().splitlines()[6].split()[1]
+        except (OSError, IndexError):
+            return
+        subprocess.run(["ipcrm", "-m", shared_memory], capture_output=True, check=False)
+
+
+def _run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread of its own, so that callers may or may not have a running loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def _find_programs() -> Path:
+    """The directory of the newest Postgres on this machine."""
+    installed = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdigit()]
+    candidates = sorted(installed, key=lambda path: int(path.parent.name), reverse=True)
+    on_path = shutil.which("postgres")
+    for directory in [*candidates, *([Path(on_path).resolve().parent] if on_path else [])]:
+        if (directory / "initdb").exists() and (directory / "postgres").exists():
+            return directory
+    raise StartFailed("Postgres is not installed; .ci/setup servers installs it")
+
+
+def _unprivileged_user() -> str:
+    """Postgres refuses to run as root."""
+    users = {user.pw_name for user in pwd.getpwall()}
+    return "postgres" if "postgres" in users else "nobody"

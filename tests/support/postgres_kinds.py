@@ -1,0 +1,169 @@
+"""Other kinds of Postgres: a hot standby, one whose files are small enough to be limited, one on a small disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+
+from tests.support import ports
+from tests.support.postgres import SUPERUSER, Postgres
+from tests.support.processes import Family, StartFailed, mount_disk, tail, unmount_disk
+
+FILLING_EVERY = 0.001
+"""Seconds."""
+
+
+class Standby(Postgres):
+    """`with Standby(primary) as standby:` copies the primary as it is now, follows it, and can be read."""
+
+    def __init__(self, primary: Postgres) -> None:
+        super().__init__()
+        self._primary = primary
+
+    def _initialize(self) -> None:
+        if self._user:
+            self._data.mkdir(mode=0o700)
+            shutil.chown(self._data, self._user)
+        _run(
+            self,
+            "pg_basebackup", "--host", ports.HOST, "--port", str(self._primary.port), "--username", SUPERUSER,
+            "--pgdata", str(self._data), "--write-recovery-conf", "--checkpoint=fast", "--no-sync",
+        )  # fmt: skip
+        with (self._data / "postgresql.conf").open("a") as config:
+            config.write(f"port = '{self.port}'\n")
+
+    def copy(self) -> None:
+        """Take the copy now; start() goes on from it later."""
+        self._initialize()
+
+    def recover(self, restore_command: str) -> None:
+        """Read the archived WAL to its end at the next start, and be a primary then, not a standby."""
+        (self._data / "standby.signal").unlink()
+        (self._data / "recovery.signal").touch()
+        with (self._data / "postgresql.conf").open("a") as config:
+            config.write(f"restore_command = '{restore_command}'\narchive_mode = 'off'\n")
+
+    def promote(self) -> None:
+        """Become the primary; returns when it is one."""
+        self.execute("SELECT pg_promote(true, 60)")
+
+    def follows(self) -> bool:
+        """Whether it has replayed all that the primary has written."""
+        written = _ask(self._primary, "SELECT pg_current_wal_lsn()::text")
+        return bool(_ask(self, f"SELECT pg_last_wal_replay_lsn() >= '{written}'"))
+
+
+class SmallFiles(Postgres):
+    """Its WAL comes in files of one megabyte, so that a limit just above that stops nothing but tables."""
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
+
+
+class Filler(threading.Thread):
+    """Makes a file grow as far as there is room, again and again. ``full``: there was none."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(daemon=True)
+        self._path = path
+        self._over = threading.Event()
+        self.full = threading.Event()
+
+    def run(self) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            while not self._over.wait(FILLING_EVERY):
+                try:
+                    while not self._over.is_set():
+                        file.write(bytes(1 << 16))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    self.full.set()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+        self._path.unlink()
+
+
+class SmallDisk(Postgres):
+    """All of it, its WAL too, on a disk of its own, of so many megabytes. Raises StartFailed where that cannot be had.
+
+    ``scarce``: no file of the WAL lies ready but the one that is written to, and that has one megabyte: when the disk
+    is full it is the WAL that runs out first, and Postgres ends. Otherwise it is a table, and Postgres only says so.
+    """
+
+    def __init__(self, megabytes: int, *, scarce: bool = False) -> None:
+        more = {"wal_recycle": "off", "min_wal_size": "2MB"} if scarce else {"min_wal_size": "32MB"}
+        super().__init__(settings={"max_wal_size": "64MB", **more})
+        self.scarce = scarce
+        self._disk = self._directory / "disk"
+        self._disk.mkdir()
+        self._filler: Filler | None = None
+        self._data = self._disk / "data"
+        try:
+            mount_disk(self._disk, megabytes)
+        except StartFailed:
+            super().close()
+            raise
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        if self.scarce:
+            _run(self, "pg_resetwal", "--wal-segsize=1", str(self._data))
+
+    def fill(self) -> None:
+        """Somebody else's file takes all the room that is left, and then whatever becomes free, until free()."""
+        self._filler = Filler(self._disk / "ballast")
+        self._filler.start()
+        assert self._filler.full.wait(60), "there was always room"
+
+    def free(self) -> None:
+        """That file is gone."""
+        if self._filler is not None:
+            self._filler.end()
+            self._filler = None
+
+    def answers(self) -> bool:
+        return self._is_ready()
+
+    def ended(self) -> bool:
+        """By itself, after it was started."""
+        return self._server is not None and not self._server.running
+
+    def close(self) -> None:
+        self.free()
+        self.kill()
+        self._free_shared_memory()
+        unmount_disk(self._disk)
+        super().close()
+
+
+def _run(server: Postgres, program: str, *arguments: str) -> None:
+    """One of Postgres's own programs, as the user of the server."""
+    argv: Sequence[str | Path] = [server._programs / program, *arguments]
+    log = server._directory / f"{program}.log"
+    family = Family(argv, env=server._environment, cwd=server._directory, log=log, user=server._user)
+    if family.wait(timeout=120) != 0:
+        raise StartFailed(f"{program} failed\n{tail(log)}")
+
+
+def _ask(server: Postgres, sql: str) -> Any:
+    async def ask() -> Any:
+        connection = await asyncpg.connect(server.url(), timeout=10)
+        try:
+            return await connection.fetchval(sql)
+        finally:
+            await connection.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()

@@ -1,0 +1,201 @@
+"""Server processes that cannot outlive us: start, signal and end a whole family of processes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.support import reaper
+
+# A server is not executed before the reaper knows of it: the shell waits for a line, and gives up when we die first.
+_WAIT_FOR_LEAVE = 'read -r leave && exec "$@" </dev/null'
+
+
+class StartFailed(RuntimeError):
+    """A server did not come up; the message ends with the tail of its log."""
+
+
+class _Reaper:
+    """Our end of the pipe to `reaper.py`; started with the first server."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-E", reaper.__file__], stdin=subprocess.PIPE, start_new_session=True, text=True
+        )
+        atexit.register(self._leave)
+
+    def tell(self, *words: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
+        self._process.stdin.flush()
+
+    def _leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+_the_reaper: _Reaper | None = None
+
+
+def _reaper() -> _Reaper:
+    global _the_reaper  # noqa: PLW0603 - one pipe for the life of this process is the point
+    if _the_reaper is None:
+        _the_reaper = _Reaper()
+    return _the_reaper
+
+
+def make_directory(parent: Path | None = None) -> Path:
+    """A temporary directory that other users may pass through (Postgres runs as one when we are root)."""
+    directory = Path(tempfile.mkdtemp(prefix="delayer-", dir=parent))
+    _reaper().tell("remove", directory)
+    directory.chmod(0o711)
+    return directory
+
+
+def remove_directory(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    _reaper().tell("forget", directory)
+
+
+def move_directory(directory: Path, parent: Path) -> Path:
+    """A directory of :func:`make_directory` elsewhere, under its name."""
+    moved = parent / directory.name
+    _reaper().tell("remove", moved)
+    shutil.move(directory, moved)
+    _reaper().tell("forget", directory)
+    return moved
+
+
+def mount_disk(directory: Path, megabytes: int) -> None:
+    """A small file system of its own in that directory, which exists and is empty. Raises StartFailed with the reason
+    where that cannot be had: mostly whoever is not root."""
+    _reaper().tell("unmount", directory)
+    options = f"size={megabytes}m,mode=0755"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        _reaper().tell("forget", directory)
+        raise StartFailed(f"no disk of its own, for which one has to be root: {done.stderr.partition(chr(10))[0]}")
+
+
+def unmount_disk(directory: Path) -> None:
+    subprocess.run(["umount", "--lazy", directory], check=True)
+    _reaper().tell("forget", directory)
+
+
+class Family:
+    """A server process and every process it starts.
+
+    `user` is the account to run as (None: ours). `farewell` is the signal that ends it when we die without having
+    ended it. Standard output and error go to the end of the file `log`.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        user: str | None = None,
+        farewell: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        self._farewell = farewell
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _WAIT_FOR_LEAVE, "sh", *map(str, argv)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+                user=user,
+                group=user and _group_of(user),
+                extra_groups=[] if user else None,
+            )
+        _reaper().tell("watch", self.pid, int(farewell))
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"leave\n")
+        self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in reaper.family(self.pid)]
+
+    def wait_ready(self, probe: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+        """Return when the probe says so. Raise StartFailed when the process ended, or did not get there in time."""
+        deadline = time.monotonic() + timeout
+        while not probe():
+            if not self.running:
+                raise StartFailed(f"{what} ended with {self._process.returncode} instead of starting\n{tail(self.log)}")
+            if time.monotonic() > deadline:
+                raise StartFailed(f"{what} was not ready within {timeout:.0f} s\n{tail(self.log)}")
+            time.sleep(0.02)
+
+    def signal(self, sig: signal.Signals) -> None:
+        """To the first process alone."""
+        self._process.send_signal(sig)
+
+    def pause(self) -> None:
+        """Stop all of it, parents first, so that nobody is started meanwhile."""
+        reaper.send(reaper.family(self.pid), signal.SIGSTOP)
+
+    def resume(self) -> None:
+        reaper.send(reaper.family(self.pid), signal.SIGCONT)
+
+    def stop(self, sig: signal.Signals, grace: float) -> None:
+        """Ask the first process to end; kill whoever is left after `grace` seconds."""
+        reaper.end(self.pid, sig, grace)
+        self._buried()
+
+    def kill(self) -> None:
+        """SIGKILL to all of it, as a power cut would; returns when all are gone."""
+        reaper.end(self.pid, signal.SIGKILL)
+        self._buried()
+
+    def wait(self, timeout: float) -> int:
+        """For a process that ends by itself: its exit code."""
+        code = self._process.wait(timeout)
+        _reaper().tell("forget", self.pid)
+        return code
+
+    def _buried(self) -> None:
+        self._process.wait(timeout=10)
+        _reaper().tell("forget", self.pid)
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    """The end of a server's log, for error messages."""
+    try:
+        text = log.read_text(errors="replace")
+    except FileNotFoundError:
+        return f"(no {log})"
+    return "\n".join([f"---- the end of {log.name}:", *text.splitlines()[-lines:]])
+
+
+def clean_environment(*prefixes: str) -> dict[str, str]:
+    """Our environment without the variables that would steer the server away from what we configure."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def _group_of(user: str) -> int:
+    return pwd.getpwnam(user).pw_gid

@@ -1,0 +1,297 @@
+"""A RabbitMQ of our own: one node, loopback only, with an epmd of its own, so that the machine's are not touched."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from tests.support import ports
+from tests.support.processes import Family, StartFailed, make_directory, move_directory, remove_directory, tail
+from tests.support.rabbitmq_environment import environment
+from tests.support.rabbitmq_programs import answers, find, find_programs
+from tests.support.rabbitmq_versions import OfAVersion
+
+ROOT_VARIABLE = "TEST_BROKER_ROOT"
+"""The environment variable that names a directory with another Debian in it, whose RabbitMQ is used instead of ours."""
+
+# In a mount namespace of its own, so that nothing is left mounted when its processes have ended, however they did.
+_ENTER = 'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """Files in PEM format for the broker's TLS listener; `verify_client` makes a client certificate mandatory."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+    verify_client: bool = False
+
+
+class RabbitMQ(OfAVersion):
+    """`with RabbitMQ() as broker:` starts it and leaves nothing behind.
+
+    kill() (see settle()) and stop() keep the data and the ports, and start() continues from there; pause() and
+    resume() stop and continue every process of the node. All methods block: from a coroutine, `await
+    asyncio.to_thread(broker.start)`.
+    `config` are further lines of rabbitmq.conf, `hidden` settings that it has no lines for. Users: guest/guest, who may
+    do everything everywhere.
+
+    TEST_BROKER_ROOT=DIRECTORY uses the RabbitMQ of another Debian that was unpacked there (.ci/brokers); root only.
+    """
+
+    def __init__(
+        self,
+        *,
+        tls: Certificates | None = None,
+        config: Mapping[str, str | int] | None = None,
+        hidden: Mapping[str, int] | None = None,
+    ) -> None:
+        self.port = ports.reserve()
+        self.management_port = ports.reserve()
+        self.tls_port = ports.reserve() if tls else None
+        self.node = f"delayer-{os.getpid()}-{next(_numbers)}@localhost"
+        self.start_seconds = 0.0
+        self._root = Path(root) if (root := os.environ.get(ROOT_VARIABLE)) else None
+        self._programs = find_programs(self._root)
+        self._dist_port = ports.reserve()
+        self._epmd_port = ports.reserve()
+        self._directory = make_directory(self._root and self._root / "tmp")
+        self._epmd: Family | None = None
+        self._node: Family | None = None
+        self._write_files(tls, config or {})
+        numbers = {"ERL_EPMD": self._epmd_port, "RABBITMQ_NODE": self.port, "RABBITMQ_DIST": self._dist_port}
+        self._environment = environment(self._inside(self._directory), self.node, numbers, hidden or {})
+
+    def start(self) -> Self:
+        """Start it, or start it again on the same ports and data; returns when it answers an AMQP handshake."""
+        began = time.monotonic()
+        if self._epmd is None:
+            self._epmd = self._run(
+                "epmd.log", self._find("epmd"), "-port", str(self._epmd_port), "-address", ports.HOST
+            )
+            self._epmd.wait_ready(lambda: answers(self._epmd_port, b""), "epmd", timeout=10)
+        self._node = self._run("rabbitmq.log", self._programs / "rabbitmq-server")
+        try:
+            self._node.wait_ready(self._is_ready, "RabbitMQ")
+        except StartFailed as failed:
+            raise StartFailed(f"{failed}\n{tail(self._directory / 'log' / 'node.log')}") from None
+        self.start_seconds = time.monotonic() - began
+        return self
+
+    def stop(self) -> None:
+        """An orderly shutdown: clients are told, and the management plugin takes five seconds to leave."""
+        if self._node:
+            self._node.stop(signal.SIGTERM, grace=30)
+            self._node = None
+
+    def kill(self) -> None:
+        """Pull the plug: SIGKILL to every process of the node."""
+        if self._node:
+            self._node.kill()
+            self._node = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def become(self, root: Path) -> None:
+        """While it is stopped: the RabbitMQ of another Debian in place of the one that it is, which has to be one of
+        another Debian itself, with the same data, configuration and ports from the next start on."""
+        assert self._root is not None and self._node is None
+        if self._epmd:
+            self._epmd.kill()
+            self._epmd = None
+        self._directory = move_directory(self._directory, root / "tmp")
+        self._root = root
+        self._programs = find_programs(root)
+        vars(self).pop("version", None)
+
+    def pause(self) -> None:
+        """Connections stay open and nothing answers."""
+        assert self._node, "not running"
+        self._node.pause()
+
+    def resume(self) -> None:
+        assert self._node, "not running"
+        self._node.resume()
+
+    def close(self) -> None:
+        """End it and delete its data."""
+        self.kill()
+        if self._epmd:
+            self._epmd.kill()
+            self._epmd = None
+        remove_directory(self._directory)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def url(self, vhost: str = "/", *, port: int | None = None, user: str = "guest:guest") -> str:
+        """amqp:// URL; `port` for a proxy before it."""
+        return f"amqp://{user}@{ports.HOST}:{port or self.port}/{quote(vhost, safe='')}"
+
+    def tls_url(self, vhost: str = "/", *, host: str = "localhost") -> str:
+        assert self.tls_port, "started without certificates"
+        return f"amqps://guest:guest@{host}:{self.tls_port}/{quote(vhost, safe='')}"
+
+    @property
+    def management_url(self) -> str:
+        return f"http://guest:guest@{ports.HOST}:{self.management_port}"
+
+    def pids(self) -> list[int]:
+        return self._node.pids() if self._node else []
+
+    def log(self) -> str:
+        """What the node has logged so far."""
+        return (self._directory / "log" / "node.log").read_text(errors="replace")
+
+    @cached_property
+    def version(self) -> tuple[int, ...]:
+        """(3, 10, 8), say: by what it logs at its start, since its API may answer 500 for a moment after that."""
+        return tuple(map(int, re.findall(r"Starting RabbitMQ (\d+)\.(\d+)\.(\d+)", self.log())[-1]))
+
+    def add_vhost(self, name: str | None = None) -> str:
+        """A fresh vhost, where guest may do everything; returns its name."""
+        name = name or f"test-{secrets.token_hex(6)}"
+        self.api("PUT", f"/api/vhosts/{quote(name, safe='')}")
+        return name
+
+    def drop_vhost(self, name: str) -> None:
+        self.api("DELETE", f"/api/vhosts/{quote(name, safe='')}")
+
+    def add_user(
+        self, name: str, password: str, *, vhost: str, configure: str = "", write: str = "", read: str = ""
+    ) -> None:
+        """A user with these permissions (regular expressions; empty: nothing) in this vhost."""
+        self.api("PUT", f"/api/users/{quote(name, safe='')}", {"password": password, "tags": ""})
+        permissions = {"configure": configure, "write": write, "read": read}
+        self.api("PUT", f"/api/permissions/{quote(vhost, safe='')}/{quote(name, safe='')}", permissions)
+
+    def api(self, method: str, path: str, body: object = None) -> Any:
+        """One request of the management API, as guest; the decoded answer, None if there is none."""
+        headers = {
+            "Authorization": "Basic " + base64.b64encode(b"guest:guest").decode(),
+            "Content-Type": "application/json",
+        }
+        with closing(http.client.HTTPConnection(ports.HOST, self.management_port, timeout=30)) as connection:
+            connection.request(method, path, json.dumps(body) if body is not None else "", headers)
+            response = connection.getresponse()
+            answer = response.read()
+        if response.status >= 300:
+            raise RuntimeError(f"{method} {path}: {response.status} {answer.decode(errors='replace')}")
+        return json.loads(answer) if answer else None
+
+    def ctl(self, *words: str) -> str:
+        """rabbitmqctl; costs a second or two, so only for what the API cannot do (alarms, closing connections)."""
+        done = subprocess.run(
+            self._entering(self._programs / "rabbitmqctl", "--quiet", *words),
+            env=self._environment, cwd=self._directory, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def settle(self) -> None:
+        """Call this before kill() if a queue was declared or a vhost was made within the last seconds.
+
+        RabbitMQ 3.10 writes down where a quorum queue's log lies up to three seconds after it has confirmed messages
+        into that queue. Killed before that, it comes back with a queue that never answers: its own loss, not ours.
+        """
+        self.ctl("eval", "[dets:sync(Table) || Table <- dets:all()].")
+
+    def _run(self, log: str, *argv: str | Path) -> Family:
+        return Family(self._entering(*argv), env=self._environment, cwd=self._directory, log=self._directory / log)
+
+    def _entering(self, *argv: str | Path) -> list[str]:
+        """The command, in the other root if there is one."""
+        enter = ["unshare", "--mount", "sh", "-c", _ENTER, str(self._root)] if self._root else []
+        return [*enter, *map(str, argv)]
+
+    def _inside(self, path: Path) -> Path:
+        """A path as the broker sees it. Files of others are copied to where it can."""
+        if self._root is None:
+            return path
+        if not path.is_relative_to(self._root):
+            copy = self._directory / f"{next(_numbers)}-{path.name}"
+            shutil.copyfile(path, copy)
+            path = copy
+        return Path("/") / path.relative_to(self._root)
+
+    def _find(self, program: str) -> str:
+        if self._root is not None:
+            return f"/usr/bin/{program}"
+        return find(program)
+
+    def _is_ready(self) -> bool:
+        plain = answers(self.port, b"AMQP\x00\x00\x09\x01") and answers(self.management_port, b"")
+        # RabbitMQ 4 may listen there last of all.
+        return plain and (self.tls_port is None or answers(self.tls_port, b""))
+
+    def _write_files(self, tls: Certificates | None, more: Mapping[str, str | int]) -> None:
+        for name in ("home", "log", "data", "conf.d"):
+            (self._directory / name).mkdir()
+        cookie = self._directory / "home" / ".erlang.cookie"
+        cookie.write_text(secrets.token_hex(16))
+        cookie.chmod(0o400)
+        settings: dict[str, str | int] = {
+            "listeners.tcp.1": f"{ports.HOST}:{self.port}",
+            "management.tcp.ip": ports.HOST,
+            "management.tcp.port": self.management_port,
+            "log.file": "node.log",
+            "log.console": "false",
+            "disk_free_limit.absolute": "10MB",
+            "raft.wal_max_size_bytes": 64 << 20,
+        }
+        if tls:
+            settings |= {
+                "listeners.ssl.1": f"{ports.HOST}:{self.tls_port}",
+                "ssl_options.cacertfile": str(self._inside(tls.ca)),
+                "ssl_options.certfile": str(self._inside(tls.certificate)),
+                "ssl_options.keyfile": str(self._inside(tls.key)),
+                "ssl_options.verify": "verify_peer" if tls.verify_client else "verify_none",
+                "ssl_options.fail_if_no_peer_cert": "true" if tls.verify_client else "false",
+            }
+        lines = [f"{key} = {value}\n" for key, value in (settings | dict(more)).items()]
+        (self._directory / "rabbitmq.conf").write_text("".join(lines))
+        (self._directory / "rabbitmq-env.conf").write_text("")
+        # A vhost through the management API costs milliseconds, through rabbitmqctl seconds.
+        (self._directory / "enabled_plugins").write_text("[rabbitmq_management].\n")
+
+
+def main() -> int:
+    """Print the version of the broker that tests would use."""
+    with RabbitMQ() as broker:
+        print(".".join(map(str, broker.version)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""`delayer` with other words: every reason of a held, stray or refused message reads ``reworded``.
+
+python -m tests.support.reworded ARGUMENTS OF delayer
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+TEXT: Final = "reworded"
+
+
+def reword() -> None:
+    """Replace the text of every Hold that is made or read, and of every refusal."""
+    from delayer.core.hold import Hold
+    from delayer.core.plan import Refuse
+
+    made = Hold.__init__
+
+    def make(self: Hold, kind: Any, text: str, *flags: bool, **named: bool) -> None:
+        made(self, kind, TEXT, *flags, **named)
+
+    def refuse(self: Refuse, reason: str) -> None:
+        object.__setattr__(self, "reason", TEXT)
+
+    Hold.__init__ = make  # type: ignore[method-assign]
+    Refuse.__init__ = refuse  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    reword()
+    from delayer.cli.main import main
+
+    sys.argv[0] = "delayer"
+    main()

@@ -1,0 +1,166 @@
+"""Certificates, good and bad ones, and a TLS listener before a server that speaks plainly.
+
+    papers = Papers.issue(tmp_path)
+    async with TlsFront(broker.port, papers["expired"]) as front:
+        url = f"amqps://guest:guest@localhost:{front.port}/?cafile={papers.ca}"
+
+Runs in the test's own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.support import ports
+
+HOST = "localhost"
+RIGHT, WRONG_HOST, EXPIRED, SELF_SIGNED, STRANGER = "right", "wrong host", "expired", "self-signed", "unknown authority"
+BAD: Mapping[str, str] = {
+    WRONG_HOST: "Hostname mismatch",
+    EXPIRED: "certificate has expired",
+    SELF_SIGNED: "self-signed certificate|self signed certificate",
+    STRANGER: "unable to get local issuer certificate",
+}
+"""What OpenSSL says of each."""
+_SSL_REQUEST = b"\x00\x00\x00\x08\x04\xd2\x16\x2f"
+_CHUNK = 64 * 1024
+
+
+class Pair(NamedTuple):
+    """PEM files."""
+
+    certificate: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Papers:
+    """``ca`` is the authority that clients are told to trust; ``pairs`` by name, ``client`` besides."""
+
+    ca: Path
+    pairs: Mapping[str, Pair]
+
+    def __getitem__(self, name: str) -> Pair:
+        return self.pairs[name]
+
+    @classmethod
+    def issue(cls, directory: Path) -> Self:
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(directory / "ca.pem")
+        now = datetime.now(UTC)
+        past = {"not_before": now - timedelta(days=9), "not_after": now - timedelta(days=2)}
+        issued = {
+            RIGHT: authority.issue_cert(HOST),
+            WRONG_HOST: authority.issue_cert("elsewhere.example"),
+            EXPIRED: authority.issue_cert(HOST, **past),
+            STRANGER: trustme.CA().issue_cert(HOST),
+            "client": authority.issue_cert("delayer"),
+        }
+        pairs = {SELF_SIGNED: _self_signed(directory, now)}
+        for name, leaf in issued.items():
+            pairs[name] = pair = _pair(directory, name)
+            leaf.private_key_pem.write_to_path(pair.key)
+            # Without its authority's: clients have that already, or must not get it from here.
+            leaf.cert_chain_pems[0].write_to_path(pair.certificate)
+        return cls(directory / "ca.pem", pairs)
+
+
+def _pair(directory: Path, name: str) -> Pair:
+    stem = name.replace(" ", "-")
+    return Pair(directory / f"{stem}.pem", directory / f"{stem}.key")
+
+
+def _self_signed(directory: Path, now: datetime) -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, HOST)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pair = _pair(directory, SELF_SIGNED)
+    pair.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    pair.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return pair
+
+
+class TlsFront:
+    """Shows a certificate, and forwards what was decrypted. ``heard`` is the number of bytes that clients said after a
+    handshake: whoever turns back at the certificate has said nothing, its password least of all."""
+
+    def __init__(self, port: int, pair: Pair, *, speaks: Literal["amqp", "postgres"] = "amqp") -> None:
+        self.port = ports.reserve()
+        self.heard = 0
+        self._target = port
+        self._postgres = speaks == "postgres"
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(pair.certificate, pair.key)
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        context = None if self._postgres else self._context
+        self._server = await asyncio.start_server(self._admit, ports.HOST, self.port, ssl=context)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            try:
+                if self._postgres:
+                    assert await reader.readexactly(len(_SSL_REQUEST)) == _SSL_REQUEST
+                    writer.write(b"S")
+                    await writer.start_tls(self._context)
+                await self._forward(reader, writer)
+            finally:
+                writer.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, to_server = await asyncio.open_connection(ports.HOST, self._target)
+
+        async def pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, ours: bool) -> None:
+            with suppress(OSError):
+                while data := await source.read(_CHUNK):
+                    self.heard += len(data) * ours
+                    sink.write(data)
+                    await sink.drain()
+            sink.close()
+
+        try:
+            await asyncio.gather(pipe(reader, to_server, ours=True), pipe(upstream, writer, ours=False))
+        finally:
+            to_server.close()

@@ -1,0 +1,143 @@
+"""`make run`: private servers and the daemon, up until Ctrl-C, with a queue to watch and the commands to try.
+
+What the daemon logs is shown as it comes. A daemon that ends is started again, as systemd would; the servers stay, so
+that a crash can be tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from typing import Any
+
+import aio_pika
+from aio_pika.abc import AbstractIncomingMessage
+from rich.console import Console
+from rich.markup import escape
+
+from tests.support.daemon import EXECUTABLE
+from tests.support.servers import StartFailed
+from tests.support.stack import Stack, running_stack
+
+ROUTES: tuple[dict[str, object], ...] = ({"from": "delayer.in", "to": "delayer.out"},)
+QUIET = frozenset({"partition made", "partition dropped", "broker connected"})
+"""Events that tell a reader of this screen nothing. Warnings are always shown."""
+COLOURS = {"warning": "yellow", "error": "bold red", "critical": "bold red"}
+PAUSE = 2.0
+"""Seconds that a daemon stays dead: long enough to see that nothing is lost meanwhile."""
+STARTS, WITHIN = 5, 60.0
+"""How often it is started again within so many seconds, before it is left dead."""
+console = Console(highlight=False, soft_wrap=True)
+
+
+def explain(stack: Stack) -> None:
+    command = f"{EXECUTABLE} --config {stack.config}"
+    console.print(f"""
+[bold]broker[/]   {stack.broker_url}   (management: {stack.management_url})
+[bold]store[/]    {stack.store_url}
+[bold]config[/]   {stack.config}   (edit it, then: kill -HUP {stack.daemon.pid})
+[bold]page[/]     http://{stack.page}
+[bold]daemon[/]   process {stack.daemon.pid}   (kill -9 {stack.daemon.pid}: it is started again, and nothing is lost)
+
+Send a message that comes back in ten seconds, and watch it arrive here:
+
+  [bold green]{command} send --to delayer.in --key hello --delay 10s --body 'hello again'[/]
+
+Look around:
+
+  {command} status
+  {command} topology show
+  {command} check
+
+Ctrl-C stops everything and deletes its data. From here on: what arrives, and what the daemon logs.
+""")
+
+
+def show(told: dict[str, Any] | str) -> None:
+    """A line of the daemon's log, for people."""
+    if isinstance(told, str):  # what it says without its log: a mistake in the configuration, a traceback
+        console.print(f"daemon:  {told}", markup=False)
+        return
+    told = dict(told)
+    level, name, _ = told.pop("level", ""), told.pop("event", ""), told.pop("logger", None)
+    clock = str(told.pop("timestamp", ""))[11:19]
+    if level in COLOURS or name not in QUIET:
+        values = " ".join(f"{key}={value}" for key, value in told.items())
+        line = escape(f"daemon:  {clock} {level:<7} {name}   {values}")
+        colour = COLOURS.get(level, "dim")
+        console.print(f"[{colour}]{line}[/]")
+
+
+async def show_arrivals(stack: Stack) -> None:
+    """A queue behind delayer.out, and a line for each message in it."""
+    connection = await aio_pika.connect(stack.broker_url)
+    channel = await connection.channel()
+    exchange = await channel.declare_exchange("delayer.out", aio_pika.ExchangeType.TOPIC, durable=True)
+    inbox = await channel.declare_queue("inbox", durable=True)
+    await inbox.bind(exchange, "#")
+
+    async def arrived(message: AbstractIncomingMessage) -> None:
+        late = time.time() * 1000 - int(str(message.headers.get("x-delayer-due", 0)))
+        body = message.body[:60].decode("utf-8", "backslashreplace")
+        console.print(f"arrived: key {message.routing_key}, {late:.0f} ms after it was due: {body}", markup=False)
+        await message.ack()
+
+    await inbox.consume(arrived)
+
+
+def how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+async def keep_alive(stack: Stack, told_to_stop: asyncio.Event) -> None:
+    """Start the daemon again whenever it ends, until told to stop; not more often than that helps anybody."""
+    ends: list[float] = []
+    while not told_to_stop.is_set():
+        ended = how_it_ended(await stack.daemon.wait(timeout=float("inf")))
+        ends = [end for end in ends if end > time.monotonic() - WITHIN] + [time.monotonic()]
+        if told_to_stop.is_set():
+            return
+        if len(ends) > STARTS:
+            command = f"{EXECUTABLE} --config {stack.config} run"
+            console.print(f"[bold red]the daemon {ended}, {len(ends)} times within {WITHIN:.0f} s: it stays so.[/]")
+            console.print(f"The servers stay, until Ctrl-C. To start it yourself: {command}", markup=False)
+            return
+        console.print(f"[bold yellow]the daemon {ended}; broker and store stay. Started again in {PAUSE:g} s.[/]")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(told_to_stop.wait(), PAUSE)
+            return
+        await stack.daemon.start()
+        console.print(f"the daemon is started again: process {stack.daemon.pid}")
+
+
+async def main() -> int:
+    console.print("starting a private RabbitMQ and Postgres …")
+    async with running_stack("store", ROUTES, page=True) as stack:
+        await show_arrivals(stack)
+        explain(stack)
+        stack.daemon.told = show
+        told = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, told.set)
+        keeping = asyncio.create_task(keep_alive(stack, told))
+        await told.wait()
+        console.print("stopping …")
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(asyncio.run(main()))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (StartFailed, RuntimeError, AssertionError) as failed:
+        print(f"\nit did not start: {failed}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,244 @@
+"""Publishing, consuming and the channels of both, against a scripted broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from pamqp import commands
+
+from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, HeaderTooLarge, NoFreeChannel, ProtocolError
+from delayer.amqp.properties import encode_headers, entry, long_string
+from delayer.core.errors import BrokerLost
+from delayer.core.message import CONFIRMED, Delivery, Returned
+from tests.unit.amqp.conversing import consume, message, publishes, round_trip
+from tests.unit.amqp.recorded import content, returned
+from tests.unit.amqp.scripted import scripted
+
+# Publishing.
+
+
+async def test_several_publishes_in_flight() -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel(confirms=True)
+        first = asyncio.create_task(channel.publish([message("1"), message("2")], timeout=30))
+        second = asyncio.create_task(channel.publish([message("3"), message("4")], timeout=30))
+        await publishes(peer, 4)
+        peer.send_raw(returned(b"3", b"body"))
+        peer.send(commands.Basic.Ack(3, False), 1)
+        peer.send(commands.Basic.Ack(4, False), 1)
+        assert await second == [Returned(312, "NO_ROUTE"), CONFIRMED]
+        assert not first.done()
+        peer.send(commands.Basic.Ack(2, True), 1)
+        assert await first == [CONFIRMED, CONFIRMED]
+        assert await channel.publish([], timeout=30) == []
+
+
+async def test_a_return_of_a_stranger_is_a_protocol_error() -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel(confirms=True)
+        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
+        await publishes(peer, 1)
+        peer.send_raw(returned(b"2", b"body"))
+        with pytest.raises(ProtocolError, match="0 publishes in flight"):
+            await publishing
+        assert (await peer.expect(commands.Connection.Close)).reply_code == 505
+
+
+async def test_confirms_that_do_not_come() -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel(confirms=True)
+        other = asyncio.create_task(channel.publish([message("1")], timeout=30))
+        late = asyncio.create_task(channel.publish([message("2"), message("3"), message("4")], timeout=0.5))
+        await publishes(peer, 4)
+        peer.send(commands.Basic.Ack(3, False), 1)
+        with pytest.raises(ConfirmTimeout, match=r"3 confirms were missing after 0\.5 s") as missing:
+            await late
+        assert missing.value.outcomes == [None, CONFIRMED, None]
+        with pytest.raises(ConfirmTimeout) as too:
+            await other
+        assert too.value.outcomes == [None]
+        assert isinstance(channel.closed.result(), ConfirmTimeout)
+        await peer.expect(commands.Channel.Close)
+        # Until the broker agrees, what it says about that channel is ignored, and the number is not used again.
+        peer.send(commands.Basic.Ack(3, True), 1)
+        peer.send_raw(returned(b"nobody's", b"x"))
+        opening = asyncio.create_task(connection.channel())
+        await peer.open_channel(2)
+        second = await opening
+        assert second.number == 2
+        peer.send(commands.Channel.CloseOk(), 1)
+        asking = asyncio.create_task(second.qos(1))
+        await peer.expect(commands.Basic.Qos)
+        peer.send(commands.Basic.QosOk(), 2)
+        await asking
+        opening = asyncio.create_task(connection.channel())
+        await peer.open_channel(1)
+        assert (await opening).number == 1
+
+
+async def test_a_cancelled_publish_leaves_the_channel_in_order() -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel(confirms=True)
+        given_up = asyncio.create_task(channel.publish([message("1"), message("2")], timeout=30))
+        await publishes(peer, 2)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        publishing = asyncio.create_task(channel.publish([message("3")], timeout=30))
+        await publishes(peer, 1)
+        peer.send_raw(returned(b"2", b"body"))
+        peer.send(commands.Basic.Nack(2, True, False), 1)
+        peer.send(commands.Basic.Ack(3, False), 1)
+        assert await publishing == [CONFIRMED]
+
+
+async def test_what_cannot_be_published_is_refused_before_anything_is_written() -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel()
+        with pytest.raises(RuntimeError, match="confirm_select"):
+            await channel.publish([message("1")], timeout=1)
+        await asyncio.gather(channel.confirm_select(), peer.select())
+        await channel.confirm_select()
+        large = message("2")._replace(properties=encode_headers(entry(b"h", long_string(bytes(131072)))))
+        with pytest.raises(HeaderTooLarge) as found:
+            await channel.publish([message("1"), large], timeout=1)
+        assert (found.value.index, found.value.limit) == (1, 131072 - 20)
+        assert not isinstance(found.value, BrokerLost)
+        with pytest.raises(ValueError, match="message 0 of the batch"):
+            await channel.publish([message("1")._replace(routing_key=bytes(256))], timeout=1)
+        with pytest.raises(ValueError, match="unique"):
+            await channel.publish([message("1"), message("1")], timeout=1)
+        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
+        await publishes(peer, 1)
+        peer.send(commands.Basic.Ack(1, False), 1)
+        assert await publishing == [CONFIRMED]
+
+
+# Channels.
+
+
+async def test_a_channel_closed_by_the_broker() -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel(confirms=True)
+        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
+        await publishes(peer, 1)
+        asking = asyncio.create_task(channel.qos(1))
+        await peer.expect(commands.Basic.Qos)
+        peer.send(commands.Channel.Close(404, "NOT_FOUND - no exchange", 60, 40), 1)
+        for waiting in (publishing, asking):
+            with pytest.raises(ChannelClosed) as found:
+                await waiting
+            assert (found.value.code, found.value.text) == (404, "NOT_FOUND - no exchange")
+        await peer.expect(commands.Channel.CloseOk)
+        assert channel.closed.result().code == 404
+        with pytest.raises(ChannelClosed, match="404 NOT_FOUND"):
+            channel.nack(1)
+        await channel.close()
+        assert not connection.closed.done()
+        opening = asyncio.create_task(connection.channel())
+        await peer.open_channel(1)  # the number is free
+        assert (await opening).number == 1
+
+
+async def test_both_sides_close_a_channel() -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel()
+        closing = asyncio.create_task(channel.close())
+        await peer.expect(commands.Channel.Close)
+        peer.send(commands.Channel.Close(406, "PRECONDITION_FAILED", 60, 80), 1)
+        await peer.expect(commands.Channel.CloseOk)
+        peer.send(commands.Channel.CloseOk(), 1)
+        await closing
+        assert channel.closed.result().code == 200
+        await channel.close()
+        assert not connection.closed.done()
+
+
+async def test_a_channel_that_the_broker_refuses() -> None:
+    async with scripted() as script:
+        connection, peer = await script.connect()
+        opening = asyncio.create_task(connection.channel())
+        await peer.expect(commands.Channel.Open)
+        peer.send(commands.Channel.Close(506, "RESOURCE_ERROR", 20, 10), 1)
+        with pytest.raises(ChannelClosed, match="506"):
+            await opening
+
+
+async def test_channel_numbers_run_out() -> None:
+    async with scripted() as script:
+        connection, peer = await script.connect(tune=commands.Connection.Tune(2, 8192, 0))
+        assert connection.frame_max == 8192
+        for number in (1, 2):
+            assert connection.free_channels == 3 - number
+            opening = asyncio.create_task(connection.channel())
+            await peer.open_channel(number)
+            channel = await opening
+        with pytest.raises(NoFreeChannel, match="all 2"):
+            await connection.channel()
+        channel.abandon()
+        assert connection.free_channels == 0, "until the broker agrees"
+
+
+# Consumers.
+
+
+async def test_the_first_delivery_stands_right_behind_the_answer() -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel()
+        seen: asyncio.Queue[Delivery] = asyncio.Queue()
+        consuming = asyncio.create_task(channel.consume("q", seen.put_nowait, lambda: None))
+        asked = await peer.expect(commands.Basic.Consume)
+        tag = asked.consumer_tag
+        peer.send(commands.Basic.ConsumeOk(tag), 1)
+        peer.send(commands.Basic.Deliver(tag, 1, True, "e", "k"), 1)
+        peer.send_raw(content(b"\0\0", b"first"))
+        assert await consuming == tag
+        assert await seen.get() == Delivery(1, True, b"e", b"k", b"\0\0", b"first")
+        channel.ack(1, multiple=True)
+        channel.nack(2, requeue=False)
+        ack, nack = await peer.expect(commands.Basic.Ack), await peer.expect(commands.Basic.Nack)
+        assert (ack.delivery_tag, ack.multiple) == (1, True)
+        assert (nack.delivery_tag, nack.multiple, nack.requeue) == (2, False, False)
+        cancelling = asyncio.create_task(channel.cancel(tag))
+        await peer.expect(commands.Basic.Cancel)
+        peer.send(commands.Basic.Deliver(tag, 2, False, "e", "k"), 1)
+        peer.send_raw(content(b"\0\0", b"last"))
+        peer.send(commands.Basic.CancelOk(tag), 1)
+        await cancelling
+        assert seen.get_nowait().body == b"last"
+
+
+@pytest.mark.parametrize("nowait", [True, False])
+async def test_cancelled_by_the_broker(nowait: bool) -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel()
+        cancelled = asyncio.Event()
+        await consume(channel, peer, lambda _: None, cancelled.set)
+        peer.send(commands.Basic.Cancel("delayer.1", nowait), 1)
+        await cancelled.wait()
+        if not nowait:
+            assert (await peer.expect(commands.Basic.CancelOk)).consumer_tag == "delayer.1"
+        channel.ack(1)  # what was delivered can still be settled
+        await peer.expect(commands.Basic.Ack)
+
+
+async def test_an_answer_to_somebody_who_went_away() -> None:
+    async with scripted() as script:
+        _, channel, peer = await script.channel()
+        asking = asyncio.create_task(channel.qos(5))
+        await peer.expect(commands.Basic.Qos)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        peer.send(commands.Basic.QosOk(), 1)
+        await round_trip(channel, peer)
+
+
+async def test_connections_do_not_know_each_other() -> None:
+    async with scripted() as script:
+        (one, first, peer), (two, second, other) = await script.channel(), await script.channel()
+        peer.writer.transport.abort()
+        await asyncio.wait({one.closed, first.closed})
+        await round_trip(second, other)
+        assert not two.closed.done()

@@ -1,0 +1,268 @@
+"""What a connection does when the broker does this or that, up to its end: every case against a scripted one."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import pytest
+from pamqp import commands
+from pamqp import heartbeat as heartbeats
+
+from delayer.amqp.connection import Connection
+from delayer.amqp.errors import ConfirmTimeout, ConnectionLost, ProtocolError
+from delayer.core.message import CONFIRMED, Delivery
+from tests.unit.amqp.conversing import consume, message, publishes, round_trip, say_goodbye
+from tests.unit.amqp.recorded import content, deliver, returned
+from tests.unit.amqp.scripted import scripted
+
+
+async def test_close_does_not_hang_on_a_dead_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.amqp.connection._CLOSE_SECONDS", 0.05)
+    async with scripted() as script:
+        connection, peer = await script.connect()
+        await connection.close()
+        await peer.hung_up()
+
+
+async def test_two_close_at_once() -> None:
+    async with scripted() as script:
+        connection, peer = await script.connect()
+        closing = [asyncio.create_task(connection.close()) for _ in range(2)]
+        await peer.expect(commands.Connection.Close)
+        peer.send(commands.Connection.Close(320, "at the same time", 0, 0))
+        await asyncio.gather(*closing)
+        assert connection.closed.result().text == "closed by us"
+
+
+# What ends a connection.
+
+
+async def test_closed_by_the_broker() -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel(confirms=True)
+        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
+        await publishes(peer, 1)
+        asking = asyncio.create_task(channel.qos(1))
+        await peer.expect(commands.Basic.Qos)
+        peer.send(commands.Connection.Close(320, "CONNECTION_FORCED - node is going down", 0, 0))
+        for waiting in (publishing, asking):
+            with pytest.raises(ConnectionLost, match="320 CONNECTION_FORCED"):
+                await waiting
+        await peer.expect(commands.Connection.CloseOk)
+        await peer.hung_up()
+        loss = connection.closed.result()
+        assert (loss.code, channel.closed.result()) == (320, loss)
+        for use in (connection.channel, lambda: channel.qos(1), lambda: channel.publish([message("2")], timeout=1)):
+            with pytest.raises(ConnectionLost, match="320"):
+                await use()
+        with pytest.raises(ConnectionLost, match="320"):
+            channel.ack(1)
+        with pytest.raises(ConnectionLost, match="320"):
+            await connection.unblocked
+        await channel.close()
+        await connection.close()
+
+
+async def test_cut() -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel(confirms=True)
+        publishing = asyncio.create_task(channel.publish([message("1")], timeout=30))
+        await publishes(peer, 1)
+        peer.writer.transport.abort()
+        with pytest.raises(ConnectionLost):
+            await publishing
+        await asyncio.wait({connection.closed, channel.closed})
+
+
+BROKEN: list[tuple[bytes, int]] = [
+    (b"\x01\0\1\0\0\0\4\0\x3c\0\x50\0", 501),  # an ack without arguments, and a bad frame end
+    (b"\x02\0\1\0\0\0\x0e" + struct.pack(">HHQH", 60, 0, 1, 0) + b"\xce", 505),  # a header out of the blue
+    (b"\x01\0\7\0\0\0\4\0\x3c\0\x50\xce", 505),  # for a channel that is not open
+    (deliver(1, b"x"), 505),  # for nobody
+    (returned(b"1", b""), 505),  # of nothing
+    (b"\x01\0\1\0\0\0\x0d\0\x3c\0\x50" + bytes(9) + b"\xce", 505),  # a confirm that nobody asked for
+    (b"\x01\0\0\0\0\0\x0d\0\x3c\0\x50" + bytes(9) + b"\xce", 505),  # a confirm on channel 0
+    (b"\x01\0\1\0\0\0\5\0\x14\0\x0b\0\xce", 505),  # channel.open-ok again: arguments too short for pamqp's taste
+    (b"\x01\0\0\0\0\0\5\0\x0a\0\x29\0\xce", 505),  # connection.open-ok again
+    (b"\x01\0\1\0\0\0\4\0\x63\0\x01\xce", 502),  # a class that AMQP does not have
+    (b"\x01\0\1\0\0\0\4\0\x3c\0\x3c\xce", 501),  # a delivery without arguments
+]
+
+
+@pytest.mark.parametrize(("wire", "code"), BROKEN)
+async def test_protocol_errors_close_the_connection_loudly(wire: bytes, code: int) -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel()
+        asking = asyncio.create_task(channel.qos(1))
+        await peer.expect(commands.Basic.Qos)
+        peer.send_raw(wire)
+        with pytest.raises(ProtocolError):
+            await asking
+        close = await peer.expect(commands.Connection.Close)
+        loss = connection.closed.result()
+        assert isinstance(loss, ProtocolError)
+        assert close.reply_code == loss.code
+        assert loss.code in (code, 502)
+        peer.send_raw(b"and more noise")
+        peer.writer.close()
+        await connection.close()
+
+
+async def test_a_callback_that_raises_ends_the_connection() -> None:
+    heard: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: heard.append(context))
+    async with scripted() as script:
+        connection, channel, peer = await script.channel()
+
+        def broken(_: Delivery) -> None:
+            raise KeyError("a bug of ours")
+
+        await consume(channel, peer, broken)
+        peer.send_raw(deliver(1, b"x").replace(b"\x04ctag", b"\x09delayer.1"))
+        # The frame's length no longer fits: this is a protocol error, not the callback's.
+        await asyncio.wait({connection.closed})
+        assert isinstance(connection.closed.result(), ProtocolError)
+        peer.writer.close()
+        await connection.close()
+        connection, channel, peer = await script.channel()
+        await consume(channel, peer, broken)
+        peer.send(commands.Basic.Deliver("delayer.1", 1, False, "", "q"), 1)
+        peer.send_raw(content(b"\0\0", b"x"))
+        await asyncio.wait({connection.closed})
+        assert isinstance(connection.closed.result().__cause__, KeyError)
+        assert len(heard) == 1
+    loop.set_exception_handler(before)
+
+
+# Heartbeats.
+
+
+async def test_a_silent_peer_is_lost() -> None:
+    async with scripted() as script:
+        connection, peer = await script.connect(heartbeat=0.05)
+        await peer.expect(heartbeats.Heartbeat)
+        await asyncio.wait({connection.closed})
+        assert "nothing was heard" in connection.closed.result().text
+        await peer.hung_up()
+
+
+async def test_a_peer_that_beats_is_not_lost() -> None:
+    async with scripted() as script:
+        connection, peer = await script.connect(heartbeat=0.1)
+        for _ in range(12):  # 0.6 s of nothing but heartbeats
+            await peer.expect(heartbeats.Heartbeat)
+            peer.send_raw(heartbeats.Heartbeat.marshal())
+        assert not connection.closed.done()
+        await say_goodbye(connection, peer)
+
+
+async def test_silence_is_no_loss_while_we_do_not_read() -> None:
+    async with scripted() as script:
+        connection, peer = await script.connect(heartbeat=0.05)
+        connection.pause_reading()
+        connection.pause_reading()
+        for _ in range(12):  # we go on beating
+            await peer.expect(heartbeats.Heartbeat)
+        assert not connection.closed.done()
+        connection.resume_reading()
+        connection.resume_reading()
+        await asyncio.wait({connection.closed})
+        assert "nothing was heard" in connection.closed.result().text
+
+
+# Alarms and full buffers.
+
+
+async def test_blocked_and_unblocked() -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel()
+        heard: list[str] = []
+        connection.on_alarm(heard.append)
+        await connection.unblocked
+        peer.send(commands.Connection.Blocked("low on memory"))
+        await round_trip(channel, peer)
+        assert (connection.blocked, connection.blocked_reason) == (True, "low on memory")
+        waiting = [asyncio.ensure_future(connection.unblocked) for _ in range(3)]
+        waiting[0].cancel()
+        await round_trip(channel, peer)
+        assert not any(one.done() for one in waiting[1:])
+        peer.send(commands.Connection.Unblocked())
+        await asyncio.gather(*waiting[1:])
+        assert connection.blocked is False
+        await connection.unblocked
+        peer.send(commands.Connection.Blocked("low on disk"))
+        await round_trip(channel, peer)
+        assert heard == ["low on memory", "", "low on disk"]
+        connection.on_alarm(heard.append)
+        assert heard[3:] == ["low on disk"], "whoever comes later hears of it too"
+        waiting = [asyncio.ensure_future(connection.unblocked)]
+        peer.writer.transport.abort()
+        with pytest.raises(ConnectionLost):
+            await waiting[0]
+
+
+def watch_buffer(connection: Connection) -> asyncio.Event:
+    """Set when the transport's buffer is above its high-water mark."""
+    full = asyncio.Event()
+    pause_writing = connection.pause_writing
+
+    def paused() -> None:
+        pause_writing()
+        full.set()
+
+    connection.pause_writing = paused  # type: ignore[method-assign]
+    return full
+
+
+async def test_a_full_buffer_holds_publishes_back() -> None:
+    """The peer reads nothing: what we take into memory is bounded, and it all arrives in order once it reads."""
+    async with scripted() as script:
+        connection, channel, peer = await script.channel(confirms=True)
+        peer.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        batch = [message(f"{at}", bytes(100_000)) for at in range(400)]
+        full = watch_buffer(connection)
+        publishing = asyncio.create_task(channel.publish(batch, timeout=30))
+        await full.wait()
+        assert connection._transport is not None
+        assert connection._transport.get_write_buffer_size() < 3 << 20
+        peer.reader._transport.resume_reading()  # type: ignore[attr-defined]
+        await publishes(peer, len(batch))
+        peer.send(commands.Basic.Ack(len(batch), True), 1)
+        assert await publishing == [CONFIRMED] * len(batch)
+
+
+@pytest.mark.parametrize("ending", ["cut", "cancel", "timeout"])
+async def test_an_ending_while_the_buffer_is_full(ending: str) -> None:
+    async with scripted() as script:
+        connection, channel, peer = await script.channel(confirms=True)
+        peer.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        batch = [message(f"{at}", bytes(100_000)) for at in range(400)]
+        full = watch_buffer(connection)
+        publishing = asyncio.create_task(channel.publish(batch, timeout=0.2 if ending == "timeout" else 30))
+        await full.wait()
+        if ending == "cut":
+            peer.writer.transport.abort()
+            with pytest.raises(ConnectionLost):
+                await publishing
+        elif ending == "timeout":
+            with pytest.raises(ConfirmTimeout):
+                await publishing
+            peer.writer.transport.abort()
+        else:
+            publishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+            written = channel._confirms.in_flight  # type: ignore[union-attr]
+            assert 0 < written < len(batch)
+            peer.reader._transport.resume_reading()  # type: ignore[attr-defined]
+            await publishes(peer, written)
+            another = asyncio.create_task(channel.publish([message("another")], timeout=30))
+            await publishes(peer, 1)
+            peer.send(commands.Basic.Ack(written + 1, True), 1)
+            assert await another == [CONFIRMED]
+            return
+        await asyncio.wait({channel.closed})

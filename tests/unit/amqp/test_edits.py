@@ -1,0 +1,387 @@
+"""What changes on the way, to the byte."""
+
+from __future__ import annotations
+
+import struct
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pamqp import commands, header
+
+from delayer.amqp import edits, envelopes
+from delayer.amqp.edits import DUE, ID, ROOM
+from delayer.amqp.envelopes import ID_BYTES
+from delayer.amqp.properties import (
+    MalformedTable,
+    Properties,
+    byte_array,
+    encode_headers,
+    entry,
+    int64,
+    long_string,
+)
+from delayer.core import retry_policy
+from delayer.core.delay_headers import Ask
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.retry_policy import Failure
+from tests.unit.amqp.tables import EVERY_TYPE, properties, sized
+
+DUE_MS = 1_800_000_000_000
+ADDED = entry(ID, long_string(b"id")) + entry(DUE, int64(DUE_MS))
+MAX = 131_052
+
+
+def text(name: str, value: str = "v") -> bytes:
+    return entry(name.encode(), long_string(value.encode()))
+
+
+def with_headers(*entries: bytes) -> bytes:
+    """Properties that are a header table and nothing else."""
+    return b"\x20\x00" + sized(b"".join(entries))
+
+
+def released(raw: bytes) -> bytes:
+    return edits.released(Properties.parse(raw), b"id", DUE_MS)
+
+
+def delivered(raw: bytes, body: bytes = b"") -> Delivery:
+    return Delivery(1, False, b"orders.in", b"k", raw, body)
+
+
+def pamqp_reads(raw: bytes) -> commands.Basic.Properties:
+    """The oracle: another program's reading of the same bytes."""
+    found = header.ContentHeader()
+    found.unmarshal(struct.pack(">HHQ", 60, 0, 0) + raw)
+    return found.properties
+
+
+def test_nothing_but_the_two_headers_is_added() -> None:
+    assert released(b"\0\0") == with_headers(ADDED)
+
+
+def test_every_field_type_stays_as_it_is() -> None:
+    every = [entry(b"h%d" % at, kind.encode() + raw) for at, (kind, raw, _) in enumerate(EVERY_TYPE)]
+    assert released(with_headers(*every)) == with_headers(*every, ADDED)
+
+
+def test_what_the_broker_and_the_delay_wrote_goes() -> None:
+    gone = [
+        "x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason", "x-last-death-exchange",
+        "x-last-death-queue", "x-last-death-reason", "x-delivery-count", "x-acquired-count", "x-deliver-at",
+        "x-opt-delivery-delay", "x-opt-delivery-time", "x-delay-routing-key", "x-delay-exchange", "x-delay-key",
+        "x-delay-cancel", "x-delayer-id", "x-delayer-due",
+    ]  # fmt: skip
+    stay = [
+        "x-deaths",
+        "X-Death",
+        "x-first-deat",
+        "xx-first-death-",
+        "x-delays",
+        "x-delayer-user-id",
+        "timestamp_in_ms",
+        "CC",
+    ]
+    raw = with_headers(text("a"), *map(text, gone), *map(text, stay), text("x-death"), text("z"))
+    assert released(raw) == with_headers(text("a"), *map(text, stay), text("z"), ADDED)
+
+
+@pytest.mark.parametrize(
+    ("said", "stays"),
+    [
+        (b"b\x05", b"b\xfb"),
+        (b"B\xff", b"s\xff\x01"),
+        (b"I" + struct.pack(">i", 1500), b"I" + struct.pack(">i", -1500)),
+        (b"l" + struct.pack(">q", 1500), b"l" + struct.pack(">q", -1500)),
+        (b"d" + struct.pack(">d", 0.5), b"d" + struct.pack(">d", -0.5)),
+        (long_string(b"1500.50"), long_string(b"-1500.50")),
+        (long_string(b"+5"), long_string(b"-5")),
+        # Over already, or nothing.
+        (b"b\x00", b"b\x00"),
+        (b"b\xfb", b"b\xfb"),
+        (long_string(b"-5"), long_string(b"-5")),
+        (b"d" + struct.pack(">d", -0.5), b"d" + struct.pack(">d", -0.5)),
+        # Not a delay: the route asks for another form.
+        (long_string(b"soon"), long_string(b"soon")),
+        (b"t\x01", b"t\x01"),
+        (b"d" + struct.pack(">d", float("nan")), b"d" + struct.pack(">d", float("nan"))),
+        (b"T" + struct.pack(">Q", 5), b"T" + struct.pack(">Q", 5)),
+        (byte_array(b"5"), byte_array(b"5")),
+    ],
+    ids=repr,
+)
+def test_the_delay_stays_with_its_sign_turned(said: bytes, stays: bytes) -> None:
+    raw = with_headers(text("a"), entry(b"x-delay", said), text("z"))
+    assert released(raw) == with_headers(text("a"), entry(b"x-delay", stays), text("z"), ADDED)
+    assert released(released(raw)) == with_headers(text("a"), entry(b"x-delay", stays), text("z"), ADDED)
+
+
+def test_the_user_becomes_a_header() -> None:
+    raw = b"\x20\x18" + sized(text("x-delayer-user-id", "forged")) + b"\x05guest\x03app"
+    assert released(raw) == b"\x20\x08" + sized(ADDED + text("x-delayer-user-id", "guest")) + b"\x03app"
+
+
+def pamqp_wrote(**more: Any) -> bytes:
+    wanted: dict[str, Any] = {
+        "content_type": "text/plain", "content_encoding": "utf-8", "headers": {"a": 1, "x-delay": 5000},
+        "delivery_mode": 1, "priority": 3, "correlation_id": "c", "reply_to": "r", "expiration": "60000",
+        "message_id": "m", "message_type": "t", "user_id": "guest", "app_id": "app",
+    }  # fmt: skip
+    return header.ContentHeader(0, 0, commands.Basic.Properties(**(wanted | more))).marshal()[12:]
+
+
+def test_every_property_stays_as_another_program_wrote_it() -> None:
+    before, after = pamqp_reads(pamqp_wrote()), pamqp_reads(released(pamqp_wrote()))
+    for name in commands.Basic.Properties.attributes():
+        if name not in ("headers", "user_id"):
+            assert getattr(after, name) == getattr(before, name), name
+    assert after.user_id is None
+    assert after.headers == {
+        "a": 1, "x-delay": -5000, "x-delayer-id": "id", "x-delayer-due": DUE_MS, "x-delayer-user-id": "guest",
+    }  # fmt: skip
+
+
+def test_where_nothing_more_fits_nothing_forged_is_left() -> None:
+    """Whoever acts on refused messages goes by these headers, and here the daemon has no room to write its own."""
+    forged = (text("x-delayer-refused"), text("x-delayer-exchange", "private"), text("x-delayer-id"), text("x-death"))
+    raw = with_headers(*forged, text("large", "v" * 1_000))
+    came = Delivery(1, False, b"in", b"k", raw, b"")
+    kept, token = edits.refused(came, "too long to carry", b"id", 1_100)
+    assert (kept, token) == (with_headers(text("large", "v" * 1_000)), b"")
+
+
+@given(properties())
+def test_released_again_is_released_once(raw: bytes) -> None:
+    try:
+        once = released(raw)
+    except MalformedTable:
+        return  # a broken x-delay: refused before it comes here
+    without_user = released(once)
+    assert Properties.parse(without_user).spans.keys() == Properties.parse(once).spans.keys()
+    assert released(without_user) == without_user
+
+
+def test_what_is_asked() -> None:
+    raw = with_headers(
+        entry(b"x-delay", b"I" + struct.pack(">i", 5)),
+        text("other"),
+        entry(b"x-delay", b"I" + struct.pack(">i", 9)),
+        text("x-delay-key", "key"),
+    )
+    asked = edits.asked(delivered(raw), Properties.parse(raw))
+    assert asked == Ask(b"orders.in", b"k", {b"x-delay": 5, b"x-delay-key": "key"})
+
+
+def test_what_is_asked_with_the_body_and_what_names_it() -> None:
+    raw = b"\x40\x80" + b"\x04gzip" + b"\x04id-1"
+    asked = edits.asked(delivered(raw, b"body"), Properties.parse(raw))
+    assert asked == Ask(b"orders.in", b"k", {}, body=b"body", content_encoding=b"gzip", message_id=b"id-1")
+
+
+def test_the_notes_of_deaths_are_read_where_they_are_asked_for() -> None:
+    raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
+    found = Properties.parse(raw)
+    assert edits.asked(delivered(raw), found) == Ask(b"orders.in", b"k", {})
+    asked = edits.asked(delivered(raw), found, retry_policy.CONSULTED)
+    assert asked.headers == {b"x-death": ["x"]}
+    assert 0 < asked.chance < 1
+
+
+def test_messages_that_are_alike_do_not_come_back_together() -> None:
+    """Without an id, and rejected in the same second."""
+    raw = with_headers(entry(b"x-death", b"A" + sized(b"S" + sized(b"x"))))
+    found = Properties.parse(raw)
+    every = [delivered(raw)._replace(tag=tag) for tag in range(1, 1_001)]
+    chances = sorted(edits.asked(one, found, retry_policy.CONSULTED).chance for one in every)
+    assert len(set(chances)) == 1_000
+    assert max(after - before for before, after in pairwise(chances)) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("value", "copies"),
+    [
+        (b"A" + sized(long_string(b"k") + b"t\x01" + long_string(b"\xff")), {b"k", b"\xff"}),
+        (b"A" + sized(b""), set()),
+        (long_string(b"k"), set()),
+        (b"F" + sized(text("k")), set()),
+        (b"V", set()),
+    ],
+)
+def test_the_keys_of_cc(value: bytes, copies: set[bytes]) -> None:
+    raw = with_headers(entry(b"CC", value))
+    assert edits.asked(delivered(raw), Properties.parse(raw)).copies == copies
+
+
+def test_the_timestamp_property_is_asked() -> None:
+    raw = b"\x00\x40" + struct.pack(">Q", 77)
+    assert edits.asked(delivered(raw), Properties.parse(raw)).timestamp == 77
+
+
+FAILED = Failure(1, b"orders", "rejected", 1_800_000_000, b"shop", b"order.new", exhausted=False)
+
+
+def failed(raw: bytes, failure: Failure = FAILED, max_properties: int = MAX) -> Properties:
+    return Properties.parse(edits.failed(Properties.parse(raw), failure, max_properties))
+
+
+def value(found: Properties, name: str) -> Any:
+    header = found.get(name.encode())
+    assert header is not None, name
+    return header.value
+
+
+def test_a_dead_letter_tells_of_its_failure_and_keeps_everything_else() -> None:
+    died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue") + text("x-last-death-reason")
+    found = failed(with_headers(text("mine"), died, text("last")))
+    assert [field.name for field in found.headers_items()] == [
+        b"mine", b"last", b"x-delayer-retries", b"x-delayer-failed-in", b"x-delayer-error", b"x-delayer-history"
+    ]  # fmt: skip
+    assert value(found, "x-delayer-retries") == 1
+    assert value(found, "x-delayer-failed-in") == "orders"
+    assert value(found, "x-delayer-error") == "rejected in queue orders"
+    assert value(found, "x-delayer-history") == [
+        {"queue": "orders", "reason": "rejected", "time": 1_800_000_000, "exchange": "shop", "routing-key": "order.new"}
+    ]
+
+
+def test_copies_of_a_dead_letter_are_not_sent_again() -> None:
+    copies = b"A" + sized(long_string(b"audit"))
+    found = failed(with_headers(entry(b"CC", copies), text("mine"), entry(b"BCC", copies)))
+    assert found.get(b"CC") is found.get(b"BCC") is None
+    assert value(found, "x-delayer-cc") == ["audit"]
+    again = failed(found.raw, FAILED._replace(retries=2))
+    assert value(again, "x-delayer-cc") == ["audit"]
+    assert sum(one.name == b"x-delayer-cc" for one in again.headers_items()) == 1
+
+
+def test_the_history_keeps_the_first_failure_and_the_last_ones() -> None:
+    found = Properties.parse(b"\0\0")
+    for n in range(1, 101):
+        found = failed(found.raw, FAILED._replace(retries=n, at=n))
+    assert [one["time"] for one in value(found, "x-delayer-history")] == [1, *range(82, 101)]
+    assert value(found, "x-delayer-retries") == 100
+
+
+def test_the_history_begins_anew_in_another_queue() -> None:
+    found = failed(failed(b"\0\0").raw, FAILED._replace(queue=b"billing"))
+    assert [one["queue"] for one in value(found, "x-delayer-history")] == ["billing"]
+
+
+def test_a_history_of_somebody_else_and_one_that_has_no_room() -> None:
+    found = failed(with_headers(text("x-delayer-history", "long ago")), FAILED._replace(retries=2))
+    assert len(value(found, "x-delayer-history")) == 1
+    short = failed(b"\0\0", max_properties=ROOM + 150)
+    assert short.get(b"x-delayer-history") is None
+    assert value(short, "x-delayer-retries") == 1
+
+
+def test_the_room_that_edits_need() -> None:
+    """Whatever passes the check at the door passes every later step."""
+    longest = b"n" * 255
+    raw = with_headers(entry(b"x", byte_array(bytes(1000))))
+    parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
+    note = envelopes.Held(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
+    assert len(envelopes.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
+    raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
+    assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
+    every = delivered(raw)._replace(exchange=longest, routing_key=longest)
+    assert len(edits.refused(every, "ü" * 600, b"i" * ID_BYTES, MAX)[0]) <= len(raw) + ROOM
+
+
+GAINED = (
+    entry(ID, long_string(b"id"))
+    + entry(b"x-delayer-refused", long_string(b"why"))
+    + entry(b"x-delayer-exchange", long_string(b"orders.in"))
+    + entry(b"x-delayer-routing-key", long_string(b"k"))
+)
+
+
+def refused(raw: bytes, max_properties: int = MAX) -> tuple[bytes, bytes]:
+    return edits.refused(delivered(raw), "why", b"id", max_properties)
+
+
+def test_a_refused_message_keeps_everything() -> None:
+    table = text("x-death") + text("x-delay", "soon") + text("x-delay-key")
+    assert refused(with_headers(table)) == (with_headers(table, GAINED), b"id")
+    assert refused(b"\0\0") == (with_headers(GAINED), b"id")
+    raw = pamqp_wrote(user_id=None, expiration=None)
+    before, after = pamqp_reads(raw), pamqp_reads(refused(raw)[0])
+    for name in commands.Basic.Properties.attributes():
+        if name != "headers":
+            assert getattr(after, name) == getattr(before, name), name
+
+
+def test_what_would_act_in_the_refused_queue_becomes_headers() -> None:
+    raw = b"\x21\x10" + sized(text("a")) + b"\x0560000" + b"\x05guest"
+    more = text("x-delayer-expiration", "60000") + text("x-delayer-user-id", "guest")
+    assert refused(raw) == (with_headers(text("a"), GAINED, more), b"id")
+
+
+def test_refused_twice_says_so_once() -> None:
+    once, _ = refused(with_headers(text("a")))
+    assert refused(once) == (once, b"id")
+
+
+def test_published_again_and_delivered_it_is_refused_no_more() -> None:
+    again, _ = refused(with_headers(text("a")))
+    assert released(again) == with_headers(text("a"), ADDED)
+    by_somebody = b"\x20\x10" + sized(text("a") + GAINED + text("x-delayer-user-id")) + b"\x05guest"
+    assert released(by_somebody) == with_headers(text("a"), ADDED, text("x-delayer-user-id", "guest"))
+
+
+@pytest.mark.parametrize(
+    "mention", [text("a", "x-delayer-refused"), text("x-delayer-refused-by"), text("X-delayer-refused")]
+)
+def test_what_was_never_refused_keeps_headers_of_these_names(mention: bytes) -> None:
+    raw = with_headers(text("x-delayer-exchange"), mention, text("x-delayer-routing-key"))
+    assert released(raw) == raw[:2] + sized(raw[6:] + ADDED)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xff", b"\x00\x01", b"\x20\x00\0\0\0\x09broken", with_headers(b"\x03bad?"), b"\x80\x00\x09cut"]
+)
+def test_broken_bytes_go_along_whole(raw: bytes) -> None:
+    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
+    assert refused(raw) == (wrapped, b"id")
+
+
+def test_a_table_that_fills_the_frame_goes_along_whole_or_alone() -> None:
+    raw = with_headers(entry(b"x", byte_array(bytes(1000))))
+    whole, _ = refused(raw)
+    wrapped = encode_headers(GAINED + entry(b"x-delayer-properties", byte_array(raw)))
+    assert len(wrapped) > len(whole)
+    assert refused(raw, len(whole)) == (whole, b"id")
+    assert refused(raw, len(whole) - 1) == (raw, b"")
+    full = b"\x21\x10" + sized(entry(b"x", byte_array(bytes(1000)))) + b"\x0560000\x05guest"
+    assert refused(full, len(full)) == (raw, b"")  # what acts does not go along, even then
+
+
+@given(st.binary(max_size=400), st.integers(0, 1000), st.text(max_size=700))
+def test_anything_can_be_refused(raw: bytes, room: int, reason: str) -> None:
+    limit = max(len(raw), 900) + room
+    found, token = edits.refused(delivered(raw), reason, b"id", limit)
+    assert len(found) <= limit
+    parsed = Properties.parse(found)
+    assert parsed.expiration is None
+    assert parsed.user_id is None
+    if token:
+        field = parsed.get(ID)
+        assert field is not None
+        assert field.content == token
+
+
+def test_a_reason_is_cut_where_a_character_ends() -> None:
+    field = Properties.parse(edits.refused(delivered(b"\0\0"), "aü" * 400, b"id", MAX)[0]).get(b"x-delayer-refused")
+    assert field is not None
+    assert isinstance(field.value, str)
+    assert len(field.content) <= 500
+
+
+@pytest.mark.parametrize("due_ms", [-1, 0, -(1 << 62), (1 << 63) - 1])
+def test_any_due_instant_that_a_row_can_hold_can_be_released(due_ms: int) -> None:
+    field = Properties.parse(edits.released(Properties.parse(b"\0\0"), b"1", due_ms)).get(b"x-delayer-due")
+    assert field is not None
+    assert field.value == due_ms

@@ -1,0 +1,138 @@
+"""Envelopes: what goes in comes out, whoever wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.amqp import envelopes
+from delayer.amqp.edits import ROOM
+from delayer.amqp.envelopes import ID_BYTES, NoEnvelope
+from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.message import Parcel, Target
+from delayer.core.plan import LATEST_MS
+from tests.unit.amqp.tables import properties, sized
+
+DUE_MS = 1_800_000_000_000
+MAX = 131_052
+
+
+def text(name: str, value: str = "v") -> bytes:
+    return entry(name.encode(), long_string(value.encode()))
+
+
+def with_headers(*entries: bytes) -> bytes:
+    """Properties that are a header table and nothing else."""
+    return b"\x20\x00" + sized(b"".join(entries))
+
+
+# Written by format 1, and never to change: such messages may be in a cascade for years.
+FORMAT_1 = bytes.fromhex(
+    "3000000000f8"
+    "0c782d64656c617965722d6964530000000269640d782d64656c617965722d6475656c000001a3185c5000"
+    "12782d64656c617965722d656e76656c6f70656c0000000000000001"
+    "0f782d64656c617965722d726f75746553000000096f72646572732e696e"
+    "12782d64656c617965722d65786368616e676553000000096f72646572732e696e"
+    "15782d64656c617965722d726f7574696e672d6b65795300000003612e62"
+    "0c782d64656c617965722d746f530000000a6f72646572732e6f7574"
+    "10782d64656c617965722d746f2d6b65795300000003612e62"
+    "14782d64656c617965722d70726f706572746965737800000005" "2000000000"
+    "02"
+)  # fmt: skip
+PLAIN = Parcel(DUE_MS, b"orders.in", b"orders.in", b"a.b", Target(b"orders.out", b"a.b"), b"\x20\x00\0\0\0", b"body")
+
+
+def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> envelopes.Envelope:
+    return envelopes.opened(Properties.parse(raw), body, max_properties)
+
+
+short = st.binary(max_size=5) | st.just(b"s" * 255)
+parcels = st.builds(
+    Parcel,
+    st.integers(0, LATEST_MS),
+    short,
+    short,
+    short,
+    st.builds(Target, short, short),
+    properties(),
+    st.binary(max_size=9),
+    st.none(),
+    st.just(b""),  # an envelope's own id stands for it
+)
+
+
+held = st.none() | st.builds(
+    envelopes.Held,
+    st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=600), st.booleans(), st.booleans()),
+    st.integers(1, (1 << 31) - 1),
+    st.none() | st.integers(0, LATEST_MS),
+)
+
+
+@given(parcels, st.binary(max_size=ID_BYTES), held)
+def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: envelopes.Held | None) -> None:
+    raw = envelopes.enveloped(parcel, id, held)
+    envelope = opened(raw, parcel.body)
+    assert envelope[:2] == (id, parcel)
+    found = envelope.held
+    assert (found is None) == (held is None)
+    if found is not None and held is not None:
+        text = found.hold.text
+        assert found == held._replace(hold=replace(held.hold, text=text))
+        assert held.hold.text.encode("utf-8", "replace").startswith(text.encode())
+    assert Properties.parse(raw).delivery_mode == 2
+    assert Properties.parse(raw).spans.keys() == {"headers", "delivery_mode"}  # nothing that acts on the way
+
+
+def test_the_format() -> None:
+    assert envelopes.enveloped(PLAIN, b"id") == FORMAT_1
+    assert opened(FORMAT_1) == (b"id", PLAIN, None)
+
+
+def test_the_broker_may_add_to_an_envelope() -> None:
+    found = Properties.parse(FORMAT_1)
+    assert found.headers_span is not None
+    start, stop = found.headers_span
+    died = entry(b"x-death", b"A" + sized(b"")) + text("x-first-death-queue")
+    assert opened(with_headers(FORMAT_1[start:stop], died)) == (b"id", PLAIN, None)
+
+
+def carrier(**changed: bytes | None) -> bytes:
+    """An envelope with other values: underscores for hyphens, None to leave one out."""
+    values: dict[str, bytes | None] = {
+        "id": long_string(b"id"), "due": int64(DUE_MS), "envelope": int64(1), "route": long_string(b"r"),
+        "exchange": long_string(b"e"), "routing-key": long_string(b"k"), "to": long_string(b"t"),
+        "to-key": long_string(b"k"), "properties": byte_array(b"\0\0"),
+    }  # fmt: skip
+    values |= {name.replace("_", "-"): value for name, value in changed.items()}
+    return encode_headers(b"".join(entry(b"x-delayer-" + n.encode(), v) for n, v in values.items() if v is not None))
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"\0\0", "header x-delayer-envelope is missing"),
+        *(
+            (carrier(**{name.replace("-", "_"): None}), f"header x-delayer-{name} is missing")
+            for name in ("id", "due", "envelope", "route", "exchange", "routing-key", "to", "to-key", "properties")
+        ),
+        (carrier(envelope=int64(2)), "expected envelope format 1, found 2"),
+        (carrier(envelope=int64(0)), "expected envelope format 1, found 0"),
+        (carrier(envelope=long_string(b"1" * 100)), "header x-delayer-envelope: expected at most 8 bytes, found 100"),
+        (carrier(due=int64(-1)), "expected a due instant"),
+        (carrier(due=int64(LATEST_MS + 1)), "expected a due instant"),
+        (carrier(due=long_string(b"\x7f" * 9)), "header x-delayer-due: expected at most 8 bytes, found 9"),
+        (carrier(id=long_string(b"i" * 33)), "header x-delayer-id: expected at most 32 bytes, found 33"),
+        (carrier(to=long_string(b"t" * 256)), "header x-delayer-to: expected at most 255 bytes, found 256"),
+        (carrier(to_key=long_string(b"t" * 256)), "header x-delayer-to-key: expected at most 255 bytes"),
+        (carrier(route=long_string(b"t" * 256)), "header x-delayer-route: expected at most 255 bytes"),
+        (carrier(properties=byte_array(bytes(MAX - ROOM + 1))), "header x-delayer-properties: expected at most"),
+    ],
+)
+def test_what_is_no_envelope(raw: bytes, reason: str) -> None:
+    with pytest.raises(NoEnvelope, match=reason):
+        opened(raw)

@@ -1,0 +1,222 @@
+"""Properties: the spans pamqp would find, and edits that leave every other byte alone."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pamqp import commands
+
+from delayer.amqp.errors import MalformedProperties, MalformedTable
+from delayer.amqp.properties import FLAGS, Properties, encode_headers, entry, int64, long_string, splice
+from tests.unit.amqp.tables import properties, sized, table_of_everything
+
+TIME = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
+ORACLE: dict[str, object] = {
+    "content_type": "text/plain",
+    "content_encoding": "gzip",
+    "headers": {"x-delay": 5000, "name": "value", "deep": {"list": [1, "two"]}},
+    "delivery_mode": 2,
+    "priority": 9,
+    "correlation_id": "corr",
+    "reply_to": "back",
+    "expiration": "60000",
+    "message_id": "m-1",
+    "timestamp": TIME,
+    "message_type": "order",
+    "user_id": "guest",
+    "app_id": "shop",
+}
+
+
+def test_every_subset_is_found_where_pamqp_put_it() -> None:
+    """8,192 subsets: spans tile the list, and the values are pamqp's."""
+    ours = [name for name in FLAGS if name != "cluster_id"]
+    for chosen in itertools.product((False, True), repeat=len(ORACLE)):
+        values = {name: value for (name, value), here in zip(ORACLE.items(), chosen, strict=True) if here}
+        raw = commands.Basic.Properties(**values).marshal()
+        found = Properties.parse(raw)
+        assert list(found.spans) == [name for name, here in zip(ours, chosen, strict=True) if here]
+        assert b"".join(raw[start:stop] for start, stop in found.spans.values()) == raw[2:]
+        assert found.message_id == (b"m-1" if "message_id" in values else None)
+        assert found.expiration == (b"60000" if "expiration" in values else None)
+        assert found.user_id == (b"guest" if "user_id" in values else None)
+        assert found.delivery_mode == values.get("delivery_mode")
+        assert found.timestamp == (int(TIME.timestamp()) if "timestamp" in values else None)
+        assert len(found.headers_items()) == (3 if "headers" in values else 0)
+        assert splice(raw, append=b"", drop=(), remove={b"absent"}) == raw
+
+
+def test_header_entries() -> None:
+    raw = encode_headers(entry(b"a", long_string(b"\xff")) + entry(b"b", b"I\0\0\0\5") + entry(b"a", b"V"))
+    found = Properties.parse(raw)
+    assert [(field.name, chr(field.type), field.raw) for field in found.headers_items()] == [
+        (b"a", "S", b"\0\0\0\1\xff"),
+        (b"b", "I", b"\0\0\0\5"),
+        (b"a", "V", b""),
+    ]
+    first = found.get(b"a")
+    assert first is not None
+    assert (first.value, first.content, first.type_and_value) == (b"\xff", b"\xff", b"S\0\0\0\1\xff")
+    second = found.get(b"b")
+    assert second is not None
+    assert (second.value, second.content) == (5, b"\0\0\0\5")
+    assert found.get(b"A") is None
+    span = found.headers_span
+    assert span is not None
+    assert raw[slice(*span)].startswith(b"\1aS")
+    assert Properties.parse(b"\0\0").headers_span is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "2 bytes"),
+        (b"\x10", "2 bytes"),
+        (b"\x10\x01\x02", "undefined"),  # more flags follow
+        (b"\x10\x02\x02", "undefined"),
+        (b"\x10\x00", "take 3 bytes, found 2"),
+        (b"\x10\x00\x02\x02", "take 3 bytes, found 4"),
+        (b"\x80\x00", "cut short"),
+        (b"\x80\x00\x05abc", "take 8 bytes, found 6"),
+        (b"\xc0\x00\x05abc", "cut short"),
+        (b"\x20\x00\x00\x00\x00", "cut short"),
+        (b"\x20\x00\x00\x00\x00\x01", "take 7 bytes"),
+        (b"\x20\x00\xff\xff\xff\xff", "take"),
+        (b"\x30\x00\x00\x00\x00\x01\x02", "take"),
+        (b"\x00\x40" + bytes(7), "take"),
+        (b"\x00\x00\x00", "found 3"),
+    ],
+)
+def test_malformed_properties(raw: bytes, why: str) -> None:
+    with pytest.raises(MalformedProperties, match=why):
+        Properties.parse(raw)
+
+
+@pytest.mark.parametrize(
+    "inside", [b"\1", b"\1a", b"\5abc", b"\1a?", b"\1aI\0\0", b"\1aS\0\0\0\x09abc", b"\1aS\0\0", b"\0", b"\1aV\1"]
+)
+def test_a_table_broken_inside(inside: bytes) -> None:
+    raw = struct.pack(">HI", FLAGS["headers"] | FLAGS["delivery_mode"], len(inside)) + inside + b"\x02"
+    found = Properties.parse(raw)
+    assert found.delivery_mode == 2
+    with pytest.raises(MalformedTable):
+        found.headers_items()
+    with pytest.raises(MalformedTable):
+        found.get(b"a")
+    with pytest.raises(MalformedTable):
+        splice(raw, remove={b"a"})
+    # What need not look inside still works: a refused message keeps its bytes and gains its reason.
+    grown = splice(raw, append=entry(b"r", b"V"), drop={"delivery_mode"})
+    assert grown == struct.pack(">HI", FLAGS["headers"], len(inside) + 3) + inside + b"\1rV"
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=500)
+def test_random_bytes_are_properties_or_malformed(raw: bytes) -> None:
+    try:
+        found = Properties.parse(raw)
+    except MalformedProperties:
+        return
+    try:
+        for field in found.headers_items():
+            assert found.get(field.name) is not None
+            assert field.value is not Ellipsis
+    except MalformedTable:
+        pass
+
+
+@given(properties())
+def test_untouched_is_equal(raw: bytes) -> None:
+    assert splice(raw) == raw
+    assert splice(Properties.parse(raw), remove={b"no such name here"}, remove_prefixes=(b"no such prefix",)) == raw
+
+
+@given(properties())
+def test_what_was_appended_can_be_removed(raw: bytes) -> None:
+    added = entry(b"a name longer than any of them", int64(5)) + entry(b"a name longer, too", b"V")
+    grown = splice(raw, append=added)
+    assert len(grown) == len(raw) + len(added) + (0 if "headers" in Properties.parse(raw).spans else 4)
+    bare = splice(grown, remove={b"a name longer than any of them"}, remove_prefixes=(b"a name longer, ",))
+    assert bare == (raw if "headers" in Properties.parse(raw).spans else splice(bare, append=b""))
+    assert splice(bare, drop={"headers"}) == splice(raw, drop={"headers"})
+
+
+@given(properties(), st.sets(st.sampled_from(sorted(FLAGS))), st.none() | st.integers(0, 255))
+def test_drop_and_delivery_mode(raw: bytes, drop: set[str], mode: int | None) -> None:
+    before = Properties.parse(raw)
+    after = Properties.parse(splice(raw, drop=drop, delivery_mode=mode))
+    expected = {name: raw[start:stop] for name, (start, stop) in before.spans.items() if name not in drop}
+    if mode is not None:
+        expected["delivery_mode"] = bytes((mode,))
+    assert {name: after.raw[start:stop] for name, (start, stop) in after.spans.items()} == expected
+
+
+A, B, C = entry(b"a", b"I\0\0\0\1"), entry(b"b", b"B\2"), entry(b"x-death", b"A" + sized(b""))
+MODE, TYPE, ID = b"\x02", b"\x01t", b"\x02id"
+FULL = struct.pack(">H", 0x9080 | 0x2000)  # content_type, headers, delivery_mode, message_id
+
+
+def full(*headers: bytes) -> bytes:
+    return FULL + TYPE + sized(b"".join(headers)) + MODE + ID
+
+
+@pytest.mark.parametrize(
+    ("before", "edit", "after"),
+    [
+        (full(A, B, C), lambda raw: splice(raw, remove={b"a"}), full(B, C)),
+        (full(A, B, C), lambda raw: splice(raw, remove={b"b"}), full(A, C)),
+        (full(A, B, C), lambda raw: splice(raw, remove=frozenset({b"a", b"b", b"x-death"})), full()),
+        (full(A, B, A), lambda raw: splice(raw, remove={b"a"}), full(B)),
+        (full(C, A, C), lambda raw: splice(raw, remove_prefixes=(b"x-d", b"zz")), full(A)),
+        (full(A, B, A), lambda raw: splice(raw, replace={b"a": b"V"}), full(b"\1aV", B, b"\1aV")),
+        (full(A), lambda raw: splice(raw, replace={b"absent": b"V"}), full(A)),
+        (full(A), lambda raw: splice(raw, append=B), full(A, B)),
+        (full(), lambda raw: splice(raw, append=B), full(B)),
+        (full(A, C), lambda raw: splice(raw, remove={b"x-death"}, replace={b"a": b"V"}, append=B), full(b"\1aV", B)),
+        (full(A), lambda raw: splice(raw, remove={b"a"}, append=A), full(A)),
+        (full(A), lambda raw: splice(raw, delivery_mode=1), full(A)[:-4] + b"\x01" + ID),
+        (full(A), lambda raw: splice(raw, drop={"headers"}), struct.pack(">H", 0x9080) + TYPE + MODE + ID),
+        (full(A), lambda raw: splice(raw, drop={"headers"}, append=B), full(B)),
+        (full(A), lambda raw: splice(raw, drop={"message_id"}), b"\xb0\x00" + full(A)[2:-3]),
+        # No table yet: it goes after the content encoding and before everything else.
+        (b"\0\0", lambda raw: splice(raw, append=B), b"\x20\0" + sized(B)),
+        (b"\0\0", lambda raw: splice(raw, append=B, delivery_mode=2), b"\x30\0" + sized(B) + MODE),
+        (b"\0\0", lambda raw: splice(raw, delivery_mode=2), b"\x10\0" + MODE),
+        (b"\x80\0" + TYPE, lambda raw: splice(raw, append=B), b"\xa0\0" + TYPE + sized(B)),
+        (b"\x10\0" + MODE, lambda raw: splice(raw, append=B), b"\x30\0" + sized(B) + MODE),
+        (b"\xc0\x80" + TYPE + TYPE + ID, lambda raw: splice(raw, append=B),
+         b"\xe0\x80" + TYPE + TYPE + sized(B) + ID),
+        (b"\x00\x90" + ID + b"\x01u", lambda raw: splice(raw, drop={"user_id"}, delivery_mode=2),
+         b"\x10\x80" + MODE + ID),
+        (b"\x00\x10\x01u", lambda raw: splice(raw, drop=frozenset({"user_id", "expiration"})), b"\0\0"),
+    ],
+)  # fmt: skip
+def test_edits(before: bytes, edit: Callable[[bytes], bytes], after: bytes) -> None:
+    assert edit(before) == after
+    Properties.parse(after)
+
+
+def test_every_type_survives_its_neighbours_edits() -> None:
+    table = table_of_everything()
+    raw = encode_headers(A + table + B)
+    assert splice(raw, remove={b"a", b"b"}) == encode_headers(table)
+    assert splice(raw, replace={b"a": b"V"}, append=C) == encode_headers(b"\1aV" + table + B + C)
+
+
+def test_unknown_property() -> None:
+    with pytest.raises(ValueError, match="'expires'"):
+        splice(b"\0\0", drop={"expires"})
+
+
+def test_headers_of_our_own() -> None:
+    found = commands.Basic.Properties()
+    raw = encode_headers(A, delivery_mode=1)
+    found.unmarshal(int.from_bytes(raw[:2], "big"), raw[2:])
+    assert (found.headers, found.delivery_mode) == ({"a": 1}, 1)
+    assert encode_headers() == b"\x30\0\0\0\0\0\x02"

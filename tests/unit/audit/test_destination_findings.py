@@ -1,0 +1,85 @@
+"""What the broker's answers mean for the report."""
+
+from __future__ import annotations
+
+from delayer.audit.destination_findings import NAMED, findings, with_destinations
+from delayer.audit.findings import Report
+from delayer.broker.destinations import Asked, Target
+from delayer.broker.routing import Route, Verdict
+from tests.unit.audit import audit_reports
+
+ROUTED, MISSING, NOWHERE = Route(Verdict.ROUTED), Route(Verdict.MISSING), Route(Verdict.UNROUTABLE)
+
+
+def target(exchange: bytes, key: bytes, messages: int = 1, first_due_ms: int = 1_000) -> Target:
+    return Target(exchange, key, messages, first_due_ms)
+
+
+def test_what_would_be_delivered_or_is_not_known_is_no_finding() -> None:
+    for verdict in (Verdict.ROUTED, Verdict.DEPENDS, Verdict.UNKNOWN, Verdict.NOT_ASKED):
+        assert findings([(target(b"x", b"k"), Route(verdict))]) == []
+
+
+def test_a_missing_exchange_is_one_finding_however_many_keys_it_has() -> None:
+    rows = [(target(b"gone", b"k%d" % n, 10, 5_000 - n), MISSING) for n in range(50)]
+    (found,) = findings(rows)
+    assert (found.severity, found.subject) == ("violation", 'exchange "gone"')
+    assert (found.count, found.first_due_ms) == (500, 4_951)
+    assert found.details["keys"] == 50
+    assert found.details["routing_keys"][0] == "k49", "the soonest first"
+
+
+def test_a_missing_queue_and_an_unrouted_key_are_named_one_by_one_until_they_are_too_many() -> None:
+    rows = [(target(b"", b"q%d" % n, 1, n), MISSING) for n in range(NAMED + 5)]
+    found = findings([*rows, (target(b"x", b"a.b"), NOWHERE)])
+    subjects = [one.subject for one in found]
+    assert len(found) == NAMED + 2
+    assert {'queue "q0"', 'exchange "x", key "a.b"', "default exchange, 5 more routing keys"} <= set(subjects)
+    assert sum(one.count for one in found) == NAMED + 6
+
+
+def test_violations_come_first_and_an_alternate_is_a_warning() -> None:
+    rows = [(target(b"x", b"k", first_due_ms=1), Route(Verdict.ALTERNATE, "spare")), (target(b"y", b"k"), MISSING)]
+    violation, warning = findings(rows)
+    assert (violation.severity, violation.subject) == ("violation", 'exchange "y"')
+    assert (warning.severity, warning.details["why"]) == ("warning", "spare")
+
+
+def test_what_is_held_already_is_a_warning_until_more_would_be() -> None:
+    held = Target(b"lost.out", b"k", 3, 1_000, held=3)
+    (found,) = findings([(held, MISSING)])
+    assert (found.severity, found.subject, found.count) == ("warning", 'exchange "lost.out"', 3)
+    assert found.details["held_already"] == 3
+    (found,) = findings([(held, MISSING), (target(b"lost.out", b"waits"), MISSING)])
+    assert (found.severity, found.count, found.details["held_already"]) == ("violation", 4, 3)
+    assert findings([(held, ROUTED)]) == [], "somebody declared it since"
+
+
+def test_the_report_gets_a_line_findings_and_verdicts() -> None:
+    before = audit_reports.empty()
+    full = audit_reports.full()
+    shares = full.calendar.destinations
+    asked = Asked(
+        tuple((target(one.exchange, one.routing_key, one.messages, one.first_due_ms), ROUTED) for one in shares[1:]),
+        ("only the soonest were asked about",),
+    )
+    report = with_destinations(full, asked)
+    assert [one.verdict for one in report.calendar.destinations] == ["not asked"] + ["routed"] * (len(shares) - 1)
+    (run,) = [one for one in report.rules if one.rule == "destinations"]
+    assert (run.violations, run.warnings, run.skipped) == (0, 0, "only the soonest were asked about")
+    assert [one for one in report.findings if one.rule == "destinations"] == [], "what was asked before is replaced"
+    assert Report.from_json(report.to_json()) == report
+    nobody = with_destinations(before, Asked(((target(b"x", b"k", 3), Route(Verdict.NOT_ASKED)),), ("out of reach",)))
+    assert nobody.rules[-1].skipped == "not asked for 3 of 3 messages; out of reach"
+
+
+def test_a_hundred_findings_are_listed_and_the_rest_counted() -> None:
+    asked = Asked(tuple((target(b"gone-%d" % n, b"k"), MISSING) for n in range(130)))
+    report = with_destinations(audit_reports.empty(), asked)
+    assert len(report.findings) == 100
+    assert (report.rules[-1].violations, report.rules[-1].unlisted) == (130, 30)
+
+
+def test_hostile_names_are_fit_for_json() -> None:
+    (found,) = findings([(target(b"\xff<script>", b"\x00"), MISSING)])
+    assert found.subject == 'exchange "\\xff<script>"'

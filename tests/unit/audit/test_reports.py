@@ -1,0 +1,213 @@
+"""The audit on a console and as a page: complete, and safe with other people's bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import re
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delayer.audit import report_console, report_html, words
+from delayer.audit.findings import Bar, Calendar, Finding, LaneFigures, Peak, Report, RuleRun, Totals
+from tests.unit.audit import audit_reports
+from tests.unit.audit.audit_reports import HOUR, NOW_MS
+
+FULL, EMPTY = audit_reports.full(), audit_reports.empty()
+
+
+class Parsed(html.parser.HTMLParser):
+    """Every tag with its attributes, and all text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return report_html.page(FULL)
+
+
+def test_it_goes_through_json() -> None:
+    """The examples are reports like any other."""
+    assert Report.from_json(FULL.to_json()) == FULL
+
+
+@pytest.mark.parametrize("report", [FULL, EMPTY, replace(FULL, sample=0.01)], ids=["full", "empty", "sample"])
+def test_nothing_is_loaded_run_or_sent(report: Report) -> None:
+    page = report_html.page(report)
+    parsed = Parsed(page)
+    assert parsed.open == [], "every element is closed"
+    names = {tag for tag, _ in parsed.tags}
+    assert not names & {"script", "iframe", "object", "embed", "img", "image", "form", "base", "audio", "video"}
+    for tag, attributes in parsed.tags:
+        assert not [name for name in attributes if name.startswith("on")], tag
+        for name in ("src", "srcset", "action", "data", "poster", "background"):
+            assert name not in attributes, tag
+        for name in ("href", "xlink:href"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:,")), (tag, value)
+    assert not re.search(r"url\((?!#)", page), "no style loads anything"
+    assert "@import" not in page
+    policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
+
+
+def test_hostile_names_are_text(page: str) -> None:
+    text = Parsed(page).text
+    assert "<script>document.title='owned'</script>" in text
+    assert r"nul\x00and\x1b[31mescape\nnew line" in text
+    assert r"\xff\xfe not UTF-8 \xc3" in text
+    assert r"\u202eright to left, ünïcödé {{ 7 * 7 }} {% raw %} [bold]markup[/]" in text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", page)
+
+
+def test_ids_are_unique(page: str) -> None:
+    ids = [attributes["id"] for _, attributes in Parsed(page).tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"', page)) | set(re.findall(r"url\(#([^)]+)\)", page)) <= set(ids)
+
+
+def test_violations_come_first_with_what_to_do(page: str) -> None:
+    text = Parsed(page).text
+    parts = ("9 violations, 15 warnings", "1 violation · Conservation", "Next: Keep the store", "13 warnings · Overdue")
+    order = [text.index(part) for part in (*parts, "Due per minute", "adds up", "not checked")]
+    assert order == sorted(order)
+    assert "off by -3" in text
+    assert "a sample was read: this is asked of the whole" in text
+    assert "117 s" in text, "how long the peak takes"
+    assert "… and 1,204 more with fewer messages." in text
+
+
+def test_an_empty_store_is_no_drama() -> None:
+    text = Parsed(report_html.page(EMPTY)).text
+    assert "No violations" in text
+    assert "Nothing waits." in text
+    assert report_html.page(EMPTY) == report_html.page(EMPTY), "the same report gives the same page"
+
+
+def test_a_sample_says_so_and_judges_no_sums() -> None:
+    text = Parsed(report_html.page(replace(FULL, sample=0.01))).text
+    assert "A sample: some 1 % of the pages, with " in text
+    assert "held messages, segments and counters are all of them" in text
+    assert "off by" not in text
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "audit.html"
+    report_html.write(EMPTY, path)
+    before = path.read_text()
+    assert before.startswith("<!doctype html>")
+    assert stat.S_IMODE(path.stat().st_mode) & 0o400
+
+    def cut(_self: Path, _target: Any) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", cut)
+    with pytest.raises(OSError, match="no space"):
+        report_html.write(FULL, path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_console_says_it_all() -> None:
+    lines = list(report_console.lines(FULL))
+    text = "\n".join(lines)
+    assert lines[0] == "1 violation: Conservation"
+    assert lines[-1].startswith("✗ 9 violations, 15 warnings")
+    assert all(line.isprintable() for line in lines), "no escape sequence, no NUL"
+    assert "[bold]markup[/]" in text, "nothing is taken for markup"
+    assert "7,013,444 wait (2,000,000 of them in 204 segments of 212 MB)" in text
+    assert "… and 12 more" in text, "findings that the report does not list"
+    assert text.index("payments.eu · capture") < text.index("queue mail.inbox"), "what would not be taken comes first"
+    assert list(report_console.lines(EMPTY))[-1].startswith("✓ 0 violations, 0 warnings")
+
+
+def test_the_sparkline_shows_whatever_is_due() -> None:
+    def hour(n: int, messages: int) -> Bar:
+        return Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, messages, 0)
+
+    drawn = report_console.sparkline(
+        [hour(-1, 9), hour(0, 1), hour(1, 1_000_000), hour(47, 500_000), hour(48, 9)], NOW_MS
+    )
+    assert drawn == "▁█" + " " * 45 + "▄"
+    assert report_console.sparkline([hour(50, 1)], NOW_MS) == ""
+
+
+def test_a_second_with_one_message_is_no_peak_beside_thousands() -> None:
+    calendar = replace(FULL.calendar, peaks=(*FULL.calendar.peaks, Peak(NOW_MS, 1000, 77, 1, 0.002)))
+    report = replace(FULL, calendar=calendar)
+    assert [peak.messages for peak in words.peaks(report)] == [4_200_000, 310_000, 2_020_000]
+    alone = replace(FULL, calendar=replace(calendar, peaks=(Peak(NOW_MS, 1000, 1, 1, 0.001),)))
+    assert words.peaks(alone) == []
+
+
+def test_charts_keep_every_peak() -> None:
+    """Thousands of bars become as many as there is room for, and the highest stays as high."""
+    bars = [Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, 7_777 if n == 4_000 else 1, 0) for n in range(5_000)]
+    chart = report_html.chart("x", bars, NOW_MS)
+    assert "the most in one hour: 7,777" in chart.told
+    assert chart.told.endswith("each bar is the busiest hour of 21")
+    assert chart.svg.count("h.9") == 239
+    assert f"M{4_000 // 21} 100V0.0h" in chart.svg
+
+
+def test_overdue_bars_are_red() -> None:
+    bars = [Bar(NOW_MS // HOUR * HOUR + n * HOUR, HOUR, 5, 0) for n in (-2, -1, 0, 1)]
+    late, coming = report_html.chart("x", bars, NOW_MS).svg.split("<path")[1:]
+    assert ("--bad" in late, late.count("h.9")) == (True, 2)
+    assert ("--bar" in coming, coming.count("h.9")) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    "bars",
+    [
+        [Bar(NOW_MS, 60_000, 1, 0)],
+        [Bar(0, 60_000, 1, 0), Bar(10**15, 60_000, 1, 0)],
+        [Bar(-(10**15), 60_000, 1, 0), Bar(NOW_MS, 60_000, 10**12, 0)],
+    ],
+    ids=["one", "far apart", "beyond the calendar"],
+)
+def test_odd_calendars_are_drawn(bars: list[Bar]) -> None:
+    assert report_html.chart("x", bars, NOW_MS).svg.startswith("<svg")
+
+
+@pytest.mark.parametrize(("behind_ms", "told"), [(0, ""), (999, ""), (7_200_000, "Read from a replica 2 h behind its")])
+def test_a_replica_that_is_behind_is_told(behind_ms: int, told: str) -> None:
+    report = replace(FULL, behind_ms=behind_ms)
+    for text in ("\n".join(report_console.lines(report)), report_html.page(report)):
+        assert ("behind its primary" in text) == bool(told)
+        assert told in text
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_the_page_names_every_field_of_the_report() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "backlog.md").read_text(encoding="utf-8")
+    for kind in (Report, Totals, LaneFigures, Calendar, RuleRun, Finding):
+        for field in dataclasses.fields(kind):
+            name = "…_more" if field.name.endswith("_more") else field.name
+            assert f"`{name}`" in text, f"{kind.__name__}.{field.name}"

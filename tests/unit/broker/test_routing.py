@@ -1,0 +1,107 @@
+"""Routing, worked out from what a broker tells of its exchanges. tests/conformance asks a broker the same questions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from delayer.broker.routing import ExchangeTold, Matched, Route, Stop, Topics, Verdict, matcher, route
+from delayer.core.topology import Binding
+from tests.unit.core.test_cascade_law import matches
+
+ROUTED, NOWHERE, DEPENDS, MISSING = map(Route, (Verdict.ROUTED, Verdict.UNROUTABLE, Verdict.DEPENDS, Verdict.MISSING))
+
+
+def queue(name: str, key: str = "", **arguments: Any) -> tuple[str, str, str, dict[str, Any]]:
+    return (name, "queue", key, arguments)
+
+
+def exchange(name: str, key: str = "", **arguments: Any) -> tuple[str, str, str, dict[str, Any]]:
+    return (name, "exchange", key, arguments)
+
+
+def stop(
+    name: str,
+    kind: str,
+    *bindings: tuple[str, str, str, dict[str, Any]],
+    alternate: str | None = None,
+    internal: bool = False,
+    **arguments: Any,
+) -> tuple[str, Stop]:
+    told = ExchangeTold(name, kind, internal, alternate, arguments)
+    rows = [(Binding(name, to, what, key), table) for to, what, key, table in bindings]  # type: ignore[arg-type]
+    return name, Stop.of(told, rows)
+
+
+def test_topics_match_as_the_interpreter_of_the_law_does() -> None:
+    """Which the broker itself agrees with, word for word (tests/conformance/test_topology_matching.py)."""
+    words = ("a", "b", "*", "#", "")
+    patterns = [".".join(some) for length in (1, 2, 3) for some in itertools.product(words, repeat=length)]
+    keys = [".".join(some) for length in (1, 2, 3, 4) for some in itertools.product(("a", "b", ""), repeat=length)]
+    topics = Topics(Binding("x", pattern, "queue", pattern) for pattern in patterns)
+    for key in keys:
+        found = topics.matched(key.encode()).queues
+        assert found == {pattern for pattern in patterns if matches(pattern, key)}, key
+
+
+def test_many_bindings_cost_a_key_nothing() -> None:
+    """A look-up among a hundred thousand patterns goes through its own words and the branches that fit."""
+    topics = Topics(Binding("x", f"q{n}", "queue", f"orders.{n}.#") for n in range(100_000))
+    assert topics.matched(b"orders.70000.paid").queues == {"q70000"}
+    assert topics.matched(b"#." * 100 + b"x") == Matched()
+
+
+def test_hashes_in_a_row_do_not_multiply() -> None:
+    topics = Topics([Binding("x", "q", "queue", "#." * 30 + "end")])
+    assert topics.matched(b"a." * 100 + b"end").queues == {"q"}
+    assert not topics.matched(b"a." * 100 + b"ends").queues
+
+
+@pytest.mark.parametrize(
+    ("key", "stops", "expected"),
+    [
+        (b"k", [stop("x", "direct", queue("q", "k"))], ROUTED),
+        (b"K", [stop("x", "direct", queue("q", "k"))], NOWHERE),
+        (b"\xff", [stop("x", "direct", queue("q", "k"))], NOWHERE),
+        (b"\xff\x00", [stop("x", "fanout", queue("q", "k"))], ROUTED),
+        (b"\xff.a", [stop("x", "topic", queue("q", "*.a"))], ROUTED),
+        (b"k", [stop("x", "fanout")], NOWHERE),
+        (b"k", [], MISSING),
+        (b"k", [stop("x", "fanout", queue("q"), internal=True)], Route(Verdict.CLOSED, "the exchange is internal")),
+        # exchanges behind exchanges
+        (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a.b"))], ROUTED),
+        (b"a.b", [stop("x", "topic", exchange("y", "a.#")), stop("y", "direct", queue("q", "a"))], NOWHERE),
+        (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", exchange("x"))], NOWHERE),
+        # alternates: only where nothing at all matches, and of the exchange where that happens
+        (b"k", [stop("x", "direct", alternate="alt"), stop("alt", "fanout", queue("q"))],
+         Route(Verdict.ALTERNATE, "alt")),
+        (b"k", [stop("x", "direct", alternate="alt")], Route(Verdict.UNROUTABLE, "nor does its alternate 'alt'")),
+        (b"k", [stop("x", "fanout", exchange("y"), alternate="alt"), stop("y", "fanout"),
+                stop("alt", "fanout", queue("q"))], NOWHERE),
+        (b"k", [stop("x", "fanout", exchange("y")), stop("y", "fanout", alternate="alt"),
+                stop("alt", "fanout", queue("q"))], Route(Verdict.ALTERNATE, "alt")),
+        (b"k", [stop("x", "fanout", queue("q"), alternate="alt")], ROUTED),
+        (b"k", [stop("x", "direct", alternate="")],
+         Route(Verdict.UNKNOWN, "an alternate exchange is the default exchange")),
+        # headers: only the extremes are certain
+        (b"k", [stop("x", "headers", queue("q"))], ROUTED),
+        (b"k", [stop("x", "headers", queue("q", **{"x-match": "any"}))], NOWHERE),
+        (b"k", [stop("x", "headers", queue("q", colour="red"))], DEPENDS),
+        (b"k", [stop("x", "headers", queue("q", **{"x-match": "all", "x-y": "1"}))], ROUTED),
+        (b"k", [stop("x", "headers", queue("q", **{"x-match": "all-with-x", "x-y": "1"}))], DEPENDS),
+        (b"k", [stop("x", "headers", queue("p", a="b"), queue("q"))], ROUTED),
+        # types that plugins bring
+        (b"k", [stop("x", "x-random", queue("q"))], Route(Verdict.UNKNOWN, "exchange 'x' is of type 'x-random'")),
+        (b"k", [stop("x", "x-delayed-message", queue("q", "k"), **{"x-delayed-type": "direct"})], ROUTED),
+        (b"l", [stop("x", "x-delayed-message", queue("q", "k"), **{"x-delayed-type": "direct"})], NOWHERE),
+    ],
+)  # fmt: skip
+def test_where_a_message_would_go(key: bytes, stops: list[tuple[str, Stop]], expected: Route) -> None:
+    assert route("x", key, dict(stops)) == expected
+
+
+def test_a_type_that_is_not_known_has_no_matcher() -> None:
+    assert matcher(ExchangeTold("x", "x-consistent-hash"), []) is None
+    assert matcher(ExchangeTold("x", "x-delayed-message"), []) is None

@@ -1,0 +1,81 @@
+"""A daemon that is still loading: an order to stop ends it as told, an order to reload waits. No server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import DaemonProcess
+
+NOWHERE = 'mode = "native"\nbroker.url = "amqp://127.0.0.1:1/"\n'
+
+
+async def reading(file: Path) -> int:
+    """Wait until somebody reads this named pipe; its writing end."""
+    return await asyncio.to_thread(os.open, file, os.O_WRONLY)
+
+
+@pytest.fixture
+def slow_file(tmp_path: Path) -> Path:
+    """A configuration that is read when the test wants it to be."""
+    file = tmp_path / "delayer.toml"
+    os.mkfifo(file)
+    return file
+
+
+@pytest.mark.parametrize("order", [signal.SIGTERM, signal.SIGINT], ids=str)
+async def test_an_order_to_stop_that_comes_early_is_obeyed(slow_file: Path, order: signal.Signals) -> None:
+    async with DaemonProcess({}, config=slow_file) as daemon:
+        pipe = await reading(slow_file)
+        daemon.signal(order)
+        assert await daemon.wait() == 0
+        assert daemon.events == [] and daemon.stray_lines == []
+        os.close(pipe)
+
+
+async def test_an_order_to_reload_that_comes_early_waits(slow_file: Path) -> None:
+    """The daemon refuses it, as there is no broker; the refusal shows that the daemon heard the order."""
+    async with DaemonProcess({}, config=slow_file) as daemon:
+        pipe = await reading(slow_file)
+        daemon.reload()
+        later = slow_file.with_name("later.toml")
+        later.write_text(NOWHERE)
+        later.replace(slow_file)
+        os.write(pipe, NOWHERE.encode())
+        os.close(pipe)
+        await daemon.event("reload refused", where=lambda event: "127.0.0.1:1" in event["reason"])
+        assert await daemon.stop() == 0
+
+
+BUG = """
+from delayer import app
+from delayer.config import Settings
+async def bug(*_):
+    for number in range(2_000):
+        app.log.info("ready", number=number)
+    raise KeyError("a bug")
+app._serve = bug
+app.run_daemon(lambda: Settings.model_validate({}))
+"""
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_bug_ends_the_process(read: bool) -> None:
+    """The log has the traceback, and the end does not wait for a reader of stderr."""
+    with subprocess.Popen([sys.executable, "-c", BUG], stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        if not read:
+            assert process.wait(20) == 1
+        last = process.stderr.readlines()[-1]
+        assert process.wait(20) == 1
+    if read:
+        event = json.loads(last)
+        assert (event["event"], event["level"]) == ("failed", "critical")
+        assert "KeyError: 'a bug'" in event["exception"]

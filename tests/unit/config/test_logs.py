@@ -1,0 +1,236 @@
+"""What a line of the log looks like, what never appears in it, and that every event has its meaning written down."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+import delayer
+from delayer.config import logs
+from delayer.config.logs import EVENTS, configure, readable
+
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """A stream to log to. Afterwards logging is as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for library in (*logs._LIBRARIES, *logs._TALKATIVE):
+        logging.getLogger(library).setLevel(logging.NOTSET)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_one_object_a_line(stream: io.StringIO) -> None:
+    configure("json", "info", stream)
+    structlog.get_logger("delayer.release.loop").info("message held", id=7, key=b"orders.\xff\n", route=b"a", n=None)
+    (line,) = lines(stream)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
+    assert line == {
+        "level": "info",
+        "event": "message held",
+        "logger": "delayer.release.loop",
+        "id": 7,
+        "key": "orders.\\xff\\n",
+        "route": "a",
+        "n": None,
+    }
+
+
+def test_level_and_format_change_live(stream: io.StringIO) -> None:
+    log = structlog.get_logger("delayer.x")
+    configure("json", "warning", stream)
+    log.info("one")
+    configure("json", "debug", stream)
+    log.debug("two")
+    configure("console", "error", stream)
+    log.warning("three")
+    log.error("four", key="value")
+    first, second = stream.getvalue().splitlines()
+    assert json.loads(first)["event"] == "two"
+    assert "four" in second
+    assert "key=value" in second
+    assert "\x1b" not in second, "no colours where no terminal is"
+
+
+def test_libraries_come_the_same_way_and_only_with_warnings(stream: io.StringIO) -> None:
+    configure("json", "debug", stream)
+    logging.getLogger("aio_pika.robust").info("chatter")
+    logging.getLogger("aiormq.connection").debug("Sending a frame with the login in it")
+    logging.getLogger("asyncpg.pool").warning("Failed to restore the pool connection floor", exc_info=True)
+    logging.getLogger("alembic.runtime.migration").warning("to %s", "amqp://u:hunter2@h")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old\nways", stacklevel=1)
+    first, second = lines(stream)
+    assert first["event"] == "to amqp://u:***@h"
+    assert (first["level"], first["logger"]) == ("warning", "alembic.runtime.migration")
+    assert second["logger"] == "py.warnings"
+    assert "old\\nways" in second["event"]
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_no_secret_and_no_forged_line(form: Any, foreign: bool, stream: io.StringIO) -> None:
+    configure(form, "info", stream)
+    evil = 'x\r\n{"event": "forged"}\u2028\x1b[2J amqp://user:hunter2@host/ password=hunter2'
+    try:
+        raise ValueError(evil)  # noqa: TRY301 - a real traceback is wanted
+    except ValueError:
+        if foreign:
+            logging.getLogger("some.library").exception(evil)
+        else:
+            structlog.get_logger("delayer.x").exception(
+                evil, text=evil, raw=evil.encode(), nested={"k": [evil]}, error=ValueError(evil), also=Path(evil)
+            )
+    text = stream.getvalue()
+    assert "hunter2" not in text
+    assert "user:***@host" in text
+    assert not {"\r", "\x1b", "\u2028"} & set(text)
+    assert not any(line.startswith('{"event": "forged"}') for line in text.splitlines())
+    if form == "json":
+        (line,) = lines(stream)
+        assert "Traceback" in line["exception"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("plain", "plain"),
+        ("Grüße, 日本", "Grüße, 日本"),
+        ("tab\tnull\0", "tab\\tnull\\x00"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\x85\x9b", "\\x85\\x9b"),
+        ("\ud800", "\\ud800"),
+        (b"key", "key"),
+        ("Grüße".encode(), "Grüße"),
+        (b"\x00\xff", "\\x00\\xff"),
+        (b"x" * 600, "x" * 512 + "… (88 more bytes)"),
+        ("x" * 20_000, "x" * 16_384 + "… (3616 more characters)"),
+    ],
+)
+def test_readable(value: str | bytes, expected: str) -> None:
+    assert readable(value) == expected
+
+
+def events_used() -> Iterator[tuple[str, int, ast.Call]]:
+    """Every ``log.<level>(…)`` in the package."""
+    package = Path(delayer.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
+                owner = node.func.value
+                name = (
+                    owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+                )
+                if name.strip("_") in ("log", "logger"):
+                    yield str(path.relative_to(package)), node.lineno, node
+
+
+def test_every_event_is_listed() -> None:
+    used = set()
+    for path, line, call in events_used():
+        name = call.args[0] if call.args else None
+        assert isinstance(name, ast.Constant), f"{path}:{line}: an event's name is a constant, its details are keywords"
+        assert name.value in EVENTS, f"{path}:{line}: {name.value!r} is missing in delayer.config.logs.EVENTS"
+        used.add(name.value)
+    assert used == set(EVENTS), "listed and used by nobody"
+
+
+def test_the_page_of_events_is_the_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "events.md").read_text()
+    rows = dict(re.findall(r"^\| `(.+)` \| (.+) \|$", page, re.MULTILINE))
+    assert rows == EVENTS
+
+
+def test_every_event_has_a_meaning_and_no_variable_part() -> None:
+    for name, meaning in EVENTS.items():
+        assert re.fullmatch(r"[a-z][a-z ._-]+", name), name
+        assert len(meaning) > 10, name
+
+
+GAP = """
+import os, sys
+from delayer import telemetry
+import structlog
+telemetry.log_in_background()
+telemetry.configure("json", "info")
+log = structlog.get_logger("delayer.test")
+for number in range(20_000):
+    log.info("stopped", number=number)
+print("written", flush=True)
+if sys.stdin.read(1):
+    telemetry._background.queue.join()
+    log.info("ready")
+    telemetry.configure("json", "error")
+    log.info("ready")
+telemetry.finish()
+print("finished", flush=True)
+os._exit(0)
+"""
+
+
+def background(read: bool) -> tuple[list[dict[str, Any]], float]:
+    """The lines that a process logged to a pipe that nobody read at first, and the seconds that its end took."""
+    with subprocess.Popen(
+        [sys.executable, "-c", GAP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == b"written\n", "it did not wait for a reader"
+        if read:
+            process.stdin.write(b"!")
+        began = time.monotonic()
+        process.stdin.close()
+        if not read:
+            assert process.stdout.readline() == b"finished\n"
+        took = time.monotonic() - began
+        found = [json.loads(line) for line in process.stderr if line.endswith(b"}\n")]
+        assert process.wait(20) == 0
+    return found, took
+
+
+def test_a_log_that_is_not_read_is_bounded_and_the_gap_is_reported() -> None:
+    events, _ = background(read=True)
+    kept = next(at for at, one in enumerate(events) if one["event"] == "log lines dropped")
+    assert [one["number"] for one in events[:kept]] == list(range(kept))
+    assert events[kept]["lines"] == 20_000 - kept
+    assert [one["event"] for one in events[kept + 1 :]] == ["ready"]
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_reader() -> None:
+    events, took = background(read=False)
+    assert 0.2 < took < 5
+    assert 0 < len(events) < 5_000
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import structlog; log = structlog.get_logger('ours')", "import logging; log = logging.getLogger('theirs')"],
+)
+def test_a_command_logs_errors_to_stderr(first: str) -> None:
+    program = f"from delayer.config.logs import configure; configure('console', 'error'); {first}; "
+    program += "log.info('low'); log.error('high'); print(1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, "high" in done.stderr, "low" in done.stderr) == ("1\n", True, False)

@@ -1,0 +1,397 @@
+"""Layers, defaults, files, and what a running daemon can take over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from delayer.config import (
+    ConfigError,
+    Destination,
+    Retry,
+    Route,
+    Settings,
+    Takeover,
+    config_file,
+    duration_ms,
+    duration_text,
+    load,
+    loading,
+)
+from delayer.config.sources import env_name, keys_of, known_keys
+
+ROOT = Path(__file__).parents[3]
+DAY_MS = 86_400_000
+
+
+@pytest.fixture(autouse=True)
+def _no_system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "SYSTEM_FILE", tmp_path / "etc" / "delayer.toml")
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    settings = load(None, {}, {})
+    assert settings.mode == "store"
+    assert settings.broker.url.reveal() == "amqp://guest:guest@localhost:5672/"
+    assert settings.broker_url == "amqp://guest:guest@localhost:5672/?heartbeat=20"
+    assert settings.intake.queue == "delays"
+    assert settings.intake.prefetch == 5000
+    assert settings.intake.give_back_after_ms == 480_000
+    assert settings.intake.max_delay_ms == 3650 * DAY_MS
+    (route,) = settings.routes
+    assert (route.from_, route.to, route.routing_key) == ("delayer.in", "delayer.out", "")
+    assert route.delay_from == ("x-delay", "x-deliver-at", "x-opt-delivery-time", "x-opt-delivery-delay")
+    assert (route.default_delay_ms, route.allow_exchanges) == (0, ())
+    assert settings.native.prefix == "delayer."
+    assert settings.native.due_queue == "delays.due"
+    assert settings.store_url == "postgresql://localhost/delayer"
+    assert (settings.store.park_beyond_ms, settings.store.lanes, settings.store.restore_ahead_ms) == (0, 4, DAY_MS)
+    assert settings.refused.queue == "delays.refused"
+    assert settings.http.listen == "127.0.0.1:9419"
+    assert (settings.log.format, settings.log.level) == ("json", "info")
+
+
+@pytest.mark.parametrize(
+    ("text", "amount_ms"),
+    [
+        ("0s", 0),
+        ("0ms", 0),
+        ("250ms", 250),
+        ("1s", 1000),
+        ("10s", 10_000),
+        ("5m", 300_000),
+        ("12h", 43_200_000),
+        ("3650d", 3650 * DAY_MS),
+        ("268435455s", 268_435_455_000),
+        ("36500d", 36_500 * DAY_MS),
+        (" 10s ", 10_000),
+    ],
+)
+def test_duration(text: str, amount_ms: int) -> None:
+    assert duration_ms(text) == amount_ms
+    assert duration_ms(duration_text(amount_ms)) == amount_ms
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        10,
+        0,
+        1.5,
+        True,
+        None,
+        "",
+        "10",
+        "s",
+        "-1s",
+        "1.5s",
+        "10 s",
+        "1h30m",
+        "10S",
+        "1w",
+        "٣s",
+        "36501d",
+        "9" * 99 + "s",
+    ],
+)
+def test_not_a_duration(value: object) -> None:
+    with pytest.raises(ValueError, match="duration"):
+        duration_ms(value)
+
+
+def test_a_bare_number_is_told_its_unit() -> None:
+    with pytest.raises(ValueError, match='write "10s" or "10ms"'):
+        duration_ms(10)
+
+
+LAYERS = ("file", "environment", "flags")
+TOP_LEVEL = {("mode",), ("route",)}
+
+
+@pytest.mark.parametrize("chosen", [*itertools.combinations(LAYERS, 1), *itertools.combinations(LAYERS, 2), LAYERS])
+def test_the_later_layer_wins(chosen: tuple[str, ...], tmp_path: Path) -> None:
+    """Every pair of layers: the shared key is the later one's, and neither loses a key that only it has."""
+    own = {"file": "queue", "environment": "max_delay", "flags": "prefetch"}
+    value = {"queue": "q", "max_delay": "7d", "prefetch": "77"}
+    file = tmp_path / "f.toml"
+    if "file" in chosen:
+        write(file, '[intake]\nqueue = "q"\n[refused]\nqueue = "file"\n')
+    else:
+        write(file, "")
+    environ = {"DELAYER_REFUSED__QUEUE": "environment", "DELAYER_INTAKE__MAX_DELAY": "7d"}
+    flags = {"refused.queue": "flags", "intake.prefetch": "77"}
+    settings = load(file, environ if "environment" in chosen else {}, flags if "flags" in chosen else {})
+    assert settings.refused.queue == chosen[-1]
+    found = {
+        "queue": settings.intake.queue,
+        "max_delay": duration_text(settings.intake.max_delay_ms),
+        "prefetch": str(settings.intake.prefetch),
+    }
+    defaults = {"queue": "delays", "max_delay": "3650d", "prefetch": "5000"}
+    expected = defaults | {own[layer]: value[own[layer]] for layer in chosen}
+    assert found == expected
+
+
+@pytest.mark.parametrize("key", [key for key in known_keys() if len(key) == 2 or key in TOP_LEVEL])
+def test_every_key_can_be_set_by_environment_and_flag(key: tuple[str, ...], tmp_path: Path) -> None:
+    some_file = str(write(tmp_path / "some", "amqp://h" if key[0] == "broker" else "postgresql://localhost"))
+    texts = {
+        ("mode",): "native",
+        ("route",): '[{"from": "a", "to": "b"}]',
+        ("broker", "url"): "amqps://h",
+        ("broker", "verify"): "false",
+        ("broker", "heartbeat"): "5s",
+        ("broker", "management_url"): "http://h:15672",
+        ("intake", "prefetch"): "9",
+        ("intake", "max_delay"): "9d",
+        ("native", "prefix"): "other.",
+        ("store", "url"): "postgres://h/d",
+        ("store", "park_beyond"): "9s",
+        ("store", "lanes"): "9",
+        ("store", "restore_ahead"): "9d",
+        ("http", "listen"): "[::1]:80",
+        ("http", "token"): "open-sesame-open",
+        ("intake", "give_back_after"): "9m",
+        ("log", "format"): "console",
+        ("log", "level"): "debug",
+    }
+    text = some_file if key[1:] and key[1].endswith("_file") else texts.get(key, "another")
+    base = {"DELAYER_BROKER__CERT_FILE": some_file} if key[-1] == "key_file" else {}
+    plain = load(None, base, {})
+    by_environment = load(None, base | {env_name(key): text}, {})
+    assert by_environment == load(None, base, {".".join(key): text})
+    live, restart = plain.diff(by_environment)
+    assert ".".join(key) in live + restart
+
+
+def test_a_table_as_json_and_one_of_its_keys_beside_it() -> None:
+    environ = {"DELAYER_INTAKE": '{"queue": "q", "prefetch": 7}', "DELAYER_INTAKE__PREFETCH": "8"}
+    settings = load(None, environ, {})
+    assert (settings.intake.queue, settings.intake.prefetch) == ("q", 8)
+
+
+def test_routes_replace_each_other_as_a_whole(tmp_path: Path) -> None:
+    file = write(tmp_path / "f.toml", '[[route]]\nfrom = "a"\n[[route]]\nfrom = "b"\n')
+    assert [route.from_ for route in load(file, {}, {}).routes] == ["a", "b"]
+    environ = {"DELAYER_ROUTE": json.dumps([{"from": "c", "to": "d", "default_delay": "5m"}])}
+    (route,) = load(file, environ, {}).routes
+    assert (route.from_, route.to, route.default_delay_ms) == ("c", "d", 300_000)
+
+
+def test_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = tmp_path / "system.toml"
+    monkeypatch.setattr(loading, "SYSTEM_FILE", system)
+    environ = {"DELAYER_CONFIG": "/of/the/environment"}
+    assert config_file(None, {}) is None
+    assert config_file(None, {"DELAYER_CONFIG": ""}) is None
+    write(system, 'mode = "native"')
+    assert config_file(None, {}) == system
+    assert load(None, {}, {}).mode == "native"
+    assert config_file(None, environ) == Path("/of/the/environment")
+    assert config_file(Path("/given"), environ) == Path("/given")
+
+
+def test_what_kubernetes_and_tests_put_into_the_environment_is_not_ours() -> None:
+    environ = {
+        "DELAYER_SERVICE_HOST": "10.0.0.1",
+        "DELAYER_SERVICE_PORT_HTTP": "9419",
+        "DELAYER_PORT": "tcp://10.0.0.1:9419",
+        "DELAYER_PORT_9419_TCP_ADDR": "10.0.0.1",
+        "DELAYER_FAULT": "park.copied",
+        "PATH": "/bin",
+    }
+    assert load(None, environ, {}) == load(None, {}, {})
+
+
+def test_route_from() -> None:
+    settings = load(None, {"DELAYER_ROUTE": '[{"from": ""}, {"from": "a", "to": "b"}]'}, {})
+    assert settings.route_from("a") is settings.routes[1]
+    assert settings.route_from("") is settings.routes[0]
+    assert settings.route_from("c") is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "flags", "expected"),
+    [
+        ("store", {}, "postgresql://localhost/delayer"),
+        ("native", {}, None),
+        ("native", {"store.url": "postgresql://h/d"}, "postgresql://h/d"),
+        ("store", {"store.url": "postgresql://h/d"}, "postgresql://h/d"),
+    ],
+)
+def test_native_mode_has_a_store_only_where_one_was_given(
+    mode: str, flags: dict[str, str], expected: str | None
+) -> None:
+    assert load(None, {"DELAYER_MODE": mode}, flags).store_url == expected
+
+
+def test_urls_from_files(tmp_path: Path) -> None:
+    write(tmp_path / "broker", "amqp://u:pw1@h/v\n")
+    write(tmp_path / "store", "postgresql://u:pw2@h/d")
+    file = write(
+        tmp_path / "f.toml",
+        '[broker]\nurl_file = "${CREDENTIALS_DIRECTORY}/broker"\n'
+        '[store]\nurl_file = "${CREDENTIALS_DIRECTORY}/store"\n',
+    )
+    settings = load(file, {"CREDENTIALS_DIRECTORY": str(tmp_path)}, {})
+    assert settings.broker_url == "amqp://u:pw1@h/v?heartbeat=20"
+    assert settings.store_url == "postgresql://u:pw2@h/d"
+
+
+def test_a_url_in_a_later_layer_beats_a_url_file_in_an_earlier_one(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "amqp://of-the-file")
+    file = write(tmp_path / "f.toml", f'[broker]\nurl_file = "{secret}"\n')
+    assert load(file, {}, {}).broker.url.reveal() == "amqp://of-the-file"
+    assert load(file, {"DELAYER_BROKER__URL": "amqp://later"}, {}).broker.url.reveal() == "amqp://later"
+    file = write(tmp_path / "f.toml", '[broker]\nurl = "amqp://earlier"\n')
+    assert load(file, {"DELAYER_BROKER__URL_FILE": str(secret)}, {}).broker.url.reveal() == "amqp://of-the-file"
+
+
+def test_broker_url_carries_tls_and_heartbeat() -> None:
+    broker = {
+        "url": "amqps://u:p%40ss@h/v%2Fw",
+        "ca_file": "/etc/ca.pem",
+        "cert_file": "/etc/cert.pem",
+        "key_file": "/etc/the key.pem",
+        "verify": False,
+        "heartbeat": "5s",
+    }
+    assert Settings.model_validate({"broker": broker}).broker_url == (
+        "amqps://u:p%40ss@h/v%2Fw?heartbeat=5&cafile=%2Fetc%2Fca.pem&certfile=%2Fetc%2Fcert.pem"
+        "&keyfile=%2Fetc%2Fthe%20key.pem&verify=false"
+    )
+
+
+def test_what_stands_in_the_url_wins() -> None:
+    assert load(None, {}, {"broker.url": "amqp://h?heartbeat=3"}).broker_url == "amqp://h?heartbeat=3"
+
+
+def test_tls_files_are_read_where_they_are_configured(tmp_path: Path) -> None:
+    """The certificate is tried when the configuration is read, not at some reconnect in the night."""
+    ca = write(tmp_path / "ca.pem", "not a certificate")
+    with pytest.raises(ConfigError, match="cafile to be a readable PEM file"):
+        load(None, {}, {"broker.url": "amqps://h", "broker.ca_file": str(ca)})
+    assert load(None, {}, {"broker.url": "amqp://h", "broker.ca_file": str(ca)}).broker.ca_file == str(ca)
+
+
+def test_no_password_in_any_text_of_the_settings() -> None:
+    flags = {
+        "broker.url": "amqp://user:hunter2@h",
+        "broker.management_url": "http://user:hunter2@h",
+        "store.url": "postgresql://user:hunter2@h/d?password=hunter2",
+    }
+    settings = load(None, {}, flags)
+    for text in (repr(settings), str(settings), f"{settings.broker}", repr(settings.store), str(settings.model_dump())):
+        assert "hunter2" not in text
+        assert "user" in text
+    assert "hunter2" in settings.broker_url
+    assert settings.management_url == "http://user:hunter2@h"
+
+
+def test_diff() -> None:
+    old = load(None, {}, {})
+    new = load(
+        None,
+        {"DELAYER_ROUTE": '[{"from": "x"}]'},
+        {
+            "mode": "native",
+            "intake.max_delay": "1d",
+            "store.park_beyond": "1h",
+            "store.restore_ahead": "2d",
+            "log.level": "debug",
+            "log.format": "console",
+            "broker.url": "amqp://other",
+            "intake.queue": "other",
+            "store.lanes": "5",
+        },
+    )
+    live, restart = old.diff(new)
+    in_store = ["store.park_beyond", "store.restore_ahead"]
+    assert sorted(live) == ["intake.max_delay", "log.format", "log.level", "mode", "route", *in_store]
+    assert sorted(restart) == ["broker.url", "intake.queue", "store.lanes"]
+    assert old.diff(old) == ([], [])
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(None, {}, {}).mode = "native"  # type: ignore[misc]
+
+
+def test_the_shipped_file_loads_and_says_the_defaults() -> None:
+    shipped = load(ROOT / "config" / "delayer.toml", {}, {})
+    live, restart = load(None, {}, {}).diff(shipped)
+    assert live == []
+    assert restart == ["store.url"], "it names the default store, so that native mode would have one too"
+
+
+def test_the_shipped_file_names_every_key() -> None:
+    text = (ROOT / "config" / "delayer.toml").read_text()
+    # Commented keys count: they are lines of the form "# key = value".
+    lines = [line.removeprefix("# ").split(" = ")[0] for line in text.splitlines() if " = " in line]
+    for key in known_keys():
+        if len(key) == 2:
+            assert key[1] in lines, key
+        elif key == ("route",):
+            assert "\n[[route]]" in text
+        elif key in (("takeover",), ("destination",)):
+            assert f"\n# [[{key[0]}]]" in text
+        else:
+            assert f"[{key[0]}]" in text or key[0] in lines, key
+    for table in (Route, Retry, Takeover, Destination):
+        for name in keys_of(table):
+            assert name in lines or table is Retry, name
+
+
+def test_the_shipped_file_loads_with_its_comments_opened() -> None:
+    """What stands in comments is valid too: the routes' keys with their defaults."""
+    text = (ROOT / "config" / "delayer.toml").read_text()
+    route = text.partition("[[route]]")[2].partition("# [[route]]")[0]
+    opened = "\n".join(line.removeprefix("# ") for line in route.splitlines() if " = [" in line or " = " in line)
+    table = tomllib.loads("\n".join(line for line in opened.splitlines() if line.split(" = ")[0] in keys_of(Route)))
+    assert set(table) == set(keys_of(Route)) - {"retry"}
+    assert Route.model_validate(table) == load(None, {}, {}).routes[0]
+
+
+def test_the_tables_that_stand_in_comments_are_valid_and_hold_every_key(tmp_path: Path) -> None:
+    before, mark, rest = (ROOT / "config" / "delayer.toml").read_text().partition("# [[route]]")
+    comments, native, after = (mark + rest).partition("[native]")
+    opened = [line for line in comments.splitlines() if line.startswith("# [[") or " = " in line]
+    text = before + "\n".join(line.removeprefix("# ") for line in opened) + "\n" + native + after
+    settings = load(write(tmp_path / "opened.toml", text), {}, {})
+    table = tomllib.loads(text)
+    assert set(table["route"][1]["retry"]) == set(keys_of(Retry))
+    assert set(table["takeover"][0]) == set(keys_of(Takeover))
+    assert set(table["destination"][0]) == set(keys_of(Destination))
+    assert settings.routes[1].retry == Retry(exhausted="parking-lot")
+    assert settings.takeovers == (Takeover(cascade="nservicebus-v2"),)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "config" / "examples").glob("*.toml")), ids=lambda file: file.stem)
+def test_the_examples_are_valid(file: Path) -> None:
+    settings = load(file, {}, {})
+    assert settings.mode == "store"
+    assert settings != load(None, {}, {"store.url": "postgresql://localhost/delayer"})
+
+
+def test_errors_do_not_come_one_at_a_time() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Path("/nowhere/at/all.toml"), {"DELAYER_MODE": "x"}, {"log.level": "y", "nope": "z"})
+    assert len(caught.value.problems) == 4
+
+
+def test_a_token_is_read_from_its_file_and_shown_nowhere(tmp_path: Path) -> None:
+    file = write(tmp_path / "token", "open-sesame-open-sesame\n")
+    settings = load(None, {}, {"http.token_file": str(file)})
+    assert settings.http.token is not None
+    assert settings.http.token.reveal() == "open-sesame-open-sesame"
+    assert "sesame" not in f"{settings!r} {settings.http.token} {settings.model_dump()}"

@@ -1,0 +1,83 @@
+"""The token bucket of a limited route, and the release loop of its lane."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.core.counters import Counters
+from delayer.core.errors import LaneLost
+from delayer.core.rate_limit import BURST, TokenBucket
+from delayer.release.loop import Portion, Release
+from tests.support.fakes import Pulse, ScriptedLane, ScriptedPublisher, due
+
+
+@given(
+    rate=st.floats(0.01, 100_000),
+    steps=st.lists(st.tuples(st.floats(-1, 60), st.integers(0, 2000)), max_size=50),
+)
+def test_no_stretch_of_time_gives_more_than_rate_and_burst(rate: float, steps: list[tuple[float, int]]) -> None:
+    now, longest, taken = 0.0, 0.0, 0
+    bucket = TokenBucket(rate, now)
+    for seconds, wanted in steps:
+        now += seconds
+        got = bucket.take(wanted, now)
+        assert 0 <= got <= wanted
+        taken, longest = taken + got, longest + max(seconds, 0.0)
+    assert taken <= max(1.0, rate * BURST) + rate * longest + 1e-6 * (1 + taken)
+
+
+def test_after_the_wait_there_is_a_token() -> None:
+    for rate in (0.1, 1, 7, 1000):
+        bucket = TokenBucket(rate, 0.0)
+        assert bucket.take(1_000_000, 0.0) == max(1, int(rate * BURST))
+        wait = bucket.wait(0.0)
+        assert 0 < wait <= max(BURST, 1 / rate)
+        assert bucket.take(1, wait + 1e-9) == 1
+
+
+def test_tokens_that_were_not_used_are_there_again() -> None:
+    bucket = TokenBucket(100, 0.0)
+    assert bucket.take(15, 0.0) == 15
+    bucket.give_back(10)
+    bucket.give_back(1000)
+    assert bucket.take(1000, 0.0) == 20
+
+
+def release(lane: ScriptedLane, rate: float | None) -> Release:
+    return Release(lane, ScriptedPublisher(), portion=Portion(), pulse=Pulse(), counters=Counters(), rate=lambda: rate)
+
+
+async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
+    lane = ScriptedLane(claims=[[due(n) for n in range(20)], [due(n) for n in range(10)]])
+    loop = release(lane, 100.0)
+    began = time.monotonic()
+    while len(lane.settled) < 2:
+        await loop.tick()
+    assert lane.limits[0] == 20
+    assert 10 <= lane.limits[1] <= 20
+    assert time.monotonic() - began >= 0.09
+    assert all(event != "give up" for event in lane.events)
+
+
+async def test_a_new_limit_counts_from_the_next_claim() -> None:
+    rates = iter([None, 10.0, 1000.0, 1000.0])
+    lane = ScriptedLane(claims=[[due(1)], [due(2)], [due(3)]])
+    loop = Release(
+        lane, ScriptedPublisher(), portion=Portion(), pulse=Pulse(), counters=Counters(), rate=lambda: next(rates)
+    )
+    for _ in range(3):
+        await loop.tick()
+    assert lane.limits == [1000, 2, 200]
+
+
+async def test_a_lane_that_is_lost_while_it_waits_for_tokens_ends_its_loop() -> None:
+    lane = ScriptedLane(claims=[[due(1)]])
+    loop = release(lane, 1.0)
+    lane.held_by_us = False
+    with pytest.raises(LaneLost):
+        await asyncio.wait_for(loop.tick(), 5)

@@ -1,0 +1,115 @@
+"""From the store into the cascade and back: nothing of a message changes on the way, and nothing is early."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.amqp import edits
+from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade
+from delayer.core.levels import delay_in_key
+from delayer.core.message import Delivery, Due, Parcel, Target
+from delayer.imports.draining import AGAIN, Left, into_cascade, into_store, left_in_cascade, left_in_store
+from delayer.store.admin.draining import Standing
+from tests.support.fakes import NOW
+
+OURS = Cascade()
+DAY = 86_400_000
+DUE = b"delays.due"
+
+
+def row(due_ms: int) -> Due:
+    properties = encode_headers(entry(b"x-delay", int64(5)) + entry(b"n", long_string(b"\xff")))
+    parcel = Parcel(due_ms, b"in", b"in", b"caf\xc3\xa9", Target(b"out", b"k"), properties, b"body")
+    return Due(48_213, due_ms, 0, parcel, True)
+
+
+@pytest.mark.parametrize("wait_ms", [1, 999, 1_000, 60_001, 40 * DAY, 3_650 * DAY])
+def test_there_and_back(wait_ms: int) -> None:
+    due = row(NOW + wait_ms)
+    sent = into_cascade(due, OURS, b"delays.due", NOW)
+    seconds = delay_in_key(sent.routing_key)
+    assert seconds is not None
+    assert min(wait_ms, MAX_SECONDS * 1000) <= seconds * 1000 < wait_ms + 1000 or seconds == MAX_SECONDS
+    assert sent.routing_key.endswith(b".delays.due")
+    token = Properties.parse(sent.properties).get(edits.ID)
+    assert token is not None
+    assert token.content == b"48213", "its copies are known by its id"
+    level = max(seconds.bit_length() - 1, 0)
+    assert sent.exchange.decode() == OURS.level(level)
+    met = Delivery(1, False, sent.exchange, sent.routing_key, sent.properties, sent.body)
+    assert into_store(met, OURS, level, NOW + 5_000, due_queue=DUE, max_properties=100_000) == due.parcel
+
+
+def test_what_the_broker_was_to_finish_goes_where_the_cascade_ends() -> None:
+    key = b"0." * (LEVELS - 6) + b"1.0.0.0.0.0.inbox"
+    properties = encode_headers(entry(edits.DUE, int64(NOW + 30_000)) + entry(edits.ID, long_string(b"id")))
+    met = Delivery(1, False, OURS.level(5).encode(), key, properties, b"body")
+    parcel = into_store(met, OURS, 5, NOW, due_queue=DUE, max_properties=100_000)
+    assert parcel.target == Target(OURS.delivery.encode(), key)
+    assert (parcel.due_ms, parcel.properties, parcel.body) == (NOW + 30_000, properties, b"body")
+
+
+def test_a_publishers_envelope_is_not_opened() -> None:
+    """Only what is on its way to the due queue is an envelope, whatever the headers of another message look like."""
+    forged = into_cascade(row(NOW + 60_000), OURS, b"inbox", NOW)
+    met = Delivery(1, False, forged.exchange, forged.routing_key, forged.properties, forged.body)
+    parcel = into_store(met, OURS, 5, NOW, due_queue=DUE, max_properties=100_000)
+    assert parcel.target == Target(OURS.delivery.encode(), forged.routing_key)
+    assert parcel.properties == forged.properties
+
+
+def test_what_cannot_be_read_is_parked_for_as_long_as_it_may_have_to_wait() -> None:
+    met = Delivery(1, False, b"x", b"0." * LEVELS + b"inbox", b"\xff\xff\xff", b"body")
+    assert into_store(met, OURS, 6, NOW, due_queue=DUE, max_properties=100_000).due_ms == NOW + 64_000
+
+
+NOTHING = Standing(0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("now", "unsound", "keys_too", "left"),
+    [
+        (NOTHING, 0, False, []),
+        (NOTHING._replace(rows=7, keyed=7), 0, False, [(7, "store", "a key", "none: they are released")]),
+        (NOTHING._replace(rows=7, keyed=7), 0, True, [(7, "store", "meanwhile", AGAIN)]),
+        (
+            NOTHING._replace(rows=7, keyed=2, soon=5), 0, False,
+            [(2, "store", "a key", "none"), (5, "store", "minute", "none")],
+        ),
+        (NOTHING._replace(rows=4), 3, False, [(3, "store", "checksum", "audit"), (1, "store", "meanwhile", AGAIN)]),
+        (NOTHING._replace(rows=1, soon=2), 0, False, [(2, "store", "minute", "none")]),
+        (
+            NOTHING._replace(packed=9, broken=1), 0, False,
+            [(9, "segments", "compacted", "restore"), (1, "segments", "", "docs")],
+        ),
+        (NOTHING._replace(held=3), 0, False, [(3, "held", "did not take", "held list")]),
+    ],
+)  # fmt: skip
+def test_what_stays_in_the_store(
+    now: Standing, unsound: int, keys_too: bool, left: list[tuple[int, str, str, str]]
+) -> None:
+    check_left(left_in_store(now, unsound, keys_too=keys_too), left)
+
+
+@pytest.mark.parametrize(
+    ("levels", "due", "strays", "left"),
+    [
+        ({27: 0, 5: 0, 4: 0}, 0, 0, []),
+        ({27: 2, 5: 1, 4: 3, 0: 4}, 0, 0, [(7, "cascade", "minute", "none"), (3, "cascade", "meanwhile", AGAIN)]),
+        ({}, 5, 6, [(5, "due queue", "", "none"), (6, "strays", "did not take", "strays list")]),
+    ],
+)
+def test_what_stays_in_the_cascade(
+    levels: dict[int, int], due: int, strays: int, left: list[tuple[int, str, str, str]]
+) -> None:
+    check_left(left_in_cascade(levels, due, strays, 5), left)
+
+
+def check_left(found: list[Left], expected: list[tuple[int, str, str, str]]) -> None:
+    assert len(found) == len(expected), found
+    for one, (messages, where, why, next_step) in zip(found, expected, strict=True):
+        assert (one.messages, one.where) == (messages, where)
+        assert why in one.why
+        assert next_step in one.next_step
+        assert one.by_itself == one.next_step.startswith("none"), "what needs nobody says so"

@@ -1,0 +1,207 @@
+"""What a held message in another system's queue is: when it is due, where it goes, and how it is known again."""
+
+from __future__ import annotations
+
+import pytest
+
+from delayer.amqp.properties import Properties
+from delayer.broker.routing import ExchangeTold
+from delayer.core.message import Delivery, Target
+from delayer.core.topology import Binding
+from delayer.imports.hold_queues import Hold, Leads
+from delayer.imports.queues import fell, fingerprint
+from tests.support.raw import Props, Value, array, number, table, text
+
+NOW = 1_900_000_000_500
+SECOND = 1_900_000_000
+
+
+def delivery(props: Props, body: bytes = b"body", redelivered: bool = False) -> Delivery:
+    return Delivery(1, redelivered, b"", b"hold", props.encode(), body)
+
+
+def item(hold: Hold, props: Props, now_ms: int = NOW) -> tuple[int, str]:
+    one = delivery(props)
+    found = hold.item(one, Properties.parse(one.properties), now_ms)
+    return found.parcel.due_ms, "" if found.hold is None else found.hold.text
+
+
+def died(
+    seconds: int, reason: str = "rejected", *, queue: str = "work", count: int = 1, key: str = "order.new"
+) -> tuple[tuple[bytes, Value], ...]:
+    note = table(
+        (b"count", number("l", count)), (b"reason", text(reason)), (b"queue", text(queue)),
+        (b"time", number("T", seconds)), (b"exchange", text("shop")), (b"routing-keys", array(text(key))),
+    )  # fmt: skip
+    return ((b"x-death", array(note)),)
+
+
+LEADS = Leads(
+    {
+        "work": {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "hold"},
+        "orders": {"x-dead-letter-exchange": "dlx"},
+        "mails": {"x-dead-letter-exchange": "dlx", "x-dead-letter-routing-key": "mail.failed"},
+        "far": {"x-dead-letter-exchange": "first"},
+        "plain": {},
+        "lost": {"x-dead-letter-exchange": "gone"},
+    },
+    [ExchangeTold("", "direct"), ExchangeTold("dlx", "topic"), ExchangeTold("first", "fanout")],
+    [
+        (Binding("dlx", "hold", "queue", "order.#"), {}),
+        (Binding("dlx", "other", "queue", "#"), {}),
+        (Binding("first", "dlx", "exchange", ""), {}),
+    ],
+)
+"""The queue `hold` gets the dead letters of `work`, and those of `orders` and `far` with a key of an order."""
+
+
+def hold(**how: bool) -> Hold:
+    return Hold("hold", b"", b"work", 60_000, leads=LEADS, **how)
+
+
+@pytest.mark.parametrize(
+    ("ttl_ms", "props", "due_ms"),
+    [
+        (60_000, Props(), NOW + 60_000),
+        (60_000, Props(expiration=b"5000"), NOW + 5_000),
+        (60_000, Props(expiration=b"90000"), NOW + 60_000),
+        (None, Props(expiration=b"5000"), NOW + 5_000),
+        (60_000, Props(expiration=b"nonsense"), NOW + 60_000),
+        (60_000, Props(timestamp=SECOND - 20), (SECOND - 19) * 1000 + 60_000),
+        (60_000, Props(headers=died(SECOND - 20)), (SECOND - 19) * 1000 + 60_000),
+        # The later of the two: it was published long ago, and rejected since.
+        (60_000, Props(timestamp=SECOND - 50, headers=died(SECOND - 20)), (SECOND - 19) * 1000 + 60_000),
+        # It would be gone by now, so it does not say when it came here.
+        (60_000, Props(timestamp=SECOND - 61), NOW + 60_000),
+        (60_000, Props(timestamp=SECOND - 86_400), NOW + 60_000),
+        (60_000, Props(timestamp=0), NOW + 60_000),
+        # Nor from the future.
+        (60_000, Props(timestamp=SECOND + 10), NOW + 60_000),
+        (60_000, Props(timestamp=(1 << 64) - 1), NOW + 60_000),
+        (0, Props(), NOW),
+    ],
+)
+def test_due(ttl_ms: int | None, props: Props, due_ms: int) -> None:
+    assert item(Hold("hold", b"", b"work", ttl_ms, leads=LEADS, stamped=True), props) == (due_ms, "")
+
+
+STAMPED = Props(timestamp=SECOND - 20)
+
+
+@pytest.mark.parametrize(
+    ("hold", "props", "told"),
+    [
+        (hold(), Props(headers=died(SECOND - 20)), True),
+        # A business event's instant, say: only a person knows that it is when the message was published.
+        (hold(), STAMPED, False),
+        (hold(), Props(timestamp=SECOND - 5, headers=died(SECOND - 20)), True),
+        (hold(stamped=True), STAMPED, True),
+        # It was let out of a queue with a TTL before: who sent it again may have copied everything.
+        (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 30, "expired")), False),
+        (hold(), Props(headers=died(SECOND - 20, "expired")), False),
+        # It was given up by a queue whose dead letters go elsewhere, or nobody knows where.
+        (hold(stamped=True), Props(timestamp=SECOND - 20, headers=died(SECOND - 20, queue="plain")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="mails")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="orders", key="mail.new")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="lost")), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="unheard of")), False),
+        (Hold("hold", b"", b"work", 60_000, stamped=True), Props(headers=died(SECOND - 20)), False),
+        (hold(), Props(headers=died(SECOND - 20, queue="orders")), True),
+        (hold(), Props(headers=died(SECOND - 20, queue="far")), True),
+        # Of what happened several times the broker notes the first time.
+        (hold(), Props(headers=died(SECOND - 20, count=2)), False),
+        (hold(), Props(headers=((b"x-death", array(text("work"))),)), False),
+        # Symfony's workers send with the timestamp of the first time.
+        (Hold("delay_x__60000_retry", b"", b"work", 60_000, stamped=True), STAMPED, False),
+        (Hold("delay_x__60000_delay", b"", b"work", 60_000, stamped=True), STAMPED, True),
+    ],
+)
+def test_who_is_believed(hold: Hold, props: Props, told: bool) -> None:
+    assert item(hold, props) == ((SECOND - 19) * 1000 + 60_000 if told else NOW + 60_000, "")
+
+
+def test_nobody_says_for_how_long() -> None:
+    assert "for how long" in item(Hold("hold", b"", b"work", None), Props())[1]
+
+
+def test_what_stands_behind_came_later() -> None:
+    hold = Hold("hold", b"", b"work", 60_000, stamped=True)
+    first, _ = item(hold, Props(timestamp=SECOND - 5))
+    assert item(hold, Props(timestamp=SECOND - 30))[0] == first
+    assert item(hold, Props())[0] == NOW + 60_000
+
+
+def test_where_it_goes() -> None:
+    one = delivery(Props(expiration=b"5"))
+    properties = Properties.parse(one.properties)
+    assert Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel.target == Target(b"x", b"work")
+    assert "to itself" in Hold("hold", b"", None, 5).item(one, properties, NOW).hold.text  # type: ignore[union-attr]
+    own = Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel
+    assert (own.target, own.route, own.properties) == (Target(b"x", b"hold"), b"hold", Props().encode())
+
+
+def test_further_keys_act_where_the_broker_would_let_them() -> None:
+    """A queue that says the key of its dead letters takes the others away."""
+    copies, other = (b"CC", array(text("audit"))), (b"mine", text("x"))
+    one = delivery(Props(headers=(copies, other), message_id=b"1"))
+    properties = Properties.parse(one.properties)
+    rerouted = Hold("hold", b"x", b"work", 5).item(one, properties, NOW).parcel
+    assert rerouted.properties == Props(headers=(other,), message_id=b"1").encode()
+    assert Hold("hold", b"x", None, 5).item(one, properties, NOW).parcel.properties == one.properties
+
+
+def known(props: Props, body: bytes = b"body") -> str:
+    one = delivery(props, body)
+    return fingerprint(one, Properties.parse(one.properties))
+
+
+def test_known_again_whatever_the_broker_counts() -> None:
+    counted = ((b"x-delivery-count", number("l", 3)), (b"x-acquired-count", number("l", 4)))
+    bare = Props(message_id=b"1", delivery_mode=2)
+    assert known(bare) == known(Props(message_id=b"1", delivery_mode=2, headers=counted)) != ""
+    more = ((b"a", text("b")),)
+    assert known(Props(message_id=b"1", headers=more)) == known(Props(message_id=b"1", headers=(*more, *counted)))
+    assert known(Props(headers=((b"id", text("celery")),))) != ""
+
+
+def test_what_falls_is_known_again_a_level_below() -> None:
+    notes = (
+        *died(SECOND, "expired"),
+        (b"x-first-death-queue", text("above")),
+        (b"x-last-death-reason", text("expired")),
+    )
+    bare, fallen = (
+        Delivery(1, False, exchange, b"1.work", Props(message_id=b"1", headers=headers).encode(), b"body")
+        for exchange, headers in ((b"level-4", ()), (b"level-3", notes))
+    )
+
+    def known_of(one: Delivery, **how: bool) -> str:
+        return fingerprint(one, Properties.parse(one.properties), **how)
+
+    assert known_of(bare, falling=True) == known_of(fallen, falling=True) != ""
+    assert known_of(bare) != known_of(fallen)
+    assert fell(Properties.parse(fallen.properties))
+    assert not fell(Properties.parse(bare.properties))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Props(message_id=b"1"), Props(message_id=b"2")),
+        (Props(message_id=b"1"), Props(message_id=b"1", delivery_mode=2)),
+        (Props(message_id=b"1", headers=((b"a", text("b")),)), Props(message_id=b"1", headers=((b"a", text("c")),))),
+        (Props(message_id=b"1", headers=((b"ab", text("")),)), Props(message_id=b"1", headers=((b"a", text("b")),))),
+        (
+            Props(message_id=b"1", headers=((b"a", number("I", 1)),)),
+            Props(message_id=b"1", headers=((b"a", number("i", 1)),)),
+        ),
+        (Props(message_id=b"1", type=b"x"), Props(message_id=b"1", app_id=b"x")),
+    ],
+)
+def test_others_are_others(one: Props, other: Props) -> None:
+    assert known(one) != known(other)
+
+
+def test_no_identity() -> None:
+    assert known(Props()) == known(Props(headers=((b"a", text("b")),))) == ""
+    assert fingerprint(delivery(Props()), None) == ""

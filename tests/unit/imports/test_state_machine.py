@@ -1,0 +1,193 @@
+"""Legacy imports: the state machine over fakes, interrupted everywhere, and its reading ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from delayer.core.hold import Hold, HoldKind
+from delayer.core.importing import Batch, Item, Phase
+from delayer.imports import state_machine
+from delayer.imports.sql import Ahead
+from delayer.imports.state_machine import CountMismatch, ImportImpossible, SourceLost
+from tests.unit.imports.import_fakes import (
+    PARAMETERS,
+    Died,
+    FakeBook,
+    FakeJudge,
+    FakeSource,
+    Shelf,
+    Switch,
+    parcel,
+    run_once,
+    silent,
+)
+
+COUNT = 11
+
+
+def check_all_in(shelf: Shelf, book: FakeBook, items: Sequence[Item]) -> None:
+    assert [item.parcel for item in book.parked] == [item.parcel for item in items]
+    assert not shelf.there
+    assert shelf.staged is None
+    assert book.run is not None
+    assert (book.run.phase, book.run.committed) == (Phase.DONE, len(items))
+
+
+def in_order(shelf: Shelf) -> list[Item]:
+    return [item for _, _, item in sorted((i.parcel.due_ms, n, i) for n, i in shelf.there.items())]
+
+
+async def test_all_of_it_the_soonest_first() -> None:
+    shelf, book = Shelf(COUNT), FakeBook()
+    items = in_order(shelf)
+    report = await run_once(shelf, book)
+    check_all_in(shelf, book, items)
+    assert (report.parked, report.held, report.resumed) == (8, 3, False)
+    assert report.reasons == {"no such queue": 3}
+    assert {item.hold for item in book.parked} == {None, Hold(HoldKind.RETURNED, "no such queue")}
+
+
+async def test_killed_at_every_step_and_again_while_it_goes_on() -> None:
+    """Whatever dies wherever: nothing is lost, nothing is parked twice, the order holds."""
+    steps = 0
+    while True:
+        steps += 1
+        shelf, book = Shelf(COUNT), FakeBook()
+        items = in_order(shelf)
+        try:
+            await run_once(shelf, book, at=steps)
+            break
+        except Died:
+            pass
+        for again in (steps % 7 + 1, 2, None):
+            if book.run is not None and book.run.phase is Phase.DONE:
+                break
+            try:
+                await run_once(shelf, book, at=again)
+            except Died:
+                continue
+        check_all_in(shelf, book, items)
+    assert steps > 20
+
+
+async def test_aborted_at_every_step() -> None:
+    steps = 0
+    while True:
+        steps += 1
+        shelf, book = Shelf(COUNT), FakeBook()
+        items = in_order(shelf)
+        try:
+            await run_once(shelf, book, at=steps)
+            break
+        except Died:
+            pass
+        if await book.unfinished() is None:
+            continue
+        for at in (1, 2, 3, None):
+            try:
+                book.switch = Switch(at)
+                await state_machine.abort(FakeSource(shelf, book.switch, PARAMETERS), book)
+                break
+            except Died:
+                continue
+        assert book.run is not None
+        assert book.run.phase is Phase.ABORTED
+        left = sorted(item.parcel for item in shelf.there.values())
+        assert sorted([*left, *(item.parcel for item in book.parked)]) == sorted(item.parcel for item in items)
+        assert shelf.staged is None
+
+
+async def test_a_run_behind_an_abort_that_was_killed_says_to_abort() -> None:
+    """Everything is where it was by then, and only the store does not know."""
+    shelf, book = Shelf(COUNT), FakeBook()
+    items = in_order(shelf)
+    with pytest.raises(Died):
+        await run_once(shelf, book, at=10)
+    assert book.run is not None
+    assert 0 < book.run.committed < COUNT
+    source = FakeSource(shelf, Switch(), PARAMETERS)
+    book.switch = Switch(1)
+    with pytest.raises(Died):
+        await state_machine.abort(source, book)
+    for _ in range(2):
+        with pytest.raises(ImportImpossible, match="Next: `abort`, with the same parameters"):
+            await run_once(shelf, book)
+    assert (await state_machine.abort(FakeSource(shelf, Switch(), PARAMETERS), book)).run.phase is Phase.ABORTED
+    left = sorted(item.parcel for item in shelf.there.values())
+    assert sorted([*left, *(item.parcel for item in book.parked)]) == sorted(item.parcel for item in items)
+
+
+async def test_other_parameters_do_not_resume() -> None:
+    shelf, book = Shelf(COUNT), FakeBook()
+    with pytest.raises(Died):
+        await run_once(shelf, book, at=9)
+    other = FakeSource(shelf, Switch(), PARAMETERS | {"cutoff_ms": 6})
+    for doing in (state_machine.run(other, book, FakeJudge(), "me", silent), state_machine.abort(other, book)):
+        with pytest.raises(ImportImpossible, match="cutoff_ms: begun with 5, now 6"):
+            await doing
+    other.name = "other"
+    with pytest.raises(ImportImpossible, match="import 1 from fake is not finished"):
+        await state_machine.run(other, book, FakeJudge(), "me", silent)
+
+
+async def test_nothing_to_abort() -> None:
+    with pytest.raises(ImportImpossible, match="no unfinished import"):
+        await state_machine.abort(FakeSource(Shelf(1), Switch(), PARAMETERS), FakeBook())
+
+
+async def test_counts_that_differ_stop_it() -> None:
+    shelf, book = Shelf(COUNT), FakeBook()
+    source = FakeSource(shelf, Switch(), PARAMETERS)
+    source.loses = 1
+    with pytest.raises(CountMismatch, match="3 messages of a batch are committed, but 2 could be removed"):
+        await state_machine.run(source, book, FakeJudge(), "me", silent)
+    shelf, book = Shelf(COUNT), FakeBook()
+    with pytest.raises(Died):
+        await run_once(shelf, book, at=6)
+    assert shelf.staged is not None
+    shelf.staged.popitem()
+    with pytest.raises(CountMismatch, match="11 messages were staged, but 10"):
+        await run_once(shelf, book)
+
+
+async def test_two_batches_are_read_while_the_one_before_is_committed_and_removed() -> None:
+    batches = [Batch([Item(parcel(n))], str(n)) for n in range(5)]
+    begun: list[int] = []
+
+    async def read() -> Batch | None:
+        begun.append(len(begun))
+        await asyncio.sleep(0)
+        return batches[begun[-1]] if begun[-1] < len(batches) else None
+
+    ahead = Ahead(read)
+    assert await ahead.next() is batches[0]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert begun == [0, 1, 2]  # and not one more, however long the commit takes
+    assert [await ahead.next() for _ in range(5)] == [*batches[1:], None]
+    assert await ahead.next() is None
+    await ahead.close()
+
+
+async def test_what_goes_wrong_while_reading_ahead_is_told_when_it_is_asked_for() -> None:
+    answers: list[Batch | Exception] = [Batch([Item(parcel(1))], "1"), SourceLost("gone")]
+
+    async def read() -> Batch | None:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    ahead = Ahead(read)
+    assert await ahead.next() is not None
+    await asyncio.sleep(0)
+    with pytest.raises(SourceLost, match=r"^gone$"):
+        await ahead.next()
+    answers += [Batch([], "2"), SourceLost("gone again")]
+    await ahead.next()
+    await asyncio.sleep(0)
+    await ahead.close()  # nobody asked for it, and nobody hears of it
+    await ahead.close()

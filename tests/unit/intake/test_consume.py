@@ -1,0 +1,302 @@
+"""Consuming one queue: batches carried side by side, losses, bugs, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from delayer.core.errors import BrokerLost, NotTaken, StoreLost
+from delayer.core.message import Delivery
+from delayer.intake.consume import AckTracker, Intake, Patience, QueueConsumer
+from tests.support.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
+
+Batch = Sequence[Delivery]
+
+
+def batch(*tags: int) -> list[Delivery]:
+    return [delivery(tag) for tag in tags]
+
+
+class Carrier:
+    """Carries batches known by their first tag: at once, or when told, or not at all."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.gates: dict[int, asyncio.Event] = {}
+        self.failures: dict[int, Exception] = {}
+        self.most = 0
+        self._running = 0
+
+    async def __call__(self, deliveries: Batch, settler: AckTracker) -> None:
+        first = deliveries[0].tag
+        self.begun.append(first)
+        self._running += 1
+        self.most = max(self.most, self._running)
+        try:
+            if first in self.gates:
+                await self.gates[first].wait()
+            if first in self.failures:
+                raise self.failures[first]
+            settler.accept(one.tag for one in deliveries)
+        finally:
+            self._running -= 1
+
+    def hold_back(self, *tags: int) -> None:
+        self.gates |= {tag: asyncio.Event() for tag in tags}
+
+
+def test_patience_ends_where_less_is_carried_out_than_was_read_ahead() -> None:
+    patience = Patience(prefetch=10, seconds=60.0, now=0.0)
+    assert not patience.over(0, behind=True, now=60.0)
+    assert patience.over(9, behind=True, now=61.0), "fewer than were read ahead, in more than a minute"
+    assert not patience.over(10, behind=True, now=61.0), "a whole prefetch: none of those is left"
+    assert not patience.over(19, behind=True, now=121.0)
+    assert not patience.over(19, behind=False, now=500.0), "nothing waits"
+    assert not patience.over(19, behind=True, now=560.0)
+    assert patience.over(19, behind=True, now=561.0)
+
+
+def test_patience_tells_how_many_were_handed_on() -> None:
+    patience = Patience(prefetch=10, seconds=60.0, now=0.0)
+    patience.over(3, behind=False, now=1.0)
+    assert patience.over(9, behind=True, now=62.0)
+    assert patience.handed_on(9) == 6
+
+
+class Scene:
+    def __init__(
+        self,
+        *subscriptions: ScriptedSubscription | Exception,
+        prepare: Callable[[], Awaitable[None]] | None = None,
+        in_flight: int = 3,
+    ) -> None:
+        self.carrier = Carrier()
+        self.consumer = ScriptedConsumer(*subscriptions)
+        self.pulse = Pulse()
+        self.stopping = asyncio.Event()
+        intake = Intake("delays", 100, in_flight=in_flight)
+        self.session = QueueConsumer(intake, self.consumer, self.carrier, prepare=prepare or ready, pulse=self.pulse)
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.session.run(self.stopping))
+
+
+async def ready() -> None:
+    """Everything that has to be there is there."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pauses take no time; their numbers are noted."""
+    attempts: list[int] = []
+
+    def pause(attempt: int, _: float) -> float:
+        attempts.append(attempt)
+        return 0.0001
+
+    monkeypatch.setattr("delayer.broker.retry.pause", pause)
+    return attempts
+
+
+async def test_read_carried_acknowledged_stopped() -> None:
+    subscription = ScriptedSubscription([batch(1, 2), [], batch(3)])
+    it = Scene(subscription)
+    task = it.start()
+    await it.session.consuming.wait()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert subscription.events == ["ack 2", "ack 3", "stopped", "closed"]
+    assert not it.session.consuming.is_set()
+    assert it.pulse.forgotten == ["delays"]
+
+
+async def test_batches_overlap_up_to_the_limit() -> None:
+    subscription = ScriptedSubscription([batch(n) for n in range(1, 7)])
+    it = Scene(subscription, in_flight=3)
+    it.carrier.hold_back(1, 2, 3)
+    task = it.start()
+    await until(lambda: len(it.carrier.begun) == 3)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert it.carrier.begun == [1, 2, 3]
+    for tag in (3, 2, 1):
+        it.carrier.gates[tag].set()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert it.carrier.most == 3
+    assert subscription.acked[-1] == (6, True)
+
+
+async def test_stopping_waits_for_what_is_in_flight() -> None:
+    subscription = ScriptedSubscription([batch(1), batch(2)])
+    it = Scene(subscription)
+    it.carrier.hold_back(1)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await until(lambda: "stopped" in subscription.events)
+    assert not task.done()
+    it.carrier.gates[1].set()
+    await task
+    assert subscription.events == ["stopped", "ack 2", "closed"]
+
+
+async def test_stopped_before_it_started() -> None:
+    it = Scene()
+    it.stopping.set()
+    await it.start()
+    assert it.consumer.subscribed == 0
+
+
+@pytest.mark.parametrize("loss", [BrokerLost("gone"), StoreLost("out of reach")])
+async def test_a_failed_carry_begins_again_and_repeats_nothing_that_is_safe(loss: Exception) -> None:
+    first, second = ScriptedSubscription([batch(1), batch(2, 3)]), ScriptedSubscription([batch(1)])
+    it = Scene(first, second)
+    it.carrier.hold_back(1)
+    it.carrier.failures[1] = loss
+    task = it.start()
+    await until(lambda: it.carrier.begun == [1, 2])
+    it.carrier.gates[1].set()
+    await until(lambda: "closed" in first.events)
+    assert first.acked == [(2, False), (3, False)]
+    del it.carrier.failures[1]
+    await second.read.wait()
+    it.stopping.set()
+    await task
+    assert second.acked == [(1, True)]
+
+
+async def test_a_lost_subscription_waits_for_what_is_in_flight() -> None:
+    first, second = ScriptedSubscription([batch(1), BrokerLost("cut")]), ScriptedSubscription([])
+    it = Scene(first, second)
+    it.carrier.hold_back(1)
+    it.carrier.failures[1] = StoreLost("at the same time")  # nobody is left to hear of it, and nobody needs to
+    task = it.start()
+    await until(lambda: it.carrier.begun == [1])
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert first.events == []
+    it.carrier.gates[1].set()
+    await second.read.wait()
+    assert first.events == ["closed"]
+    it.stopping.set()
+    await task
+
+
+@pytest.mark.parametrize("end", ["at once", "with the subscription", "beside a loss"])
+async def test_a_bug_ends_the_session(end: str) -> None:
+    script: list[Batch | Exception] = [batch(1), batch(2)]
+    if end == "with the subscription":
+        script.append(BrokerLost("cut"))
+    subscription = ScriptedSubscription(script)
+    it = Scene(subscription)
+    it.carrier.failures[2] = ZeroDivisionError()
+    if end != "at once":
+        it.carrier.hold_back(1, 2)
+        it.carrier.failures[1] = StoreLost("gone")
+    task = it.start()
+    await until(lambda: it.carrier.begun == [1, 2])
+    for gate in it.carrier.gates.values():
+        gate.set()
+    with pytest.raises(ZeroDivisionError):
+        await task
+    assert subscription.events[-1] == "closed"
+
+
+async def test_a_forced_stop_ends_what_is_in_flight() -> None:
+    subscription = ScriptedSubscription([batch(1), batch(2)])
+    it = Scene(subscription)
+    it.carrier.hold_back(1)
+    task = it.start()
+    await subscription.read.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert subscription.events == ["ack 2", "closed"]  # what is safe is not repeated, even then
+
+
+async def test_whatever_is_missing_is_tried_again() -> None:
+    failures: list[Exception] = [BrokerLost("no connection"), StoreLost("no lane")]
+    subscription = ScriptedSubscription([batch(1)])
+
+    async def prepare() -> None:
+        if failures:
+            raise failures.pop()
+
+    it = Scene(BrokerLost("404"), subscription, prepare=prepare)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert subscription.acked == [(1, True)]
+
+
+async def test_pauses_grow_until_something_is_carried(quick: list[int]) -> None:
+    """Reading is no success: a batch that fails each time must not come back without a pause."""
+    fails = [ScriptedSubscription([batch(1)]) for _ in range(4)]
+    good = ScriptedSubscription([batch(1), BrokerLost("cut")])
+    last = ScriptedSubscription([])
+    it = Scene(*fails, good, last, in_flight=1)
+    it.carrier.failures[1] = StoreLost("out of reach")
+    task = it.start()
+    await until(lambda: "closed" in fails[3].events)
+    it.carrier.failures.clear()
+    await last.read.wait()
+    it.stopping.set()
+    await task
+    assert quick == [0, 1, 2, 3, 0]
+
+
+async def test_what_takes_too_long_goes_back_to_the_queue() -> None:
+    """In order: what is being carried is settled, what was read ahead is not begun, and it begins again."""
+    first, second = ScriptedSubscription([batch(n) for n in range(1, 90)]), ScriptedSubscription([batch(1)])
+    it = Scene(first, second)
+    first.behind = True
+    it.session._intake = Intake("delays", 100, give_back_after=0.0)
+    running = it.start()
+    await until(lambda: second.acked == [(1, True)])
+    assert first.events[-2:] == ["stopped", "closed"]
+    assert len(first.acked) == len(it.carrier.begun) - 1 < 89
+    it.stopping.set()
+    await running
+
+
+async def test_some_that_wait_for_room_are_no_reason_to_pause_longer(quick: list[int]) -> None:
+    """Where something was accepted beside them, the next pause is the first one again; else it grows."""
+    subscriptions = [ScriptedSubscription([batch(1)]) for _ in range(4)]
+    it = Scene(*subscriptions)
+    accepts = iter([False, False, True, True])
+
+    async def carry(deliveries: Batch, settler: AckTracker) -> None:
+        if next(accepts):
+            settler.accept([1])
+        raise NotTaken("the refused queue is full")
+
+    it.session._handle = carry
+    running = it.start()
+    await until(lambda: len(quick) >= 4)
+    it.stopping.set()
+    await running
+    assert quick[:4] == [0, 1, 0, 0]
+
+
+async def test_a_subscription_that_overran_is_ended_in_order_and_begun_again() -> None:
+    """What is being carried is settled; then the queue is subscribed to anew, without a pause."""
+    first, second = ScriptedSubscription([batch(1), batch(2)]), ScriptedSubscription([batch(1)])
+    it = Scene(first, second)
+    it.carrier.hold_back(1)
+    running = it.start()
+    await first.read.wait()
+    first.overrun = True
+    await until(lambda: "stopped" in first.events)
+    assert not first.acked
+    it.carrier.gates[1].set()
+    await until(lambda: second.acked == [(1, True)])
+    assert first.acked == [(2, True)]
+    assert first.events[-1] == "closed"
+    it.stopping.set()
+    await running

@@ -1,0 +1,118 @@
+"""What people ask for by filters and names, and how messages are read for them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayer.amqp import reading
+from delayer.core.filters import Filter, Token, read_token
+from delayer.core.message import Delivery
+from delayer.intake.refusals import Doors, told, with_short
+from delayer.store.lanes.notify import HELD, WAITING, Notification, parsed
+from tests.support.raw import Props, Value, array, number, octets, table, text
+
+DOORS = Doors(b"delays", frozenset({b"delayer.in"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("7", Token(7)), ("48213@1795291200000", Token(48213, 1795291200000)), (" 5@-1 ", Token(5, -1))],
+)
+def test_tokens(given: str, expected: Token) -> None:
+    assert read_token(given) == expected
+    assert read_token(str(expected)) == expected
+
+
+@pytest.mark.parametrize("given", ["", "x", "5@", "@5", "-5", "5@x", "9223372036854775808", "5@1@2"])
+def test_what_is_no_token(given: str) -> None:
+    with pytest.raises(ValueError, match="an id as"):
+        read_token(given)
+
+
+def test_filters_say_what_was_said() -> None:
+    assert Filter().everything
+    assert not Filter().narrow
+    assert Filter().as_dict() == {}
+    some = Filter(route=b"in", due_from_ms=0, headers=((b"who", "me"),))
+    assert some.narrow
+    assert some.as_dict() == {"route": "in", "due_from_ms": 0, "headers": {"who": "me"}}
+    assert not Filter(due_before_ms=5).narrow
+    assert [Filter(due_from_ms=1, due_before_ms=3).in_range(at) for at in range(5)] == [False, True, True, False, False]
+
+
+HEADERS: list[tuple[bytes, Value, str, object, str]] = [
+    (b"text", text("käse"), "string", "käse", "käse"),
+    (b"broken", text(b"\xff"), "string", "\\xff", "\\xff"),
+    (b"bytes", octets(b"\x00a"), "bytes", "\x00a", "\x00a"),
+    (b"number", number("l", -5), "int64", -5, "-5"),
+    (b"small", number("b", 5), "int8", 5, "5"),
+    (b"half", number("d", 0.5), "double", 0.5, "0.5"),
+    (b"nan", number("d", float("nan")), "double", "nan", "nan"),
+    (b"yes", Value(b"t", b"\x01"), "bool", True, "true"),
+    (b"when", Value(b"T", (1_900_000_000).to_bytes(8, "big")), "timestamp", "2030-03-17T17:46:40Z",
+     "2030-03-17T17:46:40Z"),
+    (b"nothing", Value(b"V", b""), "void", None, "None"),
+]  # fmt: skip
+
+
+def test_headers_are_read_with_their_types_and_compared_as_text() -> None:
+    raw = Props(headers=tuple((name, value) for name, value, *_ in HEADERS), message_id=b"m", delivery_mode=2).encode()
+    found = reading.read(raw)
+    assert found.properties == {"delivery_mode": 2, "message_id": "m"}
+    assert [tuple(one) for one in found.headers] == [(n.decode(), kind, value) for n, _, kind, value, _ in HEADERS]
+    for name, _, _, _, as_text in HEADERS:
+        for asked, expected in ((as_text, True), (as_text + "x", False)):
+            test = reading.header_test(Filter(headers=((name, asked),)))
+            assert test is not None
+            assert test(raw) is expected, name
+    assert reading.header_test(Filter()) is None
+
+
+def test_nested_values_are_plain() -> None:
+    raw = Props(headers=((b"a", array(number("I", 1), table((b"k", text("v"))))),)).encode()
+    assert reading.read(raw).headers[0].value == [1, {"k": "v"}]
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_somehow(raw: bytes) -> None:
+    reading.read(raw)
+    test = reading.header_test(Filter(headers=((b"", ""),)))
+    assert test is not None
+    test(raw)
+    told(Delivery(1, False, b"", b"", raw, b""), DOORS)
+
+
+@given(st.binary(max_size=60), st.integers(0, 60))
+def test_previews_are_printable(body: bytes, limit: int) -> None:
+    assert all(one.isprintable() or one in "\t\r\n" for one in reading.preview(body, limit))
+
+
+def test_previews() -> None:
+    assert reading.preview(b'{"a": 1}') == '{"a": 1}'
+    assert reading.preview("käse".encode(), 2) == "k"  # never half a character
+    assert reading.preview(b"\x00\x01") == "00 01"
+    assert reading.preview(b"\x1b[31mred") == b"\x1b[31mred".hex(" ")
+
+
+def test_short_strings_stand_in_their_place() -> None:
+    props = Props(content_type=b"t", reply_to=b"r", message_id=b"m")
+    assert Props.decode(with_short(props.encode(), "expiration", b"5")) == Props(
+        content_type=b"t", reply_to=b"r", expiration=b"5", message_id=b"m"
+    )
+    assert with_short(props.encode(), "message_id", b"other") == props.encode()
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        ("waiting 5", Notification(WAITING, 5)),
+        ("held -1", Notification(HELD, -1)),
+        ("", None),
+        ("waiting", None),
+        ("other 5", None),
+    ],
+)
+def test_what_lanes_are_told(payload: str, expected: Notification | None) -> None:
+    assert parsed(payload) == expected

@@ -1,0 +1,117 @@
+"""Refused messages go back to where they came in, and nowhere else, whatever they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delayer.amqp import edits
+from delayer.core.message import Delivery, Outgoing
+from delayer.intake.refusals import Doors, again, told
+from tests.support.raw import Header, Props, Value, array, content, number, table, text
+
+LIMIT = 100_000
+DOORS = Doors(b"delays", frozenset({b"delayer.in", b"other.in"}))
+
+
+@pytest.mark.parametrize(
+    "props",
+    [
+        Props(),
+        Props(headers=((b"x-delay", number("l", 5)), (b"who", text("me")))),
+        Props(headers=(), expiration=b"60000", message_id=b"m", timestamp=5, type=b"t", app_id=b"a"),
+        Props(expiration=b"1", cluster_id=b"c"),
+    ],
+)
+def test_a_refused_message_goes_back_as_it_came(props: Props) -> None:
+    came = Delivery(1, False, b"delayer.in", b"orders.eu", props.encode(), b"body")
+    properties, token = edits.refused(came, "too long", b"abc", LIMIT)
+    stands = Delivery(2, True, b"delays.refused", b"orders.eu", properties, b"body")
+    said = told(stands, DOORS)
+    assert (said.id, said.reason, said.exchange, said.routing_key) == ("abc", "too long", b"delayer.in", b"orders.eu")
+    back = again(stands, DOORS)
+    assert isinstance(back, Outgoing)
+    assert back._replace(properties=b"") == Outgoing(b"delayer.in", b"orders.eu", b"", b"body", token)
+    expected = props if props.headers is not None else Props(**{**vars(props), "headers": ()})
+    assert Props.decode(back.properties).without(b"x-delayer-id") == expected
+
+
+def died(queue: str, exchange: str, key: str | bytes = "orders.eu") -> Value:
+    return table(
+        (b"exchange", text(exchange)), (b"queue", text(queue)), (b"reason", text("expired")),
+        (b"routing-keys", array(text(key))),
+    )  # fmt: skip
+
+
+def standing(*headers: Header, **more: Any) -> Delivery:
+    """In the refused queue."""
+    return Delivery(1, False, b"delays.refused", b"orders.eu", Props(headers=headers, **more).encode(), b"")
+
+
+def says(exchange: str, key: str = "orders.eu", reason: str = "too long") -> tuple[Header, ...]:
+    """What the daemon, or a publisher, wrote."""
+    return (
+        (b"x-delayer-id", text("id")), (b"x-delayer-refused", text(reason)),
+        (b"x-delayer-exchange", text(exchange)), (b"x-delayer-routing-key", text(key)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stands", "reason"),
+    [
+        (standing((b"x-death", array(died("delays", "delayer.in")))), "the broker: expired in delays"),
+        (
+            standing((b"x-death", array(died("orders", "private"), died("delays", "delayer.in")))),
+            "the broker: expired in delays",
+        ),
+        (
+            standing(*says("delayer.in"), (b"x-death", array(died("delays", "delayer.in")))),
+            "the broker: expired in delays, and by its own headers: too long",
+        ),
+        (standing(*says("delayer.in"), (b"x-death", array(died("orders", "private")))), "too long"),
+        (standing(*says("delayer.in"), user_id=b"somebody"), "too long"),
+        (standing(*says("delayer.in"), (b"x-delayer-expiration", text("soon"))), "too long"),
+        (standing(*says("delayer.in"), (b"x-delayer-expiration", text("9" * 300))), "too long"),
+    ],
+)
+def test_what_came_in_by_a_door_goes_back_through_it(stands: Delivery, reason: str) -> None:
+    back = again(stands, DOORS)
+    assert isinstance(back, Outgoing)
+    assert (back.exchange, back.routing_key) == (b"delayer.in", b"orders.eu")
+    assert told(stands, DOORS).reason == reason
+    props = Props.decode(back.properties)
+    assert (props.user_id, props.expiration) == (None, None)
+    assert content(props.one(b"x-delayer-id")) == back.token
+
+
+def test_straight_to_the_intake_queue_it_goes_back_straight() -> None:
+    back = again(standing(*says("", "delays")), DOORS)
+    assert isinstance(back, Outgoing)
+    assert (back.exchange, back.routing_key) == (b"", b"delays")
+
+
+@pytest.mark.parametrize(
+    ("stands", "why"),
+    [
+        (standing(*says("private")), "came in through 'private', and no route is from there"),
+        (standing(*says("delayer.delay-level-03")), "no route is from there"),
+        (standing(*says("", "delays.due")), "no route is from there"),
+        (standing((b"x-death", array(died("delays", "private")))), "no route is from there"),
+        (standing((b"x-death", array(died("orders", "delayer.in")))), "does not say where"),
+        (standing((b"x-death", array(died("delays", "delayer.in", b"k" * 256)))), "no route is from there"),
+        # One of the two is forged, and nobody can tell which.
+        (standing(*says("other.in"), (b"x-death", array(died("delays", "delayer.in")))), "does not say where"),
+        (standing(*says("delayer.in"), (b"x-death", array(died("delays", "other.in")))), "does not say where"),
+    ],
+)
+def test_what_a_publisher_may_have_written_sends_it_nowhere(stands: Delivery, why: str) -> None:
+    assert why in str(again(stands, DOORS))
+
+
+def test_what_cannot_go_back_says_why() -> None:
+    assert again(Delivery(1, False, b"", b"", Props().encode(), b""), DOORS) == "it does not say where it came in"
+    broken = Delivery(1, False, b"in", b"k", b"\x20\x00\x00\x00\x00\x02\x05x", b"")
+    properties, _ = edits.refused(broken, "malformed", b"abc", LIMIT)
+    assert "refused again" in str(again(broken._replace(properties=properties), DOORS))
+    assert "refused again" in str(again(broken, DOORS))

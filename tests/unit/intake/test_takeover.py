@@ -1,0 +1,158 @@
+"""One level of another system's cascade: parked at once or given back, and left alone in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from delayer.amqp.properties import entry, int64, long_string
+from delayer.core.cascade import Cascade, Kind, routing_key
+from delayer.core.counters import Counters
+from delayer.core.errors import StoreLost
+from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT, wire_instant
+from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
+from tests.support.fakes import NOW, Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
+
+LEVEL = 11
+KEY = routing_key(3600, b"Sales.Orders")
+HOUR_MS = 3_600_000
+
+
+def met(tag: int, *headers: bytes, key: bytes = KEY) -> Delivery:
+    return delivery(tag, *headers, exchange=b"nsb.v2.delay-level-11", key=key, body=b"%d" % tag)
+
+
+def sent(ago_ms: int) -> bytes:
+    return entry(TIME_SENT, long_string(wire_instant(NOW - ago_ms).encode())) + entry(
+        DELAY_IN_SECONDS, b"I" + (3600).to_bytes(4, "big")
+    )
+
+
+def delivered(times: int) -> bytes:
+    return entry(b"x-delivery-count", int64(times))
+
+
+class Parking:
+    def __init__(self) -> None:
+        self.parked: list[Parcel] = []
+        self.failures = 0
+
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise StoreLost("no store")
+        self.parked += parcels
+
+
+class Scene:
+    def __init__(self, *subscriptions: ScriptedSubscription, cascade: Kind = "nservicebus-v2") -> None:
+        self.parking = Parking()
+        self.stopping = asyncio.Event()
+        self.pulse = Pulse()
+        self.counters = Counters()
+        self.ready = 0
+        self.takeover = LevelTakeover(
+            Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), parking=self.parking,
+            prepare=self._prepare, now_ms=lambda: NOW, pulse=self.pulse, counters=self.counters,
+        )  # fmt: skip
+
+    async def _prepare(self) -> None:
+        self.ready += 1
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.takeover.run(self.stopping))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
+
+
+async def test_parked_for_the_delivery_exchange_with_its_digits() -> None:
+    subscription = ScriptedSubscription([[met(1), met(2, sent(100_000)), met(3, key=b"no digits")]])
+    it = Scene(subscription)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert [parcel.due_ms - NOW for parcel in it.parking.parked] == [HOUR_MS, HOUR_MS - 100_000, 2_048_000]
+    first = it.parking.parked[0]
+    assert first.target == Target(b"nsb.v2.delay-delivery", KEY)
+    assert (first.exchange, first.routing_key, first.key) == (b"nsb.v2.delay-level-11", KEY, None)
+    assert first.properties == met(1).properties
+    assert subscription.events == ["ack 3", "stopped", "closed"]
+    assert it.counters.as_dict()["parked"] == 3
+    assert it.pulse.forgotten == ["nsb.v2.delay-level-11"]
+
+
+async def test_broken_bytes_are_parked_as_they_are() -> None:
+    broken = [met(1)._replace(properties=b"\x20\x00\xff"), met(2)._replace(properties=b"\x20\x00\0\0\0\x02\x01x")]
+    subscription = ScriptedSubscription([broken])
+    it = Scene(subscription)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert [parcel.properties for parcel in it.parking.parked] == [one.properties for one in broken]
+
+
+async def test_without_a_store_everything_goes_back_and_it_waits_for_the_store() -> None:
+    first, second = ScriptedSubscription([[met(1)]]), ScriptedSubscription([[met(1, delivered(1))]])
+    it = Scene(first, second)
+    it.parking.failures = 1
+    task = it.start()
+    await second.read.wait()
+    it.stopping.set()
+    await task
+    assert first.acked == []
+    assert "closed" in first.events
+    assert second.acked == [(1, True)]
+    assert it.ready == 2, "it asks for the store before it consumes"
+
+
+def again(tag: int, times: int) -> Delivery:
+    return met(tag, delivered(times))._replace(redelivered=True)
+
+
+async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
+    batch = [met(1), again(2, MOST_DELIVERIES)]
+    subscription = ScriptedSubscription([[again(8, MOST_DELIVERIES - 1)], batch])
+    it = Scene(subscription)
+    await it.start()
+    assert not it.stopping.is_set(), "it ended by itself"
+    assert [parcel.body for parcel in it.parking.parked] == [b"8"]
+    assert subscription.acked == [(8, True)]
+    assert subscription.events[-1] == "closed"
+    assert it.pulse.forgotten == ["nsb.v2.delay-level-11"]
+
+
+async def test_where_the_broker_does_not_count_what_a_message_says_of_it_ends_nothing() -> None:
+    """A classic queue counts no deliveries, and gives nothing up: the header is its publisher's own."""
+    subscription = ScriptedSubscription([[again(1, MOST_DELIVERIES), met(2)]])
+    it = Scene(subscription, cascade="nservicebus-v1")
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
+
+
+async def test_what_came_again_and_again_elsewhere_ends_nothing() -> None:
+    """A consumer that had it many times passed it on with its headers."""
+    subscription = ScriptedSubscription([[met(1, delivered(MOST_DELIVERIES))], [met(2)]])
+    it = Scene(subscription)
+    task = it.start()
+    await subscription.read.wait()
+    it.stopping.set()
+    await task
+    assert [parcel.body for parcel in it.parking.parked] == [b"1", b"2"]
+
+
+async def test_told_to_stop_before_it_began() -> None:
+    it = Scene()
+    it.stopping.set()
+    await until(lambda: True)
+    await asyncio.wait_for(it.start(), 5)

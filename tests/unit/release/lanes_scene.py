@@ -1,0 +1,68 @@
+"""The lanes of a daemon over a scripted store, for the tests of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from delayer.broker.ports import Lane
+from delayer.core.counters import Counters
+from delayer.release import lane_manager as module
+from delayer.release.lane_manager import LaneManager
+from delayer.release.loop import Portion, Release
+from tests.support.fakes import Pulse, ScriptedPublisher, ScriptedStore
+
+Connect = Callable[[], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("delayer.release.loop.SLICE", 0.005)
+    monkeypatch.setattr("delayer.broker.retry.pause", lambda *_: 0.0001)
+
+
+class Scene:
+    def __init__(self, store: ScriptedStore, connect: Connect | None) -> None:
+        self.store = store
+        self.pulse = Pulse()
+        self.counters = Counters()
+        self.stopping = asyncio.Event()
+        self.reaching = True
+        self.limited: set[bytes] = set()
+
+        async def at_once() -> ScriptedStore:
+            return store
+
+        self.lanes = LaneManager(
+            self.release,
+            limited=lambda: self.limited,
+            pulse=self.pulse,
+            counters=self.counters,
+            reaching=lambda: self.reaching,
+            broker=lambda: "ours",
+        )
+        self.lanes.configure(connect or at_once)
+        self.running = asyncio.create_task(self.lanes.run(self.stopping))
+
+    def release(self, lane: Lane) -> Release:
+        publisher = ScriptedPublisher()
+        return Release(lane, publisher, portion=Portion(), pulse=self.pulse, counters=self.counters)
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.running
+
+
+@asynccontextmanager
+async def scene(store: ScriptedStore | None = None, connect: Connect | None = None) -> AsyncIterator[Scene]:
+    made = Scene(store or ScriptedStore(), connect)
+    try:
+        yield made
+    finally:
+        if not made.running.done():
+            await made.stop()

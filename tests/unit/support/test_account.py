@@ -1,0 +1,257 @@
+"""The account that soaks and fault tests end with: each broken promise must show in it."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from delayer.amqp import edits
+from delayer.amqp.properties import Properties
+from tests.support.account import AFTERMATH_MS, Account, Arrivals
+from tests.support.letters import Form, Gained, Letters, long, message_id_of, table_of, text
+from tests.support.verdict import Arrival, Verdict, Window
+
+NOW_MS = 1_700_000_000_000
+DELAY_MS = 1_000
+DUE_MS = NOW_MS + DELAY_MS
+UUID = b"0123456789abcdef0123456789abcdef"
+
+
+def arrival(id: bytes = b"17", *, at_ms: float = DUE_MS + 5, due_ms: int = DUE_MS) -> Arrival:
+    return Arrival(at_ms, id, due_ms, redelivered=False)
+
+
+def verdict_of(*arrivals: Arrival, form: Form = Form.INT64, windows: list[Window] | None = None) -> Verdict:
+    """One message is owed; this came."""
+    account = Account()
+    account.windows = windows
+    account.owe(form, DUE_MS, DELAY_MS)
+    for one in arrivals:
+        account.take(0, one)
+    return account.verdict({})
+
+
+@pytest.mark.parametrize("number", range(64))
+def test_a_letter_is_known_again_after_our_edits(number: int) -> None:
+    letters = Letters(3)
+    letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
+    for id in (b"1", b"9" * 18, UUID):
+        properties = edits.released(Properties.parse(letter.properties), id, DUE_MS)
+        assert letter.gained(letter.routing_key, properties, letter.body) == Gained(id, DUE_MS)
+
+
+def test_letters_are_many_kinds_and_follow_from_seed_and_number() -> None:
+    letters, same, other = Letters(3), Letters(3), Letters(4)
+    all_of_them = [letters.letter(n, letters.form(n, None), DUE_MS, DELAY_MS) for n in range(500)]
+    assert all_of_them == [same.letter(n, same.form(n, None), DUE_MS, DELAY_MS) for n in range(500)]
+    assert all_of_them[7] != other.letter(7, letters.form(7, None), DUE_MS, DELAY_MS)
+    assert {letters.form(n, None) for n in range(100)} == set(Form)
+    assert {letters.form(n, True) for n in range(100)} == {Form.EPOCH, Form.RFC3339}
+    assert {letters.form(n, False) for n in range(100)} == {Form.INT32, Form.INT64, Form.STRING}
+    assert len({letter.head for letter in all_of_them}) > 8
+    assert {len(letter.body) for letter in all_of_them} > {8}
+    assert [message_id_of(n) for n in range(4)] == [b"", b"the same", b"id-2", b"id-3"]
+
+
+@pytest.mark.parametrize("form", Form)
+def test_any_changed_byte_is_seen(form: Form) -> None:
+    letter = Letters(3).letter(11, form, DUE_MS, DELAY_MS)
+    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
+    assert letter.gained(letter.routing_key, came, letter.body)
+    assert letter.gained(b"ledger.other", came, letter.body) is None
+    for at in range(len(letter.body)):
+        assert letter.gained(letter.routing_key, came, _flipped(letter.body, at)) is None
+    own = len(came) - len(letter.tail) - len(b"?x-delayer-idS????17?x-delayer-duel????????")
+    for at in [*range(own), *range(len(came) - len(letter.tail), len(came))]:
+        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body) is None, at
+
+
+def _flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes((content[at] ^ 1,)) + content[at + 1 :]
+
+
+def test_an_integer_that_was_narrowed_is_seen() -> None:
+    letters = Letters(3)
+    number = next(n for n in range(100) if b"\x03i32" in letters.letter(n, Form.EPOCH, DUE_MS, DELAY_MS).properties)
+    letter = letters.letter(number, Form.EPOCH, DUE_MS, DELAY_MS)
+    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
+    narrowed = came.replace(b"\x03i32I\0\0\0\x05", b"\x03i32b\x05")
+    size = struct.pack(">I", int.from_bytes(came[len(letter.head) : len(letter.head) + 4], "big") - 3)
+    narrowed = letter.head + size + narrowed[len(letter.head) + 4 :]
+    assert letter.gained(letter.routing_key, narrowed, letter.body) is None
+
+
+def test_a_header_too_many_is_seen() -> None:
+    letter = Letters(3).letter(11, Form.EPOCH, DUE_MS, DELAY_MS)._replace(said=[(b"x-extra", text(b"1"))])
+    came = edits.released(Properties.parse(letter.properties), b"17", DUE_MS)
+    assert letter._replace(kept=[]).gained(letter.routing_key, came, letter.body) is None
+
+
+def test_once_and_in_time_is_kept() -> None:
+    verdict = verdict_of(arrival())
+    verdict.assert_kept()
+    assert (verdict.sent, verdict.repeats) == (1, {})
+
+
+def test_missing() -> None:
+    with pytest.raises(AssertionError, match="1 of 1 lost"):
+        verdict_of().assert_kept(repeats=True)
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        arrival(at_ms=DUE_MS - 1),
+        arrival(at_ms=DUE_MS + 5, due_ms=DUE_MS + 6),
+        arrival(at_ms=DUE_MS + 5, due_ms=DUE_MS - 1),
+    ],
+)
+def test_early(came: Arrival) -> None:
+    with pytest.raises(AssertionError, match="1 early"):
+        verdict_of(came).assert_kept(repeats=True)
+
+
+def test_the_instant_of_an_absolute_message_is_not_ours_to_move() -> None:
+    late = arrival(at_ms=DUE_MS + 9, due_ms=DUE_MS + 1)
+    verdict_of(late).assert_kept()
+    with pytest.raises(AssertionError, match="1 early"):
+        verdict_of(late, form=Form.EPOCH).assert_kept()
+
+
+def test_changed_is_not_missing_too() -> None:
+    account = Account()
+    account.owe(Form.INT32, DUE_MS, DELAY_MS)
+    account.take_changed(0, DUE_MS + 5, "what it looked like")
+    verdict = account.verdict({})
+    assert (verdict.missing, len(verdict.changed)) == ([], 1)
+    with pytest.raises(AssertionError, match="what it looked like"):
+        verdict.assert_kept(repeats=True)
+
+
+def test_twice_needs_a_fault() -> None:
+    verdict = verdict_of(arrival(), arrival())
+    assert verdict.repeated_at_release == 1
+    verdict.assert_kept(repeats=True)
+    with pytest.raises(AssertionError, match="more than once"):
+        verdict.assert_kept()
+
+
+@pytest.mark.parametrize(
+    ("window", "excused"),
+    [
+        (Window(NOW_MS - 50, NOW_MS - 1), False),
+        (Window(NOW_MS - 50, NOW_MS), True),
+        (Window(DUE_MS + 5, DUE_MS + 50), True),
+        (Window(DUE_MS + 6, DUE_MS + 50), False),
+    ],
+)
+def test_a_fault_excuses_what_was_under_way(window: Window, excused: bool) -> None:
+    verdict = verdict_of(arrival(), arrival(), windows=[window])
+    assert (verdict.unexcused == []) is excused
+
+
+@pytest.mark.parametrize(
+    ("copies", "form", "excused"),
+    [
+        # Read 20 s after it was sent, as it says: what was over before that is no reason to publish one row twice.
+        ((b"17", b"17"), Form.INT64, False),
+        ((b"17", b"18"), Form.INT64, True),  # read twice, the first time perhaps at once
+        ((b"17", b"17"), Form.EPOCH, True),  # when it was read is not known
+    ],
+)
+def test_a_fault_before_it_was_read_excuses_no_copy_of_one_row(
+    copies: tuple[bytes, bytes], form: Form, excused: bool
+) -> None:
+    late_ms = 20_000 if form is Form.INT64 else 0
+    came = [arrival(id, at_ms=DUE_MS + 20_005, due_ms=DUE_MS + late_ms) for id in copies]
+    verdict = verdict_of(*came, form=form, windows=[Window(NOW_MS, NOW_MS + 20_000 - AFTERMATH_MS - 1)])
+    assert (verdict.unexcused == []) is excused
+    assert not verdict_of(*came, form=form, windows=[Window(NOW_MS, NOW_MS + 20_000 - AFTERMATH_MS)]).unexcused
+
+
+@pytest.mark.parametrize(("copies", "excused"), [((b"17", b"18"), True), ((b"17", b"17"), False)])
+def test_a_ledger_that_published_twice_excuses_two_messages_and_no_copy(
+    copies: tuple[bytes, bytes], excused: bool
+) -> None:
+    account = Account()
+    account.windows = []
+    account.owe(Form.INT64, DUE_MS, DELAY_MS)
+    account.published_twice.add(0)
+    for id in copies:
+        account.take(0, arrival(id))
+    assert (account.verdict({}).unexcused == []) is excused
+
+
+def test_sorted_headers_need_a_message_that_was_delivered_again() -> None:
+    verdict = verdict_of(arrival()._replace(resorted=True))
+    verdict.assert_kept(repeats=True)
+    verdict.assert_kept(redelivered=True)
+    with pytest.raises(AssertionError, match="1 changed: sorted headers"):
+        verdict.assert_kept()
+
+
+def test_copies_without_any_mark_are_counted() -> None:
+    """Letter 0 has no message_id: taken in twice, its copies have nothing in common but their content."""
+    assert verdict_of(arrival(b"17"), arrival(b"18")).nameless == 1
+    assert verdict_of(arrival(b"17"), arrival(b"17")).nameless == 0
+
+
+def test_ids_of_both_kinds_are_kept() -> None:
+    account = Account()
+    for id in (b"17", UUID, b"18"):
+        account.take(account.owe(Form.INT32, DUE_MS, DELAY_MS), arrival(id))
+    account.take(0, arrival(b"19"))
+    assert [[one.id for one in account.arrivals_of(n)] for n in range(3)] == [[b"17", b"19"], [UUID], [b"18"]]
+    account.take(0, arrival(b"19"))
+    account.take(1, arrival(UUID))
+    assert account.rows_back == 3
+    assert (account.back, account.arrived, dict(Arrivals(account)).keys()) == (3, 6, {0, 1, 2})
+
+
+def test_messages_under_the_id_of_another_are_found() -> None:
+    account = Account()
+    for id in (b"17", UUID, b"18", b"17", b"19", b"20"):
+        account.take(account.owe(Form.INT32, DUE_MS, DELAY_MS), arrival(id))
+    account.take(5, arrival(b"20"))
+    assert account.shared() == [0, 3]
+    account.take(1, arrival(b"19"))
+    assert account.shared() == [0, 1, 3, 4]
+    verdict = account.verdict({})
+    with pytest.raises(AssertionError, match="4 have the x-delayer-id of another"):
+        verdict.assert_apart()
+
+
+def test_copies_of_one_id_have_one_due_instant() -> None:
+    verdict = verdict_of(arrival(b"17"), arrival(b"17", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9))
+    assert verdict.two_faced == [0]
+    with pytest.raises(AssertionError, match="one id and two due instants"):
+        verdict.assert_kept(repeats=True)
+    assert not verdict_of(arrival(b"17"), arrival(b"18", due_ms=DUE_MS + 3, at_ms=DUE_MS + 9)).two_faced
+
+
+def test_a_letter_whose_own_headers_were_sorted_is_known_as_such() -> None:
+    letters = Letters(3)
+    all_of_them = [letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS) for number in range(32)]
+    found = set()
+    for letter in all_of_them:
+        table = table_of([*sorted(letter.kept), (b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))])
+        came = letter.head + struct.pack(">I", len(table)) + table + letter.tail
+        resorted = sorted(letter.kept) != letter.kept
+        assert letter.gained(letter.routing_key, came, letter.body) == Gained(b"17", DUE_MS, resorted)
+        found.add(resorted)
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize("number", range(32))
+def test_a_letter_that_a_broker_sorted_is_known(number: int) -> None:
+    letters = Letters(3)
+    letter = letters.letter(number, letters.form(number, None), DUE_MS, DELAY_MS)
+    gained = [(b"x-delayer-id", text(b"17")), (b"x-delayer-due", long(DUE_MS))]
+    table = table_of(sorted([*letter.kept, *gained]))
+    came = letter.head + struct.pack(">I", len(table)) + table + letter.tail
+    assert letter.gained(letter.routing_key, came, letter.body, sorts=True) == Gained(b"17", DUE_MS)
+    ours = came.index(b"\x0dx-delayer-due")
+    behind = ours + len(table_of(gained))
+    for at in [*range(ours), *range(behind, len(came))]:
+        assert letter.gained(letter.routing_key, _flipped(came, at), letter.body, sorts=True) is None, at
