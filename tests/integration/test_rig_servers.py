@@ -197,7 +197,7 @@ def test_nothing_outlives_its_owner(end: Callable[[subprocess.Popen[str]], None]
 def test_a_disk_does_not_outlive_its_owner(tmp_path: Path) -> None:
     """What was mounted for a server is unmounted after SIGKILL to who started it."""
     program = (
-        "from tests.support.postgres_kinds import SmallDisk; SmallDisk(80).start(); print(0, flush=True); input()"
+        "from tests.support.postgres_kinds import SmallDisk; SmallDisk(80).start(); print('up', flush=True); input()"
     )
     place = _passable(tmp_path)
     with subprocess.Popen(
