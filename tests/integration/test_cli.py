@@ -411,7 +411,12 @@ def test_status(delayer: Run) -> None:
     assert answer["broker"]["queues"]["delays"] == 3
     assert answer["broker"]["queues"]["delays.refused"] == 0
     assert len(answer["broker"]["cascade"]) == LEVELS
-    assert (answer["store"]["waiting"], answer["store"]["held"], answer["store"]["lanes"]) == (0, 0, [])
+    assert (answer["store"]["waiting"], answer["store"]["held"]) == (0, 0)
+    lanes = answer["store"]["lanes"]
+    assert [lane["lane"] for lane in lanes] == [1, 2, 3, 4]
+    for lane in lanes:
+        assert (lane["route"], lane["owner"], lane["alive"]) == (None, "", False)
+        assert (lane["waiting"], lane["held"], lane["released"]) == (0, 0, 0)
     nothing = {"count": 0, "messages": 0, "broken": 0, "broken_messages": 0, "late": 0, "late_messages": 0}
     assert answer["store"]["segments"] == {**nothing, "next_due_ms": None}
     assert "compacted" not in told.stdout
