@@ -1,4 +1,4 @@
-"""Properties and headers for people: decoded, each with its type, and compared as text. Never on the hot path."""
+"""Messages for people: properties and headers with their types, addresses and instants. Never on the hot path."""
 
 from __future__ import annotations
 
@@ -89,6 +89,20 @@ def _instant(seconds: int) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (OverflowError, ValueError, OSError):
         return f"{seconds} s"
+
+
+def iso(at_ms: int) -> str:
+    """An instant in UTC, to the millisecond; beyond the calendar, the number."""
+    try:
+        whole = datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"{at_ms} ms"
+    return f"{whole}.{at_ms % 1000:03d}Z"
+
+
+def address(exchange: bytes, routing_key: bytes) -> str:
+    """A destination: the exchange and the key, or the queue."""
+    return f"{text(exchange)} / {text(routing_key)}" if exchange else f"queue {text(routing_key)}"
 
 
 def preview(body: bytes, limit: int = PREVIEW) -> str:

@@ -3,6 +3,7 @@
 BrokerLost (core)
 └─ BrokerUnreachable   no connection, or it broke, or no answer came in time: try again later
 BrokerRefused          the broker answered, and said no: wrong user, no such vhost, no permission
+QueueMissing           a queue that the command works with does not exist
 TopologyMismatch       an exchange or a queue exists, but is not what we want of that name
 
 No text holds a password: it names host, port and vhost only.
@@ -23,6 +24,10 @@ class BrokerUnreachable(BrokerLost):
 
 class BrokerRefused(Exception):
     """The broker answered and refused: the login, the vhost, or the operation. Trying again changes nothing."""
+
+
+class QueueMissing(Exception):
+    """A queue does not exist that a command works with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import asyncio
 
 import click
 
+from delayer.amqp.reading import iso
 from delayer.cli.options import as_json, limit_option, request_of, store_url
-from delayer.cli.output import iso, print_json, print_table
+from delayer.cli.output import print_json, print_table
 from delayer.store.admin import audit_log as trail
 from delayer.store.admin import listing
 

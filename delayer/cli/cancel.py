@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from delayer.amqp import reading
+from delayer.amqp.reading import iso
 from delayer.cli.errors import DONE, FOUND
 from delayer.cli.list import say_native
 from delayer.cli.options import (
@@ -26,7 +27,7 @@ from delayer.cli.options import (
     whoami,
     yes_option,
 )
-from delayer.cli.output import counted, iso, note, print_json, progress
+from delayer.cli.output import counted, note, print_json, progress
 from delayer.config import duration_ms, duration_text
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions, audit_log, listing
@@ -59,7 +60,7 @@ def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool,
       delayer cancel --key order-4711
       delayer cancel --route mail.in --due-after 7d --dry-run
     """
-    _act(context, "cancel", actions.canceller(), tokens, {}, as_json=as_json, **given)
+    _act(context, "cancel", actions.cancel, tokens, {}, as_json=as_json, **given)
 
 
 def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import IO, Any
 import click
 
 from delayer.audit.errors import JobFailed, JobImpossible, JobMisused
-from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
+from delayer.broker.errors import BrokerRefused, Mismatch, QueueMissing, TopologyMismatch
 from delayer.config import ConfigError
 from delayer.config.errors import readable
 from delayer.core import errors
@@ -54,7 +54,7 @@ class Unreached(Failure):
 
 
 EXPECTED_ERRORS = (
-    ConfigError, BrokerLost, BrokerRefused, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
+    ConfigError, BrokerLost, BrokerRefused, QueueMissing, TopologyMismatch, StoreLost, SchemaOutdated, BadStoreUrl,
     JobImpossible, JobMisused, JobFailed,
 )  # fmt: skip
 
@@ -88,7 +88,7 @@ def failure(error: Exception) -> Failure:
         case StoreLost():
             made = Unreached(f"the store is out of reach: {text}. Next: check store.url, and that it runs.")
         case _:
-            made = Off(text)  # what is outdated has its advice in its text
+            made = Off(f"{text}.")  # the texts of the others hold the advice
     return made
 
 

@@ -11,6 +11,7 @@ import asyncpg
 import click
 
 from delayer.amqp import reading
+from delayer.amqp.reading import address, iso
 from delayer.cli.errors import DONE, FOUND
 from delayer.cli.list import json_of
 from delayer.cli.options import (
@@ -27,7 +28,7 @@ from delayer.cli.options import (
     whoami,
     yes_option,
 )
-from delayer.cli.output import address, counted, iso, note, print_json, print_table
+from delayer.cli.output import counted, note, print_json, print_table
 from delayer.core.filters import Filter, Token
 from delayer.store.admin import actions, audit_log, detail, listing
 from delayer.store.admin.detail import HeldEntry

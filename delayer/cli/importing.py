@@ -13,11 +13,12 @@ import click
 
 from delayer.amqp import envelopes
 from delayer.amqp.address import Address
+from delayer.amqp.reading import address, iso
 from delayer.broker.connection import Relay
 from delayer.broker.publisher import RelayPublisher
 from delayer.cli.errors import DONE, FOUND, Failure, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, instant_ms, request_of, whoami, yes_option
-from delayer.cli.output import address, iso, note, print_json, print_table, progress
+from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.importing import OTHER_REASONS, Goal, Meant, NotARewrite, Rewrite, Run, Survey, read_rewrite

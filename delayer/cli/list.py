@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from delayer.amqp import reading
+from delayer.amqp.reading import address, iso
 from delayer.cli.errors import FOUND, Misused
 from delayer.cli.options import (
     as_json,
@@ -20,7 +21,7 @@ from delayer.cli.options import (
     store_url,
     tokens,
 )
-from delayer.cli.output import address, iso, note, print_json, print_table, when
+from delayer.cli.output import note, print_json, print_table, when
 from delayer.config import Settings
 from delayer.core.filters import Filter, Token, read_token
 from delayer.store.admin import detail, listing

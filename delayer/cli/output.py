@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 
 import click
 
-from delayer.amqp import reading
 from delayer.config.errors import readable
 from delayer.core.plain_json import escaped
 
@@ -129,18 +128,3 @@ def roughly(seconds: int) -> str:
         if seconds >= 2 * size:
             return f"{seconds // size}{unit}"
     return f"{seconds}s"
-
-
-def iso(at_ms: int) -> str:
-    """An instant in UTC, to the millisecond; beyond the calendar, the number."""
-    try:
-        whole = datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    except (OverflowError, ValueError, OSError):
-        return f"{at_ms} ms"
-    return f"{whole}.{at_ms % 1000:03d}Z"
-
-
-def address(exchange: bytes, routing_key: bytes) -> str:
-    """A destination: the exchange and the key, or the queue."""
-    key = reading.text(routing_key)
-    return f"{reading.text(exchange)} / {key}" if exchange else f"queue {key}"

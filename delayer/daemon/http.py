@@ -10,10 +10,7 @@ import structlog
 
 from delayer.amqp import reading
 from delayer.broker.brief import briefly
-from delayer.broker.errors import BrokerRefused
-from delayer.cli import refused
-from delayer.cli.errors import Off
-from delayer.cli.output import address
+from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.config import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
@@ -21,6 +18,9 @@ from delayer.daemon.daemon import Daemon
 from delayer.http.ports import Depths, RefusedRow, State
 from delayer.http.recent import Recent
 from delayer.http.server import HttpPart
+from delayer.intake.refusals import Doors
+from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, refused_queue
+from delayer.store.admin import actions, audit_log
 
 log = structlog.get_logger(__name__)
 
@@ -69,32 +69,46 @@ class DaemonInside:
     async def refused(self, limit: int) -> tuple[list[RefusedRow], int]:
         """See the port."""
         with _reached():
-            found, depth = await refused.look(self.settings, refused.ANY, limit)
-        return [_row(one) for one in found], depth
+            seen = await self._refused().look(limit=limit)
+        return [_row(one) for one in seen.found], seen.depth
 
     async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
         """See the port."""
-
-        def unwritten(messages: int) -> None:
-            log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
-
+        wanted, url = Selection(ids), self.settings.store_url
         with _reached():
-            done = await refused.do(self.settings, verb, refused.Wanted(ids, "", None), who, unwritten=unwritten)
-        return done.messages, [*done.left, *([("the rest", "too many stand before it")] if done.cut else [])]
+            if url is None:
+
+                async def add(messages: int) -> None:
+                    if messages:
+                        log.warning("refused acted on", verb=verb, messages=messages, ids=sorted(ids), who=who)
+
+                done = await self._refused().change(verb, wanted, add)
+            else:
+                async with actions.recorded(url, who, f"refused {verb}", wanted.as_dict()) as (connection, act):
+                    done = await self._refused().change(
+                        verb, wanted, lambda messages: audit_log.add(connection, act, messages)
+                    )
+        left = [(one.refusal.id, why) for one, why in done.left]
+        return len(done.found), [*left, *([("the rest", "too many stand before it")] if done.cut else [])]
+
+    def _refused(self) -> SetAside[RefusedMessage]:
+        settings = self.settings
+        doors = Doors.of(settings.intake.queue, (route.from_ for route in settings.routes))
+        return refused_queue(settings.broker_url, settings.refused.queue, doors)
 
 
 @contextmanager
 def _reached() -> Iterator[None]:
     try:
         yield
-    except (BrokerRefused, Off) as error:
+    except (BrokerRefused, QueueMissing) as error:
         raise BrokerLost(str(error)) from error
 
 
-def _row(one: refused.Seen, preview: int = 80, most: int = 40, longest: int = 300) -> RefusedRow:
+def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 300) -> RefusedRow:
     """A row with so many bytes of the body, and so many properties and headers of so many characters."""
     refusal = one.refusal
-    came_in = "?" if refusal.exchange is None else address(refusal.exchange, refusal.routing_key or b"")
+    came_in = "?" if refusal.exchange is None else reading.address(refusal.exchange, refusal.routing_key or b"")
     body = reading.preview(one.head, preview)
     read = reading.read(one.properties)
     said = [*read.properties.items(), *((f"{header.name} ({header.type})", header.value) for header in read.headers)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from delayer.amqp.edits import EXPIRATION, ID, USER_ID
@@ -34,6 +34,10 @@ class Doors(NamedTuple):
 
     queue: bytes
     exchanges: frozenset[bytes]
+
+    @classmethod
+    def of(cls, queue: str, exchanges: Iterable[str]) -> Doors:
+        return cls(queue.encode(), frozenset(one.encode() for one in exchanges))
 
     def lead_in(self, exchange: bytes, routing_key: bytes) -> bool:
         """Whether a message may have come in so."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from delayer.amqp import reading
-from delayer.cli import held, refused
+from delayer.cli import held
+from delayer.cli.set_aside import refused_of
 from delayer.config import load
 from delayer.core.filters import Filter
 from delayer.core.hold import Hold, HoldKind
@@ -266,8 +267,9 @@ async def test_large_ones_are_looked_at_without_being_kept(applied: Run, vhost: 
     async with await Raw.connect(vhost) as raw:
         await raw.publish(*(one._replace(body=b"\xc3\xa4" * 150_000) for _ in range(3)))
     settings = load(None, {}, {"broker.url": vhost})
-    found, depth = await refused.look(settings, refused.ANY, 2)
-    assert (len(found), depth) == (2, 3)
+    seen = await refused_of(settings).look(limit=2)
+    found = seen.found
+    assert (len(found), seen.depth) == (2, 3)
     assert {one.size for one in found} == {300_000}
     assert all(len(one.head) <= reading.PREVIEW + 1 for one in found)
     (told, *_) = json.loads(applied("refused", "list", "--json").stdout)["messages"]

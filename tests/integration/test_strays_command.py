@@ -9,9 +9,9 @@ import time
 import pytest
 
 from delayer.amqp import envelopes
-from delayer.cli import strays
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
+from delayer.intake import set_aside
 from tests.integration.test_cli import Run, delayer
 from tests.support.raw import Message, Props, Raw, number
 
@@ -29,7 +29,7 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
 
 
 async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strays, "KEPT", 6)
+    monkeypatch.setattr(set_aside, "KEPT", 6)
     delayer("--mode", "native", "topology", "apply")
     async with await Raw.connect(vhost) as raw:
 
@@ -73,6 +73,6 @@ def test_of_a_large_one_it_keeps_the_beginning() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
     read = envelopes.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
-    shown = strays.Seen.of(delivery, read)
+    shown = set_aside.Stray.of(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
     assert (shown.size, shown.hold.text) == (1_000_000, "312")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import asyncpg
 
-from delayer.cli.output import iso
+from delayer.amqp.reading import iso
 from tests.faults.place import eventually
 from tests.runbooks.desk import NOT_OK, Desk
 from tests.support.flow import flowing

@@ -10,7 +10,8 @@ import asyncpg
 
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog, compact, unpacking
+from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import compact as packing
 
 _US = "(extract(epoch FROM {0}) * 1000000)::bigint AS {0}"
 _INSTANT = "'epoch'::timestamptz + {0} * interval '1 microsecond'"
@@ -129,11 +130,11 @@ async def conserved(admin: asyncpg.Connection) -> dict[str, int]:
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 
 
-async def compact(admin: asyncpg.Connection, after_ms: int = 0, rows: int = compact.ROWS) -> list[compact.Compacted]:
+async def compact(admin: asyncpg.Connection, after_ms: int = 0, rows: int = packing.ROWS) -> list[packing.Compacted]:
     """Make segments of all that is due after ``after_ms``."""
     made = []
-    for window in await compact.windows(admin, after_ms, rows):
-        while (one := await compact.compact_one(admin, window, rows=rows)) is not None:
+    for window in await packing.windows(admin, after_ms, rows):
+        while (one := await packing.compact_one(admin, window, rows=rows)) is not None:
             made.append(one)
             if not one.more:
                 break

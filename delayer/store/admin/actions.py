@@ -15,7 +15,7 @@ whole portions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from functools import partial
@@ -365,8 +365,13 @@ async def acting(url: str, doing: str) -> AsyncIterator[asyncpg.Connection]:
         await pool.close(connection)
 
 
-def canceller() -> Do:
-    return cancel
+@asynccontextmanager
+async def recorded(
+    url: str, who: str, verb: str, asked: Mapping[str, Any]
+) -> AsyncIterator[tuple[asyncpg.Connection, int]]:
+    """The same with a new entry of the audit log, and its id. Raises as :func:`acting`."""
+    async with acting(url, verb) as connection:
+        yield connection, await audit_log.begin(connection, who, verb, asked)
 
 
 def rescheduler(when: When) -> Do:

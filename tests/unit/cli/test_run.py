@@ -55,7 +55,7 @@ async def test_an_order_to_reload_that_comes_early_waits(slow_file: Path) -> Non
 
 
 BUG = """
-from delayer import app
+from delayer.daemon import app
 from delayer.config import Settings
 async def bug(*_):
     for number in range(2_000):

@@ -63,7 +63,7 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
 
 UNFLUSHED = """
 import sys
-from delayer import cli
+from delayer.cli import main as cli
 @cli.cli.command()
 def leaves(): sys.stdout.buffer.write(b"x")
 cli.VERBS["leaves"] = ""

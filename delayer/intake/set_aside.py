@@ -1,0 +1,244 @@
+"""Queues of messages that wait for an operator: the refused queue, and the strays queue of native mode.
+
+A look consumes the queue and acknowledges what it published again or dropped. When it ends, the broker returns the
+other messages to where they stood.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from delayer.amqp import reading
+from delayer.amqp.address import Address
+from delayer.amqp.envelopes import Envelope, Held, enveloped, stray
+from delayer.broker.admin import Admin
+from delayer.broker.connection import Relay
+from delayer.broker.consumer import RelayConsumer, RelaySubscription
+from delayer.broker.errors import QueueMissing
+from delayer.broker.publisher import RelayPublisher
+from delayer.core.cascade import Cascade, routing_key
+from delayer.core.hold import Hold, HoldKind, hold_for
+from delayer.core.message import Confirmed, Delivery, Outgoing, Target
+from delayer.intake.refusals import Doors, Refusal, again, told
+
+AT_ONCE: Final = 100
+"""Messages that are published together; each is acknowledged when it is confirmed."""
+KEPT: Final = 10_000
+"""Most messages that one look holds unacknowledged: it ends there."""
+UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at the end of the cascade")
+
+
+def _head(delivery: Delivery) -> bytes:
+    # One byte more than anybody shows, so that a cut is seen. A copy: a piece of the body would keep all of it.
+    return bytes(delivery.body[: reading.PREVIEW + 1])
+
+
+class RefusedMessage(NamedTuple):
+    """A refused message with the beginning of its body."""
+
+    refusal: Refusal
+    properties: bytes
+    head: bytes
+    size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ids that an operator may name it by."""
+        return self.refusal.id, self.refusal.message_id
+
+    @property
+    def exchange(self) -> bytes | None:
+        return self.refusal.exchange
+
+    @property
+    def reason(self) -> str:
+        return self.refusal.reason
+
+
+class Stray(NamedTuple):
+    """A stray with the beginning of its body. ``due_ms`` is None if its envelope cannot be read."""
+
+    id: str
+    due_ms: int | None
+    target: Target
+    exchange: bytes
+    route: bytes
+    attempts: int
+    hold: Hold
+    head: bytes
+    size: int
+
+    @classmethod
+    def of(cls, delivery: Delivery, read: Envelope | str) -> Stray:
+        """``read``: its envelope, or why it has none."""
+        head, size = _head(delivery), len(delivery.body)
+        if isinstance(read, str):
+            return cls("", None, Target(b"", b""), b"", b"", 0, Hold(HoldKind.UNFIT, read), head, size)
+        parcel, held = read.parcel, read.held or Held(UNKNOWN, 0, None)
+        id, hold = reading.text(read.id), held.hold
+        return cls(id, parcel.due_ms, parcel.target, parcel.exchange, parcel.route, held.attempts, hold, head, size)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ids that an operator may name it by."""
+        return (self.id,)
+
+    @property
+    def reason(self) -> str:
+        return self.hold.text
+
+
+class Selection(NamedTuple):
+    """A filter of messages. Empty: all."""
+
+    ids: frozenset[str] = frozenset()
+    reason: str = ""
+    exchange: str | None = None
+
+    def matches(self, one: RefusedMessage | Stray) -> bool:
+        named = not self.ids or not self.ids.isdisjoint(one.names)
+        from_there = self.exchange is None or one.exchange == self.exchange.encode("utf-8", "surrogateescape")
+        return named and from_there and self.reason in one.reason
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the audit log."""
+        given: dict[str, Any] = {"ids": sorted(self.ids)} if self.ids else {}
+        given |= {"reason": self.reason} if self.reason else {}
+        return given | ({"exchange": self.exchange} if self.exchange is not None else {})
+
+
+ANY: Final = Selection()
+T = TypeVar("T", RefusedMessage, Stray)
+
+
+@dataclass(slots=True)
+class Result(Generic[T]):
+    """The messages that match; of a change those that it changed, and those that stay with the reason. ``looked``:
+    how many of ``depth`` messages were looked at."""
+
+    depth: int
+    looked: int = 0
+    found: list[T] = field(default_factory=list)
+    left: list[tuple[T, str]] = field(default_factory=list)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the look ended before the last message."""
+        return self.depth > self.looked >= KEPT
+
+
+Add = Callable[[int], Awaitable[None]]
+"""Adds a number of changed messages to the audit log."""
+Publish = Callable[[Delivery, int], Outgoing | str]
+"""How a message is published again, or why it cannot be; with the most bytes of properties that fit a frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside(Generic[T]):
+    """One queue of such messages. All methods raise BrokerLost, BrokerRefused, QueueMissing."""
+
+    url: str
+    queue: str
+    _read: Callable[[Delivery, int], T]
+    _again: Publish
+
+    async def look(self, wanted: Selection = ANY, limit: int | None = None) -> Result[T]:
+        """The messages that match among the first ``limit``, or among the first KEPT. They stay in the queue."""
+        async with self._consuming(limit or KEPT) as (subscription, publisher, result):
+            async for some in _portions(subscription, min(limit or KEPT, result.depth), result):
+                read = (self._read(one, publisher.max_properties) for one in some)
+                result.found += [one for one in read if wanted.matches(one)]
+        return result
+
+    async def change(self, verb: str, wanted: Selection, add: Add, limit: int | None = None) -> Result[T]:
+        """Publish again ("retry") or "drop" the messages that match among the first ``limit``, or the first KEPT. Each
+        is added to the audit log before it leaves the queue."""
+        async with self._consuming(KEPT) as (subscription, publisher, result):
+            async for some in _portions(subscription, min(limit or KEPT, KEPT, result.depth), result):
+                read = [(one, self._read(one, publisher.max_properties)) for one in some]
+                meant = [(delivery, one) for delivery, one in read if wanted.matches(one)]
+                whys = [""] * len(meant)
+                if verb == "retry":
+                    whys = await self._publish(publisher, [delivery for delivery, _ in meant])
+                await add(whys.count(""))
+                for (delivery, one), why in zip(meant, whys, strict=True):
+                    if why:
+                        result.left.append((one, why))
+                    else:
+                        subscription.ack(delivery.tag, multiple=False)
+                        result.found.append(one)
+        return result
+
+    async def _publish(self, publisher: RelayPublisher, some: Sequence[Delivery]) -> list[str]:
+        """For each "" when it is confirmed, else the reason why it stays."""
+        prepared = [self._again(one, publisher.max_properties) for one in some]
+        outcomes = iter(await publisher.publish([one for one in prepared if isinstance(one, Outgoing)]))
+        confirmed = Confirmed
+        return [
+            one if isinstance(one, str) else "" if isinstance(out := next(outcomes), confirmed) else hold_for(out).text
+            for one in prepared
+        ]
+
+    @asynccontextmanager
+    async def _consuming(self, prefetch: int) -> AsyncIterator[tuple[RelaySubscription, RelayPublisher, Result[T]]]:
+        async with await Admin.connect(self.url, name=f"delayer {self.queue}") as admin:
+            depth = (await admin.depths([self.queue]))[self.queue]
+        if depth is None:
+            raise QueueMissing(f'queue "{self.queue}" does not exist. Next: `delayer topology apply`.')
+        # Two connections: a paused consumer must not delay the confirms.
+        relays = [Relay(Address.parse(self.url), f"delayer {self.queue} {n}", heartbeat=20.0) for n in (1, 2)]
+        for relay in relays:
+            relay.start()
+        publisher = RelayPublisher(relays[1])
+        try:
+            subscription = await RelayConsumer(relays[0]).subscribe(self.queue, prefetch)
+            try:
+                yield subscription, publisher, Result(depth)
+            finally:
+                await subscription.close()  # returns the rest to where it stood
+        finally:
+            await publisher.close()
+            for relay in relays:
+                await relay.close()
+
+
+async def _portions(subscription: RelaySubscription, count: int, result: Result[T]) -> AsyncIterator[list[Delivery]]:
+    """The next ``count`` messages, without those that arrive later (a retried message may be refused again)."""
+    empty = 0
+    while result.looked < count and empty < 3:  # seconds; after that, another consumer has the rest
+        some = await subscription.next_batch(min(count - result.looked, AT_ONCE), 0.02)
+        empty = 0 if some else empty + 1
+        result.looked += len(some)
+        if some:
+            yield some
+
+
+def refused_queue(url: str, queue: str, doors: Doors) -> SetAside[RefusedMessage]:
+    """The refused queue. A retried message goes back to the exchange that it came in by, one of ``doors``."""
+
+    def read(delivery: Delivery, _most: int) -> RefusedMessage:
+        return RefusedMessage(told(delivery, doors), delivery.properties, _head(delivery), len(delivery.body))
+
+    return SetAside(url, queue, read, lambda delivery, _most: again(delivery, doors))
+
+
+def strays_queue(url: str, cascade: Cascade, due_queue: bytes) -> SetAside[Stray]:
+    """The strays queue of ``cascade``. A retried message goes to the due queue, where the daemon tries it at once."""
+    exchange = cascade.delivery.encode()
+
+    def read(delivery: Delivery, most: int) -> Stray:
+        return Stray.of(delivery, stray(delivery, exchange, due_queue, most))
+
+    def publish(delivery: Delivery, most: int) -> Outgoing | str:
+        one = stray(delivery, exchange, due_queue, most)
+        if isinstance(one, str):
+            return one
+        held = one.held and Held(one.held.hold, 0, time.time_ns() // 1_000_000)
+        properties = enveloped(one.parcel, one.id, held)
+        return Outgoing(exchange, routing_key(0, due_queue), properties, one.parcel.body, one.id)
+
+    return SetAside(url, cascade.strays, read, publish)
