@@ -21,19 +21,20 @@ AT_MOST = 100
 
 COMPACT = f"""
 import asyncio, sys
-from delayer.store import session
+from delayer.store import pool
 from tests.support.rows import compact
 async def main():
-    connection = await session.connect(sys.argv[1], "victim")
+    connection = await pool.connect(sys.argv[1], "victim")
     await compact(connection, rows={AT_MOST})
 asyncio.run(main())
 """
 RESTORE = """
 import asyncio, sys
-from delayer.store import segments, session
+from delayer.store import pool
+from delayer.store.segments import catalog
 async def main():
-    connection = await session.connect(sys.argv[1], "victim")
-    while await segments.restore_one(connection, segments.FOREVER_MS):
+    connection = await pool.connect(sys.argv[1], "victim")
+    while await catalog.restore_one(connection, catalog.FOREVER_MS):
         pass
 asyncio.run(main())
 """

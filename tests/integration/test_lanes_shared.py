@@ -158,7 +158,7 @@ async def test_eight_processes_that_die_hang_and_return(database: str) -> None:
 
 FROZEN = """
 import asyncio, sys
-from delayer.store import session
+from delayer.store import pool
 from delayer.store.lanes.locks import application_of
 
 async def never():
@@ -167,7 +167,7 @@ async def never():
     yield b""
 
 async def main(url):
-    connection = await session.connect(url, application_of(1), {"idle_session_timeout": "1s"})
+    connection = await pool.connect(url, application_of(1), {"idle_session_timeout": "1s"})
     assert await connection.fetchval("SELECT pg_try_advisory_lock('lane'::regclass::oid::int, 1)")
     await connection.copy_to_table("held", source=never())
 

@@ -41,14 +41,14 @@ async def test_the_upkeep_s_session_ends_when_it_says_nothing(database: str, mon
 
 COPYING = """
 import asyncio, sys
-from delayer.store import session
+from delayer.store import pool
 
 async def silent():
     yield b""
     await asyncio.Event().wait()
 
 async def main(url):
-    connection = await session.connect_plain(url, "delayer park")
+    connection = await pool.connect_plain(url, "delayer park")
     await connection.copy_to_table("counter", source=silent(), timeout=300)
 
 asyncio.run(main(sys.argv[1]))

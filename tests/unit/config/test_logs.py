@@ -173,7 +173,7 @@ def test_every_event_has_a_meaning_and_no_variable_part() -> None:
 
 GAP = """
 import os, sys
-from delayer import telemetry
+from delayer.config import logs as telemetry
 import structlog
 telemetry.log_in_background()
 telemetry.configure("json", "info")
