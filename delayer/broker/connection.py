@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import structlog
@@ -40,6 +41,21 @@ class Relay:
         """The open connection, if there is one now."""
         return self._connection
 
+    @property
+    def blocked(self) -> bool:
+        """Whether the broker takes no publishes (a resource alarm). It tells a connection so when that one publishes:
+        perhaps only one that :meth:`another` opened."""
+        return any(one.blocked for one in self._open())
+
+    async def unblocked(self) -> None:
+        """Return when the broker takes publishes on every connection. Raises ConnectionLost."""
+        for one in self._open():
+            await one.unblocked
+
+    def _open(self) -> list[Connection]:
+        every = (self._connection, *self._others)
+        return [one for one in every if one is not None and not one.closed.done()]
+
     def start(self) -> None:
         """Begin to connect, and to connect again whenever the connection is lost."""
         if self._keeper is None:
@@ -66,9 +82,11 @@ class Relay:
         The URL may say less than ``timeout``, not more: somebody waits.
         """
         seconds = timeout if self._address.timeout is None else min(timeout, self._address.timeout)
+        name = f"{self._name}, isolation"
         connection = await Connection.open(
-            replace(self._address, timeout=seconds), name=f"{self._name}, isolation", heartbeat=self._heartbeat
+            replace(self._address, timeout=seconds), name=name, heartbeat=self._heartbeat
         )
+        connection.on_alarm(partial(_alarmed, name))
         self._others = [one for one in self._others if not one.closed.done()] + [connection]
         return connection
 
@@ -105,7 +123,7 @@ class Relay:
             sparing.over()
             began = time.monotonic()
             self._connection = connection
-            connection.on_alarm(self._alarmed)
+            connection.on_alarm(partial(_alarmed, self._name))
             self._connected.set()
             reason = await asyncio.shield(connection.closed)
             self._connected.clear()
@@ -118,8 +136,9 @@ class Relay:
                 await asyncio.sleep(pause(failures, random.random()))
                 failures += 1
 
-    def _alarmed(self, reason: str) -> None:
-        if reason:
-            log.warning("broker blocked", connection=self._name, reason=reason)
-        else:
-            log.info("broker unblocked", connection=self._name)
+
+def _alarmed(name: str, reason: str) -> None:
+    if reason:
+        log.warning("broker blocked", connection=name, reason=reason)
+    else:
+        log.info("broker unblocked", connection=name)

@@ -134,7 +134,7 @@ class Isolation:
     async def replace(self, connection: Connection) -> None:
         """Not even a channel could be opened on the publishers' ``connection``: end it if the broker answers here. A
         channel that waits for a queue may keep the broker from reading its connection."""
-        if not connection.blocked and await self._answers() and self._relay.current is connection:
+        if not self._relay.blocked and await self._answers() and self._relay.current is connection:
             connection.drop("the broker does not read this connection, and answers on another")
 
     # What publishers ask. A message without an outcome afterwards is in doubt.
@@ -175,6 +175,8 @@ class Isolation:
 
         async def work() -> None:
             while (todo := case.unknown(indexes)) and batch[todo[0]].exchange not in self.exchanges:
+                if self._relay.blocked:
+                    raise BrokerLost("the broker blocks publishers (a resource alarm)")
                 try:
                     async with self._turn(case):
                         await self._probe(case, next(iter(self.breaker.groups(batch, todo).values())), indexes)
@@ -359,6 +361,9 @@ class Isolation:
     async def _judge(self, case: _Case, silent: Sequence[_Silent]) -> None:
         """Open the breakers of destinations that were silent while the broker confirmed others. Without others, the
         answer to a message that no queue can be meant by counts the second time."""
+        if self._relay.blocked:  # so nothing is known of a destination
+            case.in_doubt.update(index for one in silent for index in one.group)
+            return
         unproven = [one for one in silent if not self._proven(case, one)]
         again = [one for one in unproven if self.breaker.knows(one.where) or self._heard >= case.began]
         answers = bool(again) and await self._answers()
@@ -422,7 +427,14 @@ class Isolation:
         finally:
             self._users -= 1
             if not self._users:
-                self._idle = asyncio.get_running_loop().call_later(10.0, self.close)
+                self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """End the second connection, but not while it is blocked: the broker says there when it takes publishes."""
+        if self._connection is not None and self._connection.blocked:
+            self._idle = asyncio.get_running_loop().call_later(10.0, self._close_idle)
+        else:
+            self.close()
 
     async def _connected(self, deadline: float, channels: int, *, own: bool) -> Connection:
         async with self._connecting:

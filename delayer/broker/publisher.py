@@ -61,8 +61,7 @@ class RelayPublisher:
     @property
     def ready(self) -> bool:
         """Connected, and not blocked by a resource alarm of the broker."""
-        connection = self._relay.current
-        return connection is not None and not connection.blocked
+        return self._relay.current is not None and not self._relay.blocked
 
     @property
     def max_properties(self) -> int:
@@ -153,9 +152,9 @@ class RelayPublisher:
             await self._together(batch, [index for index in indexes if index not in outcomes], outcomes, deadline)
 
     async def _usable(self) -> None:
-        connection = await self._relay.connection(self._timeout)
+        await self._relay.connection(self._timeout)
         try:
-            await asyncio.wait_for(connection.unblocked, self._timeout)
+            await asyncio.wait_for(self._relay.unblocked(), self._timeout)
         except TimeoutError as late:
             raise BrokerLost("the broker blocks publishers (a resource alarm)") from late
 
@@ -197,7 +196,7 @@ class RelayPublisher:
             return
         unknown = [index for index in indexes if index not in outcomes]
         if isinstance(lost, ConfirmTimeout):
-            if not connection.blocked:
+            if not self._relay.blocked:
                 await self._isolation.unanswered(batch, unknown, outcomes, deadline)
         elif lost.objects:
             log.warning("publish channel closed", reason=str(lost), in_doubt=len(unknown))

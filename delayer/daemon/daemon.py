@@ -137,14 +137,14 @@ class Relays:
 
     def blocked(self) -> bool:
         """Whether the broker takes no publishes on one of them."""
-        return any(relay.current is not None and relay.current.blocked for relay in self._relays.values())
+        return any(relay.blocked for relay in self._relays.values())
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Of each: whether it is connected and blocked, and the number of connects."""
         return {
             use: {
                 "connected": relay.current is not None,
-                "blocked": relay.current is not None and relay.current.blocked,
+                "blocked": relay.blocked,
                 "connects": relay.connects,
             }
             for use, relay in self._relays.items()

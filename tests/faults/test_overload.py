@@ -81,9 +81,6 @@ def megabytes(daemon: DaemonProcess) -> float:
     return float(psutil.Process(daemon.pid).memory_info().rss / 1e6)
 
 
-@pytest.mark.xfail(
-    reason="a gap: while the broker is blocked, batches with messages due at once are parked too slowly", strict=False
-)
 @pytest.mark.deadline(120)
 async def test_a_blocked_broker_stops_releasing_not_parking(postgres: Postgres, store: str) -> None:
     """Also when half of what comes in is due at once: it waits in the store as well, and stops nobody."""
