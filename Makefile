@@ -20,11 +20,11 @@ venv: ## .venv with the delayer command in it, and nothing else
 	@.ci/setup venv
 
 .PHONY: demo
-demo: ready ## the main job, before your eyes: private servers, both modes, an audit, a summary; under a minute (installing, the first time, is some more)
+demo: servers ## the main job on private servers: both modes, an audit, a summary; under a minute once installed
 	@$(PYTHON_OF_VENV) -m tests.support.demo
 
 .PHONY: run
-run: ready ## private servers and the daemon, up until Ctrl-C; prints how to send a message
+run: servers ## private servers and the daemon, up until Ctrl-C; prints how to send a message
 	@$(PYTHON_OF_VENV) -m tests.support.up
 
 .PHONY: test
@@ -44,7 +44,7 @@ mutants: ready ## break one line at a time and see that its tests notice (MUTANT
 	@$(PYTHON_OF_VENV) -m tests.mutants $(MUTANTS)
 
 .PHONY: soak
-soak: ready ## two daemons in both modes while everything breaks, and an account of every message (SOAK_MINUTES=10)
+soak: servers ## two daemons in both modes while everything breaks, and an account of every message (SOAK_MINUTES=10)
 	@SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(PYTHON_OF_VENV) -m tests.soak $(SOAK_ARGS)
 
 .PHONY: test-brokers
@@ -60,11 +60,11 @@ check: dev lint ## style, types and import rules; no server
 	@$(PYTHON_OF_VENV) -m pytest --quiet tests/unit/test_imports.py
 
 .PHONY: bench
-bench: ready ## rates, lateness and cost beside the ceilings of broker and database; about an hour (BENCH_ARGS=…)
+bench: servers ## rates, lateness and cost beside the ceilings of broker and database; about an hour (BENCH_ARGS=…)
 	@$(PYTHON_OF_VENV) -m bench $(BENCH_ARGS)
 
 .PHONY: bench-quick
-bench-quick: ready ## the same in small, without the sections that take minutes
+bench-quick: servers ## the same in small, without the sections that take minutes
 	@$(PYTHON_OF_VENV) -m bench --quick $(BENCH_ARGS)
 
 .PHONY: clean
@@ -74,11 +74,13 @@ clean: ## delete .venv and whatever was made here
 
 # ---- steps of the above
 
-.PHONY: dev ready lint
+.PHONY: dev servers ready lint
 dev:
 	@.ci/setup dev
-ready:
+servers:
 	@.ci/setup dev servers
+ready:
+	@.ci/setup dev servers mariadb
 lint: dev
 	@$(PYTHON_OF_VENV) -m ruff check --quiet .
 	@$(PYTHON_OF_VENV) -m ruff format --check --quiet .

@@ -141,7 +141,9 @@ async def main() -> int:
         with View(console, ledger) as view:
             report = await watch(stack, ledger, view)
     seconds = time.monotonic() - started
-    return max(ledger.report(console, seconds), demo_audit.show(report, console))
+    code = max(ledger.report(console, seconds), demo_audit.show(report, console))
+    console.print("\nNext: `make run` starts servers and a daemon to try commands on; docs/index.md lists the pages by task.")
+    return code
 
 
 if __name__ == "__main__":
