@@ -10,8 +10,7 @@ import click
 from rich.console import Console
 
 from delayer.cli.errors import DONE, FOUND, Failure, Misused
-from delayer.cli.jobs import conf_option, json_option, master_option
-from delayer.cli.options import request_of, store_url, store_url_of_hosts, url_of
+from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url, store_url_of_hosts, url_of
 from delayer.cli.output import note, progress
 from delayer.config import Settings
 from delayer.core.secret import SecretUrl
@@ -49,7 +48,7 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
     metavar="SHARE",
     help="Read this share of the store, such as 0.01, for a quick look. Sums and repeats are not judged then.",
 )
-@json_option
+@as_json
 @click.option(
     "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the report as a page."
 )

@@ -15,33 +15,28 @@ from delayer.cli.errors import DONE, FOUND
 from delayer.cli.list import say_native
 from delayer.cli.options import (
     agreed,
-    all_option,
     as_json,
-    dry_run_option,
-    filter_of,
+    change_options,
     filter_options,
     instant,
     request_of,
+    selected,
     store_url,
     tokens,
     whoami,
-    yes_option,
 )
 from delayer.cli.output import counted, note, print_json, progress
 from delayer.config import duration_ms, duration_text
 from delayer.core.filters import Filter, Token
-from delayer.store.admin import actions, audit_log, listing
+from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import Counted, Do, Found, When
 
 
 @click.command(short_help="Cancel messages: they are not delivered.")
 @tokens
 @filter_options
-@all_option
-@dry_run_option
-@yes_option
 @as_json
-@click.pass_context
+@change_options
 def cancel(context: click.Context, /, *, tokens: Sequence[Token], as_json: bool, **given: Any) -> None:
     """Cancel messages by their ids, or all that match a filter (--key, --route, --due-before, …; --all for all).
 
@@ -79,11 +74,8 @@ def _by(_context: click.Context, _option: click.Parameter, text: str | None) -> 
 )
 @click.option("--by", "by_ms", callback=_by, metavar="DURATION", help="Later by this, or earlier with a -.")
 @filter_options
-@all_option
-@dry_run_option
-@yes_option
 @as_json
-@click.pass_context
+@change_options
 def reschedule(
     context: click.Context,
     /,
@@ -128,11 +120,7 @@ def _act(
     as_json: bool,
     **given: Any,
 ) -> None:
-    wanted = filter_of(given)
-    if tokens and (everything or not wanted.everything):
-        raise click.UsageError("give either ids or a filter")
-    if not tokens and wanted.everything and not everything:
-        raise click.UsageError("expected the messages: ids, a filter, or --all")
+    wanted = selected(tokens, given, everything=everything)
     settings = request_of(context).settings()
     url = store_url(settings)
     say_native(settings)
@@ -147,11 +135,11 @@ def _named(
     url: str, verb: str, do: Do, tokens: Sequence[Token], new: Mapping[str, Any], *, dry_run: bool, as_json: bool
 ) -> int:
     async def work() -> dict[int, Found]:
-        async with actions.acting(url, verb) as connection:
-            if dry_run:
+        if dry_run:
+            async with actions.acting(url, verb) as connection:
                 return await actions.whereabouts(connection, tokens)
-            asked = {"ids": [str(token) for token in tokens], **new}
-            act = await audit_log.begin(connection, whoami(), verb, asked)
+        asked = {"ids": [str(token) for token in tokens], **new}
+        async with actions.recorded(url, whoami(), verb, asked) as (connection, act):
             return await actions.named(connection, do, tokens, act)
 
     found = asyncio.run(work())
@@ -233,8 +221,7 @@ def _filtered(
         return DONE
 
     async def work() -> Counter[Found]:
-        async with actions.acting(url, verb) as connection:
-            act = await audit_log.begin(connection, whoami(), verb, {**wanted.as_dict(), **new})
+        async with actions.recorded(url, whoami(), verb, {**wanted.as_dict(), **new}) as (connection, act):
             with progress() as say:
                 step = f"{verb.capitalize()} messages"
 

@@ -11,7 +11,7 @@ from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
-from delayer.cli.options import request_of
+from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings, duration_text
 from delayer.config.topology import cascade_of, topology_of, uses_cascade, without_effect
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 @click.command(short_help="Check configuration, broker, topology and store.")
 @click.option("--offline", is_flag=True, help="Only read the configuration; ask neither broker nor store.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@as_json
 @click.pass_context
 def check(context: click.Context, offline: bool, as_json: bool) -> None:
     """Check configuration, broker, topology and store; change nothing.

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delayer.cli.errors import FOUND, Unreached
-from delayer.cli.jobs import (
-    Spark,
-    conf_option,
-    duration,
-    in_bytes,
-    json_option,
-    master_option,
-    per_second,
-)
-from delayer.cli.options import request_of, store_url
-from delayer.cli.output import Say, note, print_json, progress
+from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
+from delayer.cli.output import in_bytes, note, per_second, print_json, progress
 
 if TYPE_CHECKING:
     from delayer.audit.compact import Done, Numbers, Plan
@@ -42,7 +33,7 @@ if TYPE_CHECKING:
     help="Messages of a segment, about.",
 )
 @click.option("--dry-run", is_flag=True, help="Count what would be packed, and change nothing. Needs no Spark.")
-@json_option
+@as_json
 @master_option
 @conf_option
 @click.pass_context
@@ -73,6 +64,7 @@ def compact(
       delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
     """
     from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
+    from delayer.audit import tasks  # noqa: PLC0415 - Spark
 
     settings = request_of(context).settings()
     url = store_url(settings)
@@ -81,21 +73,14 @@ def compact(
     if dry_run:
         _tell_plan(planned, asyncio.run(job.numbers(url, planned)), rows, as_json=as_json)
         return
-    with progress() as say:
-        done = _run(url, planned, rows, Spark(master, conf), say)
+    if not planned.windows:
+        done = job.nothing(url, planned)
+    else:
+        tasks.step_back()
+        with progress() as say, tasks.session("delayer compact", master, conf) as spark:
+            done = job.run(spark, url, planned, rows, say)
     _tell(done, as_json=as_json)
     _end(context, done)
-
-
-def _run(url: str, planned: Plan, rows: int, where: Spark, say: Say) -> Done:
-    from delayer.audit import compact as job  # noqa: PLC0415
-    from delayer.audit.tasks import session, step_back  # noqa: PLC0415 - Spark
-
-    if not planned.windows:
-        return job.nothing(url, planned)
-    step_back()
-    with session("delayer compact", where.master, where.conf) as spark:
-        return job.run(spark, url, planned, rows, say)
 
 
 def _tell_plan(planned: Plan, counted: Numbers, rows: int, *, as_json: bool) -> None:

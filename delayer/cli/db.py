@@ -9,7 +9,7 @@ from typing import Final
 import click
 
 from delayer.cli.errors import FOUND, Misused
-from delayer.cli.options import Request, store_url
+from delayer.cli.options import Request, as_json, store_url
 from delayer.cli.output import note, print_json
 from delayer.store import schema
 from delayer.store.admin import skipping
@@ -61,7 +61,7 @@ def upgrade(request: Request) -> None:
 
 
 @db.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json
 @click.pass_context
 def current(context: click.Context, as_json: bool) -> None:
     """Say which schema the store has, and which one this program needs. Exit code 1 if they differ.
@@ -90,7 +90,7 @@ def current(context: click.Context, as_json: bool) -> None:
 
 @db.command()
 @click.argument("number", type=click.IntRange(1, MOST_LANES), required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json
 @click.pass_obj
 def lanes(request: Request, number: int | None, as_json: bool) -> None:
     """Show the store's lanes, or raise their number to NUMBER.

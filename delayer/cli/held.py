@@ -16,21 +16,20 @@ from delayer.cli.errors import DONE, FOUND
 from delayer.cli.list import json_of
 from delayer.cli.options import (
     agreed,
-    all_option,
     as_json,
-    dry_run_option,
+    change_options,
     filter_of,
     filter_options,
     limit_option,
     request_of,
+    selected,
     store_url,
     tokens,
     whoami,
-    yes_option,
 )
 from delayer.cli.output import counted, note, print_json, print_table
 from delayer.core.filters import Filter, Token
-from delayer.store.admin import actions, audit_log, detail, listing
+from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.detail import HeldEntry
 from delayer.store.admin.listing import LAST_ID
 
@@ -93,10 +92,7 @@ async def _page(url: str, wanted: Filter, limit: int, after: int) -> detail.Held
 @held.command()
 @tokens
 @filter_options
-@all_option
-@dry_run_option
-@yes_option
-@click.pass_context
+@change_options
 def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
     """Try held messages again now: those of these ids, or all that match a filter.
 
@@ -115,10 +111,7 @@ def retry(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -
 @held.command()
 @tokens
 @filter_options
-@all_option
-@dry_run_option
-@yes_option
-@click.pass_context
+@change_options
 def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) -> None:
     """Drop held messages for good: those of these ids, or all that match a filter. They count as cancelled.
 
@@ -146,11 +139,7 @@ def _act(
     yes: bool,
     **given: Any,
 ) -> None:
-    wanted = filter_of(given)
-    if tokens and (everything or not wanted.everything):
-        raise click.UsageError("give either ids or a filter")
-    if not tokens and wanted.everything and not everything:
-        raise click.UsageError("expected the messages: ids, a filter, or --all")
+    wanted = selected(tokens, given, everything=everything)
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
     meant = Meant(wanted, ids)
@@ -212,8 +201,7 @@ async def _do(url: str, verb: str, meant: Meant) -> int:
     """Retry or drop all counted messages that are still held, and no later ones."""
     asked = {"ids": sorted(meant.ids)} if meant.ids else meant.wanted.as_dict()
     done = 0
-    async with actions.acting(url, f"held {verb}") as connection:
-        act = await audit_log.begin(connection, whoami(), f"held {verb}", asked)
+    async with actions.recorded(url, whoami(), f"held {verb}", asked) as (connection, act):
         async for some in _pages(connection, meant):
             work: Callable[[], Any] = partial(detail.drop, connection, some, act)
             if verb == "retry":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
@@ -17,7 +16,7 @@ from delayer.amqp.reading import address, iso
 from delayer.broker.connection import Relay
 from delayer.broker.publisher import RelayPublisher
 from delayer.cli.errors import DONE, FOUND, Failure, Misused, Off, Unreached
-from delayer.cli.options import agreed, as_json, instant_ms, request_of, whoami, yes_option
+from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config import Settings
 from delayer.config.topology import cascade_of
@@ -82,18 +81,6 @@ def failure_of(error: Exception) -> Failure:
             return Off(f"{error}.")
         case _:
             return Off(f"the counts differ: {error}. Nothing is lost; see docs/importing.md.")
-
-
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Messages make no cycles, and a batch of them is more than Python's collector waits for before it looks through
-    all that lives: as in the daemon (app.py)."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 10, 10)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 SUPERSEDED = "as a message waits under their key already, and stays"
@@ -277,18 +264,6 @@ Make = Callable[[Wanted, dict[str, Any], ImportStore], Source]
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _cutoff(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
-    found = instant_ms(text)
-    if found is None:
-        # Not "2h from now": a run that is resumed must say the same as before.
-        raise click.BadParameter(
-            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC), found {text!r}"
-        )
-    return found
-
-
 def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> tuple[Rewrite, ...]:
     """What an option of expressions says."""
     try:
@@ -298,7 +273,8 @@ def rewrites_of(_context: click.Context, _option: click.Parameter, given: tuple[
 
 
 _OPTIONS = (
-    click.option("--cutoff", "cutoff_ms", callback=_cutoff, metavar="INSTANT",
+    # Not "2h from now": a run that is resumed must say the same as before.
+    click.option("--cutoff", "cutoff_ms", callback=fixed_instant, metavar="INSTANT",
                  help="Only what is due then or later; the rest is left where it is."),
     click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N that are due soonest."),
     click.option("--rewrite-destination", "rewrites", multiple=True, callback=rewrites_of, metavar="EXPRESSION",
@@ -326,46 +302,24 @@ def import_() -> None:
     """
 
 
-def source(name: str, help_text: str, options: Sequence[Option], make: Make) -> None:
-    """Add `delayer import NAME preview|run|abort`."""
+def source(name: str, help_text: str, *options: Option) -> Callable[[Make], Make]:
+    """Add `delayer import NAME preview|run|abort` for what the decorated function makes."""
 
-    @import_.group(name, short_help=help_text.partition(".")[0] + ".", help=help_text)
-    def group() -> None: ...
+    def add(make: Make) -> Make:
+        group = import_.group(name, short_help=help_text.partition(".")[0] + ".", help=help_text)(lambda: None)
+        for verb, (act, text, more) in _VERBS.items():
 
-    def command(verb: str, text: str, *more: Option) -> Callable[[Callable[..., Any]], None]:
-        def add(act: Callable[..., Any]) -> None:
-            @functools.wraps(act)
-            def wrapped(context: click.Context, /, **given: Any) -> None:
+            def command(context: click.Context, /, act: Any = act, **given: Any) -> None:
                 act(context, make, given)
 
-            made: Callable[..., Any] = click.pass_context(wrapped)
+            made: Callable[..., Any] = click.pass_context(command)
             every: tuple[Option, ...] = (*options, *_OPTIONS, *more)
             for option in reversed(every):
                 made = option(made)
             group.command(verb, help=text, short_help=text.partition(".")[0] + ".")(made)
+        return make
 
-        return add
-
-    command(
-        "preview",
-        "Look, and change nothing: how many, when due, for whom, and what would be held. Exit code 1 where a run would "
-        "end with it, as far as can be seen: something would be held, or cannot be read, or a person has to decide.",
-    )(_preview)
-    command(
-        "run",
-        "Import, or go on with an import that was interrupted. Exit code 1 if something is held, or could not be read.",
-        click.option(
-            "--into",
-            type=click.Choice(("store", "cascade")),
-            help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
-        ),
-        click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing: as preview does."),
-        click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
-        yes_option,
-    )(_run)
-    command(
-        "abort", "End an unfinished import: what is committed stays, the rest goes back to where it was.", yes_option
-    )(_abort)
+    return add
 
 
 def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
@@ -391,7 +345,7 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
         into = into_of(await book.unfinished(), told_into, settings)
-        with few_collections(), progress() as say:
+        with progress() as say:
             if into == "store":
                 return await state_machine.run(source, book, judge, whoami(), say, again=again)
             async with cascade_book(settings, source, book) as carrying:
@@ -452,3 +406,32 @@ def _with(
         return asyncio.run(work())
     except (SourceLost, ImportImpossible, CountMismatch, ImportBusy) as error:
         raise failure_of(error) from error
+
+
+_VERBS: Mapping[str, tuple[Callable[..., None], str, Sequence[Option]]] = {
+    "preview": (
+        _preview,
+        "Look, and change nothing: how many, when due, for whom, and what would be held. Exit code 1 where a run would "
+        "end with it, as far as can be seen: something would be held, or cannot be read, or a person has to decide.",
+        (),
+    ),
+    "run": (
+        _run,
+        "Import, or go on with an import that was interrupted. Exit code 1 if something is held, or could not be read.",
+        (
+            click.option(
+                "--into",
+                type=click.Choice(("store", "cascade")),
+                help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
+            ),
+            dry_run_option,
+            click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
+            yes_option,
+        ),
+    ),
+    "abort": (
+        _abort,
+        "End an unfinished import: what is committed stays, the rest goes back to where it was.",
+        (yes_option,),
+    ),
+}

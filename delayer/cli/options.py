@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,10 +164,50 @@ def filter_of(given: dict[str, Any]) -> Filter:
     return Filter(**{name: given[name] for name in Filter.__dataclass_fields__})
 
 
+def duration(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Milliseconds of an option's text."""
+    try:
+        return None if text is None else duration_ms(text)
+    except ValueError as error:
+        raise click.BadParameter(f"expected {error}, found {text!r}") from None
+
+
+def fixed_instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """As :func:`instant`, but not from how long from now."""
+    found = None if text is None else instant_ms(text)
+    if text is not None and found is None:
+        raise click.BadParameter(
+            f"expected an instant with its offset, such as 2031-01-31T08:00:00Z, or a date (in UTC), found {text!r}"
+        )
+    return found
+
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Count the messages, and change nothing.")
 all_option = click.option("--all", "everything", is_flag=True, help="All messages, without a filter.")
+master_option = click.option(
+    "--master", metavar="URL", help="Spark's master, such as spark://host:7077. [default: all cores of this machine]"
+)
+conf_option = click.option(
+    "--conf", multiple=True, callback=assignments("spark.driver.memory=4g"), metavar="KEY=VALUE",
+    help="Set one of Spark's settings.",
+)  # fmt: skip
+
+
+def change_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that changes many messages; the command gets the context first."""
+    return all_option(dry_run_option(yes_option(click.pass_context(command))))
+
+
+def selected(tokens: Sequence[Token], given: dict[str, Any], *, everything: bool) -> Filter:
+    """The Filter of a command that changes messages: these ``tokens``, a filter, or --all. Raises click.UsageError."""
+    wanted = filter_of(given)
+    if tokens and (everything or not wanted.everything):
+        raise click.UsageError("give either ids or a filter")
+    if not tokens and wanted.everything and not everything:
+        raise click.UsageError("expected the messages: ids, a filter, or --all")
+    return wanted
 
 
 def whoami() -> str:

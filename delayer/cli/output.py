@@ -128,3 +128,16 @@ def roughly(seconds: int) -> str:
         if seconds >= 2 * size:
             return f"{seconds // size}{unit}"
     return f"{seconds}s"
+
+
+def in_bytes(count: float) -> str:
+    """For people: 1.5 GB, with decimal prefixes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def per_second(count: int, seconds: float) -> str:
+    return f"{count / seconds:,.0f}/s" if seconds else "-"

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from delayer.cli.errors import FOUND, Misused, Unreached
-from delayer.cli.jobs import (
-    Spark,
-    conf_option,
-    duration,
-    in_bytes,
-    json_option,
-    master_option,
-    per_second,
-)
-from delayer.cli.options import request_of, store_url
-from delayer.cli.output import Say, note, print_json, progress, when
+from delayer.cli.options import as_json, conf_option, duration, master_option, request_of, store_url
+from delayer.cli.output import in_bytes, note, per_second, print_json, progress, when
 
 if TYPE_CHECKING:
     from delayer.audit.restore import Done, Plan
@@ -34,7 +25,7 @@ if TYPE_CHECKING:
 )
 @click.option("--all", "everything", is_flag=True, help="Restore all of them.")
 @click.option("--dry-run", is_flag=True, help="Say what would be restored, and change nothing. Needs no Spark.")
-@json_option
+@as_json
 @master_option
 @conf_option
 @click.pass_context
@@ -62,6 +53,7 @@ def restore(
       delayer restore --within 30d
     """
     from delayer.audit import restore as job  # noqa: PLC0415 - only the job's own verbs need it
+    from delayer.audit import tasks  # noqa: PLC0415 - Spark
 
     if everything == (within_ms is not None):
         raise Misused("say what to restore: either --within DURATION or --all")
@@ -70,21 +62,14 @@ def restore(
     if dry_run:
         _tell_plan(planned, as_json=as_json)
         return
-    with progress() as say:
-        done = _run(url, planned, Spark(master, conf), say)
+    if not planned.segments:
+        done = job.Done((), 0.0, planned.unreadable)
+    else:
+        tasks.step_back()
+        with progress() as say, tasks.session("delayer restore", master, conf) as spark:
+            done = job.run(spark, url, planned, say)
     _tell(done, as_json=as_json)
     _end(context, done)
-
-
-def _run(url: str, planned: Plan, where: Spark, say: Say) -> Done:
-    from delayer.audit import restore as job  # noqa: PLC0415
-    from delayer.audit.tasks import session, step_back  # noqa: PLC0415 - Spark
-
-    if not planned.segments:
-        return job.Done((), 0.0, planned.unreadable)
-    step_back()
-    with session("delayer restore", where.master, where.conf) as spark:
-        return job.run(spark, url, planned, say)
 
 
 def _tell_plan(planned: Plan, *, as_json: bool) -> None:

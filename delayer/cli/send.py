@@ -20,9 +20,9 @@ from pamqp.commands import Basic
 from delayer.broker.errors import BrokerRefused
 from delayer.broker.link import Link
 from delayer.cli.errors import Misused, Off
-from delayer.cli.options import Request, instant_ms
+from delayer.cli.options import Request, duration, fixed_instant
 from delayer.cli.output import note, progress, quoted, roughly
-from delayer.config import Route, Settings, duration_ms, duration_text
+from delayer.config import Route, Settings, duration_text
 from delayer.config.errors import readable
 from delayer.core.errors import BrokerLost
 
@@ -118,26 +118,6 @@ _RELATIVE = ("x-delay", "x-opt-delivery-delay")
 _ABSOLUTE = ("x-deliver-at", "x-opt-delivery-time")
 
 
-def _delay(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    try:
-        return None if text is None else duration_ms(text)
-    except ValueError as error:
-        raise click.BadParameter(f"expected {error}, found {text!r}") from None
-
-
-def _instant(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """Epoch milliseconds, rounded up: never early."""
-    if text is None:
-        return None
-    at_ms = instant_ms(text)
-    if at_ms is None:
-        raise click.BadParameter(
-            "expected an instant with its offset, such as 2031-01-31T08:00:00Z or …+02:00, or a date (in UTC), found "
-            f"{text!r}"
-        )
-    return at_ms
-
-
 def _headers(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Value]:
     headers: dict[str, Value] = {}
     for text in given:
@@ -169,8 +149,10 @@ _TYPES: Final[Mapping[str, Callable[[str], Value]]] = {"str": str, "int": int, "
 @click.command(short_help="Publish a message that asks for a delay.")
 @click.option("--to", "route_name", metavar="ROUTE", help="The route: its `from` exchange. Not needed if there is one.")
 @click.option("--key", default="", help="Routing key with which the message shall come out.")
-@click.option("--delay", "delay_ms", callback=_delay, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
-@click.option("--at", "at_ms", callback=_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z.")
+@click.option("--delay", "delay_ms", callback=duration, metavar="DURATION", help="Such as 250ms, 10s, 5m, 12h, 30d.")
+@click.option(
+    "--at", "at_ms", callback=fixed_instant, metavar="INSTANT", help="RFC 3339, such as 2031-01-31T08:00:00Z."
+)
 @click.option(
     "--header",
     "headers",

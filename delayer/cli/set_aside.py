@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Final
 
 import click
@@ -13,7 +13,7 @@ from delayer.amqp.reading import address, iso
 from delayer.broker.admin import Admin
 from delayer.broker.errors import QueueMissing
 from delayer.cli.errors import FOUND
-from delayer.cli.options import all_option, as_json, dry_run_option, go_on, request_of, whoami, yes_option
+from delayer.cli.options import as_json, change_options, go_on, request_of, whoami
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, native_of
@@ -50,10 +50,6 @@ def strays_of(settings: Settings) -> SetAside[Stray]:
 ids_argument = click.argument("ids", nargs=-1, metavar="[ID]...")
 reason_option = click.option("--reason", default="", metavar="TEXT", help="The reason contains this.")
 from_option = click.option("--from", "exchange", metavar="EXCHANGE", help="The exchange that they came through.")
-
-
-def _change_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    return all_option(dry_run_option(yes_option(click.pass_context(command))))
 
 
 @click.group(short_help="List, retry or drop refused messages.")
@@ -120,7 +116,7 @@ def _json_of_refused(one: RefusedMessage) -> dict[str, Any]:
 @ids_argument
 @reason_option
 @from_option
-@_change_options
+@change_options
 def retry_refused(context: click.Context, /, **given: Any) -> None:
     """Publish refused messages again to the exchange that they came in by, without the headers of the refusal.
 
@@ -140,7 +136,7 @@ def retry_refused(context: click.Context, /, **given: Any) -> None:
 @ids_argument
 @reason_option
 @from_option
-@_change_options
+@change_options
 def drop_refused(context: click.Context, /, **given: Any) -> None:
     """Drop refused messages for good.
 
@@ -212,7 +208,7 @@ def _json_of_stray(one: Stray) -> dict[str, Any]:
 @strays.command("retry")
 @ids_argument
 @reason_option
-@_change_options
+@change_options
 def retry_strays(context: click.Context, /, **given: Any) -> None:
     """Put strays back on their way: the daemon tries them now, late ones too, and ten times more if need be.
 
@@ -227,7 +223,7 @@ def retry_strays(context: click.Context, /, **given: Any) -> None:
 @strays.command("drop")
 @ids_argument
 @reason_option
-@_change_options
+@change_options
 def drop_strays(context: click.Context, /, **given: Any) -> None:
     """Drop strays for good. The audit log does not show this.
 

@@ -1,4 +1,4 @@
-"""The sources of `delayer import`, each with its options; and the group made whole."""
+"""The sources of `delayer import`, each with its options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from delayer.amqp.address import Address
 from delayer.broker.publisher import MAX_PROPERTIES
 from delayer.cli.errors import Misused
 from delayer.cli.importing import Wanted, import_, rewrites_of, source
-from delayer.cli.options import url_of
-from delayer.config import Settings, duration_ms
+from delayer.cli.options import duration, url_of
+from delayer.config import Settings
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
 from delayer.core.cascade import KINDS, LEVELS, Cascade
@@ -24,6 +24,8 @@ from delayer.imports.hold_queues import HoldQueues, Said
 from delayer.imports.raven import RavenExport
 from delayer.imports.state_machine import BadSource, Source
 from delayer.store.admin.importing import ImportStore
+
+__all__ = ["import_"]
 
 _broker_options = (
     click.option(
@@ -37,17 +39,38 @@ _broker_options = (
 )  # fmt: skip
 
 
-def _duration(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    try:
-        return None if text is None else duration_ms(text)
-    except ValueError as error:
-        raise click.BadParameter(f"expected {error}, found {text!r}") from None
-
-
 def _from_url(given: dict[str, Any]) -> str | None:
     return url_of("--from-url", given["from_url"], broker_url).reveal() if given["from_url"] else None
 
 
+@source(
+    "cascade",
+    "What waits in the level queues of a cascade. Of NServiceBus, Celery or delayer itself, on this "
+    "broker or another. From the lowest level up, and down again; what is published into it meanwhile, and "
+    "the last seconds, the cascade delivers by itself.",
+    click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Whose it is."),
+    click.option(
+        "--prefix",
+        metavar="TEXT",
+        help="Of the names of delayer's own, or what Celery is told to put before its own. [default: "
+        "native.prefix; none]",
+    ),
+    click.option(
+        "--due-queue",
+        metavar="NAME",
+        help="The due queue of the delayer whose cascade it is: only what is on its way there is opened. "
+        "[default: native.due_queue]",
+    ),
+    click.option(
+        "--levels-from",
+        type=click.IntRange(0, LEVELS - 1),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Only this level and those above: below it, messages wait for less than 2^N seconds.",
+    ),
+    *_broker_options,
+)
 def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     kind, prefix = given["kind"], given["prefix"]
     try:
@@ -75,6 +98,41 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
     )
 
 
+@source(
+    "hold-queues",
+    "Queues that hold messages for a time. One queue a duration, as Symfony, Laravel, enqueue, EasyNetQ "
+    "and MailerQ make them, and the queue of a retry pair. Where to and for how long their arguments or "
+    "policies say (broker.management_url), or the options.",
+    click.option(
+        "--queue",
+        "queues",
+        multiple=True,
+        required=True,
+        metavar="PATTERN",
+        help="Queues that are meant: 'delay_*', '*.delay.*'. May be repeated.",
+    ),
+    click.option("--ttl", "ttl_ms", callback=duration, metavar="DURATION", help="For how long they hold a message."),
+    click.option("--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"),
+    click.option(
+        "--whole-time",
+        is_flag=True,
+        help="Each message waits its whole time again, whatever it and the broker's notes tell: for those that "
+        "publishers sent again as they got them.",
+    ),
+    click.option(
+        "--believe-timestamps",
+        is_flag=True,
+        help="The timestamp of a message is when it came into its queue: where publishers set it as they "
+        "publish, and only they. Else it waits its whole time again, unless the broker noted when it came.",
+    ),
+    click.option(
+        "--management-url",
+        envvar="DELAYER_IMPORT_MANAGEMENT_URL",
+        metavar="URL",
+        help="The management API of --from-url. [default: broker.management_url]",
+    ),
+    *_broker_options,
+)
 def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     settings = wanted.settings
     if given["whole_time"] and given["believe_timestamps"]:
@@ -106,88 +164,14 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
         raise BadSource(f"the source's {error}") from None
 
 
-def add() -> None:
-    """Make them verbs."""
-    source(
-        "cascade",
-        "What waits in the level queues of a cascade. Of NServiceBus, Celery or delayer itself, on this "
-        "broker or another. From the lowest level up, and down again; what is published into it meanwhile, and "
-        "the last seconds, the cascade delivers by itself.",
-        [
-            click.option("--kind", type=click.Choice(KINDS), default="delayer", show_default=True, help="Whose it is."),
-            click.option(
-                "--prefix",
-                metavar="TEXT",
-                help="Of the names of delayer's own, or what Celery is told to put before its own. [default: "
-                "native.prefix; none]",
-            ),
-            click.option(
-                "--due-queue",
-                metavar="NAME",
-                help="The due queue of the delayer whose cascade it is: only what is on its way there is opened. "
-                "[default: native.due_queue]",
-            ),
-            click.option(
-                "--levels-from",
-                type=click.IntRange(0, LEVELS - 1),
-                default=0,
-                show_default=True,
-                metavar="N",
-                help="Only this level and those above: below it, messages wait for less than 2^N seconds.",
-            ),
-            *_broker_options,
-        ],
-        _cascade,
-    )
-    source(
-        "hold-queues",
-        "Queues that hold messages for a time. One queue a duration, as Symfony, Laravel, enqueue, EasyNetQ "
-        "and MailerQ make them, and the queue of a retry pair. Where to and for how long their arguments or "
-        "policies say (broker.management_url), or the options.",
-        [
-            click.option(
-                "--queue",
-                "queues",
-                multiple=True,
-                required=True,
-                metavar="PATTERN",
-                help="Queues that are meant: 'delay_*', '*.delay.*'. May be repeated.",
-            ),
-            click.option(
-                "--ttl", "ttl_ms", callback=_duration, metavar="DURATION", help="For how long they hold a message."
-            ),
-            click.option(
-                "--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"
-            ),
-            click.option(
-                "--whole-time",
-                is_flag=True,
-                help="Each message waits its whole time again, whatever it and the broker's notes tell: for those that "
-                "publishers sent again as they got them.",
-            ),
-            click.option(
-                "--believe-timestamps",
-                is_flag=True,
-                help="The timestamp of a message is when it came into its queue: where publishers set it as they "
-                "publish, and only they. Else it waits its whole time again, unless the broker noted when it came.",
-            ),
-            click.option(
-                "--management-url",
-                envvar="DELAYER_IMPORT_MANAGEMENT_URL",
-                metavar="URL",
-                help="The management API of --from-url. [default: broker.management_url]",
-            ),
-            *_broker_options,
-        ],
-        _hold_queues,
-    )
-
-
-__all__ = ["import_"]
-
 file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=False, readable=False), metavar="FILE")
 
 
+@source(
+    "jsonl",
+    "A file that `delayer export` wrote.",
+    file_argument,
+)
 def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     return JsonLines(given["file"], wanted.meant, wanted.rewrites).noting(book)
 
@@ -211,6 +195,20 @@ def _by_routes(settings: Settings) -> dict[bytes, Target]:
     }
 
 
+@source(
+    "delayed-exchange",
+    "A dump of what the delayed-message plugin holds. docs/importing.md has the line that makes it, for "
+    "RabbitMQ 3.x and 4.0 to 4.2. Each message goes where the route of its exchange leads; without one, "
+    "to the exchange of the same name.",
+    file_argument,
+    click.option(
+        "--vhost", metavar="NAME", help="The virtual host that is meant; the others are left. [default: broker.url's]"
+    ),
+    click.option(
+        "--exchange", "exchanges", multiple=True, callback=_pairs, metavar="FROM=TO",
+        help="What FROM held is published to TO. May be repeated.",
+    ),
+)  # fmt: skip
 def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     vhost = given["vhost"]
     if vhost is None:
@@ -241,6 +239,13 @@ _database_options = (
 )  # fmt: skip
 
 
+@source(
+    "nservicebus-sql",
+    "Timeouts of NServiceBus SQL Persistence. All tables …TimeoutData of PostgreSQL, MySQL, MariaDB or "
+    "SQL Server, or those that --table names. A timeout manager may go on running: what is taken it does "
+    "not see any more.",
+    *_database_options,
+)
 def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
     from delayer.imports.sql import sql_persistence  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
@@ -255,6 +260,13 @@ def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) 
     )
 
 
+@source(
+    "nservicebus-nhibernate",
+    "Timeouts of NServiceBus's NHibernate persistence. The table TimeoutEntity, of one endpoint or of "
+    "all, in the same databases. Destinations of old timeouts name a machine: see --rewrite-destination.",
+    *_database_options,
+    click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint asked for. [default: all]"),
+)
 def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
     from delayer.imports.sql import nhibernate  # noqa: PLC0415
 
@@ -270,71 +282,15 @@ def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: Import
     )
 
 
+@source(
+    "nservicebus-raven",
+    "An export of RavenDB's TimeoutDatas documents. A JSON object a line; the timeout managers must be "
+    "stopped before it is made, and stay so.",
+    file_argument,
+    click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"),
+    _reply_option,
+)
 def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     return RavenExport(
         given["file"], wanted.meant, wanted.rewrites, endpoint=given["endpoint"], replies=given["replies"]
     ).noting(book)
-
-
-def _add() -> None:
-    source("jsonl", "A file that `delayer export` wrote.", [file_argument], _jsonl)
-    source(
-        "delayed-exchange",
-        "A dump of what the delayed-message plugin holds. docs/importing.md has the line that makes it, for "
-        "RabbitMQ 3.x and 4.0 to 4.2. Each message goes where the route of its exchange leads; without one, "
-        "to the exchange of the same name.",
-        [
-            file_argument,
-            click.option(
-                "--vhost",
-                metavar="NAME",
-                help="The virtual host that is meant; the others are left. [default: broker.url's]",
-            ),
-            click.option(
-                "--exchange",
-                "exchanges",
-                multiple=True,
-                callback=_pairs,
-                metavar="FROM=TO",
-                help="What FROM held is published to TO. May be repeated.",
-            ),
-        ],
-        _delayed_exchange,
-    )
-    source(
-        "nservicebus-sql",
-        "Timeouts of NServiceBus SQL Persistence. All tables …TimeoutData of PostgreSQL, MySQL, MariaDB or "
-        "SQL Server, or those that --table names. A timeout manager may go on running: what is taken it does "
-        "not see any more.",
-        _database_options,
-        _nservicebus_sql,
-    )
-    source(
-        "nservicebus-nhibernate",
-        "Timeouts of NServiceBus's NHibernate persistence. The table TimeoutEntity, of one endpoint or of "
-        "all, in the same databases. Destinations of old timeouts name a machine: see --rewrite-destination.",
-        [
-            *_database_options,
-            click.option(
-                "--endpoint", metavar="NAME", help="Only the timeouts that this endpoint asked for. [default: all]"
-            ),
-        ],
-        _nservicebus_nhibernate,
-    )
-    source(
-        "nservicebus-raven",
-        "An export of RavenDB's TimeoutDatas documents. A JSON object a line; the timeout managers must be "
-        "stopped before it is made, and stay so.",
-        [
-            file_argument,
-            click.option(
-                "--endpoint", metavar="NAME", help="Only the timeouts that this endpoint owns. [default: all]"
-            ),
-            _reply_option,
-        ],
-        _nservicebus_raven,
-    )
-
-
-_add()
-add()

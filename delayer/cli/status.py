@@ -15,7 +15,7 @@ import click
 from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused
 from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_RUNS, broker_advice
-from delayer.cli.options import request_of
+from delayer.cli.options import as_json, request_of
 from delayer.cli.output import depth_text, note, print_json, print_table, when
 from delayer.config import Settings
 from delayer.config.model import same_service, service_of
@@ -122,7 +122,7 @@ def again_and_again(look_once: Callable[[], int], every: float) -> int:
 
 
 @click.command(short_help="Show what waits, where, and until when.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@as_json
 @click.option("--watch", is_flag=True, help="Look again and again, until interrupted; with --json an object a line.")
 @click.option(
     "--every", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS", help="How often to look."

@@ -10,7 +10,7 @@ import click
 
 from delayer.broker.admin import Admin, Removal
 from delayer.cli.errors import FOUND
-from delayer.cli.options import Request, request_of
+from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import depth_text, note, print_json, print_table, quoted
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
@@ -18,7 +18,6 @@ from delayer.core.delay import in_words
 from delayer.core.topology import Topology
 
 T = TypeVar("T")
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
 def with_admin(settings: Settings, work: Callable[[Admin], Awaitable[T]]) -> T:
