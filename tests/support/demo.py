@@ -142,7 +142,7 @@ async def main() -> int:
             report = await watch(stack, ledger, view)
     seconds = time.monotonic() - started
     code = max(ledger.report(console, seconds), demo_audit.show(report, console))
-    console.print("\nNext: `make run` starts servers and a daemon to try commands on; docs/index.md lists the pages by task.")
+    console.print("\nNext: `make run` starts servers and a daemon to try; docs/index.md lists the pages by task.")
     return code
 
 
