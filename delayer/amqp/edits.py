@@ -29,10 +29,10 @@ from delayer.amqp.properties import (
     splice,
     value_at,
 )
-from delayer.core.delay import UnreadableDelay, read_delay_ms
-from delayer.core.delay_headers import CONSULTED, DELAY, Ask
+from delayer.core.delay_headers import DELAY, Ask, UnreadableDelay, read_delay_ms
 from delayer.core.levels import X_DEATH
 from delayer.core.message import Delivery
+from delayer.core.plan import CONSULTED
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure
 
 ID: Final = b"x-delayer-id"

@@ -27,8 +27,8 @@ from delayer.amqp.properties import (
 )
 from delayer.core import cascade
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Delivery, Outgoing, Parcel, Target
-from delayer.core.plan import LATEST_MS, SHORT_STRING
+from delayer.core.message import SHORT_STRING, Delivery, Outgoing, Parcel, Target
+from delayer.core.plan import LATEST_MS
 
 ID_BYTES: Final = 32
 """The longest id that we give: a UUID in hexadecimal."""

@@ -12,7 +12,7 @@ import struct
 from decimal import Decimal
 
 from delayer.amqp.errors import MalformedTable
-from delayer.core.values import Timestamp
+from delayer.core.message import Timestamp
 
 SIZES: dict[int, int] = {
     ord(kind): size

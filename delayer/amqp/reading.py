@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from delayer.amqp.properties import NAMES, MalformedProperties, MalformedTable, Properties
 from delayer.core.filters import Filter
-from delayer.core.values import Timestamp
+from delayer.core.message import Timestamp
 
 TYPES: Final = {
     "b": "int8", "B": "uint8", "s": "int16", "u": "uint16", "I": "int32", "i": "uint32", "l": "int64", "L": "int64",

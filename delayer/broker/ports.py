@@ -9,10 +9,9 @@ from typing import Protocol
 
 from delayer.amqp.envelopes import Names
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
+from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel, TakenOut
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
-from delayer.core.values import TakenOut
 
 
 class Publisher(Protocol):

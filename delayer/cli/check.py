@@ -15,10 +15,10 @@ from delayer.cli.options import as_json, request_of
 from delayer.cli.output import note, print_json, print_table, quoted
 from delayer.config import Settings, duration_text
 from delayer.config.topology import cascade_of, topology_of, uses_cascade, without_effect
+from delayer.config.values import is_loopback
 from delayer.core.cascade import LEVELS, Cascade
-from delayer.core.delay import in_words
+from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.core.hosts import is_loopback
 from delayer.store import schema
 from delayer.store.admin import server_checks, stats
 from delayer.store.errors import BadStoreUrl

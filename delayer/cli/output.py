@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import click
 
 from delayer.config.errors import readable
-from delayer.core.plain_json import escaped
+from delayer.core.lines import escaped
 
 Say = Callable[[str, int, int | None], None]
 """Reports progress: the present step, how much of it is done, and how much it is if that is known."""

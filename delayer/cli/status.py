@@ -20,7 +20,7 @@ from delayer.cli.output import depth_text, note, print_json, print_table, when
 from delayer.config import Settings
 from delayer.config.model import same_service, service_of
 from delayer.config.topology import cascade_of, uses_cascade
-from delayer.core.delay import in_words
+from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.store import schema
 from delayer.store.admin import stats

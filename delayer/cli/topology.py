@@ -14,7 +14,7 @@ from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import depth_text, note, print_json, print_table, quoted
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, intake_of, native_of, topology_of, uses_cascade
-from delayer.core.delay import in_words
+from delayer.core.delay_headers import in_words
 from delayer.core.topology import Topology
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable
 from typing import Annotated
@@ -240,3 +241,14 @@ BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]
 Token = Annotated[Secret | None, BeforeValidator(_token)]
 StoreUrl = Annotated[SecretUrl, BeforeValidator(store_url)]
 ManagementUrl = Annotated[SecretUrl | None, BeforeValidator(management_url)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as it stands in a URL, is this machine for itself."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

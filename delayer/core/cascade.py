@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from delayer.core.message import SHORT_STRING
 from delayer.core.topology import Arguments, Binding, Exchange, Queue, Topology, Value, arguments
 
 LEVELS = 28
 MAX_SECONDS = (1 << LEVELS) - 1
-SHORT_STRING_BYTES = 255
-ADDRESS_BYTES = SHORT_STRING_BYTES - 2 * LEVELS
+ADDRESS_BYTES = SHORT_STRING - 2 * LEVELS
 """What a routing key leaves for the address: a digit and a dot for every level are gone."""
 
 NAME_BYTES = 127

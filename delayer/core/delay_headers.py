@@ -1,20 +1,141 @@
-"""What a message says, and what it says about time: every form that a route's ``delay_from`` may name. Pure.
+"""What a message says about time, in its headers or its body: delays and instants in whole milliseconds. Pure.
 
-The first form present rules, in the route's order. One that is present and unreadable never falls through to the next:
-nobody can tell how early that would be.
+Everything rounds up, so nothing is ever early: half a millisecond of a float delay, the fourth digit of an RFC 3339
+fraction, the rest of a second before the cascade. Every path uses these functions: intake, release, imports, audit.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from datetime import timedelta
+from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
-from delayer.core import nservicebus
-from delayer.core.delay import UnreadableDelay, read_delay_ms, read_instant_ms, shown
-from delayer.core.levels import ETA, delay_in_key, eta_ms
-from delayer.core.values import Timestamp
+from delayer.core.message import Timestamp
+
+DAY_MS: Final = 86_400_000
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
+# RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.
+_RFC3339 = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,30}))?(?:[Zz]|([+-])(\d\d):(\d\d))", re.ASCII
+)
+
+
+class UnreadableDelay(ValueError):
+    """A header that should say a delay or an instant does not. The message says what was expected and found."""
+
+
+def shown(value: object) -> str:
+    """A value as it may stand in a reason: short, printable, on one line."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_delay_ms(value: object) -> int:
+    """The relative delay that ``x-delay`` says, in ms, rounded up. Any AMQP integer, a numeric string, or a float.
+
+    >>> read_delay_ms(1500), read_delay_ms("1500"), read_delay_ms(0.25), read_delay_ms(-3)
+    (1500, 1500, 1, -3)
+
+    Raises UnreadableDelay.
+    """
+    if type(value) is int:
+        return value
+    match value:
+        case float() if math.isfinite(value):
+            return math.ceil(value)
+        case Decimal() if value.is_finite():
+            return math.ceil(value)
+        case str() if _NUMBER.fullmatch(value):
+            return math.ceil(Decimal(value))
+    raise UnreadableDelay(f"expected milliseconds as an integer, a numeric string or a float, found {shown(value)}")
+
+
+def read_instant_ms(value: object) -> int:
+    """The due instant that ``x-deliver-at`` says, in epoch ms, rounded up.
+
+    Integer epoch milliseconds, an RFC 3339 string, or an AMQP timestamp (seconds). A numeric string is refused:
+    nobody can tell whether it means seconds or milliseconds. Raises UnreadableDelay.
+
+    >>> read_instant_ms("1970-01-01T00:00:01.0001Z"), read_instant_ms(Timestamp(7))
+    (1001, 7000)
+    """
+    match value:
+        case bool():
+            pass
+        case Timestamp():
+            return int(value) * 1000
+        case int():
+            return value
+        case str():
+            instant = _rfc3339_ms(value)
+            if instant is not None:
+                return instant
+    raise UnreadableDelay(
+        "expected an instant as integer epoch milliseconds, an RFC 3339 string with its offset (Z, +01:00) or an AMQP "
+        "timestamp, "
+        f"found {shown(value)}"
+    )
+
+
+def _rfc3339_ms(text: str) -> int | None:
+    found = _RFC3339.fullmatch(text)
+    if found is None:
+        return None
+    year, month, day, hour, minute, second = (int(part) for part in found.groups()[:6])
+    fraction, sign, off_hour, off_minute = found.groups()[6:]
+    # A leap second (:60) is the first instant of the next minute: epoch time has no other name for it.
+    if not (1 <= month <= 12 and 1 <= day <= _days_in(year, month) and hour <= 23 and minute <= 59 and second <= 60):
+        return None
+    offset = 0
+    if sign:
+        if int(off_hour) > 23 or int(off_minute) > 59:
+            return None
+        offset = (int(off_hour) * 60 + int(off_minute)) * (60 if sign == "+" else -60)
+    seconds = _days_from_epoch(year, month, day) * 86_400 + hour * 3600 + minute * 60 + second - offset
+    return seconds * 1000 + (math.ceil(Decimal("0." + fraction) * 1000) if fraction else 0)
+
+
+def _days_in(year: int, month: int) -> int:
+    if month == 2:
+        return 29 if year % 4 == 0 and (year % 100 != 0 or year % 400 == 0) else 28
+    return 30 if month in (4, 6, 9, 11) else 31
+
+
+def _days_from_epoch(year: int, month: int, day: int) -> int:
+    """Days from 1970-01-01 in the proleptic Gregorian calendar; unlike ``datetime`` it knows the year 0.
+
+    The year is taken to begin in March, so that the leap day is its last; an era is 400 years, 146,097 days.
+    """
+    year -= month <= 2
+    era, year_of_era = divmod(year, 400)
+    day_of_year = (153 * (month + (-3 if month > 2 else 9)) + 2) // 5 + day - 1
+    return era * 146_097 + year_of_era * 365 + year_of_era // 4 - year_of_era // 100 + day_of_year - 719_468
+
+
+def seconds_until(due_ms: int, now_ms: int) -> int:
+    """Whole seconds from now to the due instant, rounded up; the past is zero."""
+    return max(0, -((now_ms - due_ms) // 1000))
+
+
+def in_words(milliseconds: int) -> str:
+    """A delay for people: ``268435456 s`` reads badly in a reason.
+
+    >>> in_words(90_061_000), in_words(172_800_000), in_words(1500)
+    ('1 day, 1:01:01', '2 days', '1.5 s')
+    """
+    if milliseconds < 60_000:
+        return f"{milliseconds / 1000:g} s"
+    try:
+        return str(timedelta(milliseconds=milliseconds)).removesuffix(", 0:00:00")
+    except OverflowError:
+        return f"{milliseconds // DAY_MS} days"
+
 
 LONGEST_BODY: Final = 64 << 20
 """Bytes of an unpacked body: a few kilobytes may unpack to gigabytes."""
@@ -94,13 +215,6 @@ CANCEL: Final = b"x-delay-cancel"
 RECEIVED_AT: Final = b"timestamp_in_ms"
 LAST_DUE: Final = b"x-delayer-due"
 
-# The headers that decide() looks at (and, on a route of dead letters, retrying.CONSULTED); a caller need not decode any
-# other.
-CONSULTED: Final = (
-    frozenset({DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE})
-    | frozenset({ETA})
-    | nservicebus.CONSULTED
-)
 RELATIVE: Final = {"x-delay": DELAY, "x-opt-delivery-delay": OPT_DELAY}
 ABSOLUTE: Final = {"x-deliver-at": DELIVER_AT, "x-opt-delivery-time": OPT_TIME}
 HEADERS: Final = RELATIVE | ABSOLUTE
@@ -147,72 +261,7 @@ def is_form(name: object) -> bool:
     return True
 
 
-def said_due_ms(ask: Ask, forms: Sequence[str], default_delay_ms: int, now_ms: int, sure_ms: int) -> tuple[int, int]:
-    """The due instant, and the instant from which the wait for it counts.
-
-    Raises UnreadableDelay, beginning with the form that could not be read.
-    """
-    headers = ask.headers
-    form = ""
-    try:
-        for form in forms:
-            header = HEADERS.get(form)
-            if header is None:
-                found = _of_others(form, ask, now_ms, sure_ms)
-                if found is not None:
-                    return found
-            elif header in headers:
-                if form in ABSOLUTE:
-                    return read_instant_ms(headers[header]), sure_ms
-                return _in(read_delay_ms(headers[header]), ask, now_ms, sure_ms)
-    except UnreadableDelay as unreadable:
-        raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
-    return _in(default_delay_ms, ask, now_ms, sure_ms)
-
-
-def wants_no_delay(ask: Ask, forms: Sequence[str], default_delay_ms: int) -> bool:
-    """Whether it asks for none, or for one of less than nothing: that is meant to be at once, and is never late.
-
-    Of a message that can be read.
-    """
-    for form in forms:
-        header = HEADERS.get(form)
-        if header is not None and header in ask.headers:
-            return form in RELATIVE and read_delay_ms(ask.headers[header]) <= 0
-        if header is None and _of_others(form, ask, 0, 0) is not None:
-            seconds = None
-            if form in (NSERVICEBUS, ROUTING_KEY_BITS):
-                in_key = delay_in_key(ask.routing_key)
-                seconds = nservicebus.delay_seconds(ask.headers) if form == NSERVICEBUS else in_key
-            return seconds is not None and seconds <= 0
-    return default_delay_ms <= 0
-
-
-def _of_others(form: str, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int] | None:
-    """What other systems' messages say; None where this form is not present."""
-    due_ms: int | None = None
-    match form:
-        case "timestamp":
-            due_ms = None if ask.timestamp is None else ask.timestamp * 1000
-        case "nservicebus":
-            seconds = nservicebus.delay_seconds(ask.headers)
-            due_ms = nservicebus.delayed_until_ms(ask.headers)
-            if due_ms is None and seconds is not None:
-                return _in(seconds * 1000, ask, now_ms, sure_ms)
-        case "nservicebus-timeout":
-            timeout = nservicebus.timeout(ask.headers)
-            due_ms = None if timeout is None else timeout.due_ms
-        case "routing-key-bits":
-            seconds = delay_in_key(ask.routing_key)
-            return None if seconds is None else _in(seconds * 1000, ask, now_ms, sure_ms)
-        case "celery-eta":
-            due_ms = eta_ms(ask.headers.get(ETA))
-        case _:
-            due_ms = instant_in_json_ms(ask.body, form.removeprefix(JSON), ask.content_encoding)
-    return None if due_ms is None else (due_ms, sure_ms)
-
-
-def _in(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
+def counted(delay_ms: int, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int]:
     """For a relative delay: the due instant, and the instant from which the wait for it counts."""
     if delay_ms <= 0:
         # No delay at all means this instant, and not one that the clock may be yet to reach.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from delayer.core.delay import in_words
+from delayer.core.delay_headers import in_words
 from delayer.core.message import ClosedChannel, ClosedConnection, Nacked, Outcome, Returned, Unanswered
 
 

@@ -14,8 +14,8 @@ from typing import Final, TypeVar
 
 from delayer.core import nservicebus
 from delayer.core.cascade import LEVELS, Cascade
-from delayer.core.delay import UnreadableDelay, read_instant_ms, shown
-from delayer.core.values import Timestamp
+from delayer.core.delay_headers import UnreadableDelay, read_instant_ms, shown
+from delayer.core.message import Timestamp
 
 ETA: Final = b"eta"
 

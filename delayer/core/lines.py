@@ -24,16 +24,15 @@ import base64
 import binascii
 import difflib
 import json
+import re
 from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import Parcel, Target
-from delayer.core.plain_json import escaped
+from delayer.core.message import SHORT_STRING, Parcel, Target
 
 VERSION: Final = 1
 PERSISTENT: Final = b"\x10\x00\x02"
-SHORT_STRING: Final = 255
 _NAMES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "key", "body")
 _FIELDS: Final = frozenset(
     ("v", "due_ms", *_NAMES, *(f"{name}_b64" for name in (*_NAMES, "properties", "token")), "crc", "held", "token")
@@ -197,3 +196,28 @@ def _integer(said: dict[str, Any], name: str) -> int:
 
 def _kind(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
+
+
+_UNPRINTED: Final = re.compile("[^\n -~]")
+
+
+def escaped(text: str) -> str:
+    r"""The same JSON with what does not print (DEL, C1 controls, marks that turn the direction) as ``\uXXXX``.
+
+    Such characters stand in strings only, where the two spellings mean the same; ours end lines between them.
+
+    >>> escaped('"a\u202eb\x9b"')
+    '"a\\u202eb\\u009b"'
+    """
+    return _UNPRINTED.sub(_spelled, text)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    character = match[0]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    high, low = divmod(code - 0x10000, 0x400)
+    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"

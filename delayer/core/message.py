@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from delayer.core.hold import Hold  # it imports the outcomes of this module
 
 
+SHORT_STRING: Final = 255
+"""Bytes of an AMQP short string at most."""
+
+
 class Delivery(NamedTuple):
     """A message as the broker delivered it, unsettled until somebody acknowledges ``tag``."""
 
@@ -139,3 +143,23 @@ class Due(NamedTuple):
     sound: bool
     hold: Hold | None = None
     """Why the message is held; None for a message that was never held."""
+
+
+class Timestamp(int):
+    """An AMQP timestamp (field type ``T``, or the ``timestamp`` property): whole seconds since the epoch."""
+
+    __slots__ = ()
+
+
+class KeyGroup(bytes):
+    """Every key that begins with these bytes; they are not empty."""
+
+    __slots__ = ()
+
+
+class TakenOut(NamedTuple):
+    """The keys whose waiting messages were cancelled. ``unsure``: those of messages that are not tried any more, but
+    that their destination perhaps has (core/hold.py)."""
+
+    keys: frozenset[bytes] = frozenset()
+    unsure: frozenset[bytes] = frozenset()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
-from delayer.core.delay import UnreadableDelay, read_delay_ms, read_instant_ms, shown
+from delayer.core.delay_headers import UnreadableDelay, read_delay_ms, read_instant_ms, shown
 
 DELAY_IN_SECONDS: Final = b"NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 TIME_SENT: Final = b"NServiceBus.TimeSent"

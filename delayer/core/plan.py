@@ -7,43 +7,56 @@ Start here to understand the system: this is what the daemon decides; everything
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
-from delayer.core import delay_headers, nservicebus
+from delayer.core import nservicebus
 from delayer.core.cascade import MAX_SECONDS, NAME_BYTES, strip_prefix
-from delayer.core.delay import UnreadableDelay, in_words, seconds_until, shown
 from delayer.core.delay_headers import (
+    ABSOLUTE,
     CANCEL,
-    CONSULTED,
     DEFAULT_FORMS,
     DELAY,
-    DELAY_FORMS,
+    DELIVER_AT,
     EXCHANGE,
+    HEADERS,
+    JSON,
     KEY,
+    LAST_DUE,
+    NSERVICEBUS,
     NSERVICEBUS_TIMEOUT,
+    OPT_DELAY,
+    OPT_TIME,
+    RECEIVED_AT,
+    RELATIVE,
     ROUTING_KEY,
+    ROUTING_KEY_BITS,
     Ask,
-    said_due_ms,
+    UnreadableDelay,
+    counted,
+    in_words,
+    instant_in_json_ms,
+    read_delay_ms,
+    read_instant_ms,
+    seconds_until,
+    shown,
 )
 from delayer.core.hold import Hold, too_late
-from delayer.core.message import Target, is_direct_reply
+from delayer.core.levels import ETA, delay_in_key, eta_ms
+from delayer.core.message import SHORT_STRING, KeyGroup, Target, is_direct_reply
 from delayer.core.retry_policy import Failure, NoFailure, Retry, failure, wait_ms
-from delayer.core.values import KeyGroup
 
-__all__ = [
-    "CONSULTED", "DEFAULT_FORMS", "DELAY", "DELAY_FORMS", "LATEST_MS", "SHORT_STRING", "Ask", "AtOnce", "Cancel",
-    "Cascade", "Mode", "Park", "Plan", "Policy", "Refuse", "Route", "TooLate",
-    "decide", "has_key",
-]  # fmt: skip
-
-
-SHORT_STRING: Final = 255
 LATEST_MS: Final = 253_402_300_799_999
 """The end of the year 9999: later instants fit neither every store nor every program that reads one."""
+CONSULTED: Final = (
+    frozenset({DELAY, DELIVER_AT, OPT_DELAY, OPT_TIME, ROUTING_KEY, EXCHANGE, KEY, CANCEL, RECEIVED_AT, LAST_DUE})
+    | frozenset({ETA})
+    | nservicebus.CONSULTED
+)
+"""The headers that :func:`decide` looks at, but for those of routes with ``retry`` (retry_policy.CONSULTED)."""
 
 
 class Mode(StrEnum):
@@ -221,7 +234,7 @@ def _retried(ask: Ask, route: Route, retry: Retry, policy: Policy, now_ms: int) 
 
 def _due_already(due_ms: int, now_ms: int, target: Target, route: Route, ask: Ask) -> Plan:
     hold = too_late(due_ms, now_ms, route.late_limit_ms)
-    if hold is None or wants_no_delay(ask, route):
+    if hold is None or wants_no_delay(ask, route.delay_from, route.default_delay_ms):
         return AtOnce(due_ms, target)
     return TooLate(due_ms, target, hold)
 
@@ -255,13 +268,75 @@ def due_of(ask: Ask, route: Route, policy: Policy, now_ms: int, sure_ms: int) ->
     return max(due_ms, 0), from_ms
 
 
-def wants_no_delay(ask: Ask, route: Route) -> bool:
-    """Whether it is meant to be at once, and so is never late."""
-    return delay_headers.wants_no_delay(ask, route.delay_from, route.default_delay_ms)
+def said_due_ms(ask: Ask, forms: Sequence[str], default_delay_ms: int, now_ms: int, sure_ms: int) -> tuple[int, int]:
+    """The due instant, and the instant from which the wait for it counts.
+
+    Raises UnreadableDelay, beginning with the form that could not be read.
+    """
+    headers = ask.headers
+    form = ""
+    try:
+        for form in forms:
+            header = HEADERS.get(form)
+            if header is None:
+                found = _of_others(form, ask, now_ms, sure_ms)
+                if found is not None:
+                    return found
+            elif header in headers:
+                if form in ABSOLUTE:
+                    return read_instant_ms(headers[header]), sure_ms
+                return counted(read_delay_ms(headers[header]), ask, now_ms, sure_ms)
+    except UnreadableDelay as unreadable:
+        raise UnreadableDelay(f"{form}: {unreadable}") from unreadable
+    return counted(default_delay_ms, ask, now_ms, sure_ms)
+
+
+def wants_no_delay(ask: Ask, forms: Sequence[str], default_delay_ms: int) -> bool:
+    """Whether it asks for none, or for one of less than nothing: that is meant to be at once, and is never late.
+
+    Of a message that can be read.
+    """
+    for form in forms:
+        header = HEADERS.get(form)
+        if header is not None and header in ask.headers:
+            return form in RELATIVE and read_delay_ms(ask.headers[header]) <= 0
+        if header is None and _of_others(form, ask, 0, 0) is not None:
+            seconds = None
+            if form in (NSERVICEBUS, ROUTING_KEY_BITS):
+                in_key = delay_in_key(ask.routing_key)
+                seconds = nservicebus.delay_seconds(ask.headers) if form == NSERVICEBUS else in_key
+            return seconds is not None and seconds <= 0
+    return default_delay_ms <= 0
+
+
+def _of_others(form: str, ask: Ask, now_ms: int, sure_ms: int) -> tuple[int, int] | None:
+    """What other systems' messages say; None where this form is not present."""
+    due_ms: int | None = None
+    match form:
+        case "timestamp":
+            due_ms = None if ask.timestamp is None else ask.timestamp * 1000
+        case "nservicebus":
+            seconds = nservicebus.delay_seconds(ask.headers)
+            due_ms = nservicebus.delayed_until_ms(ask.headers)
+            if due_ms is None and seconds is not None:
+                return counted(seconds * 1000, ask, now_ms, sure_ms)
+        case "nservicebus-timeout":
+            timeout = nservicebus.timeout(ask.headers)
+            due_ms = None if timeout is None else timeout.due_ms
+        case "routing-key-bits":
+            seconds = delay_in_key(ask.routing_key)
+            return None if seconds is None else counted(seconds * 1000, ask, now_ms, sure_ms)
+        case "celery-eta":
+            due_ms = eta_ms(ask.headers.get(ETA))
+        case _:
+            due_ms = instant_in_json_ms(ask.body, form.removeprefix(JSON), ask.content_encoding)
+    return None if due_ms is None else (due_ms, sure_ms)
 
 
 def target_of(ask: Ask, route: Route, policy: Policy) -> Target:
-    exchange, routing_key = route.to, route.routing_key or _address(ask, route) or strip_prefix(ask.routing_key)
+    exchange, routing_key = route.to, route.routing_key or _address(ask, route) or ask.routing_key
+    if routing_key.startswith((b"0.", b"1.")):
+        routing_key = strip_prefix(routing_key)
     if ROUTING_KEY in ask.headers:
         routing_key = _short_string(ROUTING_KEY, ask.headers[ROUTING_KEY])
     if EXCHANGE in ask.headers:

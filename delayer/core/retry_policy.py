@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from delayer.core.delay import shown
+from delayer.core.delay_headers import shown
 from delayer.core.levels import X_DEATH
-from delayer.core.values import Timestamp
+from delayer.core.message import Timestamp
 
 RETRIES: Final = b"x-delayer-retries"
 FAILED_IN: Final = b"x-delayer-failed-in"

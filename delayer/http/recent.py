@@ -13,8 +13,7 @@ from itertools import pairwise
 from math import ceil, inf
 from typing import Final, NamedTuple
 
-from delayer.core.counters import Counters
-from delayer.core.horizon import LATENESS
+from delayer.core.counters import LATENESS, Counters
 
 STEP_MS: Final = 5_000
 KINDS: Final = ("parked", "released", "cascaded", "refused", "held")

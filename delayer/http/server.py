@@ -22,8 +22,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+from delayer.config.values import is_loopback
 from delayer.core.backoff import Sparing
-from delayer.core.hosts import is_loopback
 from delayer.http.access import Doors, Guard
 from delayer.http.actions import Deeds
 from delayer.http.app import Answers

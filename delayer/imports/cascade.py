@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
 from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, routing_key, strip_prefix
-from delayer.core.delay import seconds_until
+from delayer.core.delay_headers import seconds_until
 from delayer.core.faultpoint import reach
 from delayer.core.importing import Batch, Item, Meant, Phase, Rewrite, Run
 from delayer.core.levels import CONSULTED, due_at_level

@@ -10,7 +10,7 @@ from delayer.amqp import envelopes
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
 from delayer.core import cascade
 from delayer.core.cascade import MAX_SECONDS, Cascade
-from delayer.core.delay import seconds_until
+from delayer.core.delay_headers import seconds_until
 from delayer.core.levels import CONSULTED, due_at_level
 from delayer.core.message import Delivery, Due, Outgoing, Parcel, Target
 

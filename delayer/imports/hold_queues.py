@@ -20,9 +20,8 @@ from delayer.broker.management_api import Management
 from delayer.broker.routing import ExchangeTold, Stop, queues_of
 from delayer.core import hold as core_hold
 from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Delivery, Parcel, Target, Timestamp
 from delayer.core.topology import Binding
-from delayer.core.values import Timestamp
 from delayer.imports.brokers import address_of, asked
 from delayer.imports.queues import X_DEATH, Queues, Reader, decoded
 from delayer.imports.state_machine import ImportImpossible, SourceLost

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from delayer.core.delay import UnreadableDelay, read_instant_ms
+from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.importing import REPLIES, Item, Meant, Rewrite, rewriting
 from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
 from delayer.imports.timeouts import Timeout, item_of

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 from delayer.amqp.fields import entry, long_string
 from delayer.amqp.properties import FLAGS
 from delayer.core import nservicebus
-from delayer.core.delay import UnreadableDelay
+from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit
 from delayer.core.importing import Item, Rewrite
-from delayer.core.message import Parcel, Target
-from delayer.core.plan import LATEST_MS, SHORT_STRING
+from delayer.core.message import SHORT_STRING, Parcel, Target
+from delayer.core.plan import LATEST_MS
 
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"
 """What the timeout manager adds when it dispatches."""

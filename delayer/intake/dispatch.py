@@ -18,7 +18,7 @@ import structlog
 from delayer.amqp.envelopes import Held, into_cascade, to_strays
 from delayer.broker.ports import Holder, Live, Publisher
 from delayer.core.counters import Counters
-from delayer.core.delay import seconds_until
+from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import BrokerLost, NotTaken, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, hold_for

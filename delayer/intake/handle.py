@@ -20,14 +20,12 @@ from delayer.broker.ports import Live, Parking
 from delayer.broker.retry import raise_first
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
-from delayer.core.delay import seconds_until
-from delayer.core.delay_headers import CONSULTED
+from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import StoreLost
 from delayer.core.hold import Hold, Limits, too_late
-from delayer.core.message import Delivery, Outgoing, Parcel, Target
-from delayer.core.plan import AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
+from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, TakenOut, Target
+from delayer.core.plan import CONSULTED, AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
 from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
-from delayer.core.values import KeyGroup, TakenOut
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
 from delayer.intake.dispatch import Dispatch, Objection, Publication

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
-from delayer.core.message import Outgoing
-from delayer.core.values import TakenOut
+from delayer.core.message import Outgoing, TakenOut
 from delayer.intake.refusals import with_short
 
 OUTCOME: Final = b"x-delayer-outcome"

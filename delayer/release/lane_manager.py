@@ -24,9 +24,8 @@ from delayer.core.backoff import Sparing
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import Parcel
+from delayer.core.message import Parcel, TakenOut
 from delayer.core.segment import Restoration
-from delayer.core.values import TakenOut
 from delayer.release.loop import Release
 
 log = structlog.get_logger(__name__)

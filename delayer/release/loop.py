@@ -19,8 +19,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
-from delayer.core.message import Confirmed, Due, Outgoing
-from delayer.core.plan import SHORT_STRING
+from delayer.core.message import SHORT_STRING, Confirmed, Due, Outgoing
 from delayer.core.rate_limit import TokenBucket
 from delayer.release.memory_budget import Room, Share
 

@@ -14,9 +14,8 @@ import asyncpg
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import Parcel
+from delayer.core.message import Parcel, TakenOut
 from delayer.core.segment import Restoration
-from delayer.core.values import TakenOut
 from delayer.store import pool as session
 from delayer.store import schema
 from delayer.store.clock import StoreClock

@@ -25,10 +25,9 @@ from delayer.config.topology import topology_of
 from delayer.core import lines
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.lines import Line
-from delayer.core.message import Parcel, Target
+from delayer.core.message import Parcel, Target, Timestamp
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-from delayer.core.values import Timestamp
 from delayer.imports.hold_queues import Leads
 from tests.conformance.store_contract import claim_when_due, owned
 from tests.faults.place import eventually

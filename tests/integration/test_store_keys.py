@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.values import TakenOut
+from delayer.core.message import TakenOut
 from delayer.store.admin import actions
 from delayer.store.admin.actions import Found
 from delayer.store.admin.stats import overview

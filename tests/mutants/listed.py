@@ -198,7 +198,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "delay-rounds-down",
-        "delayer/core/delay.py",
+        "delayer/core/delay_headers.py",
         "return math.ceil(Decimal(value))",
         "return math.floor(Decimal(value))",
         ["tests/unit/core/test_delay.py"],

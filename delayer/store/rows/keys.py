@@ -19,8 +19,7 @@ from zlib import crc32
 
 import asyncpg
 
-from delayer.core.message import Due
-from delayer.core.values import KeyGroup
+from delayer.core.message import Due, KeyGroup
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""

@@ -15,8 +15,7 @@ import asyncpg
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import Parcel
-from delayer.core.values import KeyGroup, TakenOut
+from delayer.core.message import KeyGroup, Parcel, TakenOut
 from delayer.store import statements
 from delayer.store.lanes.notify import notify
 from delayer.store.lanes.retry import pause_ms

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from delayer.amqp.fields import Value
 from delayer.amqp.properties import FLAGS, entry
-from delayer.core.values import Timestamp
+from delayer.core.message import Timestamp
 
 
 def sized(content: bytes) -> bytes:

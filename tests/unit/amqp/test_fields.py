@@ -13,7 +13,7 @@ from pamqp import decode as oracle
 from delayer.amqp import fields
 from delayer.amqp.errors import MalformedTable
 from delayer.amqp.fields import Value
-from delayer.core.values import Timestamp
+from delayer.core.message import Timestamp
 from tests.unit.amqp.tables import EVERY_TYPE, nested, sized, table_of_everything, tables
 
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from delayer.core.counters import KINDS, MOST_ROUTES, OTHERS, Counters
-from delayer.core.horizon import LATENESS, Tally
+from delayer.core.counters import KINDS, LATENESS, MOST_ROUTES, OTHERS, Counters, Tally
 from delayer.core.message import CONFIRMED, NACKED, ClosedChannel, Returned
 
 

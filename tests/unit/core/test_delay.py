@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.delay import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, seconds_until, shown
-from delayer.core.values import Timestamp
+from delayer.core.delay_headers import UnreadableDelay, in_words, read_delay_ms, read_instant_ms, seconds_until, shown
+from delayer.core.message import Timestamp
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MS = timedelta(milliseconds=1)

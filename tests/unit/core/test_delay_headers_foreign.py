@@ -9,8 +9,7 @@ import json
 import pytest
 
 from delayer.core import delay_headers, levels
-from delayer.core.delay import UnreadableDelay
-from delayer.core.delay_headers import LONGEST_BODY, instant_in_json_ms, steps
+from delayer.core.delay_headers import LONGEST_BODY, UnreadableDelay, instant_in_json_ms, steps
 from delayer.core.levels import eta_ms
 
 AT = "/nextattempt/time"

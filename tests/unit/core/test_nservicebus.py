@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.core import nservicebus
-from delayer.core.delay import UnreadableDelay, read_instant_ms
+from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
     DELAY_IN_SECONDS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayer.cli.output import print_json
-from delayer.core.plain_json import escaped
+from delayer.core.lines import escaped
 
 
 @pytest.mark.parametrize("character", ["\x7f", "\x9b", "\u202e", "\u2028", "\ud800", "\U000e0001", "\x1b"])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.delay_headers import CONSULTED, Ask
-from delayer.core.message import Target
+from delayer.core.delay_headers import Ask
+from delayer.core.message import Target, Timestamp
 from delayer.core.plan import (
+    CONSULTED,
     LATEST_MS,
     AtOnce,
     Cancel,
@@ -24,7 +25,6 @@ from delayer.core.plan import (
     Route,
     decide,
 )
-from delayer.core.values import Timestamp
 
 NOW = 1_800_000_000_000
 DAY = 86_400_000

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from delayer.core import retry_policy
 from delayer.core.cascade import routing_key
-from delayer.core.delay_headers import CONSULTED, DEFAULT_FORMS, DELAY_FORMS, Ask, is_form, wants_no_delay
-from delayer.core.message import Target
+from delayer.core.delay_headers import DEFAULT_FORMS, DELAY_FORMS, Ask, is_form
+from delayer.core.message import KeyGroup, Target, Timestamp
 from delayer.core.nservicebus import (
     CLEAR_TIMEOUTS,
     DELAY_IN_SECONDS,
@@ -23,9 +23,20 @@ from delayer.core.nservicebus import (
     TIME_SENT,
     wire_instant,
 )
-from delayer.core.plan import AtOnce, Cancel, Cascade, Mode, Park, Policy, Refuse, Route, decide
+from delayer.core.plan import (
+    CONSULTED,
+    AtOnce,
+    Cancel,
+    Cascade,
+    Mode,
+    Park,
+    Policy,
+    Refuse,
+    Route,
+    decide,
+    wants_no_delay,
+)
 from delayer.core.retry_policy import FAILED_IN, RETRIES, Failure, Retry
-from delayer.core.values import KeyGroup, Timestamp
 
 NOW = 1_800_000_000_000  # 2027-01-15 08:00:00
 HOUR_MS = 3_600_000

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.counters import Counters
-from delayer.core.horizon import LATENESS, Tally
+from delayer.core.counters import LATENESS, Counters, Tally
 from delayer.http.recent import KINDS, STEP_MS, Note, note, quantile, series, steps, summary
 
 NOW = 1_800_000_000_000

@@ -11,11 +11,10 @@ from delayer.amqp.envelopes import Names
 from delayer.amqp.fields import array, table
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.message import Delivery, Parcel, Target
+from delayer.core.message import Delivery, KeyGroup, Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.plan import Mode, Policy, Refuse, Route
 from delayer.core.retry_policy import Retry
-from delayer.core.values import KeyGroup
 from delayer.intake.handle import Work, classify, work_for
 from tests.support.fakes import NOW, delivery, ids
 from tests.unit.amqp.tables import properties

@@ -9,9 +9,8 @@ import pytest
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Delivery, Returned
+from delayer.core.message import Delivery, Returned, TakenOut
 from delayer.core.plan import Mode, Policy, Route
-from delayer.core.values import TakenOut
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
 from delayer.intake.dispatch import Dispatch

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from delayer.core.delay_headers import Ask
 from delayer.core.hold import Hold, HoldKind, too_late, unfit
 from delayer.core.message import Due, Target
-from delayer.core.plan import Ask, AtOnce, Mode, Park, Policy, Route, TooLate, decide
+from delayer.core.plan import AtOnce, Mode, Park, Policy, Route, TooLate, decide
 from delayer.release.loop import sorted_out
 from tests.support.fakes import NOW, due
 
