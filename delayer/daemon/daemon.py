@@ -30,14 +30,13 @@ from delayer.daemon.live_settings import InForce
 from delayer.daemon.services import Life
 from delayer.daemon.systemd import Condition, Notifier, Seen, WatchedPulse
 from delayer.intake.consume import Handle, Intake, QueueConsumer
-from delayer.intake.dispatch import Dispatch, new_id
-from delayer.intake.handle import DueHandler, IntakeHandler
+from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler
+from delayer.intake.holding import Holding
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Portion, Release
 from delayer.release.memory_budget import Room
 from delayer.release.restore import Restoring
-from delayer.store.lanes import retry
 from delayer.store.lanes.locks import broker_mark
 from delayer.store.postgres import PostgresStore
 
@@ -70,17 +69,17 @@ def takeovers_of(
     inflow, levels = Inflow(all_bytes), list(levels_of(settings))
 
     def takeover(cascade: Cascade, level: int) -> LevelTakeover:
-        fitting = Fitting(all_bytes // len(levels))
         return LevelTakeover(
             cascade,
             level,
-            consumer=RelayConsumer(relay, batch_bytes=1 << 20, inflow=inflow, fitting=fitting),
+            consumer=RelayConsumer(
+                relay, batch_bytes=1 << 20, inflow=inflow, fitting=Fitting(all_bytes // len(levels))
+            ),
             parking=parking,
             prepare=prepare,
             now_ms=now_ms,
             pulse=pulse,
             counters=counters,
-            reads_ahead=fitting.full,
         )
 
     return [takeover(cascade, level) for cascade, level in levels]
@@ -194,13 +193,12 @@ class Daemon:
             broker=self.relays.broker_mark,
         )
         self._in_force = InForce(settings, self._cascade, self._publisher, self.lanes)
-        self._dispatch = Dispatch(
-            self._publisher, self.lanes, self._in_force, self.counters, new_id=new_id, pause_ms=retry.pause_ms
-        )
+        holding = Holding(self._publisher, self.lanes, self._in_force, self.counters)
+        self._dispatch = Dispatch(self._publisher, holding, self._in_force, self.counters)
         self._intake = self._session(
             "intake",
             settings.intake.queue,
-            IntakeHandler(self._in_force, self._dispatch, self.lanes, self.counters, new_id),
+            IntakeHandler(self._in_force, self._dispatch, self.lanes, self.counters),
         )
         self._due: QueueConsumer | None = None
         self._begun = False
@@ -286,7 +284,7 @@ class Daemon:
             raise BrokerLost(str(refused)) from refused
 
     def _start_due(self, wanted: Settings) -> None:
-        handler = DueHandler(self._in_force, self._dispatch, new_id)
+        handler = DueHandler(self._in_force, self._dispatch)
         self._due = self._session("due", wanted.native.due_queue, handler)
         self.life.add("due", self._due.run)
 

@@ -31,9 +31,9 @@ class AckTracker:
     """
 
     def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
-        """``progress`` is called whenever something is accepted: a batch may take many publishes, one after another."""
+        """``progress`` feeds the watchdog."""
         self._subscription = subscription
-        self._progress = progress
+        self.progress = progress
         self._order: deque[int] = deque()
         self._accepted: set[int] = set()
         self.accepted_any = False
@@ -51,7 +51,6 @@ class AckTracker:
         """These are safe: in the store, in the cascade, at their destination, or in the refused queue."""
         self._accepted.update(tags)
         self.accepted_any = self.accepted_any or bool(self._accepted)
-        self._progress()
         last = None
         while self._order and self._order[0] in self._accepted:
             last = self._order.popleft()
@@ -81,8 +80,11 @@ class Intake:
     ``gather`` is how long the first delivery of a batch may wait for company, in seconds: with a commit for every
     few messages the time of daemon, broker and database goes into the commits. Later by it is what is due sooner than
     that, and a relative delay that no broker's timestamp goes with: it counts from when the batch is read.
-    ``in_flight`` batches overlap each other's waiting. After ``give_back_after`` seconds in which less was carried out
-    than was read ahead, the rest goes back to the queue: see :class:`Patience`.
+    ``in_flight`` batches overlap each other's waiting.
+
+    RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. So after
+    ``give_back_after`` seconds in which fewer deliveries than ``prefetch`` were begun, and more wait, the subscription
+    ends: what waits here returns to the queue. No delivery is older than twice that when its turn comes.
     """
 
     queue: str
@@ -91,31 +93,6 @@ class Intake:
     batch: int = 2000
     gather: float = 0.010
     in_flight: int = 3
-
-
-class Patience:
-    """How long deliveries wait here at most. Pure; the caller passes time, in seconds.
-
-    RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. What has been read
-    ahead is at most ``prefetch`` messages; so if so many are handed on in less than ``seconds``, or nothing waits, none
-    is older than twice that when its turn comes.
-    """
-
-    def __init__(self, prefetch: int, seconds: float, now: float) -> None:
-        self._prefetch = prefetch
-        self._seconds = seconds
-        self._tag = 0
-        self._since = now
-
-    def over(self, last_tag: int, *, behind: bool, now: float) -> bool:
-        """Note that everything up to ``last_tag`` was handed on. Whether what waits is to be given back."""
-        if not behind or last_tag - self._tag >= self._prefetch:
-            self._tag, self._since = last_tag, now
-        return now - self._since > self._seconds
-
-    def handed_on(self, last_tag: int) -> int:
-        """How many were, since it was last well."""
-        return last_tag - self._tag
 
 
 class QueueConsumer:
@@ -129,11 +106,8 @@ class QueueConsumer:
         *,
         prepare: Callable[[], Awaitable[None]],
         pulse: Pulse,
-        too_slow: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``too_slow`` is told how many deliveries were handed on before patience was at its end."""
         self._intake = intake
-        self._too_slow = too_slow
         self._consumer = consumer
         self._handle = handle
         self._prepare = prepare
@@ -172,13 +146,14 @@ class QueueConsumer:
         acks = AckTracker(subscription, self._beat)
         running: set[asyncio.Task[None]] = set()
         now = asyncio.get_running_loop().time
-        patience, last_tag = Patience(subscription.prefetch, self._intake.give_back_after, now()), 0
+        last_tag, well_tag, well = 0, 0, now()
         try:
             while not (stopping.is_set() or subscription.overrun):
                 self._beat()
-                if patience.over(last_tag, behind=subscription.behind, now=now()):
+                if not subscription.behind or last_tag - well_tag >= subscription.prefetch:
+                    well_tag, well = last_tag, now()
+                if now() - well > self._intake.give_back_after:
                     log.warning("deliveries given back", queue=self._intake.queue, seconds=self._intake.give_back_after)
-                    self._too_slow(patience.handed_on(last_tag))
                     break
                 batch = await subscription.next_batch(self._intake.batch, self._intake.gather)
                 if batch:

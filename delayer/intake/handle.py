@@ -1,37 +1,58 @@
 """The handlers of the intake queue and of the due queue: each carries batches out, and accepts what is safe.
 
 A batch of the intake queue is classified first: its work is what it writes to the store (parcels, cancels), and what it
-publishes (cascade, destination, refused queue).
+publishes (cascade, destination, refused queue). Of what is published the broker's confirm accepts the delivery.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Final, NamedTuple
 
+import structlog
+
 from delayer.amqp import edits
-from delayer.amqp.envelopes import Envelope, Names, NoEnvelope, into_cascade, opened
+from delayer.amqp.envelopes import Envelope, Held, Names, NoEnvelope, into_cascade, opened
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
-from delayer.broker.ports import Live, Parking
+from delayer.broker.ports import Live, Parking, Publisher
 from delayer.broker.retry import raise_first
 from delayer.core.cascade import MAX_SECONDS
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
-from delayer.core.errors import StoreLost
-from delayer.core.hold import Hold, Limits, too_late
-from delayer.core.message import Delivery, KeyGroup, Outgoing, Parcel, TakenOut, Target
+from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
+from delayer.core.faultpoint import reach
+from delayer.core.hold import Hold, Limits, hold_for, too_late
+from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, TakenOut, Target
 from delayer.core.plan import CONSULTED, AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
 from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
-from delayer.intake.dispatch import Dispatch, Objection, Publication
+from delayer.intake.holding import Holding, Objection
+
+log = structlog.get_logger(__name__)
 
 MOMENT_MS: Final = 1000
 """A message that comes out of the cascade early by less than this waits here; by more, it goes back in."""
+
+
+class Publication(NamedTuple):
+    """A publish on behalf of a delivery.
+
+    ``parcel`` is the message to hold if its destination does not take it; None where the publish must succeed (cascade,
+    refused queue): the delivery returns to the queue otherwise. ``refusal``: the reason, of a refused message.
+    ``earlier``: the note of earlier attempts.
+    """
+
+    delivery: Delivery
+    outgoing: Outgoing
+    parcel: Parcel | None = None
+    refusal: str = ""
+    earlier: Held | None = None
 
 
 class Sorted(NamedTuple):
@@ -165,6 +186,107 @@ def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> 
     return Publication(delivery, outgoing, refusal=plan.reason)
 
 
+class Dispatch:
+    """Publishes on behalf of deliveries: it accepts what the broker confirmed, and holds what a destination did not
+    take."""
+
+    def __init__(self, publisher: Publisher, holding: Holding, live: Live, counters: Counters) -> None:
+        self.publisher = publisher
+        self.new_id = holding.new_id
+        self._holding = holding
+        self._live = live
+        self._counters = counters
+
+    async def __call__(self, publications: Sequence[Publication], acks: AckTracker) -> None:
+        """Accept or hold the delivery of every publication, in batches of the size that the publisher wants.
+
+        Raises BrokerLost, StoreLost; NotTaken after everything else is settled; Unconfirmed after what is known is.
+        """
+        stuck: list[str] = []
+        begin = 0
+        while begin < len(publications):
+            acks.progress()  # a batch may take many publishes
+            end = begin + self.publisher.batch_limit
+            stuck += await self._publish(publications[begin:end], acks)
+            begin = end
+        if stuck:
+            raise NotTaken(f"{len(stuck)} of {len(publications)} messages were not taken; the first by {stuck[0]}")
+
+    async def hold(self, objections: Sequence[Objection], acks: AckTracker) -> None:
+        """Hold messages, and accept their deliveries. Raises BrokerLost, StoreLost."""
+        if objections:
+            await self._holding.hold(objections)
+            acks.accept(one.delivery.tag for one in objections)
+
+    async def _publish(self, publications: Sequence[Publication], acks: AckTracker) -> list[str]:
+        """Returns the destinations that did not take a message that they must take."""
+        began = perf_counter()
+        try:
+            outcomes = await self.publisher.publish([publication.outgoing for publication in publications])
+        except Unconfirmed as late:
+            # The known outcomes are true: those messages are not repeated because another one was not answered.
+            pairs = zip(publications, late.outcomes, strict=True)
+            await self._settle([(one, outcome) for one, outcome in pairs if outcome is not None], acks)
+            raise
+        reach("intake.confirmed")
+        self._counters.took("publish", perf_counter() - began)
+        self._counters.batch("publish", len(publications))
+        return await self._settle(list(zip(publications, outcomes, strict=True)), acks)
+
+    async def _settle(self, answered: Sequence[tuple[Publication, Outcome]], acks: AckTracker) -> list[str]:
+        through: list[Publication] = []
+        objections: list[Objection] = []
+        stuck: list[str] = []
+        for publication, outcome in answered:
+            if isinstance(outcome, Confirmed):
+                through.append(publication)
+                continue
+            self._counters.objected(outcome, _route(publication))
+            if publication.parcel is not None:
+                parcel = publication.parcel._replace(token=publication.outgoing.token)
+                objections.append(Objection(publication.delivery, parcel, hold_for(outcome), publication.earlier))
+            else:
+                exchange = publication.outgoing.exchange.decode("utf-8", "replace")
+                stuck.append(f"exchange {exchange!r}: {hold_for(outcome).text}")
+        acks.accept(publication.delivery.tag for publication in through)
+        self._count(through)
+        await self.hold(objections, acks)
+        return stuck
+
+    def _count(self, through: Sequence[Publication]) -> None:
+        for publication in through:
+            if publication.refusal:
+                log.warning(
+                    "message refused",
+                    reason=publication.refusal,
+                    exchange=publication.delivery.exchange,
+                    routing_key=publication.delivery.routing_key,
+                )
+        kinds = [_kind(publication) for publication in through]
+        for kind, count in Counter(kinds).items():
+            self._counters.add(kind, count)
+            self._counters.add_routes(
+                kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
+            )
+        # Of a message that was held its destination was late, not the daemon.
+        out = [
+            (one.parcel.due_ms, one.parcel.route)
+            for one in through
+            if one.parcel is not None and not one.refusal and one.earlier is None
+        ]
+        self._counters.delivered(out, self._live.sure_ms())
+
+
+def _kind(publication: Publication) -> str:
+    if publication.refusal:
+        return "refused"
+    return "cascaded" if publication.parcel is None else "released"
+
+
+def _route(publication: Publication) -> bytes:
+    return publication.delivery.exchange if publication.parcel is None else publication.parcel.route
+
+
 Before = asyncio.Future[bool] | None
 """The turn before, if it is not over yet: done with whether it went well."""
 
@@ -203,14 +325,12 @@ async def wait(before: Before) -> None:
 class IntakeHandler:
     """Carries out batches of the intake queue. Safe to call for several batches at a time."""
 
-    def __init__(
-        self, live: Live, dispatch: Dispatch, parking: Parking, counters: Counters, new_id: Callable[[], bytes]
-    ) -> None:
+    def __init__(self, live: Live, dispatch: Dispatch, parking: Parking, counters: Counters) -> None:
         self._live = live
         self._dispatch = dispatch
         self._parking = parking
         self._counters = counters
-        self._new_id = new_id
+        self._new_id = dispatch.new_id
         self._turns = Turns()
 
     async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
@@ -243,9 +363,9 @@ class IntakeHandler:
     async def _park(self, work: Work, acks: AckTracker, before: Before) -> None:
         await wait(before)
         for step in work.steps:
-            began = time.perf_counter()
+            began = perf_counter()
             taken_out = await self._parking.park(step.parcels, step.cancels)
-            self._counters.took("park", time.perf_counter() - began)
+            self._counters.took("park", perf_counter() - began)
             self._counters.batch("park", len(step.parcels) + len(step.cancels))
             self._counters.add("parked", len(step.parcels))
             self._counters.add_routes("parked", [parcel.route for parcel in step.parcels])
@@ -258,9 +378,8 @@ class IntakeHandler:
         policy, names = self._live.policy(), self._live.names()
         ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}
         counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
-        await self._dispatch.reply(
-            [replies.reply(ask, said, self._new_id()) for ask, said in counted if ask.reply_to not in ours]
-        )
+        answers = [replies.reply(ask, said, self._new_id()) for ask, said in counted if ask.reply_to not in ours]
+        await replies.send(self._dispatch.publisher, answers)
 
 
 class DueHandler:
@@ -270,10 +389,10 @@ class DueHandler:
     disagree the later one rules: never early.
     """
 
-    def __init__(self, live: Live, dispatch: Dispatch, new_id: Callable[[], bytes]) -> None:
+    def __init__(self, live: Live, dispatch: Dispatch) -> None:
         self._live = live
         self._dispatch = dispatch
-        self._new_id = new_id
+        self._new_id = dispatch.new_id
 
     async def __call__(self, batch: Sequence[Delivery], acks: AckTracker) -> None:
         """Settle every delivery of the batch. Raises BrokerLost, StoreLost: then some are not settled."""

@@ -1,4 +1,4 @@
-"""Replies to cancels with a ``reply_to``: the outcome of each. Pure.
+"""Replies to cancels with a ``reply_to``: the outcome of each.
 
 ``cancelled``   a message waited under the key, and is not delivered
 ``too late``    no message waits under the key: delivered, cancelled before, or never there
@@ -10,12 +10,20 @@ The daemon publishes a reply after the cancel is committed and acknowledged. A f
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Final, NamedTuple
+
+import structlog
 
 from delayer.amqp.edits import ID
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
-from delayer.core.message import Outgoing, TakenOut
+from delayer.broker.ports import Publisher
+from delayer.core.errors import BrokerLost
+from delayer.core.hold import hold_for
+from delayer.core.message import Confirmed, Outgoing, TakenOut
 from delayer.intake.refusals import with_short
+
+log = structlog.get_logger(__name__)
 
 OUTCOME: Final = b"x-delayer-outcome"
 KEY: Final = b"x-delayer-key"
@@ -55,3 +63,23 @@ def reply(ask: Asked, said: str, token: bytes) -> Outgoing:
         raw = with_short(raw, "correlation_id", ask.correlation_id)
     body = json.dumps({"outcome": said, "key": ask.key.decode("utf-8", "backslashreplace")}).encode()
     return Outgoing(b"", ask.reply_to, raw, body, token)
+
+
+async def send(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
+    """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it.
+
+    The broker may return a direct reply that its client got, so the daemon logs those too.
+    """
+    if not answers:
+        return
+    failed, reason = len(answers), "the broker takes no publishes"
+    if publisher.ready:
+        try:
+            outcomes = await publisher.publish(answers)
+        except BrokerLost as lost:
+            reason = str(lost)
+        else:
+            unhappy = [hold_for(outcome).text for outcome in outcomes if not isinstance(outcome, Confirmed)]
+            failed, reason = len(unhappy), unhappy[0] if unhappy else ""
+    if failed:
+        log.info("reply not confirmed", replies=failed, reason=reason)

@@ -49,11 +49,9 @@ class LevelTakeover:
         now_ms: Callable[[], int],
         pulse: Pulse,
         counters: Counters,
-        reads_ahead: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``prepare`` returns when there is something to park into, and raises StoreLost while there is not. ``now_ms``
-        is the clock's upper bound. ``reads_ahead`` is told how many messages the next subscription is to read ahead at
-        most, where those of this one could not be parked in time: what is given back counts as delivered."""
+        is the clock's upper bound."""
         self._cascade = cascade
         self._level = level
         self._parking = parking
@@ -62,9 +60,7 @@ class LevelTakeover:
         self._ended = asyncio.Event()
         self.queue = cascade.level(level)
         intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, in_flight=IN_FLIGHT)
-        self._session = QueueConsumer(
-            intake, consumer, self._carry, prepare=prepare, pulse=pulse, too_slow=lambda count: reads_ahead(count // 2)
-        )
+        self._session = QueueConsumer(intake, consumer, self._carry, prepare=prepare, pulse=pulse)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""

@@ -99,7 +99,7 @@ def connects(monkeypatch: pytest.MonkeyPatch) -> type[Connects]:
     monkeypatch.setattr(Connects, "urls", [], raising=False)
     monkeypatch.setattr(module, "PostgresStore", Connects)
     # The set-up of the logs would outlive the test.
-    monkeypatch.setattr(module.telemetry, "configure", lambda *_: None)
+    monkeypatch.setattr(module.logs, "configure", lambda *_: None)
     return Connects
 
 

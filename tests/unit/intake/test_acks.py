@@ -23,15 +23,6 @@ def test_a_batch_is_one_acknowledgement() -> None:
     assert settler.outstanding == 0
 
 
-def test_whatever_is_accepted_is_progress() -> None:
-    """A batch that is settled in many portions moves, though nothing may be acknowledged yet."""
-    beats: list[int] = []
-    settler = AckTracker(Acks(), lambda: beats.append(1))
-    settler.read([delivery(1), delivery(2)])
-    settler.accept([2])
-    assert len(beats) == 1
-
-
 def test_what_is_accepted_behind_something_else_waits() -> None:
     settler, acks = settler_with(1, 2, 3, 4)
     settler.accept([2, 3])

@@ -9,7 +9,7 @@ import pytest
 
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
-from delayer.intake.consume import AckTracker, Intake, Patience, QueueConsumer
+from delayer.intake.consume import AckTracker, Intake, QueueConsumer
 from tests.support.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
@@ -45,24 +45,6 @@ class Carrier:
 
     def hold_back(self, *tags: int) -> None:
         self.gates |= {tag: asyncio.Event() for tag in tags}
-
-
-def test_patience_ends_where_less_is_carried_out_than_was_read_ahead() -> None:
-    patience = Patience(prefetch=10, seconds=60.0, now=0.0)
-    assert not patience.over(0, behind=True, now=60.0)
-    assert patience.over(9, behind=True, now=61.0), "fewer than were read ahead, in more than a minute"
-    assert not patience.over(10, behind=True, now=61.0), "a whole prefetch: none of those is left"
-    assert not patience.over(19, behind=True, now=121.0)
-    assert not patience.over(19, behind=False, now=500.0), "nothing waits"
-    assert not patience.over(19, behind=True, now=560.0)
-    assert patience.over(19, behind=True, now=561.0)
-
-
-def test_patience_tells_how_many_were_handed_on() -> None:
-    patience = Patience(prefetch=10, seconds=60.0, now=0.0)
-    patience.over(3, behind=False, now=1.0)
-    assert patience.over(9, behind=True, now=62.0)
-    assert patience.handed_on(9) == 6
 
 
 class Scene:

@@ -22,7 +22,8 @@ from delayer.core.message import (
     Unanswered,
 )
 from delayer.intake.consume import AckTracker
-from delayer.intake.dispatch import Dispatch, Objection, Publication
+from delayer.intake.handle import Dispatch, Publication
+from delayer.intake.holding import Holding, Objection
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids, outgoing
 
 PARCEL = Parcel(NOW, b"r", b"e", b"k", Target(b"orders.out", b"k"), b"\0\0", b"body")
@@ -35,9 +36,10 @@ class Scene:
         self.holder = ScriptedHolder(failure)
         self.counters = Counters()
         self.live = ScriptedLive()
-        self.dispatch = Dispatch(
+        holding = Holding(
             self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
+        self.dispatch = Dispatch(self.publisher, holding, self.live, self.counters)
         self.acks = Acks()
         self.tracker = AckTracker(self.acks)
 
@@ -196,3 +198,13 @@ def test_a_counter_that_nobody_knows() -> None:
         counters.add("lost", 1)
     assert set(counters.as_dict().values()) == {0}
     assert isinstance(CONFIRMED, Confirmed)
+
+
+async def test_each_publish_of_a_batch_is_progress() -> None:
+    """A batch of many publishes moves, though nothing may be acknowledged yet."""
+    it = Scene()
+    beats: list[int] = []
+    it.tracker = AckTracker(it.acks, lambda: beats.append(1))
+    it.publisher.batch_limit = 1
+    await it.run(publication(1), publication(2), publication(3))
+    assert len(beats) == 3

@@ -16,8 +16,8 @@ from delayer.core.hold import too_late
 from delayer.core.message import NACKED, Delivery, Parcel, Returned, Target
 from delayer.core.plan import LATEST_MS
 from delayer.intake.consume import AckTracker
-from delayer.intake.dispatch import MOST_ATTEMPTS, Dispatch
-from delayer.intake.handle import MOMENT_MS, DueHandler
+from delayer.intake.handle import MOMENT_MS, Dispatch, DueHandler
+from delayer.intake.holding import MOST_ATTEMPTS, Holding
 from tests.support.fakes import NOW, WHY, Acks, ScriptedHolder, ScriptedLive, ScriptedPublisher, delivery, ids
 
 INNER = encode_headers(entry(b"mine", long_string(b"kept")))
@@ -31,10 +31,10 @@ class Scene:
         self.counters = Counters()
         self.acks = Acks()
         self.live = ScriptedLive()
-        dispatch = Dispatch(
+        holding = Holding(
             self.publisher, self.holder, self.live, self.counters, new_id=ids(), pause_ms=lambda n, _: 10_000 * n
         )
-        self.handler = DueHandler(self.live, dispatch, ids())
+        self.handler = DueHandler(self.live, Dispatch(self.publisher, holding, self.live, self.counters))
         self.short_by = 0
         monkeypatch.setattr("delayer.intake.handle.asyncio.sleep", self._sleep)
 

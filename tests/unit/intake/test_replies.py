@@ -13,8 +13,8 @@ from delayer.core.message import Delivery, Returned, TakenOut
 from delayer.core.plan import Mode, Policy, Route
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
-from delayer.intake.dispatch import Dispatch
-from delayer.intake.handle import IntakeHandler
+from delayer.intake.handle import Dispatch, IntakeHandler
+from delayer.intake.holding import Holding
 from delayer.intake.refusals import with_short
 from delayer.intake.replies import Asked
 from tests.support.fakes import Acks, ScriptedLive, ScriptedPublisher, ids
@@ -73,8 +73,8 @@ async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delive
     acks = Acks()
     live = ScriptedLive(policy, NAMES)
     counters = Counters()
-    dispatch = Dispatch(publisher, None, live, counters, new_id=ids(), pause_ms=lambda *_: 0)  # type: ignore[arg-type]
-    handler = IntakeHandler(live, dispatch, parking, counters, ids())
+    holding = Holding(publisher, None, live, counters, new_id=ids())  # type: ignore[arg-type]
+    handler = IntakeHandler(live, Dispatch(publisher, holding, live, counters), parking, counters)
     tracker = AckTracker(acks)
     tracker.read(batch)
     await handler(batch, tracker)
