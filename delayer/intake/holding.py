@@ -14,12 +14,12 @@ import structlog
 
 from delayer.amqp.envelopes import Held, into_cascade, to_strays
 from delayer.broker.ports import Holder, Live, Publisher
+from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters
 from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import NotTaken
 from delayer.core.hold import Hold, hold_for
 from delayer.core.message import Confirmed, Delivery, Outgoing, Parcel
-from delayer.store.lanes.retry import pause_ms
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Final
 
 import asyncpg
 
+from delayer.core.backoff import pause_ms
 from delayer.core.hold import Hold
 from delayer.core.message import Due
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, Turn
-from delayer.store.lanes.retry import pause_ms
 from delayer.store.rows import envelope
 from delayer.store.rows.keys import forget_released
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import asyncpg
 
+from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import KeyGroup, Parcel, TakenOut
 from delayer.store import statements
 from delayer.store.lanes.notify import notify
-from delayer.store.lanes.retry import pause_ms
 from delayer.store.rows import envelope, keys
 
 Changes = Counter[tuple[int, str]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delayer.store.lanes.retry import FIRST_MS, LONGEST_MS, pause_ms
+from delayer.core.backoff import FIRST_MS, LONGEST_MS, pause_ms
 
 ids = st.integers(0, 2**63 - 1)
 
