@@ -37,8 +37,8 @@ class Sparing:
         self._said = None
 
 
-FIRST_MS = 10_000
-LONGEST_MS = 3_600_000
+FIRST_MS: Final = 10_000
+LONGEST_MS: Final = 3_600_000
 
 
 def pause_ms(attempts: int, message_id: int) -> int:

@@ -9,7 +9,6 @@ import pytest
 from delayer.store import statements, upgrades
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.actions import When, reschedule
-from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, ROOM, bodies, owned, parcel
 from tests.integration.test_store_lane import sql

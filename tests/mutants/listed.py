@@ -177,10 +177,10 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "retry-pause-does-not-grow",
-        "delayer/store/lanes/retry.py",
+        "delayer/core/backoff.py",
         "FIRST_MS << min(attempts - 1, 16)",
         "FIRST_MS",
-        ["tests/unit/store/test_retry.py"],
+        ["tests/unit/core/test_backoff.py"],
     ),
     Mutant(
         "clock-without-drift",
