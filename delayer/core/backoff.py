@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 
 def pause(attempt: int, random: float) -> float:
     """Seconds before attempt ``attempt`` + 1 (counted from 0), doubling from 0.2 s to 15 s.

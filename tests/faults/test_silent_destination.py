@@ -22,7 +22,7 @@ from tests.support.silent import silent
 PROGRAM = (
     sys.executable,
     "-c",
-    "from delayer.store.lanes import retry; retry.FIRST_MS, retry.LONGEST_MS = 1_000, 5_000\n"
+    "from delayer.core import backoff; backoff.FIRST_MS, backoff.LONGEST_MS = 1_000, 5_000\n"
     "from delayer.cli.main import main; main()",
 )
 """The daemon with pauses from 1 to 5 s instead of 10 s to an hour."""

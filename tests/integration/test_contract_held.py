@@ -20,7 +20,7 @@ SLOWLY = "SELECT retry_at FROM (SELECT retry_at FROM held WHERE lane = $1 LIMIT 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_MS", SOON_MS)
+    monkeypatch.setattr(backoff, "FIRST_MS", SOON_MS)
 
 
 @pytest.mark.usefixtures("soon")

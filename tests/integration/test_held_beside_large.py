@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.core import backoff
 from delayer.store import upgrades
-from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
 from tests.conformance.store_contract import MANY, bodies, owned, parcel
 from tests.support.fakes import WHY
@@ -17,7 +17,7 @@ HELD = 3
 
 @pytest.mark.parametrize("size", [ROOM // 20, ROOM // 2, 3 * ROOM], ids=["many a claim", "two a claim", "one a claim"])
 async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(retry, "FIRST_MS", 1)
+    monkeypatch.setattr(backoff, "FIRST_MS", 1)
     await upgrades.upgrade(database)
     store = await PostgresStore.connect(database)
     async with owned(store) as (lane,):

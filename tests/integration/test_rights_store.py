@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.audit import compact as compaction
+from delayer.core import backoff
 from delayer.core.errors import StoreLost
 from delayer.core.filters import Filter, Token
 from delayer.core.segment import Broken, Restored
@@ -18,7 +19,6 @@ from delayer.store.admin import actions, audit_log, detail, server_checks
 from delayer.store.admin.actions import Found, When
 from delayer.store.admin.stats import overview
 from delayer.store.errors import SchemaOutdated
-from delayer.store.lanes import retry
 from delayer.store.postgres import PostgresStore
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
@@ -75,7 +75,7 @@ async def test_an_upgrade_as_the_daemon_is_noticed_and_can_be_undone(store: str,
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_MS", 1)
+    monkeypatch.setattr(backoff, "FIRST_MS", 1)
 
 
 async def work(url: str) -> None:
