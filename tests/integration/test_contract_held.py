@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from delayer.core import backoff
 from delayer.store import statements, upgrades
 from delayer.store.admin import audit_log, detail
 from delayer.store.admin.actions import When, reschedule
