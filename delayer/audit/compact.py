@@ -22,14 +22,14 @@ from delayer.audit.tasks import Say, Turns
 from delayer.core.errors import StoreLost
 from delayer.store import pool, schema
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.rows.days import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted, Window
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayer.store.segments.shrink import Shrunk
+    from delayer.store.segments.compact import Shrunk
 
 
 class Packed(NamedTuple):
@@ -221,9 +221,8 @@ async def numbers(url: str, planned: Plan) -> Numbers:
             )
     finally:
         await pool.close(connection)
-    from delayer.store.segments import shrink  # noqa: PLC0415 - structlog, as below
 
-    return Numbers(messages, keyed, large, raw, await shrink.size(url))
+    return Numbers(messages, keyed, large, raw, await compact.size(url))
 
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
@@ -243,11 +242,10 @@ def nothing(url: str, planned: Plan) -> Done:
 
 
 def _finish(url: str, planned: Plan, packed: Sequence[Packed], seconds: float, say: Callable[[int, int], None]) -> Done:
-    from delayer.store.segments import shrink  # noqa: PLC0415 - structlog, which executors need not load
 
     began = time.monotonic()
     touched = {day for one in packed if one.messages or one.perhaps for day in days_of(one.window)}
-    shrunk = asyncio.run(shrink.shrink(url, touched, planned.now_ms // DAY_MS, say))
+    shrunk = asyncio.run(compact.shrink(url, touched, planned.now_ms // DAY_MS, say))
     return Done(packed, shrunk, seconds, time.monotonic() - began)
 
 

@@ -21,9 +21,9 @@ from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.store import pool, schema
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.rows.days import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
-from delayer.store.segments import pagewise
 from delayer.store.segments.catalog import Listed
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ async def plan(url: str, within_ms: int | None) -> Plan:
             try:
                 return Plan(now_ms, await segments.listed(connection, before))
             except DAMAGED:  # a page of the table
-                return Plan(now_ms, *await pagewise.listed(connection, before))
+                return Plan(now_ms, *await catalog.listed_by_page(connection, before))
     finally:
         await pool.close(connection)
 

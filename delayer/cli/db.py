@@ -12,7 +12,6 @@ from delayer.cli.errors import FOUND, Misused
 from delayer.cli.options import Request, as_json, store_url
 from delayer.cli.output import note, print_json
 from delayer.store import schema
-from delayer.store.admin import skipping
 from delayer.store.admin.stats import LaneOverview, overview
 from delayer.store.lanes.locks import raise_lanes
 
@@ -139,7 +138,7 @@ def lanes(request: Request, number: int | None, as_json: bool) -> None:
 @click.option(
     "--by",
     type=click.IntRange(1, MOST_SKIPPED),
-    default=skipping.FAR,
+    default=schema.FAR,
     show_default=True,
     metavar="N",
     help="How many are left out.",
@@ -157,6 +156,6 @@ def skip_ids(request: Request, by: int) -> None:
       delayer db skip-ids
       delayer db skip-ids --by 1000000000000000     # a second store for the same consumers: a range of its own
     """
-    first = asyncio.run(skipping.skip_ids(store_url(request.settings()), by))
+    first = asyncio.run(schema.skip_ids(store_url(request.settings()), by))
     click.echo(f"The next message gets an id of {first:,} or more.")
     note("Next: `delayer run`.")

@@ -25,7 +25,7 @@ from delayer.store.lanes.locks import LaneLocks, Look
 from delayer.store.rows import park, partitions
 from delayer.store.rows.park import Placement
 from delayer.store.rows.partitions import DAY_MS, Days
-from delayer.store.segments import catalog, pagewise, restore
+from delayer.store.segments import catalog
 
 ATTEMPTS: Final = 3
 """How often a park is tried when it loses against another transaction."""
@@ -151,7 +151,7 @@ class PostgresStore:
     async def restore(self, horizon_ms: int) -> Restoration:
         """See the port."""
         with translated("restore"):
-            return await restore.restore_soonest(self._pool, horizon_ms, self._ensure_days)
+            return await catalog.restore_soonest(self._pool, horizon_ms, self._ensure_days)
 
     async def doubtful(self, horizon_ms: int) -> list[int]:
         """See the port. Raises StoreLost."""
@@ -160,12 +160,12 @@ class PostgresStore:
                 try:
                     return await catalog.doubtful(connection, horizon_ms)
                 except DAMAGED:  # a page of the table
-                    return await pagewise.doubtful(connection, horizon_ms)
+                    return await catalog.doubtful_by_page(connection, horizon_ms)
 
     async def restore_again(self, segment: int) -> Restoration:
         """See the port."""
         with translated("restore"):
-            return await restore.restore_again(self._pool, segment, self._ensure_days)
+            return await catalog.restore_again(self._pool, segment, self._ensure_days)
 
     async def _ensure_days(self, days: set[int]) -> None:
         with translated("make partitions"):

@@ -3,12 +3,15 @@ with a third less memory when it does not import what only `delayer db` uses."""
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 import asyncpg
 
+from delayer.core.errors import StoreLost
 from delayer.store import pool
-from delayer.store.errors import SchemaOutdated, translated
+from delayer.store.errors import WORTH_REPEATING, SchemaOutdated, translated
 
 VERSION_TABLE: Final = "delayer_schema_version"
 HEAD: Final = "0001"
@@ -47,3 +50,61 @@ def outdated(found: str | None) -> SchemaOutdated | None:
     if found == HEAD:
         return None
     return SchemaOutdated(found, HEAD, newer=found is not None)
+
+
+T = TypeVar("T")
+
+TRIES: Final = 10
+PAUSE_SECONDS: Final = 2.0
+IN_THE_WAY: Final = (asyncpg.LockNotAvailableError, *WORTH_REPEATING)
+FAR: Final = 1_000_000_000
+"""More than any store gives while a backup or a standby is behind, and nothing beside the 2^63 that there are."""
+
+LOCK_SECONDS: Final = 0.5
+"""How long we wait for the numbers, and everybody who needs one behind us."""
+
+# Changes nothing, and keeps all others from taking numbers until it is committed: what they took between the asking and
+# the setting would be given once more. There is no LOCK for sequences.
+_ALONE: Final = "ALTER SEQUENCE message_id NO CYCLE"
+_WAY_OUT: Final = (
+    "run this again when what takes ids in long transactions (an import?) is over, or stop daemons and imports first; "
+    "nothing is changed"
+)
+
+
+async def skip_ids(url: str, by: int) -> int:
+    """Leave out ``by`` numbers; the number that the next message gets at the least. Safe beside daemons, and to repeat.
+
+    Raises StoreLost, BadStoreUrl, SchemaOutdated.
+    """
+    connection = await pool.connect(url, "delayer skip-ids")
+    try:
+        with translated("move the ids on"):
+            await check(connection)
+            return await patiently(lambda: _skip(connection, by))
+    except StoreLost as error:
+        if isinstance(error.__cause__, IN_THE_WAY):
+            raise StoreLost(str(error), _WAY_OUT) from error
+        raise
+    finally:
+        await pool.close(connection)
+
+
+async def _skip(connection: asyncpg.Connection, by: int) -> int:
+    async with pool.transaction(connection):
+        # Whoever took numbers has their lock until the commit, and an import's commit may take long.
+        await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
+        await connection.execute(_ALONE)
+        last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
+    return last + 1
+
+
+async def patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Do ``work``, up to :data:`TRIES` times: a transaction that waits for its lock for a moment only, as the traffic
+    waits behind it. Raises what it raises; IN_THE_WAY only of the last time."""
+    for _ in range(TRIES - 1):
+        try:
+            return await work()
+        except IN_THE_WAY:
+            await asyncio.sleep(PAUSE_SECONDS)
+    return await work()

@@ -18,7 +18,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store.admin import actions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import catalog
 from tests.audit.rows import brief
 from tests.audit.test_job import audit
 from tests.audit.test_reading import execute, fetch, load
@@ -107,7 +107,7 @@ async def fill(url: str) -> None:
             # As of a table that is large: what was cancelled in one of them lies on another page than the others'.
             await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
             for segment in (await catalog.listed(admin))[:2]:
-                table = await unpacking.read(admin, segment.id)
+                table = await catalog.read(admin, segment.id)
                 gone = table["id"].to_pylist()[:CANCELLED]
                 assert set((await actions.cancel(admin, gone)).values()) == {actions.Found.SEGMENT}
 

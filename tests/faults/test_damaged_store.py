@@ -19,7 +19,7 @@ from delayer.store.admin import actions, listing
 from delayer.store.admin.actions import Found
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import catalog
 from tests.conformance.store_contract import owned
 from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import NOW
@@ -84,7 +84,7 @@ async def fill_cancelled(url: str) -> None:
 
 
 async def listed_ids(admin: asyncpg.Connection, segment: int) -> list[int]:
-    table = await unpacking.read(admin, segment)
+    table = await catalog.read(admin, segment)
     assert table is not None
     return list(table["id"].to_pylist())
 

@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from delayer.core.filters import Filter
-from delayer.store import driver, pool
+from delayer.store import pool
 from delayer.store.admin import listing, stats
 from delayer.store.upgrades import upgrade
 
@@ -40,11 +40,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_what_is_known_is_what_the_server_says(database: str) -> None:
     connection = await asyncpg.connect(database)
     try:
-        told, _ = await connection._introspect_types(list(driver.KNOWN), None)
+        told, _ = await connection._introspect_types(list(pool.KNOWN), None)
     finally:
         await connection.close()
     answers = {one["oid"]: one for one in told}
-    for oid, known in driver.KNOWN.items():
+    for oid, known in pool.KNOWN.items():
         assert known == {name: answers[oid][name] for name in known}
 
 

@@ -18,7 +18,7 @@ from delayer.store.admin import actions, audit_log, detail, listing
 from delayer.store.admin.actions import Found, When
 from delayer.store.admin.listing import BEGINNING
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import catalog
 from tests.conformance.store_contract import owned, parcel
 from tests.integration.segments_store import START_MS, store
 from tests.integration.test_store_cancelling import NO_ONE
@@ -277,7 +277,7 @@ async def test_the_loop_goes_on_while_segments_are_unpacked(database: str, monke
     async with store(database) as admin:
         await put(admin, rows(20, START_MS))
         await compact(admin)
-        for module, name in ((unpacking, "unpacked"), (listing, "_of_table")):
+        for module, name in ((catalog, "unpacked"), (listing, "_of_table")):
             monkeypatch.setattr(module, name, noted(getattr(module, name)))
         assert len((await listing.find(admin, Filter(), None, 50)).packed) == 20
     assert threads

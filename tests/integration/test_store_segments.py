@@ -14,7 +14,7 @@ from delayer.core.segment import Restored
 from delayer.store import statements
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
 from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.compact import Window
@@ -78,7 +78,7 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
         assert await catalog.restore_one(admin, START_MS + 4) is None
         assert await catalog.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)
         assert await catalog.count(admin) == (0, 0, 0, 0, None)
-        assert await unpacking.read(admin, listed.id) is None
+        assert await catalog.read(admin, listed.id) is None
         assert await catalog.restore(admin, listed.id) is None
 
 

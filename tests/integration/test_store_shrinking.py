@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from delayer.store import upgrades
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS, DAYS_AHEAD, name_of
-from delayer.store.segments import shrink
+from delayer.store.segments import compact
 from tests.conformance.store_contract import bodies, owned, parcel, release_all
 from tests.faults.place import compact_all, eventually
 from tests.integration.test_store_lane import opened, sql
@@ -29,13 +29,13 @@ async def test_emptied_partitions_go_and_the_others_shrink(database: str) -> Non
         await admin.execute("DELETE FROM message WHERE due_at < $1", partly * DAY_MS)
         await admin.execute("DELETE FROM message WHERE due_at >= $1 AND due_at < $2", *_day(partly, skip=100))
         said: list[tuple[int, int]] = []
-        shrunk = await shrink.shrink(database, {near, partly, emptied}, today, lambda *done: said.append(done))
+        shrunk = await compact.shrink(database, {near, partly, emptied}, today, lambda *done: said.append(done))
         assert shrunk.dropped == (name_of(emptied),)
         assert shrunk.vacuumed == (name_of(near), name_of(partly))
         assert shrunk.left == ()
         assert said == [(0, 3), (1, 3), (2, 3), (3, 3)]
         assert shrunk.bytes_after < 0.5 * shrunk.bytes_before
-        assert shrunk.bytes_after == await shrink.size(database)
+        assert shrunk.bytes_after == await compact.size(database)
         assert await partitions.existing(admin) == {near, partly, untouched}
         assert await admin.fetchval("SELECT count(*) FROM message") == 100 + ROWS
 
@@ -48,14 +48,14 @@ async def test_nobody_in_the_way_means_no_vacuum_before_a_drop(database: str, mo
     async def vacuum(_connection: object, name: str) -> bool:
         pytest.fail(f"{name} was vacuumed, to be dropped")
 
-    monkeypatch.setattr(shrink, "_vacuum", vacuum)
+    monkeypatch.setattr(compact, "_vacuum", vacuum)
     async with opened(database) as store, sql(database) as admin:
         today = store.now_ms() // DAY_MS
         day = today + 20
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
         await admin.execute("DELETE FROM message")
-        shrunk = await shrink.shrink(database, {day}, today)
+        shrunk = await compact.shrink(database, {day}, today)
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
 
 
@@ -66,12 +66,12 @@ async def test_days_that_became_segments_are_dropped_at_once(database: str) -> N
         async with owned(store) as [lane]:
             await store.park(lane, [parcel(day * DAY_MS + n, KEPT) for n in range(ROWS)], [])
         assert await compact_all(admin) == 1
-        shrunk = await shrink.shrink(database, {day}, today)
+        shrunk = await compact.shrink(database, {day}, today)
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((name_of(day),), (), ())
 
 
 async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrink, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(compact, "PAUSE_SECONDS", 0.0)
     async with opened(database) as store, sql(database) as admin, sql(database) as reader:
         today = store.now_ms() // DAY_MS
         day = today + 20
@@ -80,7 +80,7 @@ async def test_what_cannot_be_dropped_at_once_is_vacuumed_first(database: str, m
         await admin.execute("DELETE FROM message")
         async with reader.transaction():
             await reader.fetch("SELECT FROM message LIMIT 1")
-            shrunk = await shrink.shrink(database, {day}, today)
+            shrunk = await compact.shrink(database, {day}, today)
         assert (shrunk.dropped, shrunk.left) == ((), (name_of(day),))
         vacuumed = "SELECT last_vacuum IS NOT NULL FROM pg_stat_all_tables WHERE relname = $1"
         assert await admin.fetchval(vacuumed, name_of(day))
@@ -92,7 +92,7 @@ async def test_what_an_earlier_run_emptied_is_dropped_too(database: str) -> None
         day = today + 30
         await store.park(lane, [parcel(day * DAY_MS)], [])
         await admin.execute("DELETE FROM message")
-        shrunk = await shrink.shrink(database, set(), today)
+        shrunk = await compact.shrink(database, set(), today)
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(day),), ())
 
 
@@ -100,7 +100,7 @@ async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its segments say which days it worked on: their empty pages go back, also where rows with keys are left."""
-    monkeypatch.setattr(shrink, "SETTLED", timedelta())
+    monkeypatch.setattr(compact, "SETTLED", timedelta())
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         today = store.now_ms() // DAY_MS
         emptied, partly, untouched = (today + DAYS_AHEAD + n for n in (1, 2, 3))
@@ -109,21 +109,21 @@ async def test_what_a_compaction_left_that_died_is_finished_by_the_next(
             await store.park(lane, [parcel(day * DAY_MS + 1 + n, KEPT) for n in range(ROWS)], [])
         await store.park(lane, [parcel(untouched * DAY_MS, b"keyed", key=b"l")], [])
         assert await compact_all(admin) == 1
-        before = await shrink.size(database)
-        shrunk = await shrink.shrink(database, set(), today)
+        before = await compact.size(database)
+        shrunk = await compact.shrink(database, set(), today)
         assert (shrunk.dropped, shrunk.vacuumed) == ((name_of(emptied),), (name_of(partly),))
-        assert await shrink.size(database) < 0.2 * before
-        again = await shrink.shrink(database, set(), today)
+        assert await compact.size(database) < 0.2 * before
+        again = await compact.shrink(database, set(), today)
         assert (again.dropped, set(again.vacuumed) - {"message_default"}) == ((), set()), "and then it is finished"
 
 
 def test_days_are_unfinished_until_a_vacuum_long_after_their_segments() -> None:
-    made, late = datetime(2030, 1, 1, tzinfo=UTC), shrink.SETTLED
+    made, late = datetime(2030, 1, 1, tzinfo=UTC), compact.SETTLED
     names = {1: "one", 2: "two", 3: "three", 5: "gone"}
     vacuumed = {"one": made + late, "two": made + late / 2, "three": None, "message_default": made + late}
-    assert shrink.unfinished(dict.fromkeys(range(1, 6), made), names, vacuumed) == {2, 3}
-    assert shrink.unfinished({4: made + late}, names, vacuumed) == {4}, "a day without a partition"
-    assert shrink.unfinished({}, names, vacuumed) == set()
+    assert compact.unfinished(dict.fromkeys(range(1, 6), made), names, vacuumed) == {2, 3}
+    assert compact.unfinished({4: made + late}, names, vacuumed) == {4}, "a day without a partition"
+    assert compact.unfinished({}, names, vacuumed) == set()
 
 
 async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next_time(database: str) -> None:
@@ -133,18 +133,18 @@ async def test_room_that_an_older_snapshot_keeps_is_told_and_comes_back_the_next
         day = today + DAYS_AHEAD + 2
         await store.park(lane, [parcel(day * DAY_MS, b"keyed", key=b"k")], [])
         await store.park(lane, [parcel(day * DAY_MS + 1 + n, KEPT) for n in range(ROWS)], [])
-        before = await shrink.size(database)
+        before = await compact.size(database)
         async with reader.transaction(isolation="repeatable_read", readonly=True):
             await reader.fetch("SELECT FROM lane")
             assert await compact_all(admin) == 1
             with capture_logs() as logged:
-                shrunk = await shrink.shrink(database, set(), today)
+                shrunk = await compact.shrink(database, set(), today)
             assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
             assert [entry["event"] for entry in logged] == ["partition not vacuumed"]
-            assert await shrink.size(database) >= before
-        shrunk = await shrink.shrink(database, set(), today)
+            assert await compact.size(database) >= before
+        shrunk = await compact.shrink(database, set(), today)
         assert (shrunk.vacuumed, shrunk.left) == ((name_of(day),), ())
-        assert await shrink.size(database) < 0.3 * before
+        assert await compact.size(database) < 0.3 * before
 
 
 async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str) -> None:
@@ -154,7 +154,7 @@ async def test_a_daemon_that_knew_the_partition_goes_on_without_it(database: str
         day = today + 20
         await store.park(lane, [parcel(day * DAY_MS, b"first")], [])
         await admin.execute("DELETE FROM message")
-        await shrink.shrink(database, {day}, today)
+        await compact.shrink(database, {day}, today)
         await store.park(lane, [parcel(day * DAY_MS, b"second"), parcel(store.now_ms(), b"now")], [])
         assert await admin.fetchval("SELECT count(*) FROM message_default") == 1
         assert bodies(await release_all(lane)) == [b"now"]
@@ -169,13 +169,13 @@ async def test_rows_of_no_partition_are_vacuumed_where_they_are(database: str) -
         day = today + partitions.FARTHEST_DAYS + 100
         await store.park(lane, [parcel(day * DAY_MS, KEPT) for _ in range(ROWS)], [])
         await admin.execute("DELETE FROM message")
-        shrunk = await shrink.shrink(database, {day}, today)
+        shrunk = await compact.shrink(database, {day}, today)
         assert (shrunk.dropped, shrunk.vacuumed) == ((), ("message_default",))
         assert await admin.fetchval("SELECT pg_relation_size('message_default')") == 0
 
 
 async def test_dropping_gives_way(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrink, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(compact, "PAUSE_SECONDS", 0.0)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as reader:
         today = store.now_ms() // DAY_MS
         day = today + 20
@@ -184,16 +184,16 @@ async def test_dropping_gives_way(database: str, monkeypatch: pytest.MonkeyPatch
         async with reader.transaction():
             await reader.fetch("SELECT FROM message LIMIT 1")
             with capture_logs() as logged:
-                shrunk = await shrink.shrink(database, set(), today)
+                shrunk = await compact.shrink(database, set(), today)
         assert (shrunk.dropped, shrunk.left) == ((), (name_of(day),))
         assert [entry["event"] for entry in logged] == ["partition not dropped"]
-        assert (await shrink.shrink(database, set(), today)).dropped == (name_of(day),)
+        assert (await compact.shrink(database, set(), today)).dropped == (name_of(day),)
 
 
 async def test_a_partition_that_somebody_else_vacuums_is_left_for_the_next_time(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shrink, "VACUUM_LOCK_MS", 1)
+    monkeypatch.setattr(compact, "VACUUM_LOCK_MS", 1)
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin, sql(database) as other:
         today = store.now_ms() // DAY_MS
         day = today + 20
@@ -202,10 +202,10 @@ async def test_a_partition_that_somebody_else_vacuums_is_left_for_the_next_time(
         async with other.transaction():
             await other.execute(f"LOCK TABLE {name_of(day)} IN SHARE UPDATE EXCLUSIVE MODE")  # a VACUUM's
             with capture_logs() as logged:
-                shrunk = await shrink.shrink(database, {day}, today)
+                shrunk = await compact.shrink(database, {day}, today)
         assert (shrunk.dropped, shrunk.vacuumed, shrunk.left) == ((), (), (name_of(day),))
         assert [(entry["event"], entry["partition"]) for entry in logged] == [("partition not vacuumed", name_of(day))]
-        assert (await shrink.shrink(database, {day}, today)).vacuumed == (name_of(day),)
+        assert (await compact.shrink(database, {day}, today)).vacuumed == (name_of(day),)
 
 
 async def test_autovacuum_keeps_no_partition_from_being_dropped() -> None:
@@ -222,5 +222,5 @@ async def test_autovacuum_keeps_no_partition_from_being_dropped() -> None:
             await admin.execute("DELETE FROM message")
             at_work = f"SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'autovacuum: VACUUM%{name_of(day)}'"
             await eventually(lambda: admin.fetchval(at_work), lambda count: count == 1)
-            shrunk = await shrink.shrink(database, {day}, today)
+            shrunk = await compact.shrink(database, {day}, today)
             assert (shrunk.dropped, shrunk.left) == ((name_of(day),), ())

@@ -10,7 +10,7 @@ import asyncpg
 
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import catalog
 from delayer.store.segments import compact as packing
 
 _US = "(extract(epoch FROM {0}) * 1000000)::bigint AS {0}"
@@ -90,7 +90,7 @@ async def packed(admin: asyncpg.Connection) -> dict[int, Row]:
     """The live messages in segments, by id; each in one only."""
     found: dict[int, Row] = {}
     for segment in await catalog.listed(admin):
-        table = await unpacking.read(admin, segment.id)
+        table = await catalog.read(admin, segment.id)
         assert table is not None
         columns = [column.cast("int64") if column.type.num_fields == 0 and str(column.type).startswith("timestamp")
                    else column for column in table.columns]  # fmt: skip

@@ -31,7 +31,7 @@ from delayer.store.admin.listing import BEGINNING, NO_DUES, SETTINGS, Dues, Test
 from delayer.store.errors import WORTH_REPEATING, translated
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.keys import forget, lock_keys
-from delayer.store.segments import catalog, unpacking
+from delayer.store.segments import catalog
 
 LOOKS: Final = 10
 """How often everything is looked through for messages that slip away. Twice is rare."""
@@ -286,7 +286,7 @@ async def _move_out(connection: asyncpg.Connection, segment: asyncpg.Record, ids
 
     number, lane = segment["id"], segment["lane"]
     try:
-        table = await unpacking.live(connection, segment)
+        table = await catalog.live(connection, segment)
     except SegmentBroken:
         work.found.update(dict.fromkeys(ids, Found.UNREADABLE))
         return

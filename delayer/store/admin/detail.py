@@ -15,7 +15,7 @@ from delayer.store.admin.actions import Found
 from delayer.store.admin.listing import Entry, Place, Test, meant
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope
-from delayer.store.segments import unpacking
+from delayer.store.segments import catalog
 
 HELD: Final = "kind, reason, may_be_delivered, isolated, attempts, held_at, retry_at"
 _COLUMNS: Final = (
@@ -98,7 +98,7 @@ async def _in_segment(connection: asyncpg.Connection, segment: int, number: int)
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415
 
     try:
-        table = await unpacking.read(connection, segment)
+        table = await catalog.read(connection, segment)
     except SegmentBroken:
         return None
     if table is None:

@@ -17,6 +17,7 @@ from delayer.core.message import Parcel, Target
 from delayer.store.admin import listing
 from delayer.store.admin.listing import BEGINNING, Place, Test
 from delayer.store.rows import envelope
+from delayer.store.segments import catalog
 
 PAGE: Final = 1_000
 PAGE_BYTES: Final = 16 << 20
@@ -170,9 +171,7 @@ class _Segments:
 
     async def _unpacked(self, segment: int) -> dict[int, Exported]:
         if segment not in self._kept:
-            from delayer.store.segments import unpacking  # noqa: PLC0415 - pyarrow, once there is something to read
-
-            table = await unpacking.read(self._connection, segment)
+            table = await catalog.read(self._connection, segment)
             while len(self._kept) >= self._most:
                 del self._kept[next(iter(self._kept))]
             self._kept[segment] = {} if table is None else {one[0]: one[1] for one in _messages(table)}

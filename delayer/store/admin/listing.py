@@ -17,9 +17,9 @@ import asyncpg
 from delayer.core.filters import Filter, Token
 from delayer.store import pool, schema, statements
 from delayer.store.errors import DAMAGED, translated
-from delayer.store.rows.days import DAY_MS
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
-from delayer.store.segments import unpacking
 
 LAST_ID: Final = (1 << 63) - 1
 _LANES: Final = (
@@ -341,7 +341,7 @@ async def entries_of(connection: asyncpg.Connection, segment: int) -> list[Entry
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow, once there is one to read
 
     try:
-        table = await unpacking.read(connection, segment)
+        table = await catalog.read(connection, segment)
     except SegmentBroken:
         return None
     if table is None:
@@ -453,7 +453,7 @@ async def find_in_segments(connection: asyncpg.Connection, ids: Collection[int],
         for row in rows:
             try:
                 ids_there = codec.ids_of(row["head"], row["tail"], row["size"], row["format"])
-                if ids_there is None and (packed := await unpacking.bytes_of(connection, row["id"])) is not None:
+                if ids_there is None and (packed := await catalog.bytes_of(connection, row["id"])) is not None:
                     ids_there = codec.ids_of(packed, b"", len(packed), row["format"])
             except codec.SegmentBroken:
                 found.unreadable[row["id"]] = (row["first_id"], row["last_id"])

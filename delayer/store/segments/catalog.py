@@ -7,18 +7,22 @@ Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 
 from delayer.core.faultpoint import reach
-from delayer.core.segment import FORMAT, Broken, Restored
+from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
 from delayer.store import pool, statements
+from delayer.store import pool as session
 from delayer.store.errors import DAMAGED, describe
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.envelope import reason_text
-from delayer.store.segments import unpacking
+from delayer.store.rows.partitions import DAY_MS
+from delayer.store.segments import damaged
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -159,7 +163,7 @@ async def _restore_at_once(
             reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
             return Broken(segment["id"], count, segment["first_due"], reason, newer=True)
         try:
-            table = await unpacking.live(connection, segment)
+            table = await live(connection, segment)
         except SegmentBroken as error:
             news = await mark_broken(connection, segment["id"], error.reason)
             return Broken(segment["id"], count, segment["first_due"], error.reason, known=not news)
@@ -222,3 +226,194 @@ async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str)
         reason_text(reason),
     )
     return bool(status == "UPDATE 1")
+
+
+_READ = "SELECT id, messages, cancelled, format, digest FROM segment WHERE id = $1"
+
+
+async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None:
+    """The packed bytes; None when the segment is gone. Raises SegmentBroken where the store itself cannot read
+    them, and the driver's errors."""
+    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
+
+    try:
+        async with pool.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+            packed: bytes | None = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
+    except DAMAGED as error:
+        raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
+    return packed
+
+
+def unpacked(segment: Mapping[str, Any], cancelled: Sequence[int]) -> Any:
+    """The live messages of a row of ``segment``, as a table of packing.SCHEMA sorted by (due_at, id).
+
+    Raises SegmentBroken, also when those that were cancelled are not the ones that its row counts.
+    """
+    from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
+
+    table = codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
+    table = codec.without(table, cancelled)
+    expected = segment["messages"] - segment["cancelled"]
+    if len(table) != expected:
+        raise codec.SegmentBroken(f"expected {expected} messages without the cancelled ones, found {len(table)}")
+    return table
+
+
+async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
+    """The live messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
+    Decoding is done in a thread: the page asks too, and its daemon has messages to release meanwhile.
+
+    Raises SegmentBroken, and the driver's errors.
+    """
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        row = await connection.fetchrow(_READ, segment)
+        if row is None:
+            return None
+        whole = dict(row) | {"packed": await bytes_of(connection, segment)}
+        return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, row))
+
+
+async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
+    """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked, whether it was
+    read with its bytes or not. Decoding is done in a thread. Raises SegmentBroken, and the driver's errors."""
+    whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
+    return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
+
+
+async def _cancelled(connection: asyncpg.Connection, segment: Mapping[str, Any]) -> list[int]:
+    """Which messages of a row of ``segment`` were cancelled. Raises SegmentBroken where the store itself cannot read
+    that, and the driver's errors."""
+    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
+
+    try:
+        async with pool.transaction(connection):  # a savepoint, as for its bytes
+            rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment["id"])
+    except DAMAGED as error:
+        if not segment["cancelled"]:
+            return []  # whoever cancels counts it in the segment's row, in the same transaction
+        what = await damaged.said(connection, error)
+        raise SegmentBroken(f"the store cannot read which of its messages were cancelled: {what}") from error
+    return [number for (number,) in rows]
+
+
+_PAGES: Final = "SELECT pg_relation_size('segment') / current_setting('block_size')::bigint"
+# Of all plans only this one reads no other page.
+_BY_PLACE: Final = "SET LOCAL enable_seqscan = off; SET LOCAL enable_indexscan = off; SET LOCAL enable_bitmapscan = off"
+_NEXT: Final = (
+    "SELECT first_due, id, last_due FROM segment WHERE first_due <= $1 AND broken_at IS NULL AND format <= $2"
+)
+_DOUBTFUL: Final = "SELECT first_due, id FROM segment WHERE first_due <= $1 AND (broken_at IS NOT NULL OR format > $2)"
+
+
+class Next(NamedTuple):
+    """The soonest segment that can be read; instants are epoch milliseconds."""
+
+    id: int
+    first_due_ms: int
+    last_due_ms: int
+
+
+async def listed_by_page(
+    connection: asyncpg.Connection, before_ms: int | None = None
+) -> tuple[list[Listed], list[str]]:
+    """As :func:`listed`; and which pages cannot be read, with the reasons. Raises the driver's other errors."""
+    before_ms = FOREVER_MS if before_ms is None else before_ms
+    rows, unreadable = await _read_by_page(connection, statements.LIST_SEGMENTS, before_ms, None)
+    return sorted((Listed(*row) for row in rows), key=lambda one: (one.first_due_ms, one.id)), unreadable
+
+
+async def soonest_by_page(connection: asyncpg.Connection, horizon_ms: int) -> Next | None:
+    """The soonest segment, if it begins by ``horizon_ms``. Raises the driver's other errors."""
+    rows, _ = await _read_by_page(connection, _NEXT, horizon_ms, FORMAT)
+    if not rows:
+        return None
+    first_ms, number, last_ms = min(map(tuple, rows))
+    return Next(number, first_ms, last_ms)
+
+
+async def doubtful_by_page(connection: asyncpg.Connection, horizon_ms: int) -> list[int]:
+    """As :func:`doubtful`. Raises the driver's other errors."""
+    rows, _ = await _read_by_page(connection, _DOUBTFUL, horizon_ms, FORMAT)
+    return [number for _, number in sorted(map(tuple, rows))]
+
+
+async def _read_by_page(
+    connection: asyncpg.Connection, statement: str, *arguments: int | None
+) -> tuple[list[asyncpg.Record], list[str]]:
+    """The rows of ``statement``, which has two parameters, and why others are missing."""
+    on_page = statement.replace("WHERE ", "WHERE ctid >= $3 AND ctid < $4 AND ", 1)
+    rows: list[asyncpg.Record] = []
+    unreadable: list[str] = []
+    async with pool.transaction(connection):
+        await connection.execute(_BY_PLACE)
+        for page in range(await connection.fetchval(_PAGES)):
+            try:
+                async with pool.transaction(connection):  # a savepoint
+                    rows += await connection.fetch(on_page, *arguments, (page, 0), (page + 1, 0))
+            except DAMAGED as error:
+                unreadable.append(f"page {page} of table segment: {describe(error)}")
+    return rows, unreadable
+
+
+PAUSE: Final = 0.002
+"""Seconds between two portions."""
+
+
+EnsureDays = Callable[[set[int]], Awaitable[None]]
+
+
+async def restore_soonest(pool: asyncpg.Pool, horizon_ms: int, ensure_days: EnsureDays) -> Restoration:
+    """Restore the soonest segment, if it begins by ``horizon_ms``, with partitions for its days.
+
+    Segments on damaged pages of the table keep no others back; their error is raised when nothing else is due. Raises
+    the driver's errors, and what ``ensure_days`` raises.
+    """
+    try:
+        async with session.borrowed(pool) as connection:
+            soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
+        if soonest is None:
+            return None
+        # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
+        first_ms, last_ms = soonest
+        work = partial(restore_one, horizon_ms=horizon_ms)
+        return await _restore_with_days(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
+    except DAMAGED:  # a page of the table, met while the soonest was found or locked: it keeps nothing else there
+        found = await _restore_readable(pool, horizon_ms, ensure_days)
+        if found is None:
+            raise  # nothing else is due: an alarm
+        return found
+
+
+async def _restore_readable(pool: asyncpg.Pool, horizon_ms: int, ensure_days: EnsureDays) -> Restoration:
+    """The same beside pages that cannot be read."""
+    async with session.borrowed(pool) as connection:
+        soonest = await soonest_by_page(connection, horizon_ms)
+    if soonest is None:
+        return None
+    dues = soonest.first_due_ms, soonest.last_due_ms
+    work = partial(restore, segment=soonest.id)
+    return await _restore_with_days(pool, dues, ensure_days, work) or Locked(soonest.first_due_ms)
+
+
+async def restore_again(pool: asyncpg.Pool, segment: int, ensure_days: EnsureDays) -> Restoration:
+    """The same for the segment of this id, one of :func:`doubtful`. None: it is gone, or somebody has it locked."""
+    async with session.borrowed(pool) as connection:
+        found = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
+    if found is None:
+        return None
+    return await _restore_with_days(pool, tuple(found), ensure_days, partial(restore, segment=segment))
+
+
+async def _restore_with_days(
+    pool: asyncpg.Pool,
+    dues: tuple[int, int],
+    ensure_days: EnsureDays,
+    work: Callable[..., Awaitable[Restored | Broken | None]],
+) -> Restored | Broken | None:
+    first_ms, last_ms = dues
+    # The first time it takes half a second, and would be the event loop's.
+    await asyncio.to_thread(import_module, "delayer.store.segments.codec")
+    # Days that are passed, or too far, have none in any case.
+    await ensure_days(set(range(first_ms // DAY_MS, last_ms // DAY_MS + 1)))
+    async with session.borrowed(pool) as connection:
+        return await work(connection, portion_bytes=SMALL_PORTION_BYTES, pause=PAUSE)
