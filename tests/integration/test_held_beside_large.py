@@ -25,12 +25,12 @@ async def test_held_messages_have_their_turn(database: str, monkeypatch: pytest.
         await store.hold(lane, [(parcel(now_ms - 1000, b"held %d" % number), WHY) for number in range(HELD)])
         await store.park(lane, [parcel(now_ms - 1000, bytes(size))] * BACKLOG, [])
         came: list[bytes] = []
-        claims = 0
+        turns = 0
         while len(came) < BACKLOG + HELD:
             rows = await lane.claim(MANY, ROOM)
             assert sum(map(len, bodies(rows))) <= ROOM + size, "one more than there is room for, and no two"
             came += bodies(rows)
-            claims += 1
+            turns += 1
             await lane.settle(rows, [])
         held = [place for place, body in enumerate(came) if body.startswith(b"held")]
         assert len(held) == HELD

@@ -18,7 +18,6 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
 from delayer.core.message import KeyGroup, Parcel, TakenOut
 from delayer.store import statements
-from delayer.store.lanes.claims import pause_ms
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys
 
