@@ -18,7 +18,7 @@ from delayer.cli.errors import BROKER_RIGHTS, DONE, FOUND, OUT_OF_REACH, STORE_R
 from delayer.cli.options import as_json, request_of
 from delayer.cli.output import depth_text, note, print_json, print_table, when
 from delayer.config import Settings
-from delayer.config.model import same_service, service_of
+from delayer.config.model import service_of
 from delayer.config.topology import cascade_of, uses_cascade
 from delayer.core.delay_headers import in_words
 from delayer.core.errors import BrokerLost, StoreLost
@@ -46,9 +46,9 @@ async def look(settings: Settings, patience: float = 3.0) -> dict[str, Any]:
         return {"error": f"{listen} answers {status}", "last": {}}
     try:
         said = json.loads(body)
-        if not same_service(said["service"], service_of(settings)):
+        if said["service"] != service_of(settings):
             # Of two services on one host, only one has this address; and a configuration may have been copied.
-            return {"error": f"what answers at {listen} works with another broker or store", "last": {}}
+            return {"error": f"what answers at {listen} works with another broker or virtual host", "last": {}}
         return {"error": None, "last": said["last"], "blocked": said["blocked"]}
     except (ValueError, KeyError, TypeError):
         return {"error": f"what answers at {listen} is no daemon of this version", "last": {}}

@@ -5,20 +5,25 @@ The checks of names read raw values, so that they find mistakes beside those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from delayer.amqp.address import Address
 from delayer.config.errors import Expected, Problem, show
-from delayer.config.model import Native, Refused, Settings
+from delayer.config.model import Intake, Native, Refused, Settings
 from delayer.config.sources import Merged
 from delayer.config.values import duration_ms, duration_text
 from delayer.core.cascade import KINDS, Cascade
 
 Routes = Sequence[Mapping[str, Any]]
-SHARED = {kind: kind for kind in KINDS if kind != "delayer"}
+Mistake = tuple[str, str, str, str]
+"""The source ("" for that of the key), the key, expected, found."""
+
+_QUEUES = {"intake.queue": Intake().queue, "native.due_queue": Native().due_queue, "refused.queue": Refused().queue}
+_NOT_OURS = "a name that is not one of the cascade's"
 
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _VERIFIED = ("verify-ca", "verify-full")
@@ -35,59 +40,59 @@ _OWN_ROOT = ".postgresql/root.crt"
 
 def between_keys(merged: Merged, *, sealed: bool) -> list[Problem]:
     """Names that collide between the tables. ``sealed``: some credentials are left out, perhaps the store's URL."""
-    problems: list[Problem] = []
-    queues = {("intake", "queue"): str(value_at(merged.values, ("intake", "queue")) or "delays")}
-    for key, default in ((("native", "due_queue"), Native().due_queue), (("refused", "queue"), Refused().queue)):
-        name = value_at(merged.values, key) or default
-        other = next((one for one, taken in queues.items() if taken == name), None)
-        if other is not None:
-            where = merged.origin(key) if value_at(merged.values, key) else merged.origin(other)
-            problems.append(Problem(where, ".".join(key), f"another queue than {'.'.join(other)}", show(name)))
-        queues[key] = str(name)
-    routes = merged.values.get("route", [])
-    seen: dict[object, int] = {}
-    for index, route in enumerate(routes if isinstance(routes, list) else []):
-        if isinstance(route, dict):
-            problems += _route_problems(merged, index, route, seen, queues)
-    tables = [route if isinstance(route, dict) else {} for route in routes] if isinstance(routes, list) else []
-    problems += circles(tables, merged.origin(("route",))) + into_the_cascade(merged, queues, tables)
-    return problems + exhausted_elsewhere(merged, queues, tables) + takeovers(merged, queues, tables, sealed=sealed)
+    queues = {key: str(value_at(merged.values, key.split(".")) or name) for key, name in _QUEUES.items()}
+    routes = _tables(merged, "route")
+    mistakes = [*_same_queue(merged, queues), *_of_routes(routes, queues, merged), *_circles(routes)]
+    mistakes += [*_in_the_cascade(routes, queues, merged), *_takeovers(routes, queues, merged, sealed=sealed)]
+    return [Problem(source or _origin(merged, key), key, *rest) for source, key, *rest in mistakes]
 
 
-def _route_problems(
-    merged: Merged, index: int, route: Mapping[str, Any], seen: dict[object, int], queues: Mapping[tuple[str, str], str]
-) -> list[Problem]:
-    source, at, problems = merged.origin(("route",)), f"route[{index}]", []
-    start = route.get("from")
-    if isinstance(start, str) and seen.setdefault(start, index) != index:
-        problems.append(
-            Problem(source, f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start))
-        )
-    refused = queues["refused", "queue"]
-    problems += [
-        Problem(source, f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused))
-        for end in ("from", "to")
-        if route.get(end) == refused
-    ]
-    if not route.get("to", "") and route.get("routing_key") == queues["intake", "queue"]:
-        problems.append(
-            Problem(source, f"{at}.routing_key", "a queue other than the intake queue", show(route["routing_key"]))
-        )
-    try:
-        longest_ms = duration_ms(value_at(merged.values, ("intake", "max_delay")) or "3650d")
-        too_long = duration_ms(route.get("default_delay", "0s")) > longest_ms
-    except Expected:
-        return problems  # the tables report it
-    if too_long:
-        limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
-        problems.append(Problem(source, f"{at}.default_delay", limit, show(route["default_delay"])))
-    return problems
+def _origin(merged: Merged, key: str) -> str:
+    return merged.origin(tuple(key.partition("[")[0].split(".")))
 
 
-def circles(routes: Routes, source: str) -> list[Problem]:
+def _tables(merged: Merged, name: str) -> list[Mapping[str, Any]]:
+    """The tables of a list; an empty one in place of what is no table, which the model reports."""
+    found = merged.values.get(name, [])
+    return [one if isinstance(one, dict) else {} for one in found] if isinstance(found, list) else []
+
+
+def _same_queue(merged: Merged, queues: Mapping[str, str]) -> Iterator[Mistake]:
+    first: dict[str, str] = {}
+    for key, name in queues.items():
+        other = first.setdefault(name, key)
+        if other != key:
+            where = key if value_at(merged.values, key.split(".")) else other
+            yield _origin(merged, where), key, f"another queue than {other}", show(name)
+
+
+def _of_routes(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Iterator[Mistake]:
+    seen: dict[str, int] = {}
+    refused = queues["refused.queue"]
+    for index, route in enumerate(routes):
+        at, start = f"route[{index}]", _text(route.get("from"))
+        if start is not None and seen.setdefault(start, index) != index:
+            yield "", f"{at}.from", f"an exchange that no other route has (route[{seen[start]}])", show(start)
+        for end in ("from", "to"):
+            if route.get(end) == refused:
+                yield "", f"{at}.{end}", "another name than refused.queue, whose exchange takes it", show(refused)
+        key = route.get("routing_key")
+        if not route.get("to", "") and key == queues["intake.queue"]:
+            yield "", f"{at}.routing_key", "a queue other than the intake queue", show(key)
+        with suppress(Expected):  # the tables report it
+            longest_ms = duration_ms(value_at(merged.values, ("intake", "max_delay")) or "3650d")
+            if duration_ms(route.get("default_delay", "0s")) > longest_ms:
+                limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
+                yield "", f"{at}.default_delay", limit, show(route["default_delay"])
+        # The daemon consumes these queues, or puts other messages into them.
+        exhausted = value_at(route, ("retry", "exhausted"))
+        for taken in [name for name, queue in queues.items() if queue == exhausted][:1]:
+            yield "", f"{at}.retry.exhausted", f"another queue than {taken}", show(exhausted)
+
+
+def _circles(routes: Routes) -> Iterator[Mistake]:
     """Routes that lead back to their own exchange: a message that is due at once would go round for ever."""
     leads = {_text(route.get("from")): _text(route.get("to")) for route in routes if route.get("to")}
-    problems = []
     for index, route in enumerate(routes):
         start = _text(route.get("from"))
         path, at = [start], leads.get(start)
@@ -96,84 +101,47 @@ def circles(routes: Routes, source: str) -> list[Problem]:
             at = leads[at]
         if start is not None and at == start and len(path) > 1:
             way = " to ".join(map(show, [*path, start]))
-            expected = f"an exchange that does not lead back here ({way})"
-            problems.append(Problem(source, f"route[{index}].to", expected, show(leads[start])))
-    return problems
+            yield "", f"route[{index}].to", f"an exchange that does not lead back here ({way})", show(leads[start])
 
 
-def into_the_cascade(merged: Merged, queues: Mapping[tuple[str, str], str], routes: Routes) -> list[Problem]:
+def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Iterator[Mistake]:
     """Queues, exchanges and destinations with names of the cascade: messages would get into the middle of it."""
-    native = merged.values.get("native")
-    native = native if isinstance(native, dict) else {}
     try:
-        cascade = Cascade(prefix=native.get("prefix", "delayer."))
+        cascade = Cascade(prefix=value_at(merged.values, ("native", "prefix")) or "delayer.")  # type: ignore[arg-type]
     except (TypeError, ValueError, AttributeError):
-        return []  # the table reports it
+        return  # the table reports it
     taken = {level.name for level in cascade.levels()} | {cascade.delivery, cascade.strays}
-    expected = "a name that is not one of the cascade's"
-    problems = [
-        Problem(merged.origin(key), ".".join(key), expected, show(name))
-        for key, name in queues.items()
-        if name in taken
-    ]
-    source = merged.origin(("route",))
-    ends = taken | {queues["native", "due_queue"]}
+    named = list(queues.items())
     for index, route in enumerate(routes):
-        found = {"from": taken, "to": taken}
-        found |= {"routing_key": ends} if not route.get("to") else {}
-        problems += [
-            Problem(source, f"route[{index}].{key}", expected, show(route[key]))
-            for key, names in found.items()
-            if _text(route.get(key)) in names
-        ]
-    return problems
+        named += [(f"route[{index}].{end}", _text(route.get(end)) or "") for end in ("from", "to")]
+        key = _text(route.get("routing_key"))
+        if not route.get("to") and key in taken | {queues["native.due_queue"]}:
+            yield "", f"route[{index}].routing_key", _NOT_OURS, show(key)
+    yield from (("", key, _NOT_OURS, show(name)) for key, name in named if name in taken)
 
 
-def exhausted_elsewhere(merged: Merged, queues: Mapping[tuple[str, str], str], routes: Routes) -> list[Problem]:
-    """Exhausted messages in a queue that the daemon consumes, or puts other messages into."""
-    problems = []
-    for index, route in enumerate(routes):
-        retry = route.get("retry")
-        name = _text(retry.get("exhausted")) if isinstance(retry, dict) else None
-        taken = next((".".join(key) for key, queue in queues.items() if queue == name), None)
-        if taken is not None:
-            source = merged.origin(("route",))
-            problems.append(
-                Problem(source, f"route[{index}].retry.exhausted", f"another queue than {taken}", show(name))
-            )
-    return problems
-
-
-def takeovers(merged: Merged, queues: Mapping[tuple[str, str], str], routes: Routes, *, sealed: bool) -> list[Problem]:
+def _takeovers(routes: Routes, queues: Mapping[str, str], merged: Merged, *, sealed: bool) -> Iterator[Mistake]:
     """Takeovers that stand twice or have no store, and our names that are names of a cascade of another system."""
-    tables = merged.values.get("takeover", [])
-    tables = [one for one in tables if isinstance(one, dict)] if isinstance(tables, list) else []
-    source, problems = merged.origin(("takeover",)), []
-    native = merged.values.get("mode") == "native"
+    tables, native = _tables(merged, "takeover"), merged.values.get("mode") == "native"
     if tables and native and not sealed and not value_at(merged.values, ("store", "url")):
-        expected = "a store for what is taken over: store.url, where the mode is native"
-        problems.append(Problem(source, "takeover", expected, "none"))
+        yield "", "takeover", "a store for what is taken over: store.url, where the mode is native", "none"
+    ours = dict(queues) | {f"route[{index}].from": str(route.get("from")) for index, route in enumerate(routes)}
     seen: set[Cascade] = set()
     for index, one in enumerate(tables):
         kind = _text(one.get("cascade"))
-        if kind is None or kind not in SHARED:
-            continue
         try:
-            cascade = Cascade(SHARED[kind], owner=_text(one.get("prefix")) or "")
+            cascade = Cascade(kind if kind in KINDS else "delayer", owner=_text(one.get("prefix")) or "")
         except ValueError:
             continue  # the table reports it
+        if cascade.kind == "delayer":
+            continue  # as above
         if cascade in seen:
-            problems.append(
-                Problem(source, f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind))
-            )
+            yield "", f"takeover[{index}].cascade", "a cascade that no other takeover has", show(kind)
             continue
         seen.add(cascade)
         taken = {level.name for level in cascade.levels()} | {cascade.delivery}
         expected = f"a name that is not one of cascade {kind}'s, which is its owner's"
-        ours = {".".join(key): name for key, name in queues.items()}
-        ours |= {f"route[{number}].from": str(route.get("from")) for number, route in enumerate(routes)}
-        problems += [Problem(source, key, expected, show(name)) for key, name in ours.items() if name in taken]
-    return problems
+        yield from (("", key, expected, show(name)) for key, name in ours.items() if name in taken)
 
 
 def _text(value: object) -> str | None:

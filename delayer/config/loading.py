@@ -34,10 +34,12 @@ _TABLES_WITHIN: Mapping[str, type[BaseModel]] = {
 _EXPECTED = {
     "missing": "a value",
     "int_type": "a whole number",
+    "float_type": "a number",
     "bool_type": "true or false",
     "model_type": "a table",
     "tuple_type": "a list",
 }
+_BOUNDS = {"ge": "at least", "le": "at most"}
 
 
 def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -131,8 +133,9 @@ def _problem(merged: Merged, error: Mapping[str, Any]) -> Problem:
     if error["type"] == "literal_error":
         return Problem(source, dotted, error["ctx"]["expected"].replace("'", '"'), found)
     if error["type"] in ("greater_than_equal", "less_than_equal"):
-        limit = f"at least {error['ctx']['ge']}" if "ge" in error["ctx"] else f"at most {error['ctx']['le']}"
-        return Problem(source, dotted, f"a whole number of {limit}", found)
+        bound, limit = next((word, error["ctx"][name]) for name, word in _BOUNDS.items() if name in error["ctx"])
+        kind = "a whole number" if isinstance(limit, int) else "a number"
+        return Problem(source, dotted, f"{kind} of {bound} {limit:g}", found)
     return Problem(source, dotted, _EXPECTED.get(error["type"], error["msg"]), found)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from pydantic import (
     BaseModel,
@@ -15,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
+    StrictFloat,
     StrictInt,
     ValidationInfo,
     field_validator,
@@ -94,9 +93,9 @@ class Retry(Table):
     """How a route's dead letters go back to the queues that gave them up."""
 
     first_ms: values.DurationMs = Field(default=5_000, alias="first")
-    factor: values.Factor = 2.0
+    factor: Annotated[StrictFloat, Field(ge=1, le=100)] = 2.0
     longest_ms: values.DurationMs = Field(default=3_600_000, alias="max")
-    jitter: values.Share = 0.1
+    jitter: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.1
     attempts: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 10
     exhausted: values.Queue
 
@@ -284,31 +283,14 @@ def _leaves(table: Table, at: str = "") -> dict[str, object]:
     return found
 
 
-def service_of(settings: Settings) -> dict[str, str | None]:
-    """The same for all that work with one virtual host and one database, whoever they log in as.
+def service_of(settings: Settings) -> str:
+    """The same for all that work with one virtual host of one broker, whoever they log in as.
 
-    >>> one, same, other = (
-    ...     service_of(Settings.model_validate({"broker": {"url": url}}))["broker"]
-    ...     for url in ("amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail")
-    ... )
+    >>> urls = "amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail"
+    >>> one, same, other = (service_of(Settings.model_validate({"broker": {"url": url}})) for url in urls)
     >>> (one == same, one == other)
     (True, False)
     """
-    broker = urlsplit(settings.broker_url)
-    store = None if settings.store_url is None else urlsplit(settings.store_url)
-    return {
-        "broker": _name(broker, 5671 if broker.scheme == "amqps" else 5672),
-        "store": None if store is None else _name(store, 5432),
-    }
-
-
-def same_service(one: Mapping[str, str | None], other: Mapping[str, str | None]) -> bool:
-    """Whether these are one service. Who has no store, or not yet, may be of one that has."""
-    stores = {one.get("store"), other.get("store")} - {None}
-    return one.get("broker") == other.get("broker") and len(stores) < 2
-
-
-def _name(url: SplitResult, port: int) -> str:
-    host = url.netloc.rpartition("@")[2].lower()  # of a store they may be several, between commas
-    whole = host if re.search(r":\d+$", host) else f"{host}:{port}"
-    return hashlib.sha256(f"{whole} {unquote(url.path[1:]) or '/'}".encode()).hexdigest()[:16]
+    url = urlsplit(settings.broker_url)
+    port = url.port or (5671 if url.scheme == "amqps" else 5672)
+    return hashlib.sha256(f"{url.hostname}:{port} {unquote(url.path[1:]) or '/'}".encode()).hexdigest()[:16]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -57,11 +57,14 @@ def _heartbeat_ms(value: object) -> int:
     return amount_ms
 
 
-def _restore_ahead_ms(value: object) -> int:
-    amount_ms = duration_ms(value)
-    if amount_ms < 300_000:  # the daemon looks for segments once a minute, and restores one after another
-        raise Expected('a duration of at least "5m": what is restored later would be late')
-    return amount_ms
+def _duration_from(lowest: str, why: str = "") -> BeforeValidator:
+    def read(value: object) -> int:
+        amount_ms = duration_ms(value)
+        if amount_ms < duration_ms(lowest):
+            raise Expected(f'a duration of at least "{lowest}"{why}')
+        return amount_ms
+
+    return BeforeValidator(read)
 
 
 def _short_string(value: object, what: str, longest: int = 255) -> str:
@@ -75,12 +78,8 @@ def _short_string(value: object, what: str, longest: int = 255) -> str:
     return value
 
 
-def _exchange(value: object) -> str:
-    return _short_string(value, "the name of an exchange")
-
-
-def _routing_key(value: object) -> str:
-    return _short_string(value, "a routing key")
+def _named(what: str) -> BeforeValidator:
+    return BeforeValidator(partial(_short_string, what=what))
 
 
 def _queue(value: object) -> str:
@@ -104,19 +103,13 @@ def _any_queue(value: object) -> str:
     return _queue(value) if value else _short_string(value, 'the name of a queue, or "" for none')
 
 
-def _routing_keys(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple):
-        raise Expected("a list of routing keys")
-    return tuple(_routing_key(one) for one in value)
+def _list_of(what: str, each: str) -> BeforeValidator:
+    def read(value: object) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise Expected(f"a list of {what}")
+        return tuple(_short_string(one, each) for one in value)
 
-
-def _between(lowest: float, highest: float, what: str) -> Callable[[object], float]:
-    def number(value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not lowest <= value <= highest:
-            raise Expected(f"{what} from {lowest:g} to {highest:g}")
-        return float(value)
-
-    return number
+    return BeforeValidator(read)
 
 
 def _prefix(value: object) -> str:
@@ -124,12 +117,6 @@ def _prefix(value: object) -> str:
     if prefix.startswith("amq."):
         raise Expected('a prefix that does not begin with "amq.", which the broker keeps for itself')
     return prefix
-
-
-def _patterns(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise Expected("a list of patterns of exchange names")
-    return tuple(_exchange(one) for one in value)
 
 
 def _text(value: object) -> str:
@@ -203,13 +190,6 @@ def broker_url(value: object) -> SecretUrl:
     return url
 
 
-def _give_back_ms(value: object) -> int:
-    milliseconds = duration_ms(value)
-    if milliseconds < 1000:
-        raise Expected('a duration of at least "1s"')
-    return milliseconds
-
-
 def store_url(value: object) -> SecretUrl:
     return _url(value, ("postgresql", "postgres"), "postgresql://user:password@host:5432/database")
 
@@ -222,19 +202,18 @@ def management_url(value: object) -> SecretUrl | None:
 
 Limit = Annotated[int | None, BeforeValidator(_limit_ms)]
 DurationMs = Annotated[int, BeforeValidator(duration_ms)]
-GiveBackMs = Annotated[int, BeforeValidator(_give_back_ms)]
+GiveBackMs = Annotated[int, _duration_from("1s")]
 HeartbeatMs = Annotated[int, BeforeValidator(_heartbeat_ms)]
-RestoreAheadMs = Annotated[int, BeforeValidator(_restore_ahead_ms)]
-Exchange = Annotated[str, BeforeValidator(_exchange)]
-RoutingKey = Annotated[str, BeforeValidator(_routing_key)]
+# The daemon looks for segments once a minute, and restores one after another.
+RestoreAheadMs = Annotated[int, _duration_from("5m", ": what is restored later would be late")]
+Exchange = Annotated[str, _named("the name of an exchange")]
+RoutingKey = Annotated[str, _named("a routing key")]
 Queue = Annotated[str, BeforeValidator(_queue)]
 DueQueue = Annotated[str, BeforeValidator(_due_queue)]
 AnyQueue = Annotated[str, BeforeValidator(_any_queue)]
-RoutingKeys = Annotated[tuple[str, ...], BeforeValidator(_routing_keys)]
-Factor = Annotated[float, BeforeValidator(_between(1, 100, "a factor"))]
-Share = Annotated[float, BeforeValidator(_between(0, 1, "a part"))]
+RoutingKeys = Annotated[tuple[str, ...], _list_of("routing keys", "a routing key")]
 Prefix = Annotated[str, BeforeValidator(_prefix)]
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns)]
+Patterns = Annotated[tuple[str, ...], _list_of("patterns of exchange names", "the name of an exchange")]
 Path = Annotated[str, BeforeValidator(_text)]
 Listen = Annotated[str, BeforeValidator(listen_address)]
 BrokerUrl = Annotated[SecretUrl, BeforeValidator(broker_url)]

@@ -176,8 +176,8 @@ FILES: list[tuple[str, list[tuple[str, str, str, str]]]] = [
         f'{RETRY}{{exhausted = "parked", factor = 0.5, jitter = 2, attempts = 0, first = 5, last = "1h"}}',
         [
             ("route[0].retry.first", f'{DURATION} (a bare number has no unit: write "5s" or "5ms")', "5", ""),
-            ("route[0].retry.factor", "a factor from 1 to 100", "0.5", ""),
-            ("route[0].retry.jitter", "a part from 0 to 1", "2", ""),
+            ("route[0].retry.factor", "a number of at least 1", "0.5", ""),
+            ("route[0].retry.jitter", "a number of at most 1", "2", ""),
             ("route[0].retry.attempts", "a whole number of at least 1", "0", ""),
             (
                 "route[0].retry.last",
