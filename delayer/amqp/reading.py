@@ -94,7 +94,7 @@ def _instant(seconds: int) -> str:
 def iso(at_ms: int) -> str:
     """An instant in UTC, to the millisecond; beyond the calendar, the number."""
     try:
-        whole = datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        whole = datetime.fromtimestamp(at_ms // 1000, UTC).replace(tzinfo=None).isoformat()
     except (OverflowError, ValueError, OSError):
         return f"{at_ms} ms"
     return f"{whole}.{at_ms % 1000:03d}Z"

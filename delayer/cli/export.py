@@ -30,16 +30,15 @@ _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, 
 @click.command("export", short_help="Write what waits and what is held to a file.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), metavar="FILE")
 @filter_options
-@click.option("--no-held", is_flag=True, help="Leave out what is held.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @click.pass_context
-def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool, **given: Any) -> None:
+def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) -> None:
     """Write the messages of the store to FILE (- for stdout), a line of JSON each, exact to the byte: bodies,
     properties, keys, due instants. `delayer import jsonl` reads it, into any store.
 
-    The soonest due first; then what is held, with its reason. The file is one snapshot of the store, taken when the
-    export begins: nothing is removed, and daemons, compaction and restore may go on. To move a backlog, stop the
-    daemons first. The file holds messages in the clear: whoever can read it can read them.
+    The soonest due first; then, without a filter, the held messages with their reasons. The file is one snapshot of the
+    store, taken when the export begins. Nothing is removed, and daemons, compaction and restore may go on. To move a
+    backlog, stop the daemons first. The file holds messages in the clear: whoever can read it can read them.
 
     Exit code 1 if a segment does not read back: all others are written. Exit code 3 if FILE, or who reads the pipe,
     takes no more: FILE is then as it was before, and what went into a pipe has no last line that says how many there
@@ -51,12 +50,11 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
       delayer export --route mail.in --due-after 7d - | zstd > mail.jsonl.zst
     """
     wanted = filter_of(given)
-    if not wanted.everything:
-        no_held = True
+    with_held = wanted.everything
     url = store_url(request_of(context).settings())
     if str(file) == "-":
         try:
-            found = _written(url, wanted, sys.stdout.buffer, with_held=not no_held)
+            found = _written(url, wanted, sys.stdout.buffer, with_held=with_held)
             sys.stdout.flush()  # before they are said to be written
         except (NotWritten, OSError) as error:
             raise Unreached(f"stdout: {_why(error)}: what is written so far is not all") from error
@@ -68,7 +66,7 @@ def export(context: click.Context, /, *, file: Path, no_held: bool, force: bool,
     try:
         with replacing(file, mode=PRIVATE) as out:
             opened = True
-            count, broken = _written(url, wanted, out, with_held=not no_held)
+            count, broken = _written(url, wanted, out, with_held=with_held)
     except (NotWritten, OSError) as error:
         if isinstance(error, OSError) and not opened:
             raise _not_opened(file, error) from error

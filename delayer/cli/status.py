@@ -107,8 +107,8 @@ def _late(seconds: float | None) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def again_and_again(look_once: Callable[[], int], every: float) -> int:
-    """Look, and look again, until somebody interrupts. On a terminal each look takes the place of the last one."""
+def again_and_again(look_once: Callable[[], int], every: float = 2.0) -> int:
+    """Look every so many seconds until the user interrupts. On a terminal each look takes the place of the last one."""
     code = 0
     try:
         while True:
@@ -123,12 +123,9 @@ def again_and_again(look_once: Callable[[], int], every: float) -> int:
 
 @click.command(short_help="Show what waits, where, and until when.")
 @as_json
-@click.option("--watch", is_flag=True, help="Look again and again, until interrupted; with --json an object a line.")
-@click.option(
-    "--every", type=click.FloatRange(0.2), default=2.0, show_default=True, metavar="SECONDS", help="How often to look."
-)
+@click.option("--watch", is_flag=True, help="Look every two seconds, until interrupted; with --json an object a line.")
 @click.pass_context
-def status(context: click.Context, as_json: bool, watch: bool, every: float) -> None:
+def status(context: click.Context, as_json: bool, watch: bool) -> None:
     """Show the mode, the lanes, what is parked, held and compacted, what is due next, rates and lateness over the last
     minutes, and the depths of all queues, the cascade's levels among them.
 
@@ -143,7 +140,7 @@ def status(context: click.Context, as_json: bool, watch: bool, every: float) -> 
     """
     settings = request_of(context).settings()
     if watch:
-        context.exit(again_and_again(lambda: _once(settings, as_json=as_json, on_one_line=True), every))
+        context.exit(again_and_again(lambda: _once(settings, as_json=as_json, on_one_line=True)))
     context.exit(_once(settings, as_json=as_json))
 
 

@@ -15,9 +15,9 @@ from delayer.config import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
 from delayer.daemon.daemon import Daemon
-from delayer.http.ports import Depths, RefusedRow, State
 from delayer.http.recent import Recent
 from delayer.http.server import HttpPart
+from delayer.http.view import Depths, RefusedRow, State
 from delayer.intake.refusals import Doors
 from delayer.intake.set_aside import RefusedMessage, Selection, SetAside, refused_queue
 from delayer.store.admin import actions, audit_log
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class DaemonInside:
-    """Satisfies ops.http.ports.Inside."""
+    """Satisfies http.view.Inside."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

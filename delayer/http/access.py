@@ -98,7 +98,7 @@ class Session(NamedTuple):
     last: float
 
 
-class Doors:
+class Sessions:
     """Sessions, at most ``most`` of them, and the token that opens them.
 
     A wrong token costs ``wrong_seconds`` at least: the daemon answers wrong tokens one after another. Beyond

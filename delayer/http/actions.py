@@ -6,7 +6,6 @@ A form of the page gets its answer as a page, a program (``Accept: application/j
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from delayer.amqp import reading
+from delayer.amqp.reading import iso
 from delayer.core.errors import BrokerLost
 from delayer.core.filters import Token
 from delayer.http import forms, render
-from delayer.http.forms import Asked, Wrong
+from delayer.http.forms import Search, Wrong
 from delayer.http.pages import STORE_ERRORS, Pages
-from delayer.store.admin import actions, audit_log, detail
+from delayer.http.recent import host_ms
+from delayer.store.admin import actions, detail
 from delayer.store.admin.actions import Do, Found, When
 
 PAST: Final = {
@@ -46,7 +47,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Deeds:
+class Actions:
     """The handlers of all changes."""
 
     pages: Pages
@@ -74,7 +75,7 @@ class Deeds:
         as_json = "application/json" in request.headers.get("accept", "")
         form: dict[str, list[str]] = {}
         try:
-            who = await self.pages.doors.who(request)
+            who = await self.pages.sessions.who(request)
             line = _WRONG if "authorization" in request.headers else _LOCKED
             told: Told | Response = Told("Locked", [line], 0, "/login", 403)
             if who is not None:
@@ -117,8 +118,8 @@ class Deeds:
         if verb == "retry":
             return await self._retry(who, "retry", tokens, back)
         do, new = _do(verb, form)
-        async with actions.acting(self.pages._url(), verb) as connection:
-            act = await audit_log.begin(connection, who, verb, {"ids": [str(token) for token in tokens], **new})
+        asked = {"ids": [str(token) for token in tokens], **new}
+        async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
             found = await actions.named(connection, do, tokens, act)
         done = sum(where not in (Found.NOWHERE, Found.UNREADABLE) for where in found.values())
         lines = [
@@ -141,8 +142,7 @@ class Deeds:
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
         ids, unsure = [token.id for token in tokens], 0
-        async with actions.acting(self.pages._url(), f"held {verb}") as connection:
-            act = await audit_log.begin(connection, who, f"held {verb}", {"ids": ids})
+        async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
             if verb == "retry":
                 done = await actions.patiently(lambda: detail.retry(connection, ids, act))
             else:
@@ -169,15 +169,15 @@ class Deeds:
     async def _filtered(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
         forms.known(form, ("verb", *forms.FIELDS, "all", "at", "by", "confirmed", "counted"))
         verb = forms.verb(form, "cancel", "reschedule")
-        filter_ = forms.meant(form, _now_ms())
+        filter_ = forms.meant(form, host_ms())
         do, new = _do(verb, form)
         test = reading.header_test(filter_.wanted)
         if form.get("confirmed") != ["yes"]:
             async with actions.acting(self.pages._url(), f"count for {verb}") as connection:
                 meant = await actions.count(connection, filter_.wanted, test)
             return self._confirm(request, verb, filter_, {**new, "by": form.get("by", [""])[0]}, meant)
-        async with actions.acting(self.pages._url(), verb) as connection:
-            act = await audit_log.begin(connection, who, verb, {**filter_.wanted.as_dict(), **new})
+        asked = {**filter_.wanted.as_dict(), **new}
+        async with actions.recorded(self.pages._url(), who, verb, asked) as (connection, act):
             found: Counter[Found] = await actions.every(
                 connection, do, filter_.wanted, test, act=act, say=lambda _done: None
             )
@@ -190,7 +190,7 @@ class Deeds:
         return Told(f"{PAST[verb]}: {render.number(done)}", lines, done, _waiting(filter_))
 
     def _confirm(
-        self, request: Request, verb: str, filter_: Asked, new: Mapping[str, Any], meant: actions.Counted
+        self, request: Request, verb: str, filter_: Search, new: Mapping[str, Any], meant: actions.Counted
     ) -> Response:
         if _by_program(request):
             return JSONResponse({"matched": meant.messages, "broken_segments": meant.broken, "confirmed": False})
@@ -200,7 +200,7 @@ class Deeds:
         given = forms.fixed(filter_)
         fields = [*given.items(), *([] if given else [("all", "yes")])]
         fields += [
-            ("at", "" if at_ms is None else forms.instant_text(at_ms)),
+            ("at", "" if at_ms is None else iso(at_ms)),
             ("by", by),
             ("counted", str(meant.messages)),
         ]
@@ -211,7 +211,7 @@ class Deeds:
             count=meant.messages,
             broken=meant.broken,
             facts=list(given.items()) or [("filter", "none: everything that waits")],
-            to=moved if at_ms is None else f" to {render.iso(at_ms)}",
+            to=moved if at_ms is None else f" to {iso(at_ms)}",
             path="/deeds/filtered",
             fields=fields,
             back=_waiting(filter_),
@@ -220,14 +220,12 @@ class Deeds:
     def _mend(self, request: Request, form: Mapping[str, Sequence[str]], wrong: str, back: str) -> Response:
         """The same form again with its texts, because its instant cannot be read."""
         kept = [(name, text) for name, texts in form.items() if name not in ("verb", "at", "by") for text in texts]
-        facts = [(name, text) for name, text in kept if name in ("id", *forms.FIELDS)]
-        more = len(facts) - SHOWN
         return self.pages.html(
             request,
             "mend.html",
             400,
             wrong=wrong,
-            facts=[*facts[:SHOWN], *([("and", f"{more} more")] if more > 0 else [])],
+            facts=_first([one for one in kept if one[0] in ("id", *forms.FIELDS)]),
             fields=kept,
             path=request.url.path,
             back=back,
@@ -239,18 +237,21 @@ class Deeds:
         """The question before messages are cancelled or dropped; None once it was answered, and for programs."""
         if verb not in ("cancel", "drop") or form.get("confirmed") == ["yes"] or _by_program(request):
             return None
-        ids = forms.ids(form)
-        facts = [("id", one) for one in ids[:SHOWN]]
-        facts += [("and", f"{len(ids) - SHOWN} more")] if len(ids) > SHOWN else []
-        fields = [("back", back), *(("id", one) for one in ids)]
-        path = request.url.path
+        named = [("id", one) for one in forms.ids(form)]
+        facts, fields, path = _first(named), [("back", back), *named], request.url.path
         return self.pages.html(
-            request, "confirm.html", verb=verb, count=len(ids), broken=0, facts=facts, to="", path=path, fields=fields,
-            back=back,
+            request, "confirm.html", verb=verb, count=len(named), broken=0, facts=facts, to="", path=path,
+            fields=fields, back=back,
         )  # fmt: skip
 
 
-def _waiting(filter_: Asked) -> str:
+def _first(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What a question names; it counts the others."""
+    more = len(facts) - SHOWN
+    return [*facts[:SHOWN], *([("and", f"{more} more")] if more > 0 else [])]
+
+
+def _waiting(filter_: Search) -> str:
     return "/waiting" + (f"?{render.query(filter_.given)}" if filter_.given else "")
 
 
@@ -267,11 +268,7 @@ def _do(verb: str, form: Mapping[str, Sequence[str]]) -> tuple[Do, dict[str, int
     if bool(at) == bool(by):
         raise Wrong("Say the new instant: either when it is due, or by how much later.")
     if at:
-        at_ms = forms.instant(at, _now_ms(), "Due at")
+        at_ms = forms.instant(at, host_ms(), "Due at")
         return actions.rescheduler(When(at_ms)), {"at_ms": at_ms}
     by_ms = forms.later(by)
     return actions.rescheduler(When(None, by_ms)), {"by_ms": by_ms}
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

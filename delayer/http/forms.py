@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
 
+from delayer.amqp.reading import iso
 from delayer.config import duration_ms
 from delayer.core.filters import FIRST_MS, LAST_MS, MAX_ID, Filter, Token, read_token
 
@@ -29,20 +30,20 @@ class Wrong(ValueError):
     """A field that cannot be read. The text has the field, the expected and the found value."""
 
 
-class Asked(NamedTuple):
+class Search(NamedTuple):
     """A filter, and its texts for the form and for links."""
 
     wanted: Filter
     given: Mapping[str, str]
 
 
-def searched(query: Mapping[str, str], now_ms: int) -> Asked:
+def searched(query: Mapping[str, str], now_ms: int) -> Search:
     """The filter of a search. An empty field is no condition. Raises Wrong."""
     known(query, (*FIELDS, "after", "id"))
     return _read({name: text for name in FIELDS if (text := query.get(name, "").strip())}, now_ms)
 
 
-def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Asked:
+def meant(form: Mapping[str, Sequence[str]], now_ms: int) -> Search:
     """The filter of a change. Only ``all=yes`` matches everything, and an empty name is the empty name, as on the
     command line. Raises Wrong."""
     once([name for name, texts in form.items() for _ in texts])
@@ -72,7 +73,7 @@ def once(names: Sequence[str]) -> None:
         raise Wrong(f"{twice[0][:40]}: expected once, found {names.count(twice[0])} times")
 
 
-def _read(given: Mapping[str, str], now_ms: int) -> Asked:
+def _read(given: Mapping[str, str], now_ms: int) -> Search:
     headers: tuple[tuple[bytes, str], ...] = ()
     if "header" in given:
         name, equals, value = given["header"].partition("=")
@@ -88,18 +89,13 @@ def _read(given: Mapping[str, str], now_ms: int) -> Asked:
         due_before_ms=instant(given["due_before"], now_ms, "Due before") if "due_before" in given else None,
         headers=headers,
     )
-    return Asked(wanted, given)
+    return Search(wanted, given)
 
 
-def fixed(asked: Asked) -> dict[str, str]:
+def fixed(asked: Search) -> dict[str, str]:
     """The texts of the same filter with absolute instants: "2h" becomes the instant that it means now. Pure."""
     instants = {"due_after": asked.wanted.due_from_ms, "due_before": asked.wanted.due_before_ms}
-    return {**asked.given, **{name: instant_text(at) for name, at in instants.items() if at is not None}}
-
-
-def instant_text(at_ms: int) -> str:
-    """An instant as :func:`instant` reads it, to the millisecond."""
-    return f"{(_EPOCH + timedelta(milliseconds=at_ms)).replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+    return {**asked.given, **{name: iso(at) for name, at in instants.items() if at is not None}}
 
 
 def instant(text: str, now_ms: int, name: str) -> int:

@@ -21,8 +21,7 @@ from delayer import __version__
 from delayer.config import Settings
 from delayer.core import horizon
 from delayer.core.counters import BY_ROUTE, DURATIONS, shown
-from delayer.http.ports import Depths, State
-from delayer.http.view import Seen, StoreSeen
+from delayer.http.view import Depths, Seen, State, StoreSeen
 from delayer.store.admin.stats import Census
 
 PREFIX: Final = "delayer_"

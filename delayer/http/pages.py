@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +14,9 @@ from delayer.core import horizon
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.filters import Filter
 from delayer.http import forms, recent, render
-from delayer.http.access import Doors, cookie_name
-from delayer.http.app import Answers
+from delayer.http.access import Sessions, cookie_name
 from delayer.http.forms import Wrong, said
+from delayer.http.health import Answers
 from delayer.store.admin import audit_log, detail, listing
 from delayer.store.admin.actions import Found
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
@@ -46,13 +45,13 @@ class Pages:
     """The handlers of all pages that only show something."""
 
     answers: Answers
-    doors: Doors
+    sessions: Sessions
 
     def html(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
         """A page with the parts that every page has."""
         here = "/" + request.url.path.strip("/").partition("/")[0]
-        session = self.doors.session(request)
-        return render.html(template, status, here=here, session=session, can_open=self.doors.can_open, **values)
+        session = self.sessions.session(request)
+        return render.html(template, status, here=here, session=session, can_open=self.sessions.can_open, **values)
 
     async def overview(self, request: Request) -> Response:
         """The overview."""
@@ -155,7 +154,7 @@ class Pages:
         } | more
         try:
             forms.once([name for name, _ in request.query_params.multi_items()])
-            form = forms.searched(given, _now_ms())
+            form = forms.searched(given, recent.host_ms())
             after = forms.place(given.get("after", ""))
             if not wrong:
                 values |= await self._list(form, after)
@@ -167,7 +166,7 @@ class Pages:
             request, "waiting.html", 400 if wrong else 200, fields=FIELDS, wrong=wrong, back=back, **values
         )
 
-    async def _list(self, form: forms.Asked, after: tuple[int, int] | None) -> dict[str, Any]:
+    async def _list(self, form: forms.Search, after: tuple[int, int] | None) -> dict[str, Any]:
         test = reading.header_test(form.wanted)
         async with listing.looking(self._url(), "list") as connection:
             found = await listing.find(connection, form.wanted, test, ROWS, after or listing.BEGINNING)
@@ -256,7 +255,7 @@ class Pages:
         if not who:
             return self.html(request, "login.html", 400, wrong="Say who you are.", who=who)
         host = request.client.host if request.client else "?"
-        session = await self.doors.open(token, f"{who} (page, {host})")
+        session = await self.sessions.open(token, f"{who} (page, {host})")
         if session is None:
             return self.html(request, "login.html", 403, wrong="That is not the token.", who=who)
         answer = RedirectResponse("/", status_code=303)
@@ -266,7 +265,7 @@ class Pages:
 
     async def logout(self, request: Request) -> Response:
         """Close the session."""
-        self.doors.close(request)
+        self.sessions.close(request)
         answer = RedirectResponse("/", status_code=303)
         answer.delete_cookie(cookie_name(request.headers["host"]), httponly=True, samesite="strict", path="/")
         return answer
@@ -286,7 +285,3 @@ class Pages:
         if url is None:
             raise StoreLost("no store is configured: what waits in the cascade can be counted, but not listed")
         return url
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

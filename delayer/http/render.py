@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -14,9 +13,10 @@ from starlette.responses import HTMLResponse
 
 from delayer import __version__
 from delayer.amqp import reading
+from delayer.amqp.reading import iso
 from delayer.core import horizon
 from delayer.core.filters import Token
-from delayer.http.ports import State
+from delayer.http.view import State
 from delayer.store.admin import detail
 from delayer.store.admin.actions import Found
 from delayer.store.admin.detail import Whole
@@ -27,17 +27,6 @@ _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
 )
 """Invisible characters and those that turn the direction of text: the page shows their code points."""
-
-
-def iso(at_ms: int | None) -> str:
-    """An instant in UTC, to the millisecond; beyond the calendar, the number."""
-    if at_ms is None:
-        return "–"
-    try:
-        whole = datetime.fromtimestamp(at_ms // 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, ValueError, OSError):
-        return f"{at_ms} ms"
-    return f"{whole}.{at_ms % 1000:03d} UTC"
 
 
 def ahead(at_ms: int | None, now_ms: int | None = None) -> str:
@@ -92,7 +81,7 @@ def name(raw: bytes | str | None) -> str:
 
 def address(exchange: bytes, routing_key: bytes) -> str:
     """A destination: the exchange and the key, or the queue."""
-    return f"{name(exchange)} / {name(routing_key)}" if exchange else f"queue {name(routing_key)}"
+    return name(reading.address(exchange, routing_key))
 
 
 def query(given: Mapping[str, Any], **more: Any) -> str:

@@ -24,12 +24,11 @@ from starlette.types import Scope
 
 from delayer.config.values import is_loopback
 from delayer.core.backoff import Sparing
-from delayer.http.access import Doors, Guard
-from delayer.http.actions import Deeds
-from delayer.http.app import Answers
+from delayer.http.access import Guard, Sessions
+from delayer.http.actions import Actions
+from delayer.http.health import Answers
 from delayer.http.pages import Pages
-from delayer.http.ports import Inside
-from delayer.http.view import View
+from delayer.http.view import Inside, View
 
 log = structlog.get_logger(__name__)
 
@@ -56,9 +55,9 @@ class Files(StaticFiles):
 def application(answers: Answers, at_once: int = 4) -> Starlette:
     """The paths and their handlers. So many looks at the store run at once, and as many acts; the others wait."""
     settings = answers.inside
-    doors = Doors(lambda: settings.settings.http.token)
-    pages = Pages(answers, doors)
-    deeds = Deeds(pages, asyncio.Semaphore(at_once))
+    sessions = Sessions(lambda: settings.settings.http.token)
+    pages = Pages(answers, sessions)
+    deeds = Actions(pages, asyncio.Semaphore(at_once))
 
     async def nowhere(request: Request, _error: Exception) -> Response:
         line = "No page of delayer has this address."

@@ -1,4 +1,4 @@
-"""Cached looks at store and broker, shared by all requests.
+"""The daemon as the HTTP server sees it, and cached looks at store and broker that all requests share.
 
 A daemon whose page is closed and whose metrics are not scraped does not look at all.
 """
@@ -6,17 +6,75 @@ A daemon whose page is closed and whose metrics are not scraped does not look at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+from delayer.config import Settings
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.http.ports import Depths, Inside
 from delayer.store.admin import listing, stats
 from delayer.store.admin.stats import Census, StoreOverview
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
+
+State = Mapping[str, Any]
+"""The state of this process:
+
+    mode         "native" or "store"
+    routes       the exchanges that the configured routes are from
+    started_ms   when it began
+    consuming    queue -> whether it is consumed now
+    connections  use -> {"connected", "blocked", "connects"}
+    store        whether one is configured
+    lanes        numbers of the lanes that it releases from
+    usable       whether there is a lane to park into
+    stalled      names of the loops that stand still
+    recent       http.recent.Recent.notes
+    figures      core.counters.Counters.figures()
+"""
+
+
+class Depths(NamedTuple):
+    """Ready messages of the broker's queues, None for a missing queue. ``levels``: of the cascade, by number."""
+
+    queues: Mapping[str, int | None]
+    levels: Mapping[int, int | None]
+
+
+class RefusedRow(NamedTuple):
+    """A message of the refused queue, as the page shows it."""
+
+    id: str
+    came_in: str
+    size: int
+    message_id: str
+    reason: str
+    body: str
+    said: Sequence[tuple[str, str]] = ()
+    """Its properties and headers, each with its value."""
+
+
+class Inside(Protocol):
+    """The daemon."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+
+    def state(self) -> State:
+        """See State. Cheap."""
+
+    async def depths(self) -> Depths:
+        """Ask the broker. Raises BrokerLost."""
+
+    async def refused(self, limit: int) -> tuple[Sequence[RefusedRow], int]:
+        """The first refused messages, and the number of all. Raises BrokerLost."""
+
+    async def act_on_refused(self, verb: str, ids: frozenset[str], who: str) -> tuple[int, Sequence[tuple[str, str]]]:
+        """Do "retry" or "drop". Gives the number of messages done, and the ids that stay with their reasons. Raises
+        BrokerLost, StoreLost."""
+
 
 T = TypeVar("T")
 

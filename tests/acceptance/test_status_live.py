@@ -47,7 +47,7 @@ async def test_rates_and_lateness_and_watching(place: Place, store: str, tmp_pat
         assert re.search(r"1 min +\d+\.\d +\d+\.\d +\d+ ms", text), text
 
         process = await asyncio.create_subprocess_exec(
-            str(EXECUTABLE), "--config", str(config), "status", "--watch", "--every", "0.2", "--json",
+            str(EXECUTABLE), "--config", str(config), "status", "--watch", "--json",
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None

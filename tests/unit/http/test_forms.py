@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from delayer.amqp.reading import iso
 from delayer.core.filters import Filter
 from delayer.http.forms import (
     Wrong,
     back,
     fixed,
     instant,
-    instant_text,
     known,
     later,
     meant,
@@ -126,7 +126,7 @@ def test_what_was_counted_is_what_is_meant_later() -> None:
 
 @pytest.mark.parametrize("at_ms", [0, NOW, NOW + 7, -1, -62_135_596_800_000, 253_402_300_799_999])
 def test_instants_are_read_as_they_are_written(at_ms: int) -> None:
-    assert instant(instant_text(at_ms), NOW, "Due") == at_ms
+    assert instant(iso(at_ms), NOW, "Due") == at_ms
 
 
 def test_ids_and_pages() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from delayer.http.app import not_alive, not_ready
+from delayer.http.health import not_alive, not_ready
 from delayer.store import schema
 from delayer.store.admin.stats import StoreOverview
 from tests.unit.http.states import LINE, overview, state

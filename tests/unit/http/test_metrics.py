@@ -17,8 +17,7 @@ from delayer.config import Settings
 from delayer.core import horizon
 from delayer.core.counters import Counters
 from delayer.http.metrics import METRICS, PREFIX, Sight, roles, text
-from delayer.http.ports import Depths
-from delayer.http.view import Seen, StoreSeen
+from delayer.http.view import Depths, Seen, StoreSeen
 from delayer.store.admin.stats import KINDS, Census, LaneOverview
 from delayer.store.segments import catalog
 from tests.unit.http.states import overview, state

@@ -16,8 +16,8 @@ from delayer.config import Settings
 from delayer.core.errors import BrokerLost
 from delayer.http import access, server
 from delayer.http.access import HEADERS
-from delayer.http.ports import Depths, RefusedRow, State
 from delayer.http.server import HttpPart
+from delayer.http.view import Depths, RefusedRow, State
 from tests.faults.place import eventually
 from tests.support.web import Web
 from tests.unit.http.states import state
@@ -73,7 +73,7 @@ async def served(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     told = addresses
     monkeypatch.setattr(server, "log", Log())
     monkeypatch.setattr(server, "AGAIN", 0.05)
-    monkeypatch.setattr(server, "Doors", partial(access.Doors, wrong_seconds=0.0))
+    monkeypatch.setattr(server, "Sessions", partial(access.Sessions, wrong_seconds=0.0))
     stopping = asyncio.Event()
     part = asyncio.create_task(HttpPart(inside).run(stopping))
     try:

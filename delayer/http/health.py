@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from delayer.http import metrics
 from delayer.http.metrics import Sight
-from delayer.http.ports import Inside, State
-from delayer.http.view import View
+from delayer.http.view import Inside, State, View
 from delayer.store.admin.stats import StoreOverview
 
 
