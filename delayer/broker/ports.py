@@ -224,7 +224,11 @@ class Live(Protocol):
 
     def names(self) -> Names: ...
 
-    def late_limits(self) -> Limits: ...
+    def late_limits(self) -> Limits:
+        """The late limits of the routes that have one."""
+
+    def rate(self, route: bytes | None) -> float | None:
+        """Messages a second that may leave the lane of this route; None: as many as can."""
 
     @property
     def holds_in_store(self) -> bool:

@@ -34,8 +34,7 @@ from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler
 from delayer.intake.holding import Holding
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Portion, Release
-from delayer.release.memory_budget import Room
+from delayer.release.loop import Release
 from delayer.release.restore import Restoring
 from delayer.store.lanes.locks import broker_mark
 from delayer.store.postgres import PostgresStore
@@ -183,7 +182,6 @@ class Daemon:
         self.relays = Relays(settings)
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
-        self._room = Room()
         self.lanes = LaneManager(
             self._release,
             limited=lambda: self._in_force.rates,
@@ -343,14 +341,4 @@ class Daemon:
 
     def _release(self, lane: Lane) -> Release:
         publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
-        return Release(
-            lane,
-            publisher,
-            portion=Portion(),
-            pulse=self._pulse,
-            counters=self.counters,
-            now_ms=self._in_force.sure_ms,
-            late_limits=self._in_force.late_limits,
-            rate=lambda: None if lane.route is None else self._in_force.rates.get(lane.route),
-            room=self._room,
-        )
+        return Release(lane, publisher, self._in_force, pulse=self._pulse, counters=self.counters)

@@ -87,9 +87,13 @@ class InForce:
         return policy if self._publisher.ready else replace(policy, publishing=False)
 
     def late_limits(self) -> Limits:
-        """The late limits of the routes that have one."""
+        """See ports.Live."""
         limits = ((route.source, route.late_limit_ms) for route in self._policy.routes.values())
         return {source: limit_ms for source, limit_ms in limits if limit_ms is not None}
+
+    def rate(self, route: bytes | None) -> float | None:
+        """See ports.Live."""
+        return None if route is None else self.rates.get(route)
 
     @property
     def holds_in_store(self) -> bool:

@@ -13,7 +13,7 @@ import structlog
 
 from delayer.amqp import edits
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
-from delayer.broker.ports import Lane, Publisher, Pulse
+from delayer.broker.ports import Lane, Live, Publisher, Pulse
 from delayer.broker.retry import Retry
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
@@ -21,15 +21,11 @@ from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late, unfit
 from delayer.core.message import SHORT_STRING, Confirmed, Due, Outgoing
 from delayer.core.rate_limit import TokenBucket
-from delayer.release.memory_budget import Room, Share
 
 log = structlog.get_logger(__name__)
 
 SLICE: Final = 1.0
 """Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
-
-FIRST_BYTES: Final = 1 << 20
-"""Of the first claim of a lane; each may be twice as large as the one before, up to a portion."""
 
 COMPANY: Final = 0.002
 """Seconds between a portion that took all that was due and the next claim: what comes due meanwhile shares its
@@ -43,15 +39,15 @@ confirms nothing for almost one."""
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """How much one tick takes: large enough to share a commit, small enough to confirm well within the deadline."""
+    """How much one claim takes: large enough to share a commit, small enough to confirm well within the deadline, and
+    to come over a slow line to the store before the server ends an idle transaction (4 s). A claim takes one message at
+    least, however large: so a lane has ``body_bytes`` and one message in hand at most."""
 
     messages: int = 1000
-    body_bytes: int = 16 << 20
+    body_bytes: int = 256 << 10
 
 
-def host_ms() -> int:
-    """The clock of this host."""
-    return time.time_ns() // 1_000_000
+PORTION: Final = Portion()
 
 
 class Release:
@@ -61,24 +57,14 @@ class Release:
         self,
         lane: Lane,
         publisher: Publisher,
+        live: Live,
         *,
-        portion: Portion,
         pulse: Pulse,
         counters: Counters,
-        now_ms: Callable[[], int] = host_ms,
-        late_limits: Callable[[], Limits] = dict,
-        rate: Callable[[], float | None] = lambda: None,
-        room: Room | None = None,
+        portion: Portion = PORTION,
     ) -> None:
-        """``now_ms``: the clock that lateness is measured by. ``late_limits``: of the routes that hold what is late.
-        ``rate``: messages a second that may leave this lane, None for as many as can. ``room``: for the bytes of all
-        lanes."""
-        self._room = room or Room()
-        self._last_bytes = 0
-        self._rate = rate
         self._bucket: TokenBucket | None = None
-        self._late_limits = late_limits
-        self._now_ms = now_ms
+        self._live = live
         self._lane = lane
         self._publisher = publisher
         self._portion = portion
@@ -141,7 +127,7 @@ class Release:
         Raises BrokerLost (the rows are back), LaneLost, StoreLost.
         """
         limit = min(self._portion.messages, self._publisher.batch_limit)
-        rate, now = self._rate(), time.monotonic()
+        rate, now = self._live.rate(self._lane.route), time.monotonic()
         if rate is None:
             self._bucket = None
             claimed = await self._claim_and_send(limit)
@@ -166,31 +152,19 @@ class Release:
 
     async def _claim_and_send(self, limit: int) -> int:
         """Claim, publish, settle; how many were claimed."""
-        # About as much as the last time, lest lanes of small messages take the room of each other.
-        with self._room.share(min(self._portion.body_bytes, max(FIRST_BYTES, 2 * self._last_bytes))) as share:
-            return await self._in_share(limit, share)
-
-    async def _in_share(self, limit: int, share: Share) -> int:
         began = time.perf_counter()
-        try:
-            rows = await self._lane.claim(limit, share.size)
-        except StoreLost:
-            self._room.took(share.size, time.perf_counter() - began, failed=True)
-            raise
-        share.keep(sum(len(row.parcel.body) + len(row.parcel.properties) for row in rows))
-        self._last_bytes = share.size
+        rows = await self._lane.claim(limit, self._portion.body_bytes)
         claimed = time.perf_counter()
         if not rows:
             await self._lane.settle([], [])
             return 0
-        self._room.took(share.size, claimed - began)
         try:
             released, held = await self._send(rows)
         except BaseException:
             # Whatever it was, cancellation included: nothing of this portion is known to be out, so the rows go back.
             await self._lane.give_up()
             raise
-        out_ms, sent = self._now_ms(), time.perf_counter()
+        out_ms, sent = self._live.sure_ms(), time.perf_counter()
         await self._lane.settle(released, held)
         self._counters.add("released", len(released))
         self._counters.batch("claim", len(rows))
@@ -218,7 +192,7 @@ class Release:
         sendable: list[Due] = []
         batch: list[Outgoing] = []
         held: list[tuple[Due, Hold]] = []
-        rows, too_late = sorted_out(rows, self._late_limits(), self._now_ms())
+        rows, too_late = sorted_out(rows, self._live.late_limits(), self._live.sure_ms())
         held += too_late
         for row in rows:
             outgoing = prepared(row, self._publisher.max_properties)

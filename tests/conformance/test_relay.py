@@ -27,11 +27,11 @@ from delayer.broker.publisher import BATCH, RelayPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
 from delayer.core.message import CONFIRMED, ClosedChannel, ClosedConnection, Delivery, Outcome, Outgoing
-from delayer.release.loop import Portion, Release
+from delayer.release.loop import Release
 from tests.conformance.broker_contract import BrokerContract
 from tests.conformance.broker_world import BOUND, GATHER, Objection, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
-from tests.support.fakes import Pulse, ScriptedLane, due
+from tests.support.fakes import Pulse, ScriptedLane, ScriptedLive, due
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 
@@ -442,8 +442,8 @@ class TestRelay(BrokerContract):
             before = dict(connection.numbers.receivers)
             for number in range(5):
                 lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
-                parts = {"portion": Portion(), "pulse": Pulse(), "counters": Counters()}
-                await Release(lane, RelayPublisher(relay), **parts).run(asyncio.Event())
+                parts = {"pulse": Pulse(), "counters": Counters()}
+                await Release(lane, RelayPublisher(relay), ScriptedLive(), **parts).run(asyncio.Event())
                 assert lane.events[-1] == "release"
                 await all_released(connection)
                 assert connection.numbers.receivers == before

@@ -16,10 +16,10 @@ from delayer.broker.ports import Lane, Store
 from delayer.core.counters import Counters
 from delayer.core.message import CONFIRMED, Outcome, Outgoing
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Portion, Release
+from delayer.release.loop import Release
 from delayer.store.postgres import PostgresStore
 from tests.integration.test_store_lane import opened
-from tests.support.fakes import Pulse
+from tests.support.fakes import Pulse, ScriptedLive
 
 
 class Publisher:
@@ -59,15 +59,8 @@ class Process:
         return self.store
 
     def _release(self, lane: Lane) -> Release:
-        route = lane.route
-        return Release(
-            lane,
-            self.publisher,
-            portion=Portion(),
-            pulse=Pulse(),
-            counters=Counters(),
-            rate=lambda: None if route is None else self.rates.get(route),
-        )
+        live = ScriptedLive(rates=self.rates)
+        return Release(lane, self.publisher, live, pulse=Pulse(), counters=Counters())
 
     def now_ms(self) -> int:
         now = self.lanes.now_ms()

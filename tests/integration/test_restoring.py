@@ -18,7 +18,7 @@ from delayer.core.message import Outcome, Outgoing, Parcel
 from delayer.core.segment import Broken, Locked, Restored
 from delayer.release import restore as service
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Portion, Release
+from delayer.release.loop import Release
 from delayer.release.restore import Restoring
 from delayer.store.admin import actions
 from delayer.store.admin.stats import overview
@@ -29,7 +29,7 @@ from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import cut, opened, sql
-from tests.support.fakes import Pulse, ScriptedPublisher
+from tests.support.fakes import Pulse, ScriptedLive, ScriptedPublisher
 
 HOUR_MS = 3_600_000
 CONTENT = (b"", b"\0", bytes(range(256)), b'{"order": 1}' * 40, b"\xff" * 5_000)
@@ -69,7 +69,7 @@ class Daemon:
         return await PostgresStore.connect(self._url)
 
     def _release(self, lane: Lane) -> Release:
-        return Release(lane, self.publisher, portion=Portion(), pulse=Pulse(), counters=Counters())
+        return Release(lane, self.publisher, ScriptedLive(), pulse=Pulse(), counters=Counters())
 
     @property
     def restored(self) -> int:

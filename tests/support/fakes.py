@@ -370,6 +370,10 @@ class ScriptedLive:
     now: int = NOW
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
+    rates: dict[bytes | None, float] = field(default_factory=dict)
+
+    def rate(self, route: bytes | None) -> float | None:
+        return self.rates.get(route)
 
     def policy(self) -> Policy:
         return self.in_force

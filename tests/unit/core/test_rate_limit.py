@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost
 from delayer.core.rate_limit import BURST, TokenBucket
-from delayer.release.loop import Portion, Release
-from tests.support.fakes import Pulse, ScriptedLane, ScriptedPublisher, due
+from delayer.release.loop import Release
+from tests.support.fakes import Pulse, ScriptedLane, ScriptedLive, ScriptedPublisher, due
 
 
 @given(
@@ -49,7 +49,8 @@ def test_tokens_that_were_not_used_are_there_again() -> None:
 
 
 def release(lane: ScriptedLane, rate: float | None) -> Release:
-    return Release(lane, ScriptedPublisher(), portion=Portion(), pulse=Pulse(), counters=Counters(), rate=lambda: rate)
+    live = ScriptedLive(rates={} if rate is None else {lane.route: rate})
+    return Release(lane, ScriptedPublisher(), live, pulse=Pulse(), counters=Counters())
 
 
 async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
@@ -65,12 +66,11 @@ async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
 
 
 async def test_a_new_limit_counts_from_the_next_claim() -> None:
-    rates = iter([None, 10.0, 1000.0, 1000.0])
+    live = ScriptedLive()
     lane = ScriptedLane(claims=[[due(1)], [due(2)], [due(3)]])
-    loop = Release(
-        lane, ScriptedPublisher(), portion=Portion(), pulse=Pulse(), counters=Counters(), rate=lambda: next(rates)
-    )
-    for _ in range(3):
+    loop = Release(lane, ScriptedPublisher(), live, pulse=Pulse(), counters=Counters())
+    for rates in ({}, {None: 10.0}, {None: 1000.0}):
+        live.rates = rates
         await loop.tick()
     assert lane.limits == [1000, 2, 200]
 

@@ -13,8 +13,8 @@ from delayer.broker.ports import Lane
 from delayer.core.counters import Counters
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Portion, Release
-from tests.support.fakes import Pulse, ScriptedPublisher, ScriptedStore
+from delayer.release.loop import Release
+from tests.support.fakes import Pulse, ScriptedLive, ScriptedPublisher, ScriptedStore
 
 Connect = Callable[[], Awaitable[Any]]
 
@@ -51,7 +51,7 @@ class Scene:
 
     def release(self, lane: Lane) -> Release:
         publisher = ScriptedPublisher()
-        return Release(lane, publisher, portion=Portion(), pulse=self.pulse, counters=self.counters)
+        return Release(lane, publisher, ScriptedLive(), pulse=self.pulse, counters=self.counters)
 
     async def stop(self) -> None:
         self.stopping.set()

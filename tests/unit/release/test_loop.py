@@ -14,7 +14,7 @@ from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import NACKED, Outcome, Outgoing, Returned
 from delayer.release import loop as module
 from delayer.release.loop import COMPANY, Portion, Release, prepared
-from tests.support.fakes import NOW, Pulse, ScriptedLane, ScriptedPublisher, due, until
+from tests.support.fakes import NOW, Pulse, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
 class Scene:
@@ -24,7 +24,7 @@ class Scene:
         self.pulse = Pulse()
         self.counters = Counters()
         self.release = Release(
-            lane, self.publisher, portion=Portion(10, 1000), pulse=self.pulse, counters=self.counters
+            lane, self.publisher, ScriptedLive(), portion=Portion(10, 1000), pulse=self.pulse, counters=self.counters
         )
 
     def count(self, kind: str) -> int:
@@ -97,8 +97,8 @@ async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> N
     rows.append(due(3, attempts=1, key=b"gone")._replace(hold=earlier))
     lane, publisher = ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE")})
     await Release(
-        lane, publisher, portion=Portion(10, 1000), pulse=Pulse(), counters=Counters(),
-        now_ms=lambda: NOW + 10_000, late_limits=lambda: late_limits,
+        lane, publisher, ScriptedLive(now=NOW + 10_000, limits=late_limits),
+        portion=Portion(10, 1000), pulse=Pulse(), counters=Counters(),
     ).tick()  # fmt: skip
     [(_, held)] = lane.settled
     assert {row.id: (hold.may_be_delivered, hold.isolated) for row, hold in held} == {

@@ -18,9 +18,9 @@ from delayer.core.errors import StoreLost
 from delayer.core.segment import MEND, NEWER, Broken, Locked, Restored
 from delayer.release import restore as module
 from delayer.release.lane_manager import LaneManager
-from delayer.release.loop import Portion, Release
+from delayer.release.loop import Release
 from delayer.release.restore import Restoring
-from tests.support.fakes import NOW, Pulse, ScriptedPublisher, ScriptedStore, until
+from tests.support.fakes import NOW, Pulse, ScriptedLive, ScriptedPublisher, ScriptedStore, until
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -54,7 +54,7 @@ class Scene:
 
     def release(self, lane: Lane) -> Release:
         publisher = ScriptedPublisher()
-        return Release(lane, publisher, portion=Portion(), pulse=self.pulse, counters=self.counters)
+        return Release(lane, publisher, ScriptedLive(), pulse=self.pulse, counters=self.counters)
 
 
 @asynccontextmanager
