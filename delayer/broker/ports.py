@@ -241,7 +241,7 @@ class Live(Protocol):
         """A lower bound of the clock: what is due by it is due."""
 
 
-class Pulse(Protocol):
+class Heartbeat(Protocol):
     """Who is still moving: what the watchdog is fed by."""
 
     def beat(self, loop: str) -> None:

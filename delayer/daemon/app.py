@@ -17,8 +17,8 @@ from delayer.broker.errors import TopologyMismatch
 from delayer.config import ConfigError, Settings, logs
 from delayer.config.topology import without_effect
 from delayer.core.errors import BrokerLost, StoreLost
-from delayer.daemon.daemon import Daemon
 from delayer.daemon.systemd import Notifier
+from delayer.daemon.wiring import Daemon
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from delayer.store.postgres import PostgresStore
 
@@ -182,7 +182,7 @@ async def _serve(settings: Settings, load: Callable[[], Settings]) -> None:
     running.add_signal_handler(signal.SIGHUP, reload.request)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # delayer/cli/run.py blocked it
     log.info("starting", version=__version__, mode=settings.mode)
-    daemon.life.add("reload", reload.run)
+    daemon.services.add("reload", reload.run)
     if settings.http.listen:
         from delayer.daemon.http import serve  # noqa: PLC0415 - its libraries take a tenth of a second to load
 

@@ -14,7 +14,7 @@ from delayer.broker.errors import BrokerRefused, QueueMissing
 from delayer.config import Settings
 from delayer.config.topology import cascade_of
 from delayer.core.errors import BrokerLost
-from delayer.daemon.daemon import Daemon
+from delayer.daemon.wiring import Daemon
 from delayer.http.recent import Recent
 from delayer.http.server import HttpPart
 from delayer.http.view import Depths, RefusedRow, State
@@ -123,5 +123,5 @@ def _row(one: RefusedMessage, preview: int = 80, most: int = 40, longest: int = 
 def serve(daemon: Daemon) -> None:
     """Let ``daemon`` serve HTTP, as long as it runs."""
     inside = DaemonInside(daemon)
-    daemon.life.add("recent", inside.recent.run)
-    daemon.life.add("http", HttpPart(inside).run)
+    daemon.services.add("recent", inside.recent.run)
+    daemon.services.add("http", HttpPart(inside).run)

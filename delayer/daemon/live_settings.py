@@ -56,7 +56,7 @@ def _retry(table: RetryTable) -> Retry:
     return Retry(table.first_ms, table.factor, table.longest_ms, table.jitter, table.attempts, table.exhausted.encode())
 
 
-class InForce:
+class LiveSettings:
     """Read for every batch, so that a reload applies from the next one on."""
 
     def __init__(self, settings: Settings, cascade: Cascade, publisher: RelayPublisher, lanes: LaneManager) -> None:

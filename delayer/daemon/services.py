@@ -12,7 +12,7 @@ log = structlog.get_logger(__name__)
 
 GRACE: Final = 6.5
 """Seconds for the parts to settle messages in flight after an order to stop. A stop takes ten at most:
-CUT_OFF, the farewell (daemon.py), the end of the loop (app.py) and the log come on top."""
+CUT_OFF, the farewell (wiring.py), the end of the loop (app.py) and the log come on top."""
 CUT_OFF: Final = 0.5
 """Seconds for a cancelled part to end; after that it ends with the process."""
 
@@ -20,7 +20,7 @@ Part = Callable[[asyncio.Event], Coroutine[None, None, None]]
 """Runs until the event is set, then settles and returns. An exception out of it is a bug, or a reason to end."""
 
 
-class Life:
+class ServiceGroup:
     """Runs parts side by side. The first one to fail stops all of them, and its failure is the daemon's."""
 
     def __init__(self, grace: float = GRACE) -> None:

@@ -125,8 +125,8 @@ def _watchdog_seconds(environ: Mapping[str, str]) -> float | None:
     return microseconds / 1e6 if microseconds > 0 and watched == os.getpid() else None
 
 
-class WatchedPulse:
-    """The watchdog's feeder: it feeds while every loop of the daemon made progress lately. Satisfies ports.Pulse.
+class Watchdog:
+    """The watchdog's feeder: it feeds while every loop of the daemon made progress lately. Satisfies ports.Heartbeat.
 
     One loop that stands still ends the feeding. systemd then kills and restarts the daemon, and the promises hold as
     after any crash.
@@ -140,11 +140,11 @@ class WatchedPulse:
         self._last: dict[str, float] = {}
 
     def beat(self, loop: str) -> None:
-        """See services.ports.Pulse."""
+        """See services.ports.Heartbeat."""
         self._last[loop] = time.monotonic()
 
     def forget(self, loop: str) -> None:
-        """See services.ports.Pulse."""
+        """See services.ports.Heartbeat."""
         self._last.pop(loop, None)
 
     def stalled(self) -> list[str]:
@@ -193,7 +193,7 @@ def trouble(seen: Seen) -> str:
     return "; ".join(found)
 
 
-class Condition:
+class StatusReporter:
     """Reports the daemon's trouble for ``systemctl status``, whenever it changes. ``every``: seconds between looks."""
 
     def __init__(self, notifier: Notifier, look: Callable[[], Seen], every: float = 1.0) -> None:

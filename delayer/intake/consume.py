@@ -10,7 +10,7 @@ from functools import partial
 
 import structlog
 
-from delayer.broker.ports import Consumer, Pulse, Subscription
+from delayer.broker.ports import Consumer, Heartbeat, Subscription
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.backoff import Sparing
 from delayer.core.errors import NotTaken
@@ -105,14 +105,14 @@ class QueueConsumer:
         handle: Handle,
         *,
         prepare: Callable[[], Awaitable[None]],
-        pulse: Pulse,
+        heartbeat: Heartbeat,
     ) -> None:
         self._intake = intake
         self._consumer = consumer
         self._handle = handle
         self._prepare = prepare
-        self._beat = partial(pulse.beat, intake.queue)
-        self._forget = partial(pulse.forget, intake.queue)
+        self._beat = partial(heartbeat.beat, intake.queue)
+        self._forget = partial(heartbeat.forget, intake.queue)
         self.consuming = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:

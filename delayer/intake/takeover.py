@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
-from delayer.broker.ports import Consumer, Parking, Pulse
+from delayer.broker.ports import Consumer, Heartbeat, Parking
 from delayer.core.cascade import Cascade
 from delayer.core.counters import Counters
 from delayer.core.levels import CONSULTED, due_at_level
@@ -47,7 +47,7 @@ class LevelTakeover:
         parking: Parking,
         prepare: Callable[[], Awaitable[None]],
         now_ms: Callable[[], int],
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         counters: Counters,
     ) -> None:
         """``prepare`` returns when there is something to park into, and raises StoreLost while there is not. ``now_ms``
@@ -60,7 +60,7 @@ class LevelTakeover:
         self._ended = asyncio.Event()
         self.queue = cascade.level(level)
         intake = Intake(self.queue, PREFETCH, give_back_after=GIVE_BACK_AFTER, batch=PREFETCH, in_flight=IN_FLIGHT)
-        self._session = QueueConsumer(intake, consumer, self._carry, prepare=prepare, pulse=pulse)
+        self._session = QueueConsumer(intake, consumer, self._carry, prepare=prepare, heartbeat=heartbeat)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until stopping is set, or a message of this level has been delivered too often."""

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 import structlog
 
-from delayer.broker.ports import Lane, Pulse, Store
+from delayer.broker.ports import Heartbeat, Lane, Store
 from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.backoff import Sparing
 from delayer.core.counters import Counters
@@ -64,7 +64,7 @@ class LaneManager:
         release: Callable[[Lane], Release],
         *,
         limited: Callable[[], Collection[bytes]] = tuple,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         counters: Counters,
         reaching: Callable[[], bool] = lambda: True,
         broker: Callable[[], str] = str,
@@ -80,7 +80,7 @@ class LaneManager:
         """Set while there are more processes than lanes, and this one has no share."""
         self._release = release
         self._limited = limited
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._counters = counters
         self._reaching = reaching
         self._broker = broker
@@ -214,7 +214,7 @@ class LaneManager:
                 loop.cancel()
             await self._all_dropped()
             self.ready.clear()
-            self._pulse.forget("lanes")
+            self._heartbeat.forget("lanes")
             ended = set() if self._upkeep is None else {self._upkeep}
             for upkeep in ended:
                 upkeep.cancel()  # half of an upkeep is as good as none
@@ -224,7 +224,7 @@ class LaneManager:
             raise_first(take_failures(ended), unless=LOSSES)
 
     async def _look_on(self, stopping: asyncio.Event) -> None:
-        beat = partial(self._pulse.beat, "lanes")
+        beat = partial(self._heartbeat.beat, "lanes")
         retry, sparing = Retry(stopping, beat), Sparing()
         for number in count():
             if stopping.is_set():

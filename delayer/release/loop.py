@@ -13,7 +13,7 @@ import structlog
 
 from delayer.amqp import edits
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
-from delayer.broker.ports import Lane, Live, Publisher, Pulse
+from delayer.broker.ports import Heartbeat, Lane, Live, Publisher
 from delayer.broker.retry import Retry
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost, StoreLost
@@ -59,7 +59,7 @@ class Release:
         publisher: Publisher,
         live: Live,
         *,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         counters: Counters,
         portion: Portion = PORTION,
     ) -> None:
@@ -69,7 +69,7 @@ class Release:
         self._publisher = publisher
         self._portion = portion
         self._loop = f"lane {lane.number}"
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._counters = counters
         self.leaving = False
         self._busy_since: float | None = None
@@ -88,7 +88,7 @@ class Release:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Tick until stopping is set, this loop is told to leave, or the lane is lost; then let go of the lane."""
-        beat = partial(self._pulse.beat, self._loop)
+        beat = partial(self._heartbeat.beat, self._loop)
         retry = Retry(stopping, beat, lambda: self.leaving)
         try:
             while not self._over(stopping):
@@ -115,7 +115,7 @@ class Release:
         except StoreLost as lost:
             log.warning("lane given up", lane=self._lane.number, reason=str(lost))
         finally:
-            self._pulse.forget(self._loop)
+            self._heartbeat.forget(self._loop)
             try:
                 await self._lane.release()
             finally:

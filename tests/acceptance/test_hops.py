@@ -17,8 +17,8 @@ import pytest
 
 import delayer
 from delayer.config import load
-from delayer.daemon.daemon import Daemon
 from delayer.daemon.systemd import Notifier
+from delayer.daemon.wiring import Daemon
 from tests.acceptance.place import Place, delayed
 from tests.faults.place import eventually
 from tests.support.raw import Raw

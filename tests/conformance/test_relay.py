@@ -31,7 +31,7 @@ from delayer.release.loop import Release
 from tests.conformance.broker_contract import BrokerContract
 from tests.conformance.broker_world import BOUND, GATHER, Objection, World, bodies, message, publish_all, take
 from tests.faults.place import eventually
-from tests.support.fakes import Pulse, ScriptedLane, ScriptedLive, due
+from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, due
 from tests.support.proxy import Proxy
 from tests.support.servers import RabbitMQ
 
@@ -164,7 +164,7 @@ class TestRelay(BrokerContract):
                     found += batch
                 assert bodies(found) == [bytes((n,)) * size for n in range(count)]
                 assert most <= bound + 2 * size  # one read of the socket beyond the bound
-                assert connection._pulse.reading
+                assert connection._heartbeat.reading
                 subscription.ack(found[-1].tag, multiple=True)
                 await subscription.close()
             assert await world.hand.drain("q") == []
@@ -179,11 +179,11 @@ class TestRelay(BrokerContract):
                 connection = await relay.connection(30)
                 subscription = await RelayConsumer(relay, buffer_bytes=1 << 18).subscribe("q", 32)
                 first = await subscription.next_batch(1, GATHER)
-                while connection._pulse.reading:
+                while connection._heartbeat.reading:
                     await asyncio.wait_for(subscription._arrived.wait(), 10)
                     subscription._arrived.clear()
                 await subscription.stop_deliveries()
-                assert connection._pulse.reading
+                assert connection._heartbeat.reading
                 assert subscription._bytes == 0
                 subscription.ack(first[0].tag, multiple=False)
                 await subscription.close()
@@ -210,7 +210,7 @@ class TestRelay(BrokerContract):
                     first._arrived.clear()
             # From here on nobody is too slow, however busy this machine: a second one that was would end itself too.
             assert await first.next_batch(32, GATHER) == []
-            assert connection._pulse.reading
+            assert connection._heartbeat.reading
             first.ack(carried[0].tag, multiple=True)
             await first.close()
             second = await reader.subscribe("q", 32)
@@ -242,7 +242,7 @@ class TestRelay(BrokerContract):
                 await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
 
             async def waiting() -> int:
-                return 0 if connection._pulse.reading else sum(one._bytes for one in subscriptions)
+                return 0 if connection._heartbeat.reading else sum(one._bytes for one in subscriptions)
 
             assert bound < await eventually(waiting, lambda found: found > 0) <= bound + A_READ + size
             await asyncio.wait_for(subscriptions[0].close(), 10)
@@ -442,7 +442,7 @@ class TestRelay(BrokerContract):
             before = dict(connection.numbers.receivers)
             for number in range(5):
                 lane = ScriptedLane(number, claims=[[due(1), due(2)], LaneLost("somebody else's")])
-                parts = {"pulse": Pulse(), "counters": Counters()}
+                parts = {"heartbeat": Heartbeat(), "counters": Counters()}
                 await Release(lane, RelayPublisher(relay), ScriptedLive(), **parts).run(asyncio.Event())
                 assert lane.events[-1] == "release"
                 await all_released(connection)

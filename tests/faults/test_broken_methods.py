@@ -16,8 +16,8 @@ from delayer.broker.consumer import RelaySubscription
 from delayer.broker.publisher import RelayPublisher
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Due, Outcome, Outgoing
-from delayer.daemon.daemon import Daemon
 from delayer.daemon.systemd import Notifier
+from delayer.daemon.wiring import Daemon
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.postgres import PostgresStore
 from tests.faults.place import Place, eventually

@@ -19,7 +19,7 @@ from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
 from delayer.store.postgres import PostgresStore
 from tests.integration.test_store_lane import opened
-from tests.support.fakes import Pulse, ScriptedLive
+from tests.support.fakes import Heartbeat, ScriptedLive
 
 
 class Publisher:
@@ -48,7 +48,7 @@ class Process:
         self.lanes = LaneManager(
             self._release,
             limited=lambda: self.rates,
-            pulse=Pulse(),
+            heartbeat=Heartbeat(),
             counters=Counters(),
             reaching=lambda: self.reaching,
         )
@@ -60,7 +60,7 @@ class Process:
 
     def _release(self, lane: Lane) -> Release:
         live = ScriptedLive(rates=self.rates)
-        return Release(lane, self.publisher, live, pulse=Pulse(), counters=Counters())
+        return Release(lane, self.publisher, live, heartbeat=Heartbeat(), counters=Counters())
 
     def now_ms(self) -> int:
         now = self.lanes.now_ms()

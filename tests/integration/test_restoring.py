@@ -29,7 +29,7 @@ from tests.acceptance.world import wait_for
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.faults.place import compact_all
 from tests.integration.test_store_lane import cut, opened, sql
-from tests.support.fakes import Pulse, ScriptedLive, ScriptedPublisher
+from tests.support.fakes import Heartbeat, ScriptedLive, ScriptedPublisher
 
 HOUR_MS = 3_600_000
 CONTENT = (b"", b"\0", bytes(range(256)), b'{"order": 1}' * 40, b"\xff" * 5_000)
@@ -61,7 +61,7 @@ class Daemon:
         self._url = url
         self.publisher = Witness()
         self.counters = Counters()
-        self.lanes = LaneManager(self._release, pulse=Pulse(), counters=self.counters)
+        self.lanes = LaneManager(self._release, heartbeat=Heartbeat(), counters=self.counters)
         self.lanes.configure(self._connect)
         self.restoring = Restoring(self.lanes, ahead_ms=lambda: ahead_ms, counters=self.counters)
 
@@ -69,7 +69,7 @@ class Daemon:
         return await PostgresStore.connect(self._url)
 
     def _release(self, lane: Lane) -> Release:
-        return Release(lane, self.publisher, ScriptedLive(), pulse=Pulse(), counters=Counters())
+        return Release(lane, self.publisher, ScriptedLive(), heartbeat=Heartbeat(), counters=Counters())
 
     @property
     def restored(self) -> int:

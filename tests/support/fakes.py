@@ -60,7 +60,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-class Pulse:
+class Heartbeat:
     """Which loops beat, and which said goodbye."""
 
     def __init__(self) -> None:

@@ -82,9 +82,9 @@ def unlimited() -> None:
 
 def never_too_late() -> None:
     """What falls due too late for its route is delivered all the same."""
-    from delayer.daemon.live_settings import InForce
+    from delayer.daemon.live_settings import LiveSettings
 
-    InForce.late_limits = lambda self: {}  # type: ignore[method-assign]
+    LiveSettings.late_limits = lambda self: {}  # type: ignore[method-assign]
 
 
 def lenient_at_intake() -> None:

@@ -23,7 +23,7 @@ SLOW = frozenset(
     }
 )  # fmt: skip
 """Each takes between 20 and 500 ms."""
-DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon.daemon", "delayer.release.loop"}
+DAEMON = {"http", "http.client", "delayer.core.plan", "delayer.daemon.wiring", "delayer.release.loop"}
 STATUS = SLOW | DAEMON
 STORE = STATUS | {"pamqp", "delayer.amqp.connection", "delayer.config.topology"}
 ANY = STORE | {"structlog", "rich", "asyncio", "asyncpg", "pydantic", "delayer.config"}

@@ -13,7 +13,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost
 from delayer.core.rate_limit import BURST, TokenBucket
 from delayer.release.loop import Release
-from tests.support.fakes import Pulse, ScriptedLane, ScriptedLive, ScriptedPublisher, due
+from tests.support.fakes import Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due
 
 
 @given(
@@ -50,7 +50,7 @@ def test_tokens_that_were_not_used_are_there_again() -> None:
 
 def release(lane: ScriptedLane, rate: float | None) -> Release:
     live = ScriptedLive(rates={} if rate is None else {lane.route: rate})
-    return Release(lane, ScriptedPublisher(), live, pulse=Pulse(), counters=Counters())
+    return Release(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
 
 
 async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
@@ -68,7 +68,7 @@ async def test_a_limited_lane_claims_its_tokens_and_no_more() -> None:
 async def test_a_new_limit_counts_from_the_next_claim() -> None:
     live = ScriptedLive()
     lane = ScriptedLane(claims=[[due(1)], [due(2)], [due(3)]])
-    loop = Release(lane, ScriptedPublisher(), live, pulse=Pulse(), counters=Counters())
+    loop = Release(lane, ScriptedPublisher(), live, heartbeat=Heartbeat(), counters=Counters())
     for rates in ({}, {None: 10.0}, {None: 1000.0}):
         live.rates = rates
         await loop.tick()

@@ -15,8 +15,8 @@ from delayer.config import ConfigError, Settings
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.daemon import app as module
 from delayer.daemon.app import Reload, live_part
-from delayer.daemon.daemon import Daemon
 from delayer.daemon.systemd import Notifier
+from delayer.daemon.wiring import Daemon
 from delayer.store.errors import BadStoreUrl, SchemaOutdated
 from tests.support.fakes import until
 

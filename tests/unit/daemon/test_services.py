@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from delayer.broker.retry import Retry
 from delayer.core.backoff import Sparing, pause
-from delayer.daemon.services import Life, Part
+from delayer.daemon.services import Part, ServiceGroup
 
 
 def part(events: list[str], name: str) -> Part:
@@ -32,34 +32,34 @@ async def returning(_: asyncio.Event) -> None:
 
 
 async def test_stopped_before_it_started() -> None:
-    life = Life()
-    life.stop()
-    life.stop()
-    await life.run()
+    group = ServiceGroup()
+    group.stop()
+    group.stop()
+    await group.run()
     events: list[str] = []
-    life.add("late", part(events, "late"))
-    await life.run()
+    group.add("late", part(events, "late"))
+    await group.run()
     assert events == ["late began", "late ended"]
 
 
 async def test_parts_run_until_stopped() -> None:
-    life, events = Life(), list[str]()
-    life.add("a", part(events, "a"))
-    life.add("b", part(events, "b"))
-    life.add("c", returning)
-    running = asyncio.create_task(life.run())
+    group, events = ServiceGroup(), list[str]()
+    group.add("a", part(events, "a"))
+    group.add("b", part(events, "b"))
+    group.add("c", returning)
+    running = asyncio.create_task(group.run())
     await asyncio.sleep(0)
     assert not running.done()
-    life.stop()
-    life.stop()
+    group.stop()
+    group.stop()
     await running
     assert sorted(events) == ["a began", "a ended", "b began", "b ended"]
 
 
 async def test_the_last_ones_outlive_the_others() -> None:
     """Whoever settles finds the lanes still there."""
-    life, events = Life(), list[str]()
-    life.add("lanes", part(events, "lanes"), last=True)
+    group, events = ServiceGroup(), list[str]()
+    group.add("lanes", part(events, "lanes"), last=True)
 
     async def slow(stopping: asyncio.Event) -> None:
         await stopping.wait()
@@ -68,80 +68,80 @@ async def test_the_last_ones_outlive_the_others() -> None:
         assert "lanes ended" not in events
         events.append("slow ended")
 
-    life.add("slow", slow)
-    life.stop()
-    await life.run()
+    group.add("slow", slow)
+    group.stop()
+    await group.run()
     assert events == ["lanes began", "slow ended", "lanes ended"]
 
 
 async def test_only_who_does_not_stop_is_cut_off() -> None:
-    life, events = Life(grace=0.01), list[str]()
-    life.add("quick", part(events, "quick"))
+    group, events = ServiceGroup(grace=0.01), list[str]()
+    group.add("quick", part(events, "quick"))
 
     async def deaf(_: asyncio.Event) -> None:
         await asyncio.Event().wait()
 
-    life.add("deaf", deaf)
-    life.stop()
+    group.add("deaf", deaf)
+    group.stop()
     with capture_logs() as logs:
-        await life.run()
+        await group.run()
     assert [(one["event"], one["part"]) for one in logs] == [("stop forced", "deaf")]
 
 
 @pytest.mark.parametrize("last", [False, True])
 async def test_a_part_that_fails_stops_the_others(last: bool) -> None:
-    life, events = Life(), list[str]()
-    life.add("a", part(events, "a"))
-    life.add("b", failing, last=last)
+    group, events = ServiceGroup(), list[str]()
+    group.add("a", part(events, "a"))
+    group.add("b", failing, last=last)
     with pytest.raises(ZeroDivisionError):
-        await life.run()
+        await group.run()
     assert events == ["a began", "a ended"]
-    assert life.stopping.is_set()
+    assert group.stopping.is_set()
 
 
 async def test_a_part_that_fails_while_stopping() -> None:
-    life = Life()
+    group = ServiceGroup()
 
     async def fails(stopping: asyncio.Event) -> None:
         await stopping.wait()
         raise ZeroDivisionError("late")
 
-    life.add("a", fails)
-    life.stop()
+    group.add("a", fails)
+    group.stop()
     with pytest.raises(ZeroDivisionError):
-        await life.run()
+        await group.run()
 
 
 async def test_of_several_failures_the_first_is_raised_and_the_others_are_logged() -> None:
-    life = Life()
+    group = ServiceGroup()
 
     async def too(stopping: asyncio.Event) -> None:
         await stopping.wait()
         raise KeyError("second")
 
-    life.add("a", failing)
-    life.add("b", too)
+    group.add("a", failing)
+    group.add("b", too)
     with capture_logs() as logs, pytest.raises(ZeroDivisionError, match="first"):
-        await life.run()
+        await group.run()
     assert [(one["event"], one["reason"]) for one in logs] == [("part failed too", "KeyError('second')")]
 
 
 async def test_a_part_added_while_stopping_is_waited_for() -> None:
-    life, events = Life(), list[str]()
+    group, events = ServiceGroup(), list[str]()
 
     async def adds(stopping: asyncio.Event) -> None:
         await stopping.wait()
-        life.add("late", part(events, "late"))
+        group.add("late", part(events, "late"))
 
-    life.add("adds", adds)
-    life.stop()
-    await life.run()
+    group.add("adds", adds)
+    group.stop()
+    await group.run()
     assert events == ["late began", "late ended"]
 
 
 @pytest.mark.parametrize("last", [False, True])
 async def test_a_part_that_does_not_stop_is_cancelled(last: bool) -> None:
-    life, events = Life(grace=0.01), list[str]()
+    group, events = ServiceGroup(grace=0.01), list[str]()
 
     async def deaf(_: asyncio.Event) -> None:
         try:
@@ -149,17 +149,17 @@ async def test_a_part_that_does_not_stop_is_cancelled(last: bool) -> None:
         finally:
             events.append("cancelled")
 
-    life.add("deaf", deaf, last=last)
-    life.add("lanes", part(events, "lanes"), last=True)
-    life.stop()
+    group.add("deaf", deaf, last=last)
+    group.add("lanes", part(events, "lanes"), last=True)
+    group.stop()
     with capture_logs() as logs:
-        await life.run()
+        await group.run()
     assert "cancelled" in events
     assert ("stop forced", "deaf") in [(one["event"], one["part"]) for one in logs]
 
 
 async def test_a_failure_before_the_forced_stop_is_not_forgotten() -> None:
-    life = Life(grace=0.01)
+    group = ServiceGroup(grace=0.01)
 
     async def deaf(_: asyncio.Event) -> None:
         await asyncio.get_running_loop().create_future()
@@ -168,11 +168,11 @@ async def test_a_failure_before_the_forced_stop_is_not_forgotten() -> None:
         await stopping.wait()
         raise ZeroDivisionError
 
-    life.add("deaf", deaf)
-    life.add("late", late)
-    life.stop()
+    group.add("deaf", deaf)
+    group.add("late", late)
+    group.stop()
     with pytest.raises(ZeroDivisionError):
-        await life.run()
+        await group.run()
 
 
 def test_pauses_double_up_to_the_longest() -> None:

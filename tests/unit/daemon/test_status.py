@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delayer.daemon import systemd
-from delayer.daemon.systemd import Condition, Notifier, Seen, trouble
+from delayer.daemon.systemd import Notifier, Seen, StatusReporter, trouble
 
 WELL = Seen(connected=True, blocked=False, store=True, usable=True, consuming=True)
 
@@ -59,7 +59,7 @@ async def test_systemd_hears_what_changes_and_nothing_else(tmp_path: Path) -> No
                     return " | ".join(heard)
 
         stopping = asyncio.Event()
-        running = asyncio.create_task(Condition(notifier, look, every=0.001).run(stopping))
+        running = asyncio.create_task(StatusReporter(notifier, look, every=0.001).run(stopping))
         assert await looked() == "STATUS=starting | STATUS=starting; the broker is out of reach"
         now[0] = WELL
         assert await looked() == "STATUS=starting"

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from delayer.daemon import systemd as module
-from delayer.daemon.systemd import Notifier, WatchedPulse
+from delayer.daemon.systemd import Notifier, Watchdog
 from tests.support.fakes import until
 
 LIMIT_SECONDS = 120.0
@@ -46,13 +46,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 async def test_nobody_watches() -> None:
     line = Line(None)
-    await WatchedPulse(line).feed(asyncio.Event())
+    await Watchdog(line).feed(asyncio.Event())
     assert line.fed == 0
 
 
 async def test_fed_while_every_loop_moves(clock: Clock) -> None:
     line, stopping = Line(0.0001), asyncio.Event()
-    watched = WatchedPulse(line)
+    watched = Watchdog(line)
     watched.beat("delays")
     watched.beat("lane 1")
     task = asyncio.create_task(watched.feed(stopping))
@@ -76,7 +76,7 @@ async def test_fed_while_every_loop_moves(clock: Clock) -> None:
 
 async def test_a_loop_that_ended_is_not_missed(clock: Clock) -> None:
     line, stopping = Line(0.0001), asyncio.Event()
-    watched = WatchedPulse(line)
+    watched = Watchdog(line)
     watched.beat("lane 1")
     watched.forget("lane 1")
     watched.forget("lane 2")
@@ -93,7 +93,7 @@ async def test_a_loop_that_ended_is_not_missed(clock: Clock) -> None:
 
 async def test_stopping_ends_the_feeding_at_once() -> None:
     line, stopping = Line(3600.0), asyncio.Event()
-    task = asyncio.create_task(WatchedPulse(line).feed(stopping))
+    task = asyncio.create_task(Watchdog(line).feed(stopping))
     await until(lambda: line.fed == 1)
     stopping.set()
     await task

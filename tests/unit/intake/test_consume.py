@@ -10,7 +10,7 @@ import pytest
 from delayer.core.errors import BrokerLost, NotTaken, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Intake, QueueConsumer
-from tests.support.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.fakes import Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 Batch = Sequence[Delivery]
 
@@ -56,10 +56,12 @@ class Scene:
     ) -> None:
         self.carrier = Carrier()
         self.consumer = ScriptedConsumer(*subscriptions)
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.stopping = asyncio.Event()
         intake = Intake("delays", 100, in_flight=in_flight)
-        self.session = QueueConsumer(intake, self.consumer, self.carrier, prepare=prepare or ready, pulse=self.pulse)
+        self.session = QueueConsumer(
+            intake, self.consumer, self.carrier, prepare=prepare or ready, heartbeat=self.heartbeat
+        )
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.create_task(self.session.run(self.stopping))
@@ -92,7 +94,7 @@ async def test_read_carried_acknowledged_stopped() -> None:
     await task
     assert subscription.events == ["ack 2", "ack 3", "stopped", "closed"]
     assert not it.session.consuming.is_set()
-    assert it.pulse.forgotten == ["delays"]
+    assert it.heartbeat.forgotten == ["delays"]
 
 
 async def test_batches_overlap_up_to_the_limit() -> None:

@@ -13,7 +13,7 @@ from delayer.broker.retry import LOSSES, Retry, raise_first, take_failures
 from delayer.core.errors import BrokerLost, StoreLost
 from delayer.core.message import Delivery
 from delayer.intake.consume import AckTracker, Intake, QueueConsumer
-from tests.support.fakes import Pulse, ScriptedConsumer, ScriptedSubscription, delivery
+from tests.support.fakes import Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,11 @@ async def test_a_failed_batch_is_let_go() -> None:
 
     subscriptions = [ScriptedSubscription([[delivery(1)]]) for _ in range(2)]
     session = QueueConsumer(
-        Intake("delays", 10, gather=0.0), ScriptedConsumer(*subscriptions), carry, prepare=prepare, pulse=Pulse()
+        Intake("delays", 10, gather=0.0),
+        ScriptedConsumer(*subscriptions),
+        carry,
+        prepare=prepare,
+        heartbeat=Heartbeat(),
     )
     await session.run(stopping)
     assert alive == [0, 0]

@@ -14,7 +14,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.nservicebus import DELAY_IN_SECONDS, TIME_SENT, wire_instant
 from delayer.intake.takeover import MOST_DELIVERIES, LevelTakeover
-from tests.support.fakes import NOW, Pulse, ScriptedConsumer, ScriptedSubscription, delivery, until
+from tests.support.fakes import NOW, Heartbeat, ScriptedConsumer, ScriptedSubscription, delivery, until
 
 LEVEL = 11
 KEY = routing_key(3600, b"Sales.Orders")
@@ -51,12 +51,12 @@ class Scene:
     def __init__(self, *subscriptions: ScriptedSubscription, cascade: Kind = "nservicebus-v2") -> None:
         self.parking = Parking()
         self.stopping = asyncio.Event()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.ready = 0
         self.takeover = LevelTakeover(
             Cascade(cascade), LEVEL, consumer=ScriptedConsumer(*subscriptions), parking=self.parking,
-            prepare=self._prepare, now_ms=lambda: NOW, pulse=self.pulse, counters=self.counters,
+            prepare=self._prepare, now_ms=lambda: NOW, heartbeat=self.heartbeat, counters=self.counters,
         )  # fmt: skip
 
     async def _prepare(self) -> None:
@@ -85,7 +85,7 @@ async def test_parked_for_the_delivery_exchange_with_its_digits() -> None:
     assert first.properties == met(1).properties
     assert subscription.events == ["ack 3", "stopped", "closed"]
     assert it.counters.as_dict()["parked"] == 3
-    assert it.pulse.forgotten == ["nsb.v2.delay-level-11"]
+    assert it.heartbeat.forgotten == ["nsb.v2.delay-level-11"]
 
 
 async def test_broken_bytes_are_parked_as_they_are() -> None:
@@ -126,7 +126,7 @@ async def test_what_comes_again_and_again_ends_it_and_goes_back() -> None:
     assert [parcel.body for parcel in it.parking.parked] == [b"8"]
     assert subscription.acked == [(8, True)]
     assert subscription.events[-1] == "closed"
-    assert it.pulse.forgotten == ["nsb.v2.delay-level-11"]
+    assert it.heartbeat.forgotten == ["nsb.v2.delay-level-11"]
 
 
 async def test_where_the_broker_does_not_count_what_a_message_says_of_it_ends_nothing() -> None:

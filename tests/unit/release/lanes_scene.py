@@ -14,7 +14,7 @@ from delayer.core.counters import Counters
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
-from tests.support.fakes import Pulse, ScriptedLive, ScriptedPublisher, ScriptedStore
+from tests.support.fakes import Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore
 
 Connect = Callable[[], Awaitable[Any]]
 
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Scene:
     def __init__(self, store: ScriptedStore, connect: Connect | None) -> None:
         self.store = store
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.stopping = asyncio.Event()
         self.reaching = True
@@ -41,7 +41,7 @@ class Scene:
         self.lanes = LaneManager(
             self.release,
             limited=lambda: self.limited,
-            pulse=self.pulse,
+            heartbeat=self.heartbeat,
             counters=self.counters,
             reaching=lambda: self.reaching,
             broker=lambda: "ours",
@@ -51,7 +51,7 @@ class Scene:
 
     def release(self, lane: Lane) -> Release:
         publisher = ScriptedPublisher()
-        return Release(lane, publisher, ScriptedLive(), pulse=self.pulse, counters=self.counters)
+        return Release(lane, publisher, ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters)
 
     async def stop(self) -> None:
         self.stopping.set()

@@ -12,7 +12,7 @@ from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.release import lane_manager as module
 from delayer.release.lane_manager import LaneManager, share
-from tests.support.fakes import NOW, WHY, Look, Pulse, ScriptedStore, due, until
+from tests.support.fakes import NOW, WHY, Heartbeat, Look, ScriptedStore, due, until
 from tests.unit.release.lanes_scene import quick, scene
 
 __all__ = ["quick"]
@@ -30,7 +30,7 @@ async def test_owned_released_from_and_let_go() -> None:
         assert first.events[-1] == second.events[-1] == "release"
         assert it.store.closed
         assert not it.lanes.ready.is_set()
-        assert set(it.pulse.forgotten) == {"lane 1", "lane 2", "lanes"}
+        assert set(it.heartbeat.forgotten) == {"lane 1", "lane 2", "lanes"}
 
 
 async def test_large_parks_take_the_lanes_in_turn() -> None:
@@ -365,7 +365,7 @@ async def test_without_its_broker_a_process_drops_everything_after_a_while(monke
 
 
 async def test_without_a_store() -> None:
-    lanes = LaneManager(lambda _: None, pulse=Pulse(), counters=Counters())  # type: ignore[arg-type, return-value]
+    lanes = LaneManager(lambda _: None, heartbeat=Heartbeat(), counters=Counters())  # type: ignore[arg-type, return-value]
     assert not lanes.usable
     assert lanes.now_ms() is None
     await lanes.wait_known(3600.0)

@@ -14,17 +14,22 @@ from delayer.core.hold import Hold, HoldKind, hold_for
 from delayer.core.message import NACKED, Outcome, Outgoing, Returned
 from delayer.release import loop as module
 from delayer.release.loop import COMPANY, Portion, Release, prepared
-from tests.support.fakes import NOW, Pulse, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
+from tests.support.fakes import NOW, Heartbeat, ScriptedLane, ScriptedLive, ScriptedPublisher, due, until
 
 
 class Scene:
     def __init__(self, lane: ScriptedLane, publisher: ScriptedPublisher | None = None) -> None:
         self.lane = lane
         self.publisher = publisher or ScriptedPublisher()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.counters = Counters()
         self.release = Release(
-            lane, self.publisher, ScriptedLive(), portion=Portion(10, 1000), pulse=self.pulse, counters=self.counters
+            lane,
+            self.publisher,
+            ScriptedLive(),
+            portion=Portion(10, 1000),
+            heartbeat=self.heartbeat,
+            counters=self.counters,
         )
 
     def count(self, kind: str) -> int:
@@ -98,7 +103,7 @@ async def test_flags_of_an_earlier_hold_stay(late_limits: dict[bytes, int]) -> N
     lane, publisher = ScriptedLane(claims=[rows]), ScriptedPublisher({b"gone": Returned(312, "NO_ROUTE")})
     await Release(
         lane, publisher, ScriptedLive(now=NOW + 10_000, limits=late_limits),
-        portion=Portion(10, 1000), pulse=Pulse(), counters=Counters(),
+        portion=Portion(10, 1000), heartbeat=Heartbeat(), counters=Counters(),
     ).tick()  # fmt: skip
     [(_, held)] = lane.settled
     assert {row.id: (hold.may_be_delivered, hold.isolated) for row, hold in held} == {
@@ -156,7 +161,7 @@ async def test_the_loop_sleeps_until_it_is_woken(monkeypatch: pytest.MonkeyPatch
     it.lane.note_parked(NOW)
     await task
     assert it.lane.events[-1] == "release"
-    assert it.pulse.forgotten == ["lane 1"]
+    assert it.heartbeat.forgotten == ["lane 1"]
 
 
 async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +169,7 @@ async def test_the_loop_beats_while_it_sleeps_and_stops_within_a_slice(monkeypat
     stopping = asyncio.Event()
     it = Scene(ScriptedLane(hint=3600.0))
     task = await running(it, stopping)
-    await until(lambda: len(it.pulse.beats) >= 5)
+    await until(lambda: len(it.heartbeat.beats) >= 5)
     assert it.lane.events.count("claim") == 1  # slices of one sleep: nobody asks the store again
     stopping.set()
     await task
@@ -272,7 +277,7 @@ async def test_nothing_is_claimed_while_nothing_can_be_published(monkeypatch: py
     it.publisher.ready = False
     stopping = asyncio.Event()
     task = asyncio.create_task(it.release.run(stopping))
-    await until(lambda: len(it.pulse.beats) >= 5)
+    await until(lambda: len(it.heartbeat.beats) >= 5)
     assert it.lane.events == []
     it.publisher.ready = True
     await it.lane.sleeping.wait()

@@ -20,7 +20,7 @@ from delayer.release import restore as module
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
 from delayer.release.restore import Restoring
-from tests.support.fakes import NOW, Pulse, ScriptedLive, ScriptedPublisher, ScriptedStore, until
+from tests.support.fakes import NOW, Heartbeat, ScriptedLive, ScriptedPublisher, ScriptedStore, until
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
@@ -40,21 +40,21 @@ class Scene:
         self.store = store
         self.counters = Counters()
         self.ahead_ms = DAY_MS
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self.stopping = asyncio.Event()
         self.settled = asyncio.Event()
 
         async def connect() -> Any:
             return store
 
-        self.lanes = LaneManager(self.release, pulse=self.pulse, counters=self.counters)
+        self.lanes = LaneManager(self.release, heartbeat=self.heartbeat, counters=self.counters)
         self.lanes.configure(connect)
         self.restoring = Restoring(self.lanes, ahead_ms=lambda: self.ahead_ms, counters=self.counters)
         self.keeping = asyncio.create_task(self.lanes.run(self.settled))
 
     def release(self, lane: Lane) -> Release:
         publisher = ScriptedPublisher()
-        return Release(lane, publisher, ScriptedLive(), pulse=self.pulse, counters=self.counters)
+        return Release(lane, publisher, ScriptedLive(), heartbeat=self.heartbeat, counters=self.counters)
 
 
 @asynccontextmanager
@@ -235,7 +235,7 @@ async def test_without_a_lane_it_waits() -> None:
     store.failure = StoreLost("no lanes today")
     it = Scene(store)
     async with running(it):
-        await until(lambda: it.keeping.done() or it.pulse.beats.count("lanes") > 3)
+        await until(lambda: it.keeping.done() or it.heartbeat.beats.count("lanes") > 3)
         assert not store.horizons
         store.failure = None
         await until(lambda: it.counters.as_dict()["restored"] == 10)

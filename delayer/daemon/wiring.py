@@ -18,7 +18,7 @@ from delayer.broker.consumer import RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.broker.flow_control import BUFFER_BYTES, Fitting, Inflow
 from delayer.broker.isolation import Isolation
-from delayer.broker.ports import Lane, Parking, Pulse, Store
+from delayer.broker.ports import Heartbeat, Lane, Parking, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher
 from delayer.config import Settings
 from delayer.config.topology import cascade_of, topology_of, uses_cascade
@@ -26,9 +26,9 @@ from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
 from delayer.core.topology import Topology
-from delayer.daemon.live_settings import InForce
-from delayer.daemon.services import Life
-from delayer.daemon.systemd import Condition, Notifier, Seen, WatchedPulse
+from delayer.daemon.live_settings import LiveSettings
+from delayer.daemon.services import ServiceGroup
+from delayer.daemon.systemd import Notifier, Seen, StatusReporter, Watchdog
 from delayer.intake.consume import Handle, Intake, QueueConsumer
 from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler
 from delayer.intake.holding import Holding
@@ -57,7 +57,7 @@ def takeovers_of(
     parking: Parking,
     prepare: Callable[[], Awaitable[None]],
     now_ms: Callable[[], int],
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     counters: Counters,
 ) -> list[LevelTakeover]:
     """A takeover for each level. They share ``relay``, which has no other use, and 16 MiB of messages read ahead.
@@ -77,7 +77,7 @@ def takeovers_of(
             parking=parking,
             prepare=prepare,
             now_ms=now_ms,
-            pulse=pulse,
+            heartbeat=heartbeat,
             counters=counters,
         )
 
@@ -176,27 +176,27 @@ class Daemon:
     def __init__(self, settings: Settings, notifier: Notifier) -> None:
         self.counters = Counters()
         self._notifier = notifier
-        self.life = Life()
-        self._pulse = WatchedPulse(notifier)
-        self._condition = Condition(notifier, self._seen)
+        self.services = ServiceGroup()
+        self._watchdog = Watchdog(notifier)
+        self._reporter = StatusReporter(notifier, self._seen)
         self.relays = Relays(settings)
         self._cascade = cascade_of(settings)
         self._publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
         self.lanes = LaneManager(
             self._release,
-            limited=lambda: self._in_force.rates,
-            pulse=self._pulse,
+            limited=lambda: self._live.rates,
+            heartbeat=self._watchdog,
             counters=self.counters,
             reaching=lambda: self.relays["publish"].current is not None,
             broker=self.relays.broker_mark,
         )
-        self._in_force = InForce(settings, self._cascade, self._publisher, self.lanes)
-        holding = Holding(self._publisher, self.lanes, self._in_force, self.counters)
-        self._dispatch = Dispatch(self._publisher, holding, self._in_force, self.counters)
+        self._live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
+        holding = Holding(self._publisher, self.lanes, self._live, self.counters)
+        self._dispatch = Dispatch(self._publisher, holding, self._live, self.counters)
         self._intake = self._session(
             "intake",
             settings.intake.queue,
-            IntakeHandler(self._in_force, self._dispatch, self.lanes, self.counters),
+            IntakeHandler(self._live, self._dispatch, self.lanes, self.counters),
         )
         self._due: QueueConsumer | None = None
         self._begun = False
@@ -204,22 +204,22 @@ class Daemon:
     @property
     def settings(self) -> Settings:
         """The settings in force."""
-        return self._in_force.settings
+        return self._live.settings
 
     async def run(self) -> None:
         """Run until :meth:`stop`. Raises TopologyMismatch, SchemaOutdated where a person has to decide."""
         self.relays.start()
         if self.settings.store_url is not None:
             self.start_lanes(self.settings)
-        self.life.add("intake", self._intake.run)
+        self.services.add("intake", self._intake.run)
         for part in self._takeovers():
-            self.life.add(part.queue, part.run)
-        self.life.add("watchdog", self._pulse.feed)
-        self.life.add("readiness", self._announce)
+            self.services.add(part.queue, part.run)
+        self.services.add("watchdog", self._watchdog.feed)
+        self.services.add("readiness", self._announce)
         self._notifier.status("starting")
-        self.life.add("condition", self._condition.run)
+        self.services.add("condition", self._reporter.run)
         try:
-            await self.life.run()
+            await self.services.run()
         finally:
             # Together, and bounded: a broker that hangs answers no close, and a stop takes ten seconds at most.
             farewells = self.relays.closings()
@@ -230,7 +230,7 @@ class Daemon:
         """Stop consuming, settle messages in flight, drop the lanes."""
         log.info("stopping")
         self._notifier.stopping()
-        self.life.stop()
+        self.services.stop()
 
     def start_lanes(self, settings: Settings) -> None:
         """Start to take lanes of the store, unless the daemon does already."""
@@ -242,9 +242,9 @@ class Daemon:
                 return await PostgresStore.connect(url, broker=self.relays.broker_mark)
 
             self.lanes.configure(connect)
-            self.life.add("lanes", self.lanes.run, last=True)
-            restoring = Restoring(self.lanes, ahead_ms=self._in_force.restore_ahead_ms, counters=self.counters)
-            self.life.add("restoring", restoring.run)
+            self.services.add("lanes", self.lanes.run, last=True)
+            restoring = Restoring(self.lanes, ahead_ms=self._live.restore_ahead_ms, counters=self.counters)
+            self.services.add("restoring", restoring.run)
 
     def consuming(self) -> dict[str, bool]:
         """The queues, and whether each is consumed now."""
@@ -262,11 +262,11 @@ class Daemon:
 
     def stalled(self) -> list[str]:
         """The loops without progress."""
-        return self._pulse.stalled()
+        return self._watchdog.stalled()
 
     def adopt(self, settings: Settings) -> None:
         """Apply the live part of new settings from the next batch on."""
-        self._in_force.adopt(settings)
+        self._live.adopt(settings)
 
     async def declare(self, settings: Settings | None = None) -> None:
         """Declare the topology. Raises BrokerLost, TopologyMismatch."""
@@ -282,9 +282,9 @@ class Daemon:
             raise BrokerLost(str(refused)) from refused
 
     def _start_due(self, wanted: Settings) -> None:
-        handler = DueHandler(self._in_force, self._dispatch)
+        handler = DueHandler(self._live, self._dispatch)
         self._due = self._session("due", wanted.native.due_queue, handler)
-        self.life.add("due", self._due.run)
+        self.services.add("due", self._due.run)
 
     async def _declare_again(self) -> None:
         """Declare as at the start, but a mismatch does not stop a daemon that has begun: it keeps releasing and tries
@@ -311,7 +311,7 @@ class Daemon:
         if consuming.done():
             self._begun = True
             log.info("ready", mode=self.settings.mode)
-            self._condition.tell()
+            self._reporter.tell()
             self._notifier.ready(f"mode {self.settings.mode}")
         consuming.cancel()
         stop.cancel()
@@ -324,7 +324,7 @@ class Daemon:
             intake = replace(intake, gather=0.005)  # all of it is due, and late by this
         prepare = self._prepare if use == "intake" else self._declare_again
         consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
-        return QueueConsumer(intake, consumer, handle, prepare=prepare, pulse=self._pulse)
+        return QueueConsumer(intake, consumer, handle, prepare=prepare, heartbeat=self._watchdog)
 
     def _takeovers(self) -> list[LevelTakeover]:
         if "takeover" not in self.relays:
@@ -334,11 +334,11 @@ class Daemon:
             self.relays["takeover"],
             parking=self.lanes,
             prepare=lambda: self.lanes.wait_usable(STORE_WAIT),
-            now_ms=self._in_force.now_ms,
-            pulse=self._pulse,
+            now_ms=self._live.now_ms,
+            heartbeat=self._watchdog,
             counters=self.counters,
         )
 
     def _release(self, lane: Lane) -> Release:
         publisher = RelayPublisher(self.relays["publish"], isolation=self.relays.isolation)
-        return Release(lane, publisher, self._in_force, pulse=self._pulse, counters=self.counters)
+        return Release(lane, publisher, self._live, heartbeat=self._watchdog, counters=self.counters)
