@@ -85,8 +85,8 @@ async def levels_to_store(settings: Settings, url: str, levels: Cascade) -> int:
     done = 0
     try:
         with progress("draining") as say:
-            async with actions.acting(url, "drain") as connection, relay_of(settings) as relay:
-                act = await audit_log.begin(connection, whoami(), "drain to store", {})
+            recorded = actions.recorded(url, whoami(), "drain to store", {})
+            async with recorded as (connection, act), relay_of(settings) as relay:
                 # From the top: what goes down meanwhile is met again below.
                 for level in reversed(range(LOWEST, LEVELS)):
                     if not (await look_around(settings, levels)).levels[level]:
@@ -152,9 +152,9 @@ async def rows_to_cascade(settings: Settings, url: str, *, keys_too: bool) -> Mo
     """Each portion is confirmed by the cascade before it leaves the store. Raises BrokerLost where it is not."""
     async with await Admin.connect(settings.broker_url, name=NAME) as admin:
         await admin.declare(native_of(settings))
-    async with relay_of(settings) as relay, actions.acting(url, "drain") as connection:
+    recorded = actions.recorded(url, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
+    async with relay_of(settings) as relay, recorded as (connection, act):
         publisher = RelayPublisher(relay)
-        act = await audit_log.begin(connection, whoami(), "drain to native", {"keys_too": True} if keys_too else {})
         try:
             with progress("draining") as say:
                 return await _portions_out(connection, publisher, settings, act, say, keys_too=keys_too)
@@ -233,71 +233,54 @@ def drain(context: click.Context, *, target: str, keys_too: bool, dry_run: bool,
     if keys_too and target == "store":
         raise Misused("--keys-too is for --to native: messages keep their keys on the way into the store")
     url = settings.store_url
-    if target == "native":
-        _to_native(context, settings, url, keys_too=keys_too, dry_run=dry_run, yes=yes, as_json=as_json)
-    else:
-        _to_store(context, settings, url, dry_run=dry_run, yes=yes, as_json=as_json)
-
-
-def _to_native(
-    context: click.Context, settings: Settings, url: str, *, keys_too: bool, dry_run: bool, yes: bool, as_json: bool
-) -> None:
-    before = asyncio.run(standing(url, keys_too=keys_too))
-    count = before.rows - before.soon - (0 if keys_too else before.keyed)
-    stays = rules.left_in_store(before._replace(rows=before.rows - count), 0, keys_too=keys_too)
+    count, left = asyncio.run(_planned(settings, url, keys_too=keys_too))
     done = 0
-    if count and not dry_run and _agreed(context, count, "into the cascade", stays, yes=yes):
-        moved = asyncio.run(rows_to_cascade(settings, url, keys_too=keys_too))
-        done = moved.messages
-        after = asyncio.run(standing(url, keys_too=keys_too))
-        stays = rules.left_in_store(after, moved.unsound, keys_too=keys_too)
-    context.exit(_told("cascade", count, done, stays, dry_run=dry_run, as_json=as_json))
+    if count and not dry_run:
+        kept = sum(one.messages for one in left)
+        into = "cascade" if target == "native" else "store"
+        if not agreed(f"Move {count:,} messages into the {into}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
+            note("Nothing was changed.")
+            context.exit(DONE)
+        done, left = asyncio.run(_moved(settings, url, keys_too=keys_too))
+    context.exit(_tell(target, count, done, left, dry_run=dry_run, as_json=as_json))
 
 
-def _to_store(context: click.Context, settings: Settings, url: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+async def _planned(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
+    """How many messages would move, and what would stay."""
+    if settings.mode == "native":
+        rows = await standing(url, keys_too=keys_too)
+        count = rows.rows - rows.soon - (0 if keys_too else rows.keyed)
+        return count, rules.left_in_store(rows._replace(rows=rows.rows - count), 0, keys_too=keys_too)
+    around = await look_around(settings, cascade_of(settings))
+    count = sum(depth for level, depth in around.levels.items() if level >= LOWEST)
+    return count, left_of(around._replace(levels={n: of for n, of in around.levels.items() if n < LOWEST}))
+
+
+async def _moved(settings: Settings, url: str, *, keys_too: bool) -> tuple[int, list[Left]]:
+    """Move them: how many were moved, and what stays."""
+    if settings.mode == "native":
+        moved = await rows_to_cascade(settings, url, keys_too=keys_too)
+        rows = await standing(url, keys_too=keys_too)
+        return moved.messages, rules.left_in_store(rows, moved.unsound, keys_too=keys_too)
     levels = cascade_of(settings)
-    before = asyncio.run(look_around(settings, levels))
-    count = sum(depth for level, depth in before.levels.items() if level >= LOWEST)
-    stays = left_of(before._replace(levels={n: of for n, of in before.levels.items() if n < LOWEST}))
-    done = 0
-    if count and not dry_run and _agreed(context, count, "into the store", stays, yes=yes):
-        done = asyncio.run(levels_to_store(settings, url, levels))
-        stays = left_of(asyncio.run(look_around(settings, levels)))
-    context.exit(_told("store", count, done, stays, dry_run=dry_run, as_json=as_json))
+    return await levels_to_store(settings, url, levels), left_of(await look_around(settings, levels))
 
 
-def _told(into: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:
+def _tell(target: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool, as_json: bool) -> int:
     """Print what was moved, and what stays with its reasons. The exit code."""
+    into, other = ("cascade", "store") if target == "native" else ("store", "cascade")
     if as_json:
         rows = [{"messages": one.messages, "where": one.where, "why": one.why, "next": one.next_step} for one in left]
         print_json({"moved": done, "would_be_moved": count if dry_run else 0, "left": rows})
     else:
-        _print(into, count, done, left, dry_run=dry_run)
+        if dry_run:
+            click.echo(f"Would be moved: {count:,} messages into the {into}.")
+        else:
+            click.echo(f"Moved into the {into}: {done:,}." if count else "There are no messages to move.")
+        if left:
+            click.echo(f"{'Would stay' if dry_run else 'Left'}:")
+            cells = [(f"{one.messages:,}", one.where, one.why, one.next_step) for one in left]
+            print_table(["messages", "where", "because", "next step"], cells, right=(0,))
+        else:
+            click.echo(f"Nothing {'would be' if dry_run else 'is'} left in the {other}.")
     return DONE if dry_run or all(one.by_itself for one in left) else FOUND
-
-
-def _print(into: str, count: int, done: int, left: Sequence[Left], *, dry_run: bool) -> None:
-    if dry_run:
-        click.echo(f"Would be moved: {count:,} messages into the {into}.")
-    else:
-        click.echo(f"Moved into the {into}: {done:,}." if count else "There are no messages to move.")
-    if not left:
-        click.echo(
-            f"Nothing {'would be' if dry_run else 'is'} left in the {'store' if into == 'cascade' else 'cascade'}."
-        )
-        return
-    click.echo(f"{'Would stay' if dry_run else 'Left'}:")
-    print_table(
-        ["messages", "where", "because", "next step"],
-        [(f"{one.messages:,}", one.where, one.why, one.next_step) for one in left],
-        right=(0,),
-    )
-
-
-def _agreed(context: click.Context, count: int, where: str, stays: Sequence[Left], *, yes: bool) -> bool:
-    """Whether to move the messages. Exits if the user declines."""
-    kept = sum(one.messages for one in stays)
-    if not agreed(f"Move {count:,} messages {where}?" + (f" {kept:,} stay." if kept else ""), yes=yes):
-        note("Nothing was changed.")
-        context.exit(DONE)
-    return True

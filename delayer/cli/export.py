@@ -7,7 +7,7 @@ import errno
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import click
 
@@ -22,7 +22,6 @@ from delayer.core.lines import Line
 from delayer.store.admin import exporting
 from delayer.store.admin.exporting import BrokenSegments, Exported
 
-PRIVATE: Final = 0o600
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _NOTHING_KEPT = "nothing of it is kept. Next: make room, or name another place, and run it again"
 
@@ -64,7 +63,7 @@ def export(context: click.Context, /, *, file: Path, force: bool, **given: Any) 
         raise Misused(f"{file} exists already: --force replaces it")
     opened = False
     try:
-        with replacing(file, mode=PRIVATE) as out:
+        with replacing(file, mode=0o600) as out:
             opened = True
             count, broken = _written(url, wanted, out, with_held=with_held)
     except (NotWritten, OSError) as error:

@@ -12,14 +12,14 @@ import click
 
 from delayer.amqp import reading
 from delayer.amqp.reading import address, iso
-from delayer.cli.errors import DONE, FOUND
+from delayer.cli.errors import FOUND
 from delayer.cli.list import json_of
 from delayer.cli.options import (
-    agreed,
     as_json,
     change_options,
     filter_of,
     filter_options,
+    go_on,
     limit_option,
     request_of,
     selected,
@@ -125,7 +125,6 @@ def drop(context: click.Context, /, *, tokens: Sequence[Token], **given: Any) ->
     _act(context, "drop", tokens, **given)
 
 
-DONE_TO = {"retry": "tried again", "drop": "dropped"}
 PAST = {"retry": "To be tried again now", "drop": "Dropped"}
 
 
@@ -144,20 +143,12 @@ def _act(
     ids = {token.id for token in tokens}
     meant = Meant(wanted, ids)
     messages, last, missing, unsure = asyncio.run(_count(url, meant))
-    for number in sorted(missing):
-        note(f"{number} is not held.")
     if verb == "drop" and unsure:
         note(
             f"{unsure:,} were held because their queue did not answer: the queue may have them, and still deliver them."
         )
-    if dry_run or not messages:
-        click.echo(
-            f"{counted(messages, 'held message')} would be {DONE_TO[verb]}." if dry_run else "No held messages match."
-        )
-        context.exit(FOUND if missing else DONE)
-    if not tokens and not agreed(f"{verb.capitalize()} {counted(messages, 'held message')}?", yes=yes):
-        note("Nothing was changed.")
-        context.exit(DONE)
+    question = f"{verb.capitalize()} {counted(messages, 'held message')}"
+    go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
     click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
     if missing:
         context.exit(FOUND)

@@ -228,7 +228,7 @@ _database_options = (
         "process list, but not $DELAYER_IMPORT_URL.",
     ),
     click.option(
-        "--table", "tables", multiple=True, metavar="PATTERN", help="Tables that are meant. May be repeated."
+        "--table", "patterns", multiple=True, metavar="PATTERN", help="Tables that are meant. May be repeated."
     ),
     click.option("--schema", metavar="NAME", help="Their schema. [default: the connection's]"),
     click.option(
@@ -249,15 +249,7 @@ _database_options = (
 def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
     from delayer.imports.sql import sql_persistence  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
 
-    return sql_persistence(
-        given["url"],
-        given["tables"],
-        wanted.meant,
-        schema=given["schema"],
-        rewrites=wanted.rewrites,
-        replies=given["replies"],
-        overdue_too=given["overdue_too"],
-    )
+    return sql_persistence(meant=wanted.meant, rewrites=wanted.rewrites, **given)
 
 
 @source(
@@ -270,16 +262,7 @@ def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) 
 def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
     from delayer.imports.sql import nhibernate  # noqa: PLC0415
 
-    return nhibernate(
-        given["url"],
-        given["tables"],
-        wanted.meant,
-        schema=given["schema"],
-        endpoint=given["endpoint"],
-        rewrites=wanted.rewrites,
-        replies=given["replies"],
-        overdue_too=given["overdue_too"],
-    )
+    return nhibernate(meant=wanted.meant, rewrites=wanted.rewrites, **given)
 
 
 @source(

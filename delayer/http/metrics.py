@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import (
@@ -36,16 +37,15 @@ class Kind(NamedTuple):
     help: str
 
 
+def _kind(type_: str, labels: str, unit: str, text: str) -> Kind:
+    return Kind(type_, unit, tuple(labels.split()), text)
+
+
+_gauge, _histogram = partial(_kind, "gauge"), partial(_kind, "histogram")
+
+
 def _counter(labels: str, text: str, unit: str = "messages") -> Kind:
-    return Kind("counter", unit, tuple(labels.split()), text)
-
-
-def _gauge(labels: str, unit: str, text: str) -> Kind:
-    return Kind("gauge", unit, tuple(labels.split()), text)
-
-
-def _histogram(labels: str, unit: str, text: str) -> Kind:
-    return Kind("histogram", unit, tuple(labels.split()), text)
+    return _kind("counter", labels, unit, text)
 
 
 METRICS: Final[Mapping[str, Kind]] = {

@@ -170,10 +170,10 @@ async def test_held(delayer: Run, database: str) -> None:
     assert "To be tried again now: 1." in delayer("held", "retry", "--all", "--yes").stdout
     async with sql(database) as admin:
         assert await admin.fetchval("SELECT retry_at < now() + interval '1 second' FROM held")
-    assert "1 held message would be dropped" in delayer("held", "drop", "--all", "--dry-run").stdout
+    assert "1 held message match" in delayer("held", "drop", "--all", "--dry-run").stdout
     missing = delayer("held", "drop", of[b"held"], "999", expect=1)
     assert "Dropped: 1." in missing.stdout
-    assert "999 is not held." in missing.stderr
+    assert '"999" was not found.' in missing.stderr
     assert ids(delayer, "held", "list") == []
     told = json.loads(delayer("audit-log", "--json").stdout)
     assert [(one["verb"], one["messages"]) for one in told] == [("held drop", 1), ("held retry", 1)]
