@@ -23,10 +23,9 @@ from delayer.amqp.errors import (
     ProtocolError,
     again,
 )
-from delayer.amqp.framing import DEFAULT_FRAME_MAX, Parser, Receiver, ReturnedMessage
+from delayer.amqp.framing import DEFAULT_FRAME_MAX, HEARTBEAT_FRAME, Outlet, Parser, Receiver, ReturnedMessage
 from delayer.amqp.handshake import Dialogue
 from delayer.amqp.methods import commands
-from delayer.amqp.serialize import HEARTBEAT_FRAME, Outlet
 from delayer.core.message import Delivery
 
 

@@ -14,12 +14,13 @@ from collections.abc import Collection, Mapping
 from typing import Final
 from zlib import crc32
 
-from delayer.amqp.fields import array, elements, table, timestamp
 from delayer.amqp.properties import (
     MalformedProperties,
     MalformedTable,
     Properties,
+    array,
     byte_array,
+    elements,
     encode_headers,
     entry,
     int64,
@@ -27,6 +28,8 @@ from delayer.amqp.properties import (
     negated,
     negated_if_positive,
     splice,
+    table,
+    timestamp,
     value_at,
 )
 from delayer.core.delay_headers import DELAY, Ask, UnreadableDelay, read_delay_ms

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from delayer.amqp.edits import DUE, ENVELOPE, EXCHANGE, ID, PROPERTIES, ROOM, ROUTING_KEY, shown
-from delayer.amqp.fields import boolean
 from delayer.amqp.properties import (
     MalformedProperties,
     MalformedTable,
     Properties,
+    boolean,
     byte_array,
     encode_headers,
     entry,

@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from delayer.audit.findings import Finding, Report, RuleRun, Severity, Share, shown
-from delayer.broker.destinations import Asked, Target
-from delayer.broker.routing import Route, Verdict
+from delayer.broker.route_check import Asked, Route, Target, Verdict
 
 if TYPE_CHECKING:
     from delayer.audit.frames import Frames

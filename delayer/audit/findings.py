@@ -100,7 +100,7 @@ class Peak:
 class Share:
     """What waits for one route, or for one destination (then ``exchange`` and ``routing_key`` are set).
 
-    ``verdict``: what the broker would do with it now, a value of broker.routing.Verdict; ``way``: by what way, or why;
+    ``verdict``: what the broker would do with it now, a ``Verdict`` (broker.route_check); ``way``: by what way, or why;
     empty as long as nobody asked (audit.destination_findings)."""
 
     messages: int

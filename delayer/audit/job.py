@@ -190,16 +190,16 @@ def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
 def _asked(report: Report, frames: Frames, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
     """The report with the broker's answers, and what kept it from answering."""
     from delayer.audit import destination_findings  # noqa: PLC0415
-    from delayer.broker import destinations  # noqa: PLC0415 - aio-pika, which not everybody needs
+    from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     with watching("gathering destinations"):
         # Destinations that the broker is asked about at most, the soonest due.
         targets = destination_findings.targets(frames, 100_000)
     if options.broker is None:
-        asked = destinations.not_asked(targets, "the broker was not asked about destinations, as it was told")
+        asked = route_check.not_asked(targets, "the broker was not asked about destinations, as it was told")
     else:
         management = options.broker.management_url
         asked = asyncio.run(
-            destinations.ask(options.broker.url.reveal(), management.reveal() if management else None, targets)
+            route_check.ask(options.broker.url.reveal(), management.reveal() if management else None, targets)
         )
     return destination_findings.with_destinations(report, asked), asked.remarks

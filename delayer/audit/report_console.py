@@ -14,7 +14,7 @@ from rich.text import Text
 from delayer.audit import words
 from delayer.audit.findings import Bar, Finding, Report
 from delayer.audit.words import advice
-from delayer.broker.routing import Verdict
+from delayer.broker.route_check import Verdict
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _VERDICTS: Final = {

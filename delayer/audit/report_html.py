@@ -18,7 +18,7 @@ from delayer import __version__
 from delayer.audit import words
 from delayer.audit.findings import Bar, Finding, Growth, LaneFigures, Report, Severity, Share, Standout
 from delayer.audit.words import Advice, advice
-from delayer.broker.routing import Verdict
+from delayer.broker.route_check import Verdict
 from delayer.core.files import replacing
 
 KINDS: Final = ("parked", "restored", "released", "cancelled", "compacted")

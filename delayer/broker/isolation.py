@@ -22,8 +22,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.channel import Channel
-from delayer.amqp.confirms import TOKEN_HEADER
+from delayer.amqp.channel import TOKEN_HEADER, Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.properties import encode_headers, entry, long_string

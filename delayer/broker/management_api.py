@@ -9,13 +9,24 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.routing import ExchangeTold
 from delayer.core.topology import Binding, Queue
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTold:
+    """An exchange as the management API tells it. ``alternate`` may come from its arguments or a policy."""
+
+    name: str
+    type: str
+    internal: bool = False
+    alternate: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Policy(NamedTuple):

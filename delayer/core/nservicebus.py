@@ -2,7 +2,7 @@
 
 Two ways. Since 2017 (native delays) a message says ``DelayInSeconds``, counted from when it was sent, or, for a delayed
 retry, from when it failed. Before that (the timeout manager) it says ``Timeout.Expire``, the due instant, and
-``Timeout.RouteExpiredTimeoutTo``, the queue to go to then. Header values are as :mod:`delayer.amqp.fields` decodes
+``Timeout.RouteExpiredTimeoutTo``, the queue to go to then. Header values are as :mod:`delayer.amqp.properties` decodes
 them.
 """
 

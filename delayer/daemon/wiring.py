@@ -14,9 +14,8 @@ from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.brief import briefly
 from delayer.broker.connection import Relay
-from delayer.broker.consumer import RelayConsumer
+from delayer.broker.consumer import BUFFER_BYTES, Fitting, Inflow, RelayConsumer
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
-from delayer.broker.flow_control import BUFFER_BYTES, Fitting, Inflow
 from delayer.broker.isolation import Isolation
 from delayer.broker.ports import Heartbeat, Lane, Parking, Store
 from delayer.broker.publisher import CONFIRM_TIMEOUT, RelayPublisher

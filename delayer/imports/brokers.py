@@ -7,9 +7,8 @@ from typing import Final, TypeVar
 
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
-from delayer.broker.destinations import Asked, Limits, Target, ask
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.routing import Verdict
+from delayer.broker.route_check import Asked, Limits, Target, Verdict, ask
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import MOST_GOALS, Goal
 from delayer.core.message import Target as Destination

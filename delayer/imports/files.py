@@ -26,8 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from delayer.amqp.fields import entry, long_string
-from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, splice
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, entry, long_string, splice
 from delayer.core import lines
 from delayer.core.hold import Hold, unfit
 from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting

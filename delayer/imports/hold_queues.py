@@ -16,8 +16,8 @@ from typing import Any, Final
 from delayer.amqp.properties import Properties, splice
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import Management
-from delayer.broker.routing import ExchangeTold, Stop, queues_of
+from delayer.broker.management_api import ExchangeTold, Management
+from delayer.broker.route_check import Stop, queues_of
 from delayer.core import hold as core_hold
 from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
 from delayer.core.message import Delivery, Parcel, Target, Timestamp

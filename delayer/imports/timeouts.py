@@ -9,8 +9,7 @@ from functools import lru_cache
 from struct import Struct
 from typing import Final, NamedTuple
 
-from delayer.amqp.fields import entry, long_string
-from delayer.amqp.properties import FLAGS
+from delayer.amqp.properties import FLAGS, entry, long_string
 from delayer.core import nservicebus
 from delayer.core.delay_headers import UnreadableDelay
 from delayer.core.hold import Hold, unfit

@@ -21,8 +21,7 @@ from delayer.amqp.edits import ID
 from delayer.amqp.errors import AccessRefused
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.connection import Relay
-from delayer.broker.consumer import RelayConsumer, RelaySubscription
-from delayer.broker.flow_control import ENOUGH, Fitting, Inflow
+from delayer.broker.consumer import ENOUGH, Fitting, Inflow, RelayConsumer, RelaySubscription
 from delayer.broker.publisher import BATCH, RelayPublisher
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost, LaneLost
@@ -200,7 +199,7 @@ class TestRelay(BrokerContract):
             await world.publisher.publish([message(n, "q", body=b"%d " % n + bytes(size)) for n in range(32)])
             reader = RelayConsumer(relay, buffer_bytes=bound, fitting=Fitting(bound))
             with monkeypatch.context() as patch:
-                patch.setattr("delayer.broker.flow_control.UNREAD", 0.3)
+                patch.setattr("delayer.broker.consumer.UNREAD", 0.3)
                 first = await reader.subscribe("q", 32)
                 assert first.prefetch == 32
                 carried = await take(first, 1)

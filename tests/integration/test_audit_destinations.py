@@ -11,8 +11,7 @@ import aio_pika
 from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import ChannelClosed, DeliveryError
 
-from delayer.broker.destinations import Limits, Target, ask, not_asked
-from delayer.broker.routing import Verdict
+from delayer.broker.route_check import Limits, Target, Verdict, ask, not_asked
 from tests.support.rabbitmq import RabbitMQ
 
 KINDS = ("direct", "topic", "fanout", "headers")

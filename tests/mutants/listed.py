@@ -261,14 +261,14 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "returned-counts-as-confirmed",
-        "delayer/amqp/confirms.py",
+        "delayer/amqp/channel.py",
         "outcomes[position] = returned",
         "pass",
         ["tests/unit/amqp/test_confirms.py"],
     ),
     Mutant(
         "nacked-counts-as-confirmed",
-        "delayer/amqp/confirms.py",
+        "delayer/amqp/channel.py",
         "outcomes[position] = NACKED",
         "pass",
         ["tests/unit/amqp/test_confirms.py"],

@@ -7,8 +7,7 @@ from decimal import Decimal
 
 from hypothesis import strategies as st
 
-from delayer.amqp.fields import Value
-from delayer.amqp.properties import FLAGS, entry
+from delayer.amqp.properties import FLAGS, Value, entry
 from delayer.core.message import Timestamp
 
 

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp import decode as oracle
 
-from delayer.amqp import fields
+from delayer.amqp import properties
 from delayer.amqp.errors import MalformedTable
-from delayer.amqp.fields import Value
+from delayer.amqp.properties import Value
 from delayer.core.message import Timestamp
 from tests.unit.amqp.tables import EVERY_TYPE, nested, sized, table_of_everything, tables
 
 
 @pytest.mark.parametrize(("kind", "raw", "expected"), EVERY_TYPE)
 def test_every_type_means_what_it_says(kind: str, raw: bytes, expected: Value) -> None:
-    found = fields.decode(ord(kind), raw)
+    found = properties.decode(ord(kind), raw)
     assert found == expected
     assert type(found) is type(expected)
 
@@ -31,12 +31,12 @@ def test_pamqp_reads_the_same(kind: str, raw: bytes, expected: Value) -> None:
 
 
 def test_a_timestamp_is_told_from_an_integer() -> None:
-    assert isinstance(fields.decode(ord("T"), bytes(8)), Timestamp)
-    assert not isinstance(fields.decode(ord("l"), bytes(8)), Timestamp)
+    assert isinstance(properties.decode(ord("T"), bytes(8)), Timestamp)
+    assert not isinstance(properties.decode(ord("l"), bytes(8)), Timestamp)
 
 
 def test_what_some_clients_call_long() -> None:
-    assert fields.decode(ord("L"), struct.pack(">q", -2)) == -2
+    assert properties.decode(ord("L"), struct.pack(">q", -2)) == -2
 
 
 @pytest.mark.parametrize(
@@ -60,34 +60,34 @@ def test_what_some_clients_call_long() -> None:
 )
 def test_broken_values(kind: str, raw: bytes) -> None:
     with pytest.raises(MalformedTable):
-        fields.decode(ord(kind), raw)
+        properties.decode(ord(kind), raw)
 
 
 @pytest.mark.parametrize("kind", [b"A", b"F"])
 @pytest.mark.parametrize("levels", [100, 200_000])
 def test_deep_nesting_is_skipped_and_refused_when_read(kind: bytes, levels: int) -> None:
     value = nested(levels, kind)
-    table = fields.entry(b"deep", value) + fields.entry(b"after", b"t\x01")
-    assert [name for name, _, _ in fields.entries(table, 0, len(table))] == [b"deep", b"after"]
+    table = properties.entry(b"deep", value) + properties.entry(b"after", b"t\x01")
+    assert [name for name, _, _ in properties.entries(table, 0, len(table))] == [b"deep", b"after"]
     with pytest.raises(MalformedTable, match="deeper than 64"):
-        fields.decode(value[0], value[1:])
+        properties.decode(value[0], value[1:])
 
 
 @pytest.mark.parametrize("kind", [b"A", b"F"])
 def test_nesting_that_people_use_is_read(kind: bytes) -> None:
-    value = nested(fields.MAX_DEPTH, kind)
-    found = fields.decode(value[0], value[1:])
+    value = nested(properties.MAX_DEPTH, kind)
+    found = properties.decode(value[0], value[1:])
     depth = 0
     while found:
         assert isinstance(found, list | dict)
         found = found[0] if isinstance(found, list) else found[""]
         depth += 1
-    assert depth == fields.MAX_DEPTH - 1
+    assert depth == properties.MAX_DEPTH - 1
 
 
 def test_entries_of_a_table() -> None:
     table = table_of_everything()
-    found = fields.entries(table, 0, len(table))
+    found = properties.entries(table, 0, len(table))
     assert [name for name, _, _ in found] == [b"h%d" % at for at in range(len(EVERY_TYPE))]
     for (_, type_at, stop), (kind, raw, _) in zip(found, EVERY_TYPE, strict=True):
         assert table[type_at:stop] == kind.encode() + raw
@@ -96,16 +96,16 @@ def test_entries_of_a_table() -> None:
 @given(tables)
 def test_entries_cover_the_table(parts: list[bytes]) -> None:
     table = b"".join(parts)
-    found = fields.entries(b"__" + table + b"\0\0", 2, len(table) + 2)
+    found = properties.entries(b"__" + table + b"\0\0", 2, len(table) + 2)
     assert len(found) == len(parts)
-    assert b"".join(fields.entry(name, (b"__" + table)[type_at:stop]) for name, type_at, stop in found) == table
+    assert b"".join(properties.entry(name, (b"__" + table)[type_at:stop]) for name, type_at, stop in found) == table
 
 
 @given(st.binary(max_size=80), st.integers(0, 255))
 def test_random_bytes_are_a_value_or_malformed(raw: bytes, kind: int) -> None:
     try:
-        fields.decode(kind, raw)
-        fields.entries(raw, 0, len(raw))
+        properties.decode(kind, raw)
+        properties.entries(raw, 0, len(raw))
     except MalformedTable:
         pass
 
@@ -139,34 +139,34 @@ def test_random_bytes_are_a_value_or_malformed(raw: bytes, kind: int) -> None:
     ],
 )
 def test_negated(before: bytes, after: bytes) -> None:
-    assert fields.negated(before[0], before[1:]) == after
+    assert properties.negated(before[0], before[1:]) == after
 
 
 @given(st.sampled_from("bBsuIilLfd"), st.binary(min_size=8, max_size=8))
 def test_negated_is_the_negative(kind: str, noise: bytes) -> None:
-    raw = noise[: fields.SIZES[ord(kind)]]
-    value = fields.decode(ord(kind), raw)
-    turned = fields.negated(ord(kind), raw)
+    raw = noise[: properties.SIZES[ord(kind)]]
+    value = properties.decode(ord(kind), raw)
+    turned = properties.negated(ord(kind), raw)
     assert isinstance(value, int | float)
     if value == -(1 << 63) and kind in "lL":
-        assert fields.decode(turned[0], turned[1:]) == (1 << 63) - 1
+        assert properties.decode(turned[0], turned[1:]) == (1 << 63) - 1
     elif not math.isnan(value):
-        assert fields.decode(turned[0], turned[1:]) == -value
+        assert properties.decode(turned[0], turned[1:]) == -value
 
 
 @pytest.mark.parametrize(("kind", "raw"), [("S", sized(b"soon")), ("S", sized(b"")), ("t", b"\1"), ("V", b""),
                                            ("T", bytes(8)), ("x", sized(b"5")), ("A", sized(b""))])  # fmt: skip
 def test_what_has_no_sign(kind: str, raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"sign|number"):
-        fields.negated(ord(kind), raw)
+        properties.negated(ord(kind), raw)
 
 
 def test_encoders() -> None:
-    assert fields.long_string(b"ab") == b"S\0\0\0\2ab"
-    assert fields.byte_array(b"\xff") == b"x\0\0\0\1\xff"
-    assert fields.int64(-1) == b"l" + b"\xff" * 8
-    assert fields.entry(b"k", b"V") == b"\1kV"
+    assert properties.long_string(b"ab") == b"S\0\0\0\2ab"
+    assert properties.byte_array(b"\xff") == b"x\0\0\0\1\xff"
+    assert properties.int64(-1) == b"l" + b"\xff" * 8
+    assert properties.entry(b"k", b"V") == b"\1kV"
     with pytest.raises(ValueError, match="64 bits"):
-        fields.int64(1 << 63)
+        properties.int64(1 << 63)
     with pytest.raises(ValueError, match="255 bytes"):
-        fields.entry(b"k" * 256, b"V")
+        properties.entry(b"k" * 256, b"V")

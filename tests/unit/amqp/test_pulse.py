@@ -12,9 +12,9 @@ from pamqp.heartbeat import Heartbeat
 
 from delayer.amqp import handshake
 from delayer.amqp.connection import Pulse
+from delayer.amqp.framing import Outlet
 from delayer.amqp.handshake import Limits
 from delayer.amqp.methods import commands
-from delayer.amqp.serialize import Outlet
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from pamqp import body, commands, frame, header
 from pamqp.base import Frame
 
-from delayer.amqp import methods, serialize
+from delayer.amqp import framing, methods
 from delayer.amqp.framing import OVERHEAD
 from delayer.amqp.properties import encode_headers
 from delayer.core.message import Outgoing
@@ -30,25 +30,25 @@ def frames(wire: bytes) -> list[tuple[int, object]]:
 @pytest.mark.parametrize("multiple", [False, True])
 def test_settling(tag: int, multiple: bool) -> None:
     ack = commands.Basic.Ack(tag, multiple)
-    assert serialize.ack(7, tag, multiple=multiple) == frame.marshal(ack, 7)
+    assert framing.ack(7, tag, multiple=multiple) == frame.marshal(ack, 7)
     for requeue in (False, True):
         nack = commands.Basic.Nack(tag, multiple, requeue)
-        assert serialize.nack(7, tag, multiple=multiple, requeue=requeue) == frame.marshal(nack, 7)
+        assert framing.nack(7, tag, multiple=multiple, requeue=requeue) == frame.marshal(nack, 7)
 
 
 def test_consume() -> None:
     expected = frame.marshal(commands.Basic.Consume(0, "delays.in", "tag"), 3)
-    assert serialize.consume(3, b"delays.in", b"tag") == expected
-    odd = serialize.consume(3, "grün? ja!".encode(), b"tag")  # pamqp would refuse to send it
+    assert framing.consume(3, b"delays.in", b"tag") == expected
+    odd = framing.consume(3, "grün? ja!".encode(), b"tag")  # pamqp would refuse to send it
     channel, one = frames(odd.replace("grün? ja!".encode(), b"a" * len("grün? ja!".encode())))[0]
     assert isinstance(one, commands.Basic.Consume)
     assert (channel, one.queue, one.no_ack) == (3, "a" * 10, False)
     with pytest.raises(ValueError, match="255 bytes"):
-        serialize.consume(3, b"q" * 256, b"tag")
+        framing.consume(3, b"q" * 256, b"tag")
 
 
 def wire_of(batch: list[Outgoing], enough: int = 1 << 30) -> bytes:
-    parts, end = serialize.publish(5, FRAME_MAX, batch, 0, enough)
+    parts, end = framing.publish(5, FRAME_MAX, batch, 0, enough)
     assert end == len(batch)
     return b"".join(parts)
 
@@ -89,7 +89,7 @@ def test_a_batch_in_runs() -> None:
     batch = [Outgoing(b"e", b"%d" % at, b"\0\0", bytes(1000 * at), b"%d" % at) for at in range(10)]
     wire, at, runs = b"", 0, 0
     while at < len(batch):
-        parts, at = serialize.publish(5, FRAME_MAX, batch, at, 6000)
+        parts, at = framing.publish(5, FRAME_MAX, batch, at, 6000)
         wire += b"".join(parts)
         runs += 1
     assert wire == wire_of(batch)
@@ -97,7 +97,7 @@ def test_a_batch_in_runs() -> None:
 
 
 def test_the_longest_header_that_fits() -> None:
-    longest = bytes(serialize.header_limit(FRAME_MAX))
+    longest = bytes(framing.header_limit(FRAME_MAX))
     wire = wire_of([Outgoing(b"", b"q", longest, b"", b"")])
     start = len(frame.marshal(commands.Basic.Publish(0, "", "q", True), 5))
     assert len(wire) - start == FRAME_MAX

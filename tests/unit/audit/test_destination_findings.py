@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from delayer.audit.destination_findings import NAMED, findings, with_destinations
 from delayer.audit.findings import Report
-from delayer.broker.destinations import Asked, Target
-from delayer.broker.routing import Route, Verdict
+from delayer.broker.route_check import Asked, Route, Target, Verdict
 from tests.unit.audit import audit_reports
 
 ROUTED, MISSING, NOWHERE = Route(Verdict.ROUTED), Route(Verdict.MISSING), Route(Verdict.UNROUTABLE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.broker.flow_control import Inflow
+from delayer.broker.consumer import Inflow
 from tests.faults.place import eventually
 
 ROOM = 100
@@ -100,7 +100,7 @@ async def test_a_new_connection_is_not_read_either() -> None:
 
 
 async def test_what_is_full_for_too_long_is_let_go_of_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delayer.broker.flow_control.UNREAD", 0.01)
+    monkeypatch.setattr("delayer.broker.consumer.UNREAD", 0.01)
     _, socket, them = several(3)
     for one in them:
         one.gets(40)

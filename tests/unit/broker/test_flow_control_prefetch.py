@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from delayer.broker.flow_control import ENOUGH, Fitting
+from delayer.broker.consumer import ENOUGH, Fitting
 
 WANTED, ROOM = 5_000, 32 << 20
 

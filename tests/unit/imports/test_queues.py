@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delayer.amqp.properties import Properties
-from delayer.broker.routing import ExchangeTold
+from delayer.broker.management_api import ExchangeTold
 from delayer.core.message import Delivery, Target
 from delayer.core.topology import Binding
 from delayer.imports.hold_queues import Hold, Leads

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from delayer.amqp import edits, envelopes
 from delayer.amqp.envelopes import Names
-from delayer.amqp.fields import array, table
-from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
+from delayer.amqp.properties import Properties, array, encode_headers, entry, int64, long_string, table
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, KeyGroup, Parcel, Target
 from delayer.core.nservicebus import wire_instant

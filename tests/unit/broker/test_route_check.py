@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from delayer.broker.routing import ExchangeTold, Matched, Route, Stop, Topics, Verdict, matcher, route
+from delayer.broker.management_api import ExchangeTold
+from delayer.broker.route_check import Matched, Route, Stop, Topics, Verdict, matcher, route
 from delayer.core.topology import Binding
 from tests.unit.core.test_cascade_law import matches
 

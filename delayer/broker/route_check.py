@@ -1,0 +1,472 @@
+"""Route checks: where a broker would route a message, and whether it would take what waits. Nothing is published.
+
+The prediction is pure and follows RabbitMQ: an exchange gives a message to every binding that matches. Without a match
+it gives the message to its alternate exchange. Each exchange is visited once, and a message is routed if it reaches a
+queue. :func:`ask` gathers exchanges and bindings from the broker for every distinct destination.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import groupby
+from typing import Any, Final, Self
+
+from delayer.amqp.address import Address
+from delayer.broker.admin import Admin
+from delayer.broker.errors import BrokerRefused, BrokerUnreachable
+from delayer.broker.management_api import ExchangeTold, Management
+from delayer.core.topology import Binding
+
+
+class Verdict(Enum):
+    """What would become of the messages of one destination if they were due now."""
+
+    ROUTED = "routed"
+    ALTERNATE = "alternate"
+    """Only an alternate exchange takes them: delivered, though perhaps not where somebody expects them."""
+    MISSING = "missing"
+    """There is no such exchange, or, at the default exchange, no such queue: they would be held."""
+    UNROUTABLE = "unroutable"
+    """The exchange is there and no queue is reached: they would be held."""
+    CLOSED = "closed"
+    """The exchange is internal, nobody may publish to it: they would be held."""
+    DEPENDS = "depends on headers"
+    UNKNOWN = "not known"
+    NOT_ASKED = "not asked"
+
+    @property
+    def bad(self) -> bool:
+        """Whether the messages would not be delivered."""
+        return self in (Verdict.MISSING, Verdict.UNROUTABLE, Verdict.CLOSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``way``: the alternate exchange that took it, or why nothing is known; for people, may be empty."""
+
+    verdict: Verdict
+    way: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What one exchange gives a key to. ``depends``: there are bindings that only the headers can decide."""
+
+    queues: frozenset[str] = frozenset()
+    exchanges: frozenset[str] = frozenset()
+    depends: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return not (self.queues or self.exchanges or self.depends)
+
+
+_DELAYED: Final = "x-delayed-message"
+"""The delayed-message plugin's type: what it lets pass, it routes as the type in ``x-delayed-type`` would."""
+
+Bindings = Iterable[tuple[Binding, Mapping[str, Any]]]
+
+
+def matcher(told: ExchangeTold, bindings: Bindings) -> Callable[[bytes], Matched] | None:
+    """What ``told`` does with a routing key, without going through every binding. None for a type not known here."""
+    kind = str(told.arguments.get("x-delayed-type", "")) if told.type == _DELAYED else told.type
+    match kind:
+        case "direct":
+            return _Direct(bindings).matched
+        case "fanout":
+            return _Always(_targets(binding for binding, _ in bindings)).matched
+        case "topic":
+            return Topics(binding for binding, _ in bindings).matched
+        case "headers":
+            return _Always(_headers(bindings)).matched
+        case _:
+            return None
+
+
+def _targets(bindings: Iterable[Binding], *, depends: bool = False) -> Matched:
+    queues: set[str] = set()
+    exchanges: set[str] = set()
+    for binding in bindings:
+        (queues if binding.destination_kind == "queue" else exchanges).add(binding.destination)
+    return Matched(frozenset(queues), frozenset(exchanges), depends)
+
+
+class _Always:
+    def __init__(self, answer: Matched) -> None:
+        self._answer = answer
+
+    def matched(self, _key: bytes) -> Matched:
+        return self._answer
+
+
+class _Direct:
+    def __init__(self, bindings: Bindings) -> None:
+        by_key: dict[bytes, list[Binding]] = {}
+        for binding, _ in bindings:
+            by_key.setdefault(binding.key.encode(), []).append(binding)
+        self._by_key = {key: _targets(some) for key, some in by_key.items()}
+
+    def matched(self, key: bytes) -> Matched:
+        return self._by_key.get(key, Matched())
+
+
+def _headers(bindings: Bindings) -> Matched:
+    """Without the headers only the extremes are certain: asking for no header at all matches every message (``all``) or
+    none (``any``)."""
+    certain, depends = [], False
+    for binding, arguments in bindings:
+        how = str(arguments.get("x-match", "all"))
+        names = set(arguments) - {"x-match"}
+        wanted = names if how.endswith("-with-x") else {name for name in names if not name.startswith("x-")}
+        if wanted:
+            depends = True
+        elif how.startswith("all"):
+            certain.append(binding)
+    return _targets(certain, depends=depends)
+
+
+@dataclass(slots=True)
+class _Node:
+    next: dict[bytes, _Node] = field(default_factory=dict)
+    bindings: list[Binding] = field(default_factory=list)
+    hash: bool = False
+
+
+class Topics:
+    """Patterns of a topic exchange as a tree of their words, as the broker keeps them: a key costs its own words and
+    the branches that fit, not the number of bindings."""
+
+    def __init__(self, bindings: Iterable[Binding]) -> None:
+        self._root = _Node()
+        for binding in bindings:
+            node = self._root
+            for word in _words(binding.key.encode()):
+                node = node.next.setdefault(word, _Node(hash=word == b"#"))
+            node.bindings.append(binding)
+
+    def matched(self, key: bytes) -> Matched:
+        nodes = _with_hashes([self._root])
+        for word in _words(key):
+            after: list[_Node] = []
+            for node in nodes.values():
+                if node.hash:  # it eats one word more
+                    after.append(node)
+                after += [node.next[step] for step in {word, b"*"} if step in node.next and step != b"#"]
+            nodes = _with_hashes(after)
+        return _targets(binding for node in nodes.values() for binding in node.bindings)
+
+
+def _words(key: bytes) -> list[bytes]:
+    """Empty words count, but an empty key has none."""
+    return key.split(b".") if key else []
+
+
+def _with_hashes(nodes: Iterable[_Node]) -> dict[int, _Node]:
+    """These, and what follows them when every ``#`` there eats nothing."""
+    found: dict[int, _Node] = {}
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            if b"#" in node.next:
+                todo.append(node.next[b"#"])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An exchange ready to be asked. ``matched`` is None for a type that is not known here. ``leads``: the exchanges
+    that it may give messages to."""
+
+    told: ExchangeTold
+    matched: Callable[[bytes], Matched] | None
+    leads: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, told: ExchangeTold, bindings: Sequence[tuple[Binding, Mapping[str, Any]]]) -> Self:
+        """From what the management API tells."""
+        leads = {one.destination for one, _ in bindings if one.destination_kind == "exchange"}
+        if told.alternate is not None:
+            leads.add(told.alternate)
+        return cls(told, matcher(told, bindings), frozenset(leads))
+
+
+@dataclass(slots=True)
+class _Walk:
+    """``alternates``: those that were needed. Each place on the way is (exchange, whether an alternate led there)."""
+
+    queue: bool = False
+    queue_by_alternate: bool = False
+    queues: set[str] = field(default_factory=set)
+    depends: bool = False
+    unknown: list[str] = field(default_factory=list)
+    alternates: list[str] = field(default_factory=list)
+
+
+def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> Route:
+    """What becomes of a message for exchange ``start`` with ``key``. ``stops``: every exchange that ``start`` leads to,
+    alternates included; one that is not there does not exist. Never raises."""
+    if start not in stops:
+        return Route(Verdict.MISSING)
+    if stops[start].told.internal:
+        return Route(Verdict.CLOSED, "the exchange is internal")
+    return _judged(_walked(start, key, stops))
+
+
+def queues_of(start: str, key: bytes, stops: Mapping[str, Stop]) -> set[str]:
+    """The queues that certainly get a message for exchange ``start`` with ``key``; ``stops`` as above."""
+    return _walked(start, key, stops).queues
+
+
+def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
+    walk = _Walk()
+    todo, seen = [(start, False)], {start}
+    while todo:
+        name, alternate = todo.pop()
+        if not name:
+            walk.unknown.append("an alternate exchange is the default exchange")
+            continue
+        stop = stops.get(name)
+        if stop is None:
+            continue
+        if stop.matched is None:
+            walk.unknown.append(f"exchange {name!r} is of type {stop.told.type!r}")
+            continue
+        found = stop.matched(key)
+        walk.depends |= found.depends
+        if found.queues:
+            walk.queue, walk.queue_by_alternate = walk.queue or not alternate, walk.queue_by_alternate or alternate
+            walk.queues |= found.queues
+        leads = [(one, alternate) for one in sorted(found.exchanges)]
+        if found.empty and stop.told.alternate is not None:
+            walk.alternates.append(stop.told.alternate)
+            leads = [(stop.told.alternate, True)]
+        for lead in leads:
+            if lead[0] not in seen:
+                seen.add(lead[0])
+                todo.append(lead)
+    return walk
+
+
+def _judged(walk: _Walk) -> Route:
+    """What is certain first; then what may be; only then what is not."""
+    if walk.queue:
+        return Route(Verdict.ROUTED)
+    if walk.depends:
+        return Route(Verdict.DEPENDS)
+    if walk.unknown:
+        return Route(Verdict.UNKNOWN, "; ".join(walk.unknown))
+    if walk.queue_by_alternate:
+        return Route(Verdict.ALTERNATE, ", ".join(walk.alternates))
+    return Route(Verdict.UNROUTABLE, f"nor does its alternate {walk.alternates[0]!r}" if walk.alternates else "")
+
+
+NAME: Final = "delayer audit"
+_KEYS_AT_A_STRETCH: Final = 1000
+"""Keys that are matched before the loop gets its turn."""
+_DIRECT_REPLY: Final = b"amq.rabbitmq.reply-to."
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One distinct destination: how many messages are for it, in rows and segments and held, and when the first is due.
+    ``held``: how many of them are held."""
+
+    exchange: bytes
+    routing_key: bytes
+    messages: int
+    first_due_ms: int
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``seconds`` for all questions together, ``patience`` for each; ``at_once`` connections; ``targets`` and
+    ``exchanges`` (on the way from one destination) are as many as are looked at."""
+
+    seconds: float = 60.0
+    patience: float = 10.0
+    at_once: int = 4
+    targets: int = 100_000
+    exchanges: int = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``routes`` has a row for every target given, soonest due first. ``remarks``: what kept questions from being asked
+    or answered, for people."""
+
+    routes: tuple[tuple[Target, Route], ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Messages by verdict, only the verdicts that occur."""
+        found: dict[str, int] = {}
+        for target, answer in self.routes:
+            found[answer.verdict.value] = found.get(answer.verdict.value, 0) + target.messages
+        return found
+
+
+async def ask(
+    broker_url: str,
+    management_url: str | None,
+    targets: Iterable[Target],
+    limits: Limits = Limits(),
+    *,
+    name: str = NAME,
+) -> Asked:
+    """Ask the broker about every target. Never raises for a broker that is out of reach or refuses: then the verdict is
+    "not asked" or "not known", and a remark says why. Raises ValueError for a URL that is none.
+    """
+    waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
+    management = None
+    if management_url:
+        management = Management(management_url, Address.parse(broker_url).vhost, timeout=limits.patience)
+    inquiry = _Inquiry(management, limits, name)
+    if len(waiting) > limits.targets:
+        inquiry.remark(f"only the {limits.targets:,} soonest of {len(waiting):,} destinations were asked about")
+    try:
+        async with asyncio.timeout(limits.seconds):
+            await inquiry.ask(broker_url, waiting[: limits.targets])
+    except TimeoutError:
+        inquiry.remark(f"the time for questions, {limits.seconds:g} s, was over before all were asked")
+    not_asked = Route(Verdict.NOT_ASKED)
+    return Asked(tuple((one, inquiry.answers.get(one, not_asked)) for one in waiting), tuple(inquiry.remarks))
+
+
+def not_asked(targets: Iterable[Target], reason: str) -> Asked:
+    """Nobody was asked, and why: no broker wanted, say."""
+    waiting = sorted(targets, key=lambda one: (one.first_due_ms, one.exchange, one.routing_key))
+    return Asked(tuple((one, Route(Verdict.NOT_ASKED)) for one in waiting), (reason,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """An exchange with all its targets, or one queue, behind the default exchange, with its one."""
+
+    name: str
+    is_queue: bool
+    targets: tuple[Target, ...]
+
+
+class _Inquiry:
+    def __init__(self, management: Management | None, limits: Limits, name: str) -> None:
+        self._name = name
+        self._management = management
+        self._limits = limits
+        self._stops: dict[str, Stop | None] = {}
+        self.answers: dict[Target, Route] = {}
+        self.remarks: list[str] = []
+
+    def remark(self, text: str) -> None:
+        if text not in self.remarks:
+            self.remarks.append(text)
+
+    async def ask(self, broker_url: str, targets: list[Target]) -> None:
+        questions = deque(self._questions(targets))
+        if self._management is None and any(not one.is_queue for one in questions):
+            self.remark("no broker.management_url is configured: whether exchanges route these keys is not known")
+        workers = min(self._limits.at_once, len(questions))
+        await asyncio.gather(*(self._work(broker_url, questions) for _ in range(workers)))
+
+    def _questions(self, targets: list[Target]) -> list[_Question]:
+        """In the order of their soonest message. What needs no question is answered here."""
+        found = []
+        by_exchange = sorted(targets, key=lambda one: one.exchange)  # stable: the soonest stays first
+        for exchange, group in groupby(by_exchange, key=lambda one: one.exchange):
+            some = tuple(group)
+            if exchange:
+                found += self._askable(exchange, some, is_queue=False)
+            else:
+                for one in some:
+                    found += self._askable(one.routing_key, (one,), is_queue=True)
+        return sorted(found, key=lambda one: one.targets[0].first_due_ms)
+
+    def _askable(self, name: bytes, targets: tuple[Target, ...], *, is_queue: bool) -> list[_Question]:
+        if is_queue and name.startswith(_DIRECT_REPLY):
+            self._all(
+                targets, Route(Verdict.UNKNOWN, "a direct reply: the connection that waits for it would have to last")
+            )
+        elif not name or b"\n" in name or b"\r" in name:
+            # A passive declaration would ask for another name: the broker takes line ends out of those. An empty queue
+            # name means the last one that this channel declared.
+            self._all(targets, Route(Verdict.MISSING))
+        else:
+            try:
+                return [_Question(name.decode(), is_queue, targets)]
+            except UnicodeDecodeError:
+                self._all(
+                    targets, Route(Verdict.UNKNOWN, "the name is not UTF-8, which the clients to ask with insist on")
+                )
+        return []
+
+    def _all(self, targets: Iterable[Target], answer: Route) -> None:
+        for one in targets:
+            self.answers[one] = answer
+
+    async def _work(self, broker_url: str, questions: deque[_Question]) -> None:
+        """Answer questions until there are no more, on a connection of its own: a "no" closes the channel."""
+        try:
+            async with await Admin.connect(broker_url, name=self._name, patience=self._limits.patience) as admin:
+                while questions:
+                    await self._answer(admin, questions.popleft())
+        except (BrokerUnreachable, BrokerRefused) as error:
+            self.remark(f"the broker could not be asked: {error}")
+
+    async def _answer(self, admin: Admin, question: _Question) -> None:
+        try:
+            if question.is_queue:
+                exists = await admin.queue_exists(question.name)
+                self._all(question.targets, Route(Verdict.ROUTED if exists else Verdict.MISSING))
+            elif not await admin.exchange_exists(question.name):
+                self._all(question.targets, Route(Verdict.MISSING))
+            else:
+                await self._route(admin, question)
+        except BrokerRefused as refused:
+            self._all(question.targets, Route(Verdict.UNKNOWN, str(refused)))
+
+    async def _route(self, admin: Admin, question: _Question) -> None:
+        if self._management is None:
+            self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists"))
+            return
+        try:
+            stops = await self._reachable(admin, self._management, question.name)
+        except (BrokerRefused, BrokerUnreachable) as error:
+            # Of the management API: the connection to the broker itself would say so at the next question.
+            self.remark(f"bindings could not be read: {error}")
+            self._all(question.targets, Route(Verdict.UNKNOWN, "the exchange exists; its bindings could not be read"))
+            return
+        for n, one in enumerate(question.targets, 1):
+            self.answers[one] = route(question.name, one.routing_key, stops)
+            if n % _KEYS_AT_A_STRETCH == 0:
+                await asyncio.sleep(0)
+
+    async def _reachable(self, admin: Admin, management: Management, start: str) -> dict[str, Stop]:
+        """``start`` and every exchange that bindings and alternates lead to from there."""
+        found: dict[str, Stop] = {}
+        todo, seen = [start], {start}
+        while todo:
+            name = todo.pop()
+            if name not in self._stops:
+                self._stops[name] = await self._stop(admin, management, name)
+            stop = self._stops[name]
+            if stop is None:
+                continue
+            found[name] = stop
+            todo += sorted(stop.leads - seen - {""})
+            seen |= stop.leads
+            if len(seen) > self._limits.exchanges:
+                raise BrokerUnreachable(f"more than {self._limits.exchanges} exchanges lie behind {start!r}")
+        return found
+
+    async def _stop(self, admin: Admin, management: Management, name: str) -> Stop | None:
+        """None for an exchange that does not exist: an alternate exchange may be named and missing."""
+        if not await admin.exchange_exists(name):
+            return None
+        return Stop.of(await management.exchange(name), await management.bindings_from(name))
