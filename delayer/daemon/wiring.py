@@ -29,7 +29,7 @@ from delayer.daemon.live_settings import LiveSettings
 from delayer.daemon.services import ServiceGroup
 from delayer.daemon.systemd import Notifier, Seen, StatusReporter, Watchdog
 from delayer.intake.consume import Handle, Intake, QueueConsumer
-from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler
+from delayer.intake.handle import Dispatch, DueHandler, IntakeHandler, new_id
 from delayer.intake.holding import Holding
 from delayer.intake.takeover import LevelTakeover
 from delayer.release.lane_manager import LaneManager
@@ -190,7 +190,7 @@ class Daemon:
             broker=self.relays.broker_mark,
         )
         self._live = LiveSettings(settings, self._cascade, self._publisher, self.lanes)
-        holding = Holding(self._publisher, self.lanes, self._live, self.counters)
+        holding = Holding(self._publisher, self.lanes, self._live, self.counters, new_id=new_id)
         self._dispatch = Dispatch(self._publisher, holding, self._live, self.counters)
         self._intake = self._session(
             "intake",

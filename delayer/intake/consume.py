@@ -191,7 +191,6 @@ class QueueConsumer:
         while running:
             waiting = None if len(running) > at_most else 0
             done, _ = await asyncio.wait(running, timeout=waiting, return_when=asyncio.FIRST_COMPLETED)
-            self._beat()
             if not done:
                 break
             running -= done

@@ -7,6 +7,7 @@ publishes (cascade, destination, refused queue). Of what is published the broker
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +39,11 @@ log = structlog.get_logger(__name__)
 
 MOMENT_MS: Final = 1000
 """A message that comes out of the cascade early by less than this waits here; by more, it goes back in."""
+
+
+def new_id() -> bytes:
+    """An ``x-delayer-id`` for a message that no store has numbered."""
+    return uuid.uuid4().hex.encode()
 
 
 class Publication(NamedTuple):
@@ -205,7 +211,8 @@ class Dispatch:
         stuck: list[str] = []
         begin = 0
         while begin < len(publications):
-            acks.progress()  # a batch may take many publishes
+            if begin:
+                acks.progress()  # a batch may take many publishes
             end = begin + self.publisher.batch_limit
             stuck += await self._publish(publications[begin:end], acks)
             begin = end

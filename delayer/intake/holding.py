@@ -6,7 +6,6 @@ Without a store such a message goes back into the cascade in its envelope, with 
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -25,11 +24,6 @@ log = structlog.get_logger(__name__)
 
 MOST_ATTEMPTS: Final = 10
 """Publishes after which a message that waits in the cascade goes to the strays queue."""
-
-
-def new_id() -> bytes:
-    """An ``x-delayer-id`` for a message that no store has numbered."""
-    return uuid.uuid4().hex.encode()
 
 
 class Objection(NamedTuple):
@@ -51,7 +45,7 @@ class Holding:
         live: Live,
         counters: Counters,
         *,
-        new_id: Callable[[], bytes] = new_id,
+        new_id: Callable[[], bytes],
         pause_ms: Callable[[int, int], int] = pause_ms,
     ) -> None:
         """``pause_ms``: the pause after so many attempts, spread by a number of the message's own."""

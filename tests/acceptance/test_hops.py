@@ -25,7 +25,7 @@ from tests.support.raw import Raw
 from tests.support.servers import Postgres, RabbitMQ
 
 PACKAGE = str(Path(delayer.__file__).parent) + os.sep
-MOST = {"store": 45, "native": 33}
+MOST = {"store": 34, "native": 24}
 WINDOW = 4.0
 """Seconds of each recording: of an idle daemon, and of the same daemon with one message."""
 
@@ -71,12 +71,16 @@ async def test_a_plain_message_crosses_few_modules(
     async def consuming() -> dict[str, bool]:
         return daemon.consuming()
 
+    async def isolating() -> bool:
+        return daemon.relays.isolation._connection is not None
+
     running = asyncio.create_task(daemon.run())
     try:
         await eventually(consuming, lambda seen: all(seen.values()) and len(seen) == queues)
-        # The first message of a connection and of a store meets what is asked once: statements, partitions, channels.
+        # The first message of a connection and of a store meets what is asked once: statements, partitions, channels,
+        # and the isolation connection, which closes when it is idle.
         await asyncio.to_thread(published_and_received, place.url)
-        await asyncio.sleep(2)
+        await eventually(isolating, lambda seen: not seen)
         idle: Counter[tuple[str, str]] = Counter()
         with recorded(idle):
             await asyncio.sleep(WINDOW)
