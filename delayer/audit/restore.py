@@ -21,6 +21,7 @@ from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.store import pool, schema
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
@@ -204,8 +205,6 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
 
 async def _make_days(url: str, part: Sequence[Listed]) -> None:
     """Partitions for what comes back; a row of a day without one waits in the default partition."""
-    from delayer.store.rows import partitions  # noqa: PLC0415 - structlog, which executors need not load
-
     wanted = {day for one in part for day in range(one.first_due_ms // DAY_MS, one.last_due_ms // DAY_MS + 1)}
     connection = await pool.connect(url, "delayer restore plan")
     try:

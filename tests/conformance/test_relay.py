@@ -163,7 +163,7 @@ class TestRelay(BrokerContract):
                     found += batch
                 assert bodies(found) == [bytes((n,)) * size for n in range(count)]
                 assert most <= bound + 2 * size  # one read of the socket beyond the bound
-                assert connection._heartbeat.reading
+                assert connection._pulse.reading
                 subscription.ack(found[-1].tag, multiple=True)
                 await subscription.close()
             assert await world.hand.drain("q") == []
@@ -178,11 +178,11 @@ class TestRelay(BrokerContract):
                 connection = await relay.connection(30)
                 subscription = await RelayConsumer(relay, buffer_bytes=1 << 18).subscribe("q", 32)
                 first = await subscription.next_batch(1, GATHER)
-                while connection._heartbeat.reading:
+                while connection._pulse.reading:
                     await asyncio.wait_for(subscription._arrived.wait(), 10)
                     subscription._arrived.clear()
                 await subscription.stop_deliveries()
-                assert connection._heartbeat.reading
+                assert connection._pulse.reading
                 assert subscription._bytes == 0
                 subscription.ack(first[0].tag, multiple=False)
                 await subscription.close()
@@ -209,7 +209,7 @@ class TestRelay(BrokerContract):
                     first._arrived.clear()
             # From here on nobody is too slow, however busy this machine: a second one that was would end itself too.
             assert await first.next_batch(32, GATHER) == []
-            assert connection._heartbeat.reading
+            assert connection._pulse.reading
             first.ack(carried[0].tag, multiple=True)
             await first.close()
             second = await reader.subscribe("q", 32)
@@ -241,7 +241,7 @@ class TestRelay(BrokerContract):
                 await world.publisher.publish([message(n, name, body=bytes((n,)) * size) for n in range(count)])
 
             async def waiting() -> int:
-                return 0 if connection._heartbeat.reading else sum(one._bytes for one in subscriptions)
+                return 0 if connection._pulse.reading else sum(one._bytes for one in subscriptions)
 
             assert bound < await eventually(waiting, lambda found: found > 0) <= bound + A_READ + size
             await asyncio.wait_for(subscriptions[0].close(), 10)

@@ -41,13 +41,13 @@ class Publisher:
 
 class Process:
     def __init__(self, url: str, name: str, rates: Mapping[bytes, float], publisher: Publisher | None = None) -> None:
-        self._url, self._name, self.rates = url, name, rates
+        self._url, self._name, self.live = url, name, ScriptedLive(rates=rates)
         self.publisher = publisher or Publisher()
         self.reaching = True
         self.store: PostgresStore | None = None
         self.lanes = LaneManager(
             self._release,
-            limited=lambda: self.rates,
+            limited=lambda: self.live.rates,
             heartbeat=Heartbeat(),
             counters=Counters(),
             reaching=lambda: self.reaching,
@@ -59,8 +59,7 @@ class Process:
         return self.store
 
     def _release(self, lane: Lane) -> Release:
-        live = ScriptedLive(rates=self.rates)
-        return Release(lane, self.publisher, live, heartbeat=Heartbeat(), counters=Counters())
+        return Release(lane, self.publisher, self.live, heartbeat=Heartbeat(), counters=Counters())
 
     def now_ms(self) -> int:
         now = self.lanes.now_ms()

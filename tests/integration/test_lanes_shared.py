@@ -265,7 +265,14 @@ async def test_a_limit_holds_for_three_processes_together(database: str) -> None
 
         await wait_for(lambda: len(published(b"fast")) == 450)
         assert len(published(b"slow")) < 450, "the others passed them"
-        [owner] = [n for n, one in enumerate(started) if any(lane.route for lane, _ in one.lanes._releases.values())]
+        owners: list[int] = []
+
+        def owned() -> bool:
+            owners[:] = [n for n, one in enumerate(started) if 5 in one.lanes.numbers]
+            return len(owners) == 1
+
+        await wait_for(owned)
+        [owner] = owners
         ending = asyncio.create_task(processes[owner].__aexit__(None, None, None))
         await wait_for(lambda: len(published(b"slow")) == 450)
         await ending
@@ -288,7 +295,7 @@ async def test_a_route_whose_limit_is_taken_away_keeps_its_lane(database: str) -
         await one.lanes.park([parcel(now, b"%d" % n, route=b"slow") for n in range(50)], [])
         assert await admin.fetchval("SELECT route FROM lane WHERE number = 5") == b"slow"
         assert await admin.fetchval("SELECT count(DISTINCT lane) FROM counter") == 1
-        one.rates = {}
+        one.live.rates = {}
         await wait_for(lambda: len(one.publisher.published) == 50)
 
 

@@ -157,7 +157,7 @@ async def test_show_a_message_wherever_it_is(database: str) -> None:
                 assert (found.held is not None) == (where is Found.HELD)
         assert await detail.show(admin, Token(ids[b"b"], now)) is Found.NOWHERE
         assert await detail.show(admin, Token(999)) is Found.NOWHERE
-        do = actions.canceller()
+        do = actions.cancel
         act = await audit_log.begin(admin, "me", "cancel", {})
         assert await actions.named(admin, do, [Token(ids[b"a"], dues[b"a"])], act) == {ids[b"a"]: Found.SEGMENT}
         assert await detail.show(admin, Token(ids[b"a"])) is Found.NOWHERE
@@ -195,7 +195,7 @@ async def test_cancel_all_of_a_filter(database: str, name: str, monkeypatch: pyt
         act = await audit_log.begin(admin, "me", "cancel", wanted.as_dict())
         said: list[int] = []
         test = reading.header_test(wanted)
-        done = await actions.every(admin, actions.canceller(), wanted, test, act=act, say=said.append)
+        done = await actions.every(admin, actions.cancel, wanted, test, act=act, say=said.append)
         assert done.total() == len(meant)
         assert not meant or said[-1] == len(meant)
         assert (await everything(admin)).keys() == {one.id for one in some} - meant

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -370,7 +370,7 @@ class ScriptedLive:
     now: int = NOW
     limits: Limits = field(default_factory=dict)
     holds_in_store: bool = True
-    rates: dict[bytes | None, float] = field(default_factory=dict)
+    rates: Mapping[bytes | None, float] = field(default_factory=dict)
 
     def rate(self, route: bytes | None) -> float | None:
         return self.rates.get(route)
