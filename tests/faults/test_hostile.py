@@ -113,8 +113,6 @@ def runs(*long: str) -> pytest.MarkDecorator:
 @runs(BESIDE_SILENCE)
 async def test_each_alone(run: str, mode: str, scene_of: SceneOf) -> None:
     """A good message behind each, which waits for nothing."""
-    if (run, mode) == ("anywhere", "native"):
-        pytest.xfail("a gap: the villain does not know yet that native attempts go back into the cascade")
     cases = RUNS[run].alone(mode)
     async with scene_of(run, mode) as (_, daemon, villain):
         for name, case in cases.items():
@@ -134,8 +132,6 @@ async def test_each_alone(run: str, mode: str, scene_of: SceneOf) -> None:
 @runs(BESIDE_SILENCE, WITH_ROOM)
 async def test_all_among_good_ones(run: str, mode: str, scene_of: SceneOf) -> None:
     """10,000 good ones with every bad one three times between them: the good ones arrive, once each."""
-    if (run, mode) == ("anywhere", "native"):
-        pytest.xfail("a gap: the villain does not know yet that native attempts go back into the cascade")
     cases = RUNS[run].among(mode)
     async with scene_of(run, mode) as (place, daemon, villain), place.ledger(SEED) as ledger:
         await mixed(cases, ledger, villain)

@@ -23,6 +23,8 @@ from tests.support.servers import RabbitMQ
 USER = "delayer-hostile"
 """The daemon's user, who may not write to h.closed.out. The password is its name."""
 STRAYS, REFUSED, INBOX, MUTE = "delayer.delay-strays", "delays.refused", "h.inbox", "h.mute"
+ATTEMPTS, RETRY_LEVEL = "h.attempts", "delayer.delay-level-03"
+"""A queue that gets a copy of what enters the level of 8 s: there the first retry, after 8 to 10 s, enters."""
 ROUTES = [
     {"from": "delayer.in", "to": "delayer.out"},
     {"from": "h.in", "to": "h.out"},
@@ -88,6 +90,8 @@ class Villain:
     impersonator: Raw
     inbox: Inbox
     refused: Inbox
+    attempts: Inbox | None
+    """In native mode, copies of what goes back into the cascade after a failed attempt."""
     strays: Inbox | None
     sent: dict[bytes, tuple[str, Hostile]] = field(default_factory=dict)
     away: set[bytes] = field(default_factory=set)
@@ -105,10 +109,13 @@ class Villain:
             url = rabbitmq.url(unquote(vhost), user=f"{IMPERSONATOR}:{IMPERSONATOR}")
             impersonator = await stack.enter_async_context(await Raw.connect(url))
             await raw.publish(Message("h.full.out", b"", Props(), b"to the brim"))
-            strays = await raw.inbox(STRAYS) if place.mode == NATIVE else None
-            yield cls(
-                rabbitmq, vhost, place, raw, impersonator, await raw.inbox(INBOX), await raw.inbox(REFUSED), strays
-            )
+            attempts = strays = None
+            if place.mode == NATIVE:
+                rabbitmq.api("PUT", f"/api/queues/{vhost}/{ATTEMPTS}", {"durable": True})
+                rabbitmq.api("POST", f"/api/bindings/{vhost}/e/{RETRY_LEVEL}/q/{ATTEMPTS}", {"routing_key": "#"})
+                attempts, strays = await raw.inbox(ATTEMPTS), await raw.inbox(STRAYS)
+            inbox, refused = await raw.inbox(INBOX), await raw.inbox(REFUSED)
+            yield cls(rabbitmq, vhost, place, raw, impersonator, inbox, refused, attempts, strays)
 
     async def publish(self, name: str, case: Hostile, copy: int = 0) -> None:
         """Publish one. Fails unless the broker takes it where it has to."""
@@ -172,7 +179,10 @@ class Villain:
         for one in self.refused.arrivals:
             ends[one.delivery.body].append(Found(End.REFUSED, _said(one, b"x-delayer-refused"), one))
         for one in self.strays.arrivals if self.strays else ():
-            ends[one.delivery.body].append(Found(End.HELD, _said(one, b"x-delayer-held"), one))
+            ends[one.delivery.body].append(Found(End.HELD, _said(one, b"x-delayer-held-text"), one))
+        for one in self.attempts.arrivals if self.attempts else ():
+            if one.props.all(b"x-delayer-attempts") == [number("l", 1)]:
+                ends[one.delivery.body].append(Found(End.HELD, _said(one, b"x-delayer-held-text"), one))
         if self.place.mode == STORE:
             for body, reason in await held_rows(self.place):
                 ends[body].append(Found(End.HELD, reason))

@@ -95,7 +95,8 @@ async def taken(
         reach("drain.taken")
         yield found
         reach("drain.published")
-        await keys.forget_released(connection, found)
+        if keyed := [(one.parcel.key, one.id) for one in found if one.parcel.key is not None]:
+            await keys.forget(connection, keyed)
         await audit_log.add(connection, act, len(rows))
         by_lane = Counter(row["lane"] for row in rows)
         if by_lane:

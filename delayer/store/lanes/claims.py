@@ -14,8 +14,7 @@ from delayer.core.message import Due
 from delayer.store import statements
 from delayer.store.clock import StoreClock
 from delayer.store.lanes.cursor import NEVER_MS, ReleaseCursor, Turn
-from delayer.store.rows import envelope
-from delayer.store.rows.keys import forget_released
+from delayer.store.rows import envelope, keys
 
 LONGEST_SLEEP: Final = 60.0
 HORIZON_MS: Final = 61_000
@@ -109,7 +108,8 @@ async def settle(
         await connection.execute("DELETE FROM held WHERE id = ANY($1)", tried_again)
     if held:
         await _hold(connection, number, held, clock.now_ms())
-    await forget_released(connection, released)
+    if keyed := [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]:
+        await keys.forget(connection, keyed)
     newly_held = sum(not due.attempts for due, _ in held)
     changed = [(kind, n) for kind, n in (("held", newly_held - len(tried_again)), ("released", len(released))) if n]
     if changed:

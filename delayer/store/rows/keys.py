@@ -19,7 +19,7 @@ from zlib import crc32
 
 import asyncpg
 
-from delayer.core.message import Due, KeyGroup
+from delayer.core.message import KeyGroup
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
@@ -122,13 +122,6 @@ async def point(
             " AS new (key, lane, due_at, id) ORDER BY key",
             *map(list, zip(*ordered, strict=True)),
         )
-
-
-async def forget_released(connection: asyncpg.Connection, released: Sequence[Due]) -> None:
-    """Remove the keys that stand for ``released``, unless they stand for a newer message by now. Step 3."""
-    keyed = [(due.parcel.key, due.id) for due in released if due.parcel.key is not None]
-    if keyed:
-        await forget(connection, keyed)
 
 
 async def forget(connection: asyncpg.Connection, keyed: Collection[tuple[bytes, int]]) -> None:
