@@ -166,13 +166,14 @@ class Watchdog:
 
 class Seen(NamedTuple):
     """The state of the daemon. ``blocked``: by a resource alarm of the broker. ``store``: whether one is configured,
-    ``usable``: whether the daemon owns a lane of it."""
+    ``usable``: whether the daemon owns a lane of it; ``spare``: whether there are more processes than lanes."""
 
     connected: bool
     blocked: bool
     store: bool
     usable: bool
     consuming: bool
+    spare: bool = False
 
 
 def trouble(seen: Seen) -> str:
@@ -186,7 +187,9 @@ def trouble(seen: Seen) -> str:
         found.append("the broker is out of reach")
     elif seen.blocked:
         found.append("the broker takes no publishes (a resource alarm)")
-    if seen.store and not seen.usable:
+    if seen.store and seen.spare and not seen.usable:
+        found.append("no lane for this process: there are more processes than lanes")
+    elif seen.store and not seen.usable:
         found.append("the store is out of reach, or gives us no lane")
     if not seen.consuming and not found:
         found.append("nothing is consumed yet")

@@ -256,6 +256,7 @@ class Daemon:
             blocked=self.relays.blocked(),
             store=self.lanes.configured,
             usable=self.lanes.usable,
+            spare=self.lanes.spare.is_set(),
             consuming=self._intake.consuming.is_set(),
         )
 
@@ -303,17 +304,25 @@ class Daemon:
             await self.lanes.wait_known(5.0)  # without a lane, native mode refuses every key
 
     async def _announce(self, stopping: asyncio.Event) -> None:
-        """Report READY to systemd once the daemon consumes, with lanes where it needs lanes."""
+        """Report READY to systemd once the daemon consumes, or has no share of the store's lanes: a spare process has
+        started as well, and waits for a lane."""
         consuming = asyncio.create_task(self._intake.consuming.wait(), name="consuming")
+        spare = asyncio.create_task(self.lanes.spare.wait(), name="spare")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
-        await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([consuming, spare, stop], return_when=asyncio.FIRST_COMPLETED)
+        if spare.done() and not consuming.done():
+            self._report_ready()
+            await asyncio.wait([consuming, stop], return_when=asyncio.FIRST_COMPLETED)
         if consuming.done():
             self._begun = True
             log.info("ready", mode=self.settings.mode)
-            self._reporter.tell()
-            self._notifier.ready(f"mode {self.settings.mode}")
-        consuming.cancel()
-        stop.cancel()
+            self._report_ready()
+        for waiting in (consuming, spare, stop):
+            waiting.cancel()
+
+    def _report_ready(self) -> None:
+        self._reporter.tell()
+        self._notifier.ready(f"mode {self.settings.mode}")
 
     def _session(self, use: str, queue: str, handle: Handle) -> QueueConsumer:
         intake = Intake(

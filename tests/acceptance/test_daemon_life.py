@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -123,6 +125,38 @@ async def test_orders_that_come_again_do_not_change_the_end() -> None:
     async with DaemonProcess({"MODE": "native", "BROKER__URL": "amqp://127.0.0.1:1/"}) as daemon:
         await daemon.event("broker unreachable")
         assert await daemon.stop_insisting() == 0
+
+
+async def test_a_spare_process_is_ready_and_says_that_it_has_no_lane(
+    place: Place, postgres: Postgres, schema: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd would end a process that never reports READY; this one waits until another process ends."""
+    postgres.execute("DELETE FROM lane WHERE number > 1", database=schema)
+    environ = place.environ("store", postgres.url(schema))
+    async with DaemonProcess(environ) as first:
+        await first.ready()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+            line.bind(str(tmp_path / "notify"))
+            line.setblocking(False)
+            monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+            heard: list[str] = []
+
+            def said(words: str) -> bool:
+                with suppress(BlockingIOError):
+                    while True:
+                        heard.append(line.recv(4096).decode())
+                return any(words in one for one in heard)
+
+            async with DaemonProcess(environ) as spare:
+                await wait_for(lambda: said("READY=1"))
+                await wait_for(lambda: said("no lane for this process: there are more processes than lanes"))
+                assert "ready" not in [event["event"] for event in spare.events], "it consumes nothing yet"
+                assert await first.stop() == 0
+                await spare.ready()
+                heard.clear()
+                await wait_for(lambda: said("STATUS=mode store"))
+                assert "no lane" not in heard[-1]
+                assert await spare.stop() == 0
 
 
 @pytest.fixture

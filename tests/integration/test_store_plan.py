@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import asyncpg
 import pytest
 
 from delayer.core import horizon
@@ -318,3 +319,36 @@ async def test_a_census_samples_pages_and_reads_the_coming_hour_by_the_index(ser
     assert len(samples) > DAYS
     for plan in samples:
         assert [node["Node Type"] for node in scans(plan)] == ["Sample Scan"]
+
+
+BACKLOG = 1_000_000
+DUE = 1_000
+
+
+async def test_a_claim_reads_no_more_beside_the_backlog_of_a_limited_route(server: Postgres) -> None:
+    """A million rows are due in the lane of the route; a claim of another lane reads as many pages as without them."""
+    url = server.url(server.add_database())
+    await upgrades.upgrade(url)
+    async with sql(url) as admin:
+        today = await admin.fetchval("SELECT now()") // DAY_MS
+        for day in range(today - 2, today + 2):
+            await partitions.make(admin, day, today)
+        await admin.execute(_MESSAGES.format(due=_SOON, name="plain"), DUE, 1)
+        alone = await pages_of_a_claim(admin)
+        of_the_route = _MESSAGES.format(due=_SOON, name="limited").replace("1 + n % $2::int", "$2::int")
+        await admin.execute(of_the_route, BACKLOG, 5)
+        await admin.execute("ANALYZE")
+        beside = await pages_of_a_claim(admin)
+    # A claimed row costs the same pages; the index is higher by a level, for each partition that is read.
+    assert beside <= 1.3 * alone, (alone, beside)
+
+
+async def pages_of_a_claim(admin: asyncpg.Connection) -> int:
+    """Pages that a claim of lane 1 touches, in the buffers or on disk. The rows stay."""
+    asked = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statements.CLAIM}"
+    transaction = admin.transaction()
+    await transaction.start()
+    now_ms = await admin.fetchval("SELECT now()")
+    [plan] = json.loads(await admin.fetchval(asked, 1, now_ms - 3 * DAY_MS, now_ms + 60_000, 500, ROOM))
+    await transaction.rollback()
+    return int(plan["Plan"]["Shared Hit Blocks"]) + int(plan["Plan"]["Shared Read Blocks"])
