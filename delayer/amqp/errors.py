@@ -24,6 +24,8 @@ from delayer.core.errors import BrokerLost
 from delayer.core.message import Outcome
 
 REPLY_SUCCESS = 200
+ACCESS_REFUSED = 403
+NOT_FOUND = 404
 FRAME_ERROR = 501
 SYNTAX_ERROR = 502
 UNEXPECTED_FRAME = 505

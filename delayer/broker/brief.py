@@ -19,7 +19,7 @@ from pamqp.commands import Queue as QueueMethods
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import AccessRefused, ChannelClosed
+from delayer.amqp.errors import ACCESS_REFUSED, AccessRefused, ChannelClosed
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
 from delayer.core.cascade import LEVELS, Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
@@ -144,7 +144,6 @@ PATIENCE: Final = 30.0
 """Seconds without any answer after which the broker counts as out of reach. A quorum queue waits for an election."""
 CHANNELS: Final = 32
 """At a time, for questions that may be answered by closing the channel."""
-ACCESS_REFUSED: Final = 403
 
 
 class Brief:

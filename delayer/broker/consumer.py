@@ -156,10 +156,8 @@ ENDING: Final = 4
 that ends without an answer does not know what it settled."""
 IDLE: Final = 1.0
 """Seconds after which an idle next_batch returns, so that its caller can look around."""
-CONNECT: Final = 2.0
-"""Seconds that a subscription waits for a connection before its caller is told."""
-CANCEL: Final = 2.0
-"""Seconds that the broker has to end a consumer."""
+ANSWER_SECONDS: Final = 2.0
+"""How long a subscription waits for a connection before its caller is told, and for the broker to end a consumer."""
 BATCH_BYTES: Final = 8 << 20
 
 
@@ -190,7 +188,7 @@ class RelayConsumer:
         """Consume ``queue``. Raises BrokerLost, also where the queue is missing or forbidden."""
         inflow = self._inflow or Inflow(self._buffer_bytes)
         with inflow.listening(BEGINNING):
-            return await self._begun(await self._relay.connection(CONNECT), inflow, queue, prefetch)
+            return await self._begun(await self._relay.connection(ANSWER_SECONDS), inflow, queue, prefetch)
 
     async def _begun(self, connection: Connection, inflow: Inflow, queue: str, prefetch: int) -> RelaySubscription:
         channel = await connection.channel()
@@ -292,7 +290,7 @@ class RelaySubscription:
         """See ports.Subscription. The consumer itself ends in :meth:`close`, behind the last acknowledgement."""
         self._stop()
 
-    async def close(self, seconds: float = CANCEL) -> None:
+    async def close(self, seconds: float = ANSWER_SECONDS) -> None:
         """See ports.Subscription. ``seconds`` is what the broker has to end the consumer.
 
         A quorum queue may overlook acknowledgements that are followed by the end of the channel, or that follow the

@@ -24,7 +24,7 @@ import structlog
 
 from delayer.amqp.channel import TOKEN_HEADER, Channel
 from delayer.amqp.connection import Connection
-from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
+from delayer.amqp.errors import ACCESS_REFUSED, NOT_FOUND, ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.broker.circuit_breaker import CircuitBreaker, Destination, destination
 from delayer.broker.connection import Relay
@@ -54,8 +54,6 @@ FEW: Final = 8
 AT_ONCE: Final = 512
 """Probes side by side, where the connection may have as many channels."""
 NOT_TRIED: Final = ClosedConnection(541, "INTERNAL_ERROR at an earlier attempt; there is no isolation connection now")
-NOT_FOUND: Final = 404
-ACCESS_REFUSED: Final = 403
 
 
 class _Silent(NamedTuple):

@@ -28,10 +28,9 @@ from delayer.cli.options import (
     whoami,
 )
 from delayer.cli.output import counted, note, print_json, print_table
-from delayer.core.filters import Filter, Token
+from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.store.admin import actions, detail, listing
 from delayer.store.admin.detail import HeldEntry
-from delayer.store.admin.listing import LAST_ID
 
 
 @click.group(short_help="List, retry or drop held messages.")
@@ -159,7 +158,7 @@ class Meant(NamedTuple):
 
     wanted: Filter
     ids: Set[int]
-    last: int = LAST_ID
+    last: int = MAX_ID
 
 
 async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[list[HeldEntry]]:

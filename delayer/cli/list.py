@@ -23,7 +23,7 @@ from delayer.cli.options import (
 )
 from delayer.cli.output import note, print_json, print_table, when
 from delayer.config import Settings
-from delayer.core.filters import Filter, Token, read_token
+from delayer.core.filters import MAX_ID, Filter, Token, read_token
 from delayer.store.admin import detail, listing
 from delayer.store.admin.actions import Found
 from delayer.store.admin.detail import Whole
@@ -154,7 +154,7 @@ def _behind(after: str | None) -> tuple[int, int]:
 def _token_of(after: tuple[int, int]) -> str:
     """Where the next page begins. Between two milliseconds, and behind what was read in vain, no id stands for it."""
     due_us, number = after
-    if due_us % 1000 or number == listing.LAST_ID:
+    if due_us % 1000 or number == MAX_ID:
         return f"{due_us}.{number}"
     return str(Token(number, due_us // 1000))
 

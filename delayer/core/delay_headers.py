@@ -15,9 +15,8 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
+from delayer.core import horizon
 from delayer.core.message import Timestamp
-
-DAY_MS: Final = 86_400_000
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?", re.ASCII)
 # RFC 3339 section 5.6, with the lower-case letters and the space that its notes allow.
@@ -134,7 +133,7 @@ def in_words(milliseconds: int) -> str:
     try:
         return str(timedelta(milliseconds=milliseconds)).removesuffix(", 0:00:00")
     except OverflowError:
-        return f"{milliseconds // DAY_MS} days"
+        return f"{milliseconds // horizon.DAY} days"
 
 
 LONGEST_BODY: Final = 64 << 20

@@ -57,7 +57,7 @@ COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
 GIVEN_UP = (asyncio.CancelledError, TimeoutError)
 """Nobody waits for the server's answer any more, neither to the statement nor to what would undo it."""
 
-_EPOCH_US = 946_684_800_000_000  # 2000-01-01, Postgres's own zero, in microseconds after 1970
+POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01, Postgres's own zero, in microseconds after 1970
 _FOREVER_US = (1 << 63) - 1
 BEGINNING_MS = -(1 << 62)
 """Before every instant: ``-infinity`` in Postgres."""
@@ -72,13 +72,13 @@ undone: whoever commits, and waits for that, has waited for all that was committ
 def _to_wire(due_ms: int) -> tuple[int]:
     if due_ms == BEGINNING_MS:
         return (-_FOREVER_US - 1,)
-    return (due_ms * 1000 - _EPOCH_US,)
+    return (due_ms * 1000 - POSTGRES_EPOCH_US,)
 
 
 def _from_wire(wire: tuple[int]) -> int:
     if wire[0] == -_FOREVER_US - 1:
         return BEGINNING_MS
-    return (wire[0] + _EPOCH_US) // 1000
+    return (wire[0] + POSTGRES_EPOCH_US) // 1000
 
 
 def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -14,14 +14,13 @@ from typing import Any, Final, NamedTuple
 
 import asyncpg
 
-from delayer.core.filters import Filter, Token
+from delayer.core.filters import MAX_ID, Filter, Token
 from delayer.store import pool, schema, statements
 from delayer.store.errors import DAMAGED, translated
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
 
-LAST_ID: Final = (1 << 63) - 1
 _LANES: Final = (
     "SELECT lane FROM counter GROUP BY lane"
     " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
@@ -82,7 +81,7 @@ class Rows:
         lanes = [lane for (lane,) in await self._connection.fetch(_LANES)]
         last_ms = segments.FOREVER_MS if self._wanted.due_before_ms is None else self._wanted.due_before_ms
         if self._wanted.due_from_ms is not None:
-            after = max(after, (self._wanted.due_from_ms * 1000 - 1, LAST_ID))
+            after = max(after, (self._wanted.due_from_ms * 1000 - 1, MAX_ID))
         width = DAY_MS
         low_ms = pool.BEGINNING_MS if after <= BEGINNING else after[0] // 1000
         now_ms = await self._connection.fetchval("SELECT now()")
@@ -99,7 +98,7 @@ class Rows:
                 continue
             low_ms, width = high_ms, width * 2
             if len(self.places) > self._limit:
-                return (high_ms * 1000 - 1, LAST_ID)
+                return (high_ms * 1000 - 1, MAX_ID)
         return None
 
     async def _window(
@@ -324,7 +323,7 @@ async def _in_segments(
     broken: list[int] = []
     for position, (segment, first_due_ms) in enumerate(rows):
         # Not to the end of an instant: the next segment may begin inside of it.
-        before = (first_due_ms * 1000 - 1, LAST_ID)
+        before = (first_due_ms * 1000 - 1, MAX_ID)
         if position >= SEGMENTS and before > after:
             return found, broken, before
         unpacked = await entries_of(connection, segment)

@@ -22,6 +22,7 @@ from typing import Final
 import asyncpg
 import structlog
 
+from delayer.core import horizon
 from delayer.store import pool as session
 from delayer.store.clock import StoreClock
 from delayer.store.errors import describe
@@ -333,7 +334,7 @@ async def end_frozen(connection: asyncpg.Connection) -> int:
     return ended
 
 
-DAY_MS = 86_400_000
+DAY_MS: Final = horizon.DAY
 
 _PREFIX = "message_p"
 _EPOCH = date(1970, 1, 1)

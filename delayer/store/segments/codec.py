@@ -33,6 +33,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from delayer.core.segment import FORMAT
+from delayer.store.pool import POSTGRES_EPOCH_US
 
 NUMBERS: Final = ("id", "due_at", "parked_at", "checksum", "format")
 BYTES: Final = ("route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body")
@@ -82,7 +83,6 @@ DECODING_ERRORS: Final = (pa.ArrowException, OSError, ValueError)
 
 COPIED: Final = ("id", "due_at", "parked_at", "checksum", "lane", "format", *BYTES)
 """The columns of :func:`copy_stream`, in its order. ``key`` is not among them: it is null."""
-_POSTGRES_EPOCH_US: Final = 946_684_800_000_000  # 2000-01-01
 _INSTANTS: Final = ("due_at", "parked_at")
 _COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_END: Final = b"\xff\xff"
@@ -345,7 +345,7 @@ def _fixed(table: Any, lane: int) -> Any:
             values = bytes(_big_endian("h", table[name].combine_chunks()))
         else:
             integers = pc.cast(table[name].combine_chunks(), pa.int64())
-            values = bytes(_big_endian("q", pc.subtract(integers, _POSTGRES_EPOCH_US if name in _INSTANTS else 0)))
+            values = bytes(_big_endian("q", pc.subtract(integers, POSTGRES_EPOCH_US if name in _INSTANTS else 0)))
         size = len(values) // len(table)
         for byte in range(size):
             rows[place + byte :: width] = values[byte::size]
@@ -372,7 +372,7 @@ def _strings(content: bytes, lengths: bytes) -> Any:
 def _numbers(content: bytes, name: str) -> Any:
     values = pa.Array.from_buffers(pa.int64(), len(content) // 8, [None, pa.py_buffer(_native("q", content))])
     if name in _INSTANTS:
-        values = pc.add(values, _POSTGRES_EPOCH_US)
+        values = pc.add(values, POSTGRES_EPOCH_US)
     return pc.cast(values, SCHEMA.field(name).type)
 
 

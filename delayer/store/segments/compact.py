@@ -18,6 +18,7 @@ import asyncpg
 import structlog
 
 from delayer.core.faultpoint import reach
+from delayer.core.filters import MAX_ID
 from delayer.core.segment import FORMAT
 from delayer.store import pool, statements
 from delayer.store.admin.traffic import Traffic
@@ -44,7 +45,6 @@ SETTINGS: Final = (
     # The plan must be an index range, whatever the statistics say of a partition that has just changed.
     "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 )
-_FIRST_ID: Final = -(1 << 63)
 
 
 class Window(NamedTuple):
@@ -59,13 +59,13 @@ class Window(NamedTuple):
     first_ms: int
     last_ms: int
     rows: int
-    first_id: int = _FIRST_ID
+    first_id: int = -MAX_ID
     end_id: int | None = None
 
     @property
     def end(self) -> tuple[int, int]:
         """The first place (due instant, id) behind it."""
-        return (self.last_ms + 1, _FIRST_ID) if self.end_id is None else (self.last_ms, self.end_id)
+        return (self.last_ms + 1, -MAX_ID) if self.end_id is None else (self.last_ms, self.end_id)
 
 
 class Compacted(NamedTuple):
