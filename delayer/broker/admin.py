@@ -5,38 +5,35 @@ Reads topologies as values. What another system owns (``shared``) is declared wh
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from aiormq.abc import DeliveredMessage
-from aiormq.channel import Channel as Wire
 from aiormq.exceptions import (
     ChannelClosed,
     ChannelLockedResource,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
 )
+from pamqp.commands import Basic as BasicMethods
+from pamqp.commands import Queue as QueueMethods
 
 from delayer.amqp.address import Address
-from delayer.broker.brief import Picture, drawn, names
-from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
-from delayer.broker.link import (
-    Link,
-    answered,
-    bind,
-    declare_exchange,
-    declare_queue,
-    delete_exchange,
-    delete_queue,
-    find_exchange,
-    find_queue,
-    unbind,
+from delayer.broker.brief import (
+    ExchangeDelete,
+    QueueDelete,
+    binding_frame,
+    exchange_frame,
+    exchange_look,
+    queue_frame,
+    queue_look,
+    unbinding_frame,
 )
+from delayer.broker.errors import BrokerRefused, Mismatch, TopologyMismatch
+from delayer.broker.link import Link
 from delayer.broker.management_api import Management
 from delayer.broker.verify import Finding, Verifier
-from delayer.core.cascade import Cascade
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
 
@@ -47,8 +44,8 @@ class QueueState(NamedTuple):
 
 async def queue_state(link: Link, name: str) -> QueueState | None:
     """None where the queue is missing, or locked by a connection that owns it alone."""
-    answer = await answered(link, lambda channel: find_queue(channel, name))
-    if isinstance(answer, ChannelClosed):
+    answer = await link.ask(queue_look(name))
+    if not isinstance(answer, QueueMethods.DeclareOk):
         return None
     return QueueState(answer.message_count or 0, answer.consumer_count or 0)
 
@@ -101,23 +98,20 @@ class Remover:
         return {what: reason for what, reason in reasons.items() if reason}
 
     async def _remove_exchange(self, exchange: Exchange) -> None:
-        if isinstance(await answered(self._link, lambda channel: find_exchange(channel, exchange.name)), ChannelClosed):
+        if isinstance(await self._link.ask(exchange_look(exchange.name)), ChannelClosed):
             return
         for binding in self._topology.bindings:
             if binding.source == exchange.name:
                 await self._unbind(binding)
-        answer = await answered(self._link, self._delete_exchange(exchange.name))
+        answer = await self._link.ask(ExchangeDelete(exchange=exchange.name, if_unused=not self._force))
         if isinstance(answer, ChannelClosed):
             self._result.left[f"exchange {exchange.name}"] = str(answer)
         else:
             self._result.removed.append(f"exchange {exchange.name}")
 
-    def _delete_exchange(self, name: str) -> Callable[[Wire], Awaitable[object]]:
-        return lambda channel: delete_exchange(channel, name, if_unused=not self._force)
-
     async def _unbind(self, binding: Binding) -> None:
         """A destination that is gone already took the binding with it."""
-        _raise_unless_gone(await answered(self._link, lambda channel: unbind(channel, binding)))
+        _raise_unless_gone(await self._link.ask(unbinding_frame(binding)))
 
     async def _remove_queue(self, name: str) -> bool:
         """False when it filled up meanwhile and stays."""
@@ -127,7 +121,8 @@ class Remover:
         if not self._force and (reason := _reason(state)):
             self._result.left[f"queue {name}"] = reason
             return False
-        _raise_unless_gone(await answered(self._link, lambda channel: delete_queue(channel, name)))
+        # With its messages: quorum queues have no "if empty".
+        _raise_unless_gone(await self._link.ask(QueueDelete(queue=name)))
         self._result.removed.append(f"queue {name}")
         return True
 
@@ -196,11 +191,11 @@ class Admin:
             raise TopologyMismatch(mismatches)
 
     async def _declare_exchange(self, wanted: Exchange) -> Mismatch | None:
-        answer = await answered(self._link, lambda channel: declare_exchange(channel, wanted))
+        answer = await self._link.ask(exchange_frame(wanted))
         return _mismatch("exchange", wanted.name, wanted, answer)
 
     async def _declare_queue(self, wanted: Queue) -> Mismatch | None:
-        answer = await answered(self._link, lambda channel: declare_queue(channel, wanted))
+        answer = await self._link.ask(queue_frame(wanted))
         found = _mismatch("queue", wanted.name, wanted, answer)
         if found is None:
             return None
@@ -208,34 +203,15 @@ class Admin:
         return replace(found, messages=state and state.messages)
 
     async def _declare_binding(self, wanted: Binding) -> Mismatch | None:
-        answer = await answered(self._link, lambda channel: bind(channel, wanted))
+        answer = await self._link.ask(binding_frame(wanted))
         return _mismatch("binding", wanted.source, wanted, answer)
 
-    async def verify(self, topology: Topology, *, cascade: Cascade | None = None) -> list[Finding]:
-        """Compare, changing nothing that lasts. No finding of severity "error" means that all is well, as far as seen.
+    async def verify(self, topology: Topology) -> list[Finding]:
+        """Compare, changing nothing. No finding of severity "error" means that all is well, as far as seen.
 
-        Give ``cascade``, the one in ``topology``, and its zero path is tried where the management API is not at hand.
         A thing that somebody deletes between our two looks at it would be made again: a matter of microseconds.
         """
-        return await Verifier(self._link, topology, cascade, self._management).findings()
-
-    async def picture(self, cascade: Cascade, queues: Iterable[str] = ()) -> Picture:
-        """Levels with their depths, and the depths of ``queues`` and of the strays queue.
-
-        What this user may not look at is hidden (RabbitMQ 4.3 shows a queue only to who may configure it). Raises
-        BrokerRefused where that is everything.
-        """
-        wanted = list(queues)
-        depths: dict[str, int | None] = {}
-        hidden: dict[str, BrokerRefused] = {}
-        for name in names(cascade, wanted):
-            try:
-                depths |= await self.depths([name])
-            except BrokerRefused as refused:
-                depths[name], hidden[name] = None, refused
-        if len(hidden) == len(depths):
-            raise next(iter(hidden.values()))
-        return drawn(cascade, wanted, depths, hidden)
+        return await Verifier(self._link, topology, self._management).findings()
 
     async def depths(self, queues: Iterable[str]) -> dict[str, int | None]:
         """Messages ready in each queue; None where it is missing, or locked by a connection that owns it alone."""
@@ -248,27 +224,24 @@ class Admin:
 
     async def bind_queue(self, queue: str, exchange: str, key: str) -> bool:
         """False when the queue or the exchange is missing, or the queue is another connection's own (exclusive)."""
-        answer = await answered(self._link, lambda channel: bind(channel, Binding(exchange, queue, "queue", key)))
+        answer = await self._link.ask(binding_frame(Binding(exchange, queue, "queue", key)))
         return not isinstance(answer, ChannelLockedResource) and _exists(answer)
 
     async def may_consume(self, queue: str) -> bool:
         """Whether this user may read the queue, without reading anything: the broker looks at that first, and then
         turns down what is no priority. True where there is no such queue."""
         try:
-            await answered(
-                self._link,
-                lambda channel: channel.basic_consume(queue, _ignored, arguments={"x-priority": "none"}),
-            )
+            await self._link.ask(BasicMethods.Consume(queue=queue, arguments={"x-priority": "none"}))
         except BrokerRefused:
             return False
         return True
 
     async def queue_exists(self, name: str) -> bool:
-        answer = await answered(self._link, lambda channel: find_queue(channel, name))
+        answer = await self._link.ask(queue_look(name))
         return isinstance(answer, ChannelLockedResource) or _exists(answer)
 
     async def exchange_exists(self, name: str) -> bool:
-        return not name or _exists(await answered(self._link, lambda channel: find_exchange(channel, name)))
+        return not name or _exists(await self._link.ask(exchange_look(name)))
 
     async def remove(self, topology: Topology, *, force: bool = False) -> Removal:
         """Remove what is ours, in the order of the topology: a cascade from its top, each exchange before its queue, so
@@ -280,10 +253,6 @@ class Admin:
         worker, the broker does not count; stop the daemon first.
         """
         return await Remover(self._link, topology, force=force).run()
-
-
-async def _ignored(_message: DeliveredMessage) -> None:
-    """Nothing is delivered."""
 
 
 def _mismatch(kind: str, name: str, wanted: object, answer: object) -> Mismatch | None:

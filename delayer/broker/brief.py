@@ -7,7 +7,7 @@ frames here leave names to the broker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
@@ -49,28 +49,6 @@ class Picture:
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return asdict(self)
-
-
-def names(cascade: Cascade, queues: Iterable[str] = ()) -> list[str]:
-    """The queues whose depths :func:`drawn` needs."""
-    return [*(level.name for level in cascade.levels()), *_around(cascade, queues)]
-
-
-def drawn(
-    cascade: Cascade, queues: Iterable[str], depths: Mapping[str, int | None], hidden: Iterable[str] = ()
-) -> Picture:
-    """The levels, ``queues``, and the strays queue."""
-    return Picture(
-        cascade.kind,
-        cascade.delivery,
-        tuple(LevelState(level.number, level.name, level.ttl_ms, depths[level.name]) for level in cascade.levels()),
-        {name: depths[name] for name in _around(cascade, queues)},
-        tuple(hidden),
-    )
-
-
-def _around(cascade: Cascade, queues: Iterable[str]) -> list[str]:
-    return [*queues, *([cascade.strays] if cascade.strays else [])]
 
 
 class _Unjudged:
@@ -194,7 +172,8 @@ class Brief:
         """
         wanted = list(queues)
         first, last = cascade.level(LEVELS - 1), cascade.level(0)
-        every = names(cascade, wanted)
+        around = [*wanted, *([cascade.strays] if cascade.strays else [])]
+        every = [*(level.name for level in cascade.levels()), *around]
         inner = [level.name for level in cascade.levels() if level.name not in (first, last)]
         said = await self._said([name for name in every if name not in inner])
         if all(_forbidden(one) for one in said.values()):
@@ -202,7 +181,11 @@ class Brief:
         there = isinstance(said[first], int) or isinstance(said[last], int)
         said |= await self._said(inner) if there else dict.fromkeys(inner, said[first])
         hidden = [name for name in every if _forbidden(said[name])]
-        return drawn(cascade, wanted, dict(zip(said, _depths(said.values()), strict=True)), hidden)
+        depths = dict(zip(said, _depths(said.values()), strict=True))
+        levels = (LevelState(one.number, one.name, one.ttl_ms, depths[one.name]) for one in cascade.levels())
+        return Picture(
+            cascade.kind, cascade.delivery, tuple(levels), {name: depths[name] for name in around}, tuple(hidden)
+        )
 
     async def _said(self, queues: Sequence[str]) -> dict[str, int | ChannelClosed]:
         return dict(zip(queues, await self._ask(queues), strict=True))

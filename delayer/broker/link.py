@@ -15,21 +15,10 @@ import aio_pika.connection
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aiormq.channel import Channel as Wire
 from aiormq.exceptions import ChannelAccessRefused, ChannelClosed
-from pamqp.commands import Queue as QueueMethods
+from pamqp.base import Frame
 
 from delayer.amqp.address import Address
-from delayer.broker.brief import (
-    ExchangeDelete,
-    QueueDelete,
-    binding_frame,
-    exchange_frame,
-    exchange_look,
-    queue_frame,
-    queue_look,
-    unbinding_frame,
-)
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, translated
-from delayer.core.topology import Binding, Exchange, Queue
 
 T = TypeVar("T")
 
@@ -77,6 +66,13 @@ class Link:
             except ChannelAccessRefused as error:
                 raise BrokerRefused(f"{self.where}: {error}") from error
 
+    async def ask(self, method: Frame) -> Frame | ChannelClosed | None:
+        """The broker's answer to one method; its "no" is a value. Raises as :meth:`call`."""
+        try:
+            return await self.call(lambda channel: channel.rpc(method))
+        except ChannelClosed as error:
+            return error
+
     async def _open_channel(self) -> Wire:
         if self._connection.is_closed:
             raise BrokerUnreachable(f"{self.where}: the connection is closed")
@@ -110,47 +106,3 @@ def _prepared(address: Address, name: str) -> aio_pika.Connection:
     if address.tls is not None and address.server_name is not None:
         connection.kwargs["server_hostname"] = address.server_name
     return connection
-
-
-async def answered(link: Link, method: Callable[[Wire], Awaitable[T]]) -> T | ChannelClosed:
-    """Like :meth:`Link.call`, with the broker's "no" to this one call as a value."""
-    try:
-        return await link.call(method)
-    except ChannelClosed as error:
-        return error
-
-
-async def declare_exchange(channel: Wire, wanted: Exchange) -> None:
-    await channel.rpc(exchange_frame(wanted))
-
-
-async def declare_queue(channel: Wire, wanted: Queue) -> None:
-    await channel.rpc(queue_frame(wanted))
-
-
-async def bind(channel: Wire, wanted: Binding) -> None:
-    await channel.rpc(binding_frame(wanted))
-
-
-async def unbind(channel: Wire, wanted: Binding) -> None:
-    await channel.rpc(unbinding_frame(wanted))
-
-
-async def find_exchange(channel: Wire, name: str) -> None:
-    await channel.rpc(exchange_look(name))
-
-
-async def find_queue(channel: Wire, name: str) -> QueueMethods.DeclareOk:
-    """Its ``message_count`` is the messages ready for delivery, ``consumer_count`` who is there to take them."""
-    answer = await channel.rpc(queue_look(name))
-    assert isinstance(answer, QueueMethods.DeclareOk), answer
-    return answer
-
-
-async def delete_exchange(channel: Wire, name: str, *, if_unused: bool) -> None:
-    await channel.rpc(ExchangeDelete(exchange=name, if_unused=if_unused))
-
-
-async def delete_queue(channel: Wire, name: str) -> None:
-    """With its messages: quorum queues do not support "if empty", and answer by closing the connection."""
-    await channel.rpc(QueueDelete(queue=name))

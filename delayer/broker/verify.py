@@ -1,26 +1,22 @@
 """Compare a broker with a topology, leaving nothing behind on it.
 
-What AMQP can tell: whether a thing exists (a passive declaration) and whether it is as we want it (declaring again what
-exists changes nothing, or is refused). It cannot tell bindings; those come from the management API, exactly. Without
-it, the zero path of our own cascade is proved by messages that travel it, and the rest is reported as not seen.
+AMQP tells whether a thing exists (a passive declaration) and whether it is as we want it (declaring again what exists
+changes nothing, or is refused). It does not tell bindings and policies: they come from the management API. Without the
+management API they are reported as not seen.
 """
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from aiormq.abc import DeliveredMessage
-from aiormq.channel import Channel as Wire
-from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity, DeliveryError
-from pamqp.commands import Basic
+from aiormq.exceptions import ChannelClosed, ChannelNotFoundEntity
 
+from delayer.broker.brief import exchange_frame, exchange_look, queue_frame, queue_look
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.link import Link, answered, declare_exchange, declare_queue, find_exchange, find_queue
+from delayer.broker.link import Link
 from delayer.broker.management_api import Management, policies_in_force
-from delayer.core.cascade import LEVELS, Cascade, bindable, delivery_binding, routing_key
+from delayer.core.cascade import LEVELS, bindable
 from delayer.core.topology import Binding, Exchange, Queue, Topology
 
 Severity = Literal["error", "note", "unknown"]
@@ -47,12 +43,11 @@ class Finding:
 
 
 class Verifier:
-    """One comparison. ``cascade``: the one in the topology, whose zero path may be tried; None tries nothing."""
+    """One comparison."""
 
-    def __init__(self, link: Link, topology: Topology, cascade: Cascade | None, management: Management | None) -> None:
+    def __init__(self, link: Link, topology: Topology, management: Management | None) -> None:
         self._link = link
         self._topology = topology
-        self._cascade = cascade
         self._management = management
 
     async def findings(self) -> list[Finding]:
@@ -71,7 +66,7 @@ class Verifier:
                 found.append(self._unseen(f"{error}"))
         else:
             found.append(self._unseen("AMQP does not tell bindings, and no management_url is configured"))
-        return found + await self._tried(missing)
+        return found
 
     async def _thing(self, wanted: Exchange | Queue) -> Finding | None:
         kind: Literal["exchange", "queue"] = "exchange" if isinstance(wanted, Exchange) else "queue"
@@ -85,18 +80,11 @@ class Verifier:
 
     async def _ask(self, wanted: Exchange | Queue) -> ChannelClosed | None:
         """Passively first: an active declaration of what is missing would make it."""
-        name = wanted.name
-        if isinstance(wanted, Exchange):
-            exchange = wanted
-            exists = await answered(self._link, lambda channel: find_exchange(channel, name))
-            if isinstance(exists, ChannelClosed):
-                return exists
-            return await answered(self._link, lambda channel: declare_exchange(channel, exchange))
-        queue = wanted
-        counted = await answered(self._link, lambda channel: find_queue(channel, name))
-        if isinstance(counted, ChannelClosed):
-            return counted
-        return await answered(self._link, lambda channel: declare_queue(channel, queue))
+        is_queue = isinstance(wanted, Queue)
+        said = await self._link.ask(queue_look(wanted.name) if is_queue else exchange_look(wanted.name))
+        if not isinstance(said, ChannelClosed):
+            said = await self._link.ask(queue_frame(wanted) if isinstance(wanted, Queue) else exchange_frame(wanted))
+        return said if isinstance(said, ChannelClosed) else None
 
     async def _told(self, management: Management, missing: set[str]) -> list[Finding]:
         """Bindings, from the management API."""
@@ -140,29 +128,6 @@ class Verifier:
                 found.append(Finding("binding", source, "no other binding", str(binding), severity))
         return found
 
-    async def _tried(self, missing: set[str]) -> list[Finding]:
-        """The zero path, from messages, where that is possible without leaving anything behind."""
-        cascade = self._cascade
-        if cascade is None or missing & {one.name for one in cascade.topology().exchanges}:
-            return []
-        try:
-            answer = await answered(self._link, lambda channel: try_zero_path(channel, cascade))
-        except BrokerRefused as refused:  # the daemon's user need not have the right to a queue of the probe's
-            return [self._unseen(f"the zero path could not be tried: {refused}")]
-        if isinstance(answer, ChannelClosed):
-            return [self._unseen(f"the zero path could not be tried: {answer}")]
-        found = [
-            Finding("binding", "*", "no other binding", f"one that leads messages without delay into queue {queue}")
-            for queue in sorted(answer.detours)
-        ]
-        if answer.breaks_at is not None:
-            name = cascade.level(answer.breaks_at)
-            wanted = next(
-                b for b in cascade.topology().bindings if b.source == name and b.destination_kind == "exchange"
-            )
-            found.append(Finding("binding", name, str(wanted), "a message without delay is not passed on here"))
-        return found
-
     def _unseen(self, reason: str) -> Finding:
         return Finding("binding", "*", f"{len(self._topology.bindings)} bindings", reason, "unknown")
 
@@ -171,72 +136,3 @@ def _is_address(key: str) -> bool:
     """A key as :func:`delayer.core.cascade.delivery_binding` makes it: an address bound by a user, as it should be."""
     stars = "*." * LEVELS
     return key.startswith(stars) and bindable(key[len(stars) :].encode())
-
-
-QUIET_SECONDS = 0.3
-
-
-class ZeroPath(NamedTuple):
-    """``breaks_at``: the lowest level whose exchange does not pass a message without delay on, None when all do.
-
-    ``detours``: level queues that a wrong binding led a copy of such a message through.
-    """
-
-    breaks_at: int | None
-    detours: frozenset[str]
-
-
-async def try_zero_path(channel: Wire, cascade: Cascade, *, patience: float = 5.0) -> ZeroPath:
-    """Let one message enter at every level, addressed to a temporary queue that nobody else sees.
-
-    ``patience``: seconds to wait for those that the broker took. Their expiration of 0 sends a copy that a wrong
-    binding leads into a level's queue on at once; we stay a little to meet it, and one that is even later is a stray.
-    """
-    arrived: set[int] = set()
-    detours: set[str] = set()
-    changed = asyncio.Event()
-
-    async def on_message(message: DeliveredMessage) -> None:
-        arrived.add(int(message.body))
-        detours.update(_queues_of_death(message))
-        changed.set()
-
-    address = f"delayer.probe.{uuid.uuid4().hex}"
-    # Exclusive: should anything below fail, it goes with the connection.
-    await channel.queue_declare(address, exclusive=True)
-    await channel.queue_bind(address, cascade.delivery, delivery_binding(address))
-    consumer = await channel.basic_consume(address, on_message, no_ack=True)
-    key = routing_key(0, address.encode()).decode()
-    taken = {level for level in range(LEVELS) if await _taken(channel, cascade.level(level), key, level)}
-    try:
-        async with asyncio.timeout(patience):
-            while not taken <= arrived:
-                await changed.wait()
-                changed.clear()
-            while True:
-                async with asyncio.timeout(QUIET_SECONDS):
-                    await changed.wait()
-                changed.clear()
-    except TimeoutError:
-        pass  # what did not arrive by now counts as not passed on
-    await channel.basic_cancel(str(consumer.consumer_tag))
-    await channel.queue_delete(address)
-    return ZeroPath(min(set(range(LEVELS)) - arrived, default=None), frozenset(detours))
-
-
-def _queues_of_death(message: DeliveredMessage) -> list[str]:
-    """The queues that the message expired in."""
-    deaths = (message.header.properties.headers or {}).get("x-death")
-    return [str(death["queue"]) for death in deaths if isinstance(death, dict)] if isinstance(deaths, list) else []
-
-
-async def _taken(channel: Wire, exchange: str, key: str, level: int) -> bool:
-    """Whether the broker routed the probe anywhere."""
-    properties = Basic.Properties(delivery_mode=1, expiration="0", message_id=f"{key}.{level}")
-    try:
-        await channel.basic_publish(
-            str(level).encode(), exchange=exchange, routing_key=key, mandatory=True, properties=properties
-        )
-    except DeliveryError:
-        return False
-    return True

@@ -133,8 +133,7 @@ async def _broker(settings: Settings) -> tuple[list[Row], str]:
 
 
 async def _topology(admin: Admin, settings: Settings) -> list[Row]:
-    cascade = cascade_of(settings) if uses_cascade(settings) else None
-    findings = await admin.verify(topology_of(settings), cascade=cascade)
+    findings = await admin.verify(topology_of(settings))
     off = [one for one in findings if one.severity == "error"]
     rows = []
     missing = [one for one in off if one.found == "nothing"]

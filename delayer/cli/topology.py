@@ -9,6 +9,7 @@ from typing import TypeVar
 import click
 
 from delayer.broker.admin import Admin, Removal
+from delayer.broker.brief import Picture, briefly
 from delayer.cli.errors import FOUND
 from delayer.cli.options import Request, as_json, request_of
 from delayer.cli.output import depth_text, note, print_json, print_table, quoted
@@ -82,8 +83,7 @@ def verify(context: click.Context, as_json: bool) -> None:
       delayer --set broker.management_url=http://localhost:15672 topology verify --json
     """
     settings = request_of(context).settings()
-    cascade = cascade_of(settings) if uses_cascade(settings) else None
-    findings = with_admin(settings, lambda admin: admin.verify(topology_of(settings), cascade=cascade))
+    findings = with_admin(settings, lambda admin: admin.verify(topology_of(settings)))
     off = [finding for finding in findings if finding.severity == "error"]
     if as_json:
         fields = ("severity", "kind", "name", "expected", "found")
@@ -114,7 +114,12 @@ def show(request: Request, as_json: bool) -> None:
     """
     settings = request.settings()
     queues = [settings.intake.queue, settings.native.due_queue, settings.refused.queue]
-    picture = with_admin(settings, lambda admin: admin.picture(cascade_of(settings), queues))
+
+    async def look() -> Picture:
+        async with briefly(settings.broker_url, "delayer topology") as broker:
+            return await broker.picture(cascade_of(settings), queues)
+
+    picture = asyncio.run(look())
     if as_json:
         print_json(picture.as_dict())
         return

@@ -12,6 +12,7 @@ import aio_pika
 import pytest
 
 from delayer.broker.admin import Admin, Remover
+from delayer.broker.brief import briefly
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable, TopologyMismatch
 from delayer.core.cascade import KINDS, Cascade, delivery_binding, due_topology, intake_topology
 from delayer.core.topology import Exchange, Queue, Topology, arguments
@@ -125,7 +126,8 @@ async def test_depths_and_the_picture(vhost: str) -> None:
         await publish(vhost, cascade.level(20))
         await publish(vhost, "delays")
         assert await admin.depths(["delays", "nowhere"]) == {"delays": 1, "nowhere": None}
-        picture = await admin.picture(cascade, ["delays", "nowhere"])
+    async with briefly(vhost, "test") as broker:
+        picture = await broker.picture(cascade, ["delays", "nowhere"])
     assert [level.level for level in picture.levels] == list(range(27, -1, -1))
     assert {level.name: level.depth for level in picture.levels if level.depth} == {cascade.level(20): 1}
     assert picture.levels[0].ttl_ms == 2**27 * 1000

@@ -41,13 +41,11 @@ async def on_channel(vhost: str, action: Break) -> None:
         await action(channel)
 
 
-async def look(
-    rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, cascade: Cascade = OURS, *, told: bool
-) -> list[Finding]:
+async def look(rabbitmq: RabbitMQ, vhost: str, topology: Topology = WHOLE, *, told: bool) -> list[Finding]:
     """Verify with or without the management API, and check that it changed nothing."""
     before = everything(rabbitmq, vhost)
     async with await Admin.connect(vhost, management_url=rabbitmq.management_url if told else None) as admin:
-        findings = await admin.verify(topology, cascade=cascade)
+        findings = await admin.verify(topology)
         depths = await admin.depths([queue.name for queue in topology.queues])
     assert everything(rabbitmq, vhost) == before
     assert not any(depths.values()), "no message stays behind"
@@ -68,8 +66,8 @@ async def test_what_was_just_declared_is_clean(rabbitmq: RabbitMQ, vhost: str, k
     cascade = Cascade(kind)  # type: ignore[arg-type]
     topology = cascade.topology() + intake_topology() + due_topology(cascade)
     await declared(vhost, topology)
-    assert await look(rabbitmq, vhost, topology, cascade, told=True) == []
-    assert brief(await look(rabbitmq, vhost, topology, cascade, told=False)) == [("unknown", "binding", "*")]
+    assert await look(rabbitmq, vhost, topology, told=True) == []
+    assert brief(await look(rabbitmq, vhost, topology, told=False)) == [("unknown", "binding", "*")]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -179,13 +177,10 @@ async def test_one_thing_broken_is_the_one_thing_found(
 @pytest.mark.parametrize(
     ("action", "errors"),
     [
-        (unbind_exchange, [("error", "binding", OURS.level(13))]),
-        (unbind_the_way_out, [("error", "binding", OURS.level(0))]),
+        (unbind_exchange, []),  # AMQP does not tell bindings
         (delete_queue, [("error", "queue", OURS.level(5))]),
         (delete_exchange, [("error", "exchange", OURS.level(5))]),
         (wrong_ttl, [("error", "queue", OURS.level(5))]),
-        (unbind_queue, []),  # only a message with that bit set could tell, and it would stay for two hours
-        (unbind_intake, []),
     ],
 )
 async def test_what_can_be_found_without_the_management_api(
@@ -196,17 +191,6 @@ async def test_what_can_be_found_without_the_management_api(
     findings = brief(await look(rabbitmq, vhost, told=False))
     assert [finding for finding in findings if finding[0] == "error"] == errors
     assert ("unknown", "binding", "*") in findings
-
-
-async def test_a_wrong_binding_is_met_by_its_copies_of_the_probes(vhost: str) -> None:
-    await declared(vhost)
-    await on_channel(vhost, bind_level_queue_twice)
-    async with await Admin.connect(vhost) as admin:
-        findings = await admin.verify(WHOLE, cascade=OURS)
-        depths = await admin.depths(level.name for level in OURS.levels())
-    assert brief(findings) == [("unknown", "binding", "*"), ("error", "binding", "*")]
-    assert OURS.level(3) in findings[1].found
-    assert not any(depths.values())
 
 
 async def test_addresses_that_users_bind_are_no_findings(rabbitmq: RabbitMQ, vhost: str) -> None:
@@ -239,7 +223,7 @@ async def test_a_user_of_the_management_api_needs_no_more_than_that_tag(rabbitmq
     await asyncio.to_thread(rabbitmq.api, "PUT", "/api/users/watcher", {"password": "watcher", "tags": "management"})
     url = rabbitmq.management_url.replace("guest:guest", "watcher:watcher")
     async with await Admin.connect(vhost, management_url=url) as admin:
-        assert await admin.verify(WHOLE, cascade=OURS) == []
+        assert await admin.verify(WHOLE) == []
 
 
 def policy(name: str, pattern: str = "", applies_to: str = "all", priority: int = 0, operator: bool = False) -> Policy:
@@ -277,12 +261,12 @@ async def test_a_management_api_out_of_reach_is_said_and_the_rest_is_done(
     rabbitmq: RabbitMQ, vhost: str, url: str, reason: str
 ) -> None:
     await declared(vhost)
-    await on_channel(vhost, unbind_exchange)
+    await on_channel(vhost, delete_queue)
     address = url.format(at=f"127.0.0.1:{rabbitmq.management_port}")
     async with await Admin.connect(vhost, management_url=address) as admin:
-        findings = await admin.verify(WHOLE, cascade=OURS)
-    assert brief(findings) == [("unknown", "binding", "*"), ("error", "binding", OURS.level(13))]
-    assert reason in findings[0].found
+        findings = await admin.verify(WHOLE)
+    assert brief(findings) == [("error", "queue", OURS.level(5)), ("unknown", "binding", "*")]
+    assert reason in findings[1].found
     assert "wr0ng" not in str(findings)
 
 
@@ -306,7 +290,7 @@ async def test_a_user_who_may_only_look_sees_what_exists(rabbitmq: RabbitMQ, vho
     name = urlsplit(vhost).path[1:]
     await asyncio.to_thread(rabbitmq.add_user, "onlooker", "onlooker", vhost=name, read=".*")
     async with await Admin.connect(vhost.replace("guest:guest", "onlooker:onlooker")) as admin:
-        findings = await admin.verify(WHOLE, cascade=OURS)
+        findings = await admin.verify(WHOLE)
     assert [f.name for f in findings if f.severity == "error"] == [OURS.level(5)]
     assert len([f for f in findings if f.severity == "unknown"]) >= len(WHOLE.queues) - 1
 
@@ -322,6 +306,6 @@ async def test_wrong_arguments_of_a_shared_cascade_are_found(rabbitmq: RabbitMQ,
     cascade = Cascade("celery")
     classic = Topology(queues=(Queue(cascade.level(4), arguments({"x-queue-type": "classic"})),))
     await declared(vhost, classic)
-    findings = await look(rabbitmq, vhost, cascade.topology(), cascade, told=True)
+    findings = await look(rabbitmq, vhost, cascade.topology(), told=True)
     (wrong,) = [finding for finding in findings if finding.found != "nothing"]
     assert (wrong.kind, wrong.name) == ("queue", cascade.level(4))

@@ -16,7 +16,7 @@ from delayer.amqp.connection import Connection
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, TopologyMismatch
 from delayer.config import Settings
-from delayer.config.topology import cascade_of, topology_of
+from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.errors import BrokerLost
 from delayer.core.message import Confirmed, Outgoing, Returned
@@ -45,7 +45,6 @@ class Need(NamedTuple):
     settings: Mapping[str, Any]
     consumed: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
-    probing: bool = False
 
 
 NEEDS = {
@@ -56,7 +55,6 @@ NEEDS = {
         "`[[takeover]]`", {"takeover": [TAKEOVER]}, (NSB.level(6), NSB.level(10), NSB.level(27)), (NSB.delivery,)
     ),
     "send": Need("`delayer send`", {}, published=("delayer.in",)),
-    "probe": Need("`delayer check`", {"mode": "native"}, probing=True),
 }
 
 
@@ -103,10 +101,6 @@ async def use(url: str, need: Need) -> None:
     settings = Settings.model_validate(need.settings)
     async with await Admin.connect(url) as admin:
         await admin.declare(topology_of(settings))
-        if need.probing:
-            untried = [one.found for one in await admin.verify(topology_of(settings), cascade=cascade_of(settings))]
-            if found := [one for one in untried if "zero path" in one]:
-                raise BrokerRefused("; ".join(found))
     connection = await Connection.open(Address.parse(url), name="test")
     try:
         channel = await connection.channel()
