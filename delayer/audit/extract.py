@@ -23,9 +23,8 @@ from delayer.audit import spark as sessions
 from delayer.audit.frames import CAME_OUT, DAMAGE, OF_SEGMENTS, SCHEMAS, Facts, Frames
 from delayer.core.secret import SecretUrl
 from delayer.store import pool, schema
-from delayer.store.errors import DAMAGED, translated
+from delayer.store.errors import translated
 from delayer.store.rows import partitions
-from delayer.store.segments import damaged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -106,10 +105,7 @@ class Snapshot:
     def _fetch(self, doing: str, sql: str, *arguments: object) -> Rows:
         async def fetch() -> Rows:
             with translated(doing):
-                try:
-                    return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
-                except DAMAGED as error:
-                    raise await damaged.lost(self._url.reveal(), doing, error) from error
+                return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
 
         return self._runner.run(fetch())
 

@@ -23,7 +23,6 @@ from delayer.store import pool, schema
 from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
 from delayer.store.segments import catalog as segments
 from delayer.store.segments.catalog import Listed
 
@@ -122,12 +121,10 @@ def _back(segment: int, found: Restored | Broken) -> Back:
 
 
 class Plan(NamedTuple):
-    """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds. ``unreadable``:
-    damaged pages of the table, whose segments nobody knows."""
+    """The segments to restore, soonest first. ``now_ms``: by the store's clock, epoch milliseconds."""
 
     now_ms: int
     segments: Sequence[Listed]
-    unreadable: Sequence[str] = ()
 
     @property
     def messages(self) -> int:
@@ -136,11 +133,10 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a job did. ``seconds`` without the start of Spark. ``unreadable``: of the plan."""
+    """What a job did. ``seconds`` without the start of Spark."""
 
     back: Sequence[Back]
     seconds: float
-    unreadable: Sequence[str] = ()
 
     @property
     def messages(self) -> int:
@@ -164,8 +160,7 @@ class Done:
 
     @property
     def broken(self) -> list[str]:
-        broken = [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
-        return [*self.unreadable, *broken]
+        return [f"segment {one.segment}: {one.broken}" for one in self.back if one.broken is not None]
 
 
 async def plan(url: str, within_ms: int | None) -> Plan:
@@ -176,10 +171,7 @@ async def plan(url: str, within_ms: int | None) -> Plan:
             await schema.check(connection)
             now_ms = await connection.fetchval("SELECT statement_timestamp()")
             before = None if within_ms is None else now_ms + within_ms
-            try:
-                return Plan(now_ms, await segments.listed(connection, before))
-            except DAMAGED:  # a page of the table
-                return Plan(now_ms, *await catalog.listed_by_page(connection, before))
+            return Plan(now_ms, await segments.listed(connection, before))
     finally:
         await pool.close(connection)
 
@@ -200,7 +192,7 @@ def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
         back += tasks.run(spark, "restoring", portions, partial(work, url), told)
         if any(one.lost for one in back):
             break
-    return Done(back, time.monotonic() - began, planned.unreadable)
+    return Done(back, time.monotonic() - began)
 
 
 async def _make_days(url: str, part: Sequence[Listed]) -> None:

@@ -63,7 +63,7 @@ def restore(
         _tell_plan(planned, as_json=as_json)
         return
     if not planned.segments:
-        done = job.Done((), 0.0, planned.unreadable)
+        done = job.Done((), 0.0)
     else:
         tasks.step_back()
         with progress() as say, tasks.session("delayer restore", master, conf) as spark:
@@ -77,8 +77,6 @@ def _tell_plan(planned: Plan, *, as_json: bool) -> None:
     first_ms = segments[0].first_due_ms if segments else None
     packed = sum(one.packed_bytes for one in segments)
     broken = sum(one.broken is not None for one in segments)
-    for reason in planned.unreadable:
-        note(f"Cannot be read, nor what lies there: {reason}.")
     if as_json:
         print_json(
             {

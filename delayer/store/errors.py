@@ -25,6 +25,7 @@ WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 # What lies there cannot be read: a damaged page (XX000 and its kinds), a disk's error, a file that is gone. It concerns
 # what lies in that place and nothing else.
 DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)
+DAMAGE_ADVICE = 'see "Damage" in docs/backlog.md: REINDEX makes an index anew, a table comes from a backup'
 
 
 class BadStoreUrl(ValueError):
@@ -43,7 +44,8 @@ class SchemaOutdated(Exception):
         super().__init__(f"the store's schema is {found or 'missing'}, expected {expected}: {why}{self.advice}")
 
 
-_ADVICE: tuple[tuple[type[BaseException], str], ...] = (
+_ADVICE: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
+    (DAMAGED, DAMAGE_ADVICE),
     # A wrong password is a kind of the first; so are a role that is missing and a host that pg_hba.conf does not know.
     (
         asyncpg.InvalidAuthorizationSpecificationError,

@@ -19,7 +19,7 @@ from delayer.core.segment import Restoration
 from delayer.store import pool as session
 from delayer.store import schema
 from delayer.store.clock import StoreClock
-from delayer.store.errors import DAMAGED, DRIVER_ERRORS, WORTH_REPEATING, describe, translated
+from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
 from delayer.store.lanes.lane import PostgresLane
 from delayer.store.lanes.locks import LaneLocks, Look
 from delayer.store.rows import park, partitions
@@ -157,10 +157,7 @@ class PostgresStore:
         """See the port. Raises StoreLost."""
         with translated("look for broken segments"):
             async with session.borrowed(self._pool) as connection:
-                try:
-                    return await catalog.doubtful(connection, horizon_ms)
-                except DAMAGED:  # a page of the table
-                    return await catalog.doubtful_by_page(connection, horizon_ms)
+                return await catalog.doubtful(connection, horizon_ms)
 
     async def restore_again(self, segment: int) -> Restoration:
         """See the port."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import asyncpg
 import pytest
 
-from delayer.audit import restore
-from delayer.core.errors import StoreLost
 from delayer.core.segment import Broken, Restored
 from delayer.store import upgrades
 from delayer.store.admin import actions, listing
@@ -20,8 +18,7 @@ from delayer.store.admin.actions import Found
 from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
-from tests.conformance.store_contract import owned
-from tests.integration.test_store_lane import opened, sql
+from tests.integration.test_store_lane import sql
 from tests.support.fakes import NOW
 from tests.support.postgres import Postgres
 from tests.support.rows import compact, conserved, put, row, rows, waiting
@@ -123,8 +120,6 @@ def damaged() -> Iterator[dict[str, Damaged]]:
             ("bytes", template, BYTES_OF, 2, EMPTY),
             ("cancel", template, BYTES_OF, 2, EMPTY),
             ("file", template, BYTES_OF, 0, None),
-            ("daemon", template, TABLE, 0, NOISE),
-            ("bulk", template, TABLE, 1, NOISE),
             ("partition", days, KEY_OF_A_DAY, 1, EMPTY),
             ("cancelled", cancelled, CANCELLED, 1, NOISE),
             ("key of cancelled", cancelled, KEY_OF_CANCELLED, 0, NOISE),
@@ -210,7 +205,7 @@ async def test_a_damaged_page_of_what_was_cancelled(damaged: dict[str, Damaged])
         broken = [one for one in found if isinstance(one, Broken)]
         assert 1 <= len(broken) < ROWS // OF_A_SEGMENT / 2
         assert {one.messages for one in broken} == {OF_A_SEGMENT - GONE}
-        said = "the store cannot read which of its messages were cancelled: table segment_cancelled: DataCorruptedError"
+        said = "the store cannot read which of its messages were cancelled: DataCorruptedError"
         assert all(one.reason.startswith(said) for one in broken)
         assert sum(one.messages for one in found) == await alive(admin)
         assert len(await waiting(admin)) == await alive(admin) - len(broken) * (OF_A_SEGMENT - GONE)
@@ -224,8 +219,8 @@ async def test_a_damaged_key_of_what_was_cancelled(damaged: dict[str, Damaged]) 
         found = await restored_or_broken(admin)
         broken = [one for one in found if isinstance(one, Broken)]
         assert (len(found), len(broken)) == (every, every // 2)
-        assert "index segment_cancelled_pkey of table segment_cancelled: " in broken[0].reason
-        assert "REINDEX INDEX segment_cancelled_pkey" in broken[0].reason
+        assert "which of its messages were cancelled: " in broken[0].reason
+        assert "REINDEX" in broken[0].reason
         assert len(await waiting(admin)) == every // 2 * OF_A_SEGMENT
         assert await listing.entries_of(admin, broken[0].segment) is None
         assert [(one.cancelled, one.broken is not None) for one in await catalog.listed(admin)] == [(GONE, True)] * len(
@@ -251,38 +246,3 @@ async def restored_or_broken(admin: asyncpg.Connection) -> list[Restored | Broke
     while one := await catalog.restore_one(admin, catalog.FOREVER_MS):
         found.append(one)
     return found
-
-
-async def test_a_damaged_page_of_segments_and_a_daemon(damaged: dict[str, Damaged]) -> None:
-    """It restores all others, those behind it too, and then it complains."""
-    url, lost = damaged["daemon"]
-    assert lost
-    found = []
-    async with opened(url) as store, owned(store):
-        assert await store.doubtful(catalog.FOREVER_MS) == []
-        with pytest.raises(StoreLost, match=r"restore: .*invalid page in block 0"):
-            while one := await store.restore(catalog.FOREVER_MS):
-                assert isinstance(one, Restored)
-                found.append(one.segment)
-    assert len(found) == len(set(found)) == ROWS // OF_A_SEGMENT - len(lost)
-    assert not set(found) & set(lost)
-    async with sql(url) as admin:
-        assert len(await waiting(admin)) == len(found) * OF_A_SEGMENT
-
-
-def test_a_damaged_page_of_segments_and_bulk_restore(damaged: dict[str, Damaged]) -> None:
-    """What was planned before the page was lost is broken, and not lost: the same again would be no use."""
-    url, lost = damaged["bulk"]
-    planned = asyncio.run(restore.plan(url, None))
-    others = [one.id for one in planned.segments]
-    assert len(others) == ROWS // OF_A_SEGMENT - len(lost)
-    [unreadable] = planned.unreadable
-    assert unreadable.startswith("page 1 of table segment: ")
-    back = restore.work(url, [(one, 0) for one in (lost[0], *others)])
-    done = restore.Done(back, 0.0, planned.unreadable)
-    assert done.lost == []
-    assert done.segments == len(others)
-    assert done.messages == len(others) * OF_A_SEGMENT
-    [page, segment] = done.broken
-    assert page == unreadable
-    assert segment.startswith(f"segment {lost[0]}: the store cannot read it")

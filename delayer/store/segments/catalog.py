@@ -18,11 +18,10 @@ from delayer.core.faultpoint import reach
 from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
 from delayer.store import pool, statements
 from delayer.store import pool as session
-from delayer.store.errors import DAMAGED, describe
+from delayer.store.errors import DAMAGE_ADVICE, DAMAGED, describe
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.envelope import reason_text
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import damaged
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -34,7 +33,7 @@ _LOCK = (
     "SELECT id, lane, first_due, messages, cancelled, format, digest FROM segment"
     " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
 )
-# Few segments would be read from the first to the last, and a damaged page would keep those beside it.
+# Few segments would be read from the first to the last.
 _BY_INDEX = "SET LOCAL enable_seqscan = off"
 _LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
 _LOCK_ONE = _LOCK.format("id = $1")
@@ -291,68 +290,10 @@ async def _cancelled(connection: asyncpg.Connection, segment: Mapping[str, Any])
     except DAMAGED as error:
         if not segment["cancelled"]:
             return []  # whoever cancels counts it in the segment's row, in the same transaction
-        what = await damaged.said(connection, error)
-        raise SegmentBroken(f"the store cannot read which of its messages were cancelled: {what}") from error
+        raise SegmentBroken(
+            f"the store cannot read which of its messages were cancelled: {describe(error)}; {DAMAGE_ADVICE}"
+        ) from error
     return [number for (number,) in rows]
-
-
-_PAGES: Final = "SELECT pg_relation_size('segment') / current_setting('block_size')::bigint"
-# Of all plans only this one reads no other page.
-_BY_PLACE: Final = "SET LOCAL enable_seqscan = off; SET LOCAL enable_indexscan = off; SET LOCAL enable_bitmapscan = off"
-_NEXT: Final = (
-    "SELECT first_due, id, last_due FROM segment WHERE first_due <= $1 AND broken_at IS NULL AND format <= $2"
-)
-_DOUBTFUL: Final = "SELECT first_due, id FROM segment WHERE first_due <= $1 AND (broken_at IS NOT NULL OR format > $2)"
-
-
-class Next(NamedTuple):
-    """The soonest segment that can be read; instants are epoch milliseconds."""
-
-    id: int
-    first_due_ms: int
-    last_due_ms: int
-
-
-async def listed_by_page(
-    connection: asyncpg.Connection, before_ms: int | None = None
-) -> tuple[list[Listed], list[str]]:
-    """As :func:`listed`; and which pages cannot be read, with the reasons. Raises the driver's other errors."""
-    before_ms = FOREVER_MS if before_ms is None else before_ms
-    rows, unreadable = await _read_by_page(connection, statements.LIST_SEGMENTS, before_ms, None)
-    return sorted((Listed(*row) for row in rows), key=lambda one: (one.first_due_ms, one.id)), unreadable
-
-
-async def soonest_by_page(connection: asyncpg.Connection, horizon_ms: int) -> Next | None:
-    """The soonest segment, if it begins by ``horizon_ms``. Raises the driver's other errors."""
-    rows, _ = await _read_by_page(connection, _NEXT, horizon_ms, FORMAT)
-    if not rows:
-        return None
-    first_ms, number, last_ms = min(map(tuple, rows))
-    return Next(number, first_ms, last_ms)
-
-
-async def doubtful_by_page(connection: asyncpg.Connection, horizon_ms: int) -> list[int]:
-    """As :func:`doubtful`. Raises the driver's other errors."""
-    rows, _ = await _read_by_page(connection, _DOUBTFUL, horizon_ms, FORMAT)
-    return [number for _, number in sorted(map(tuple, rows))]
-
-
-async def _read_by_page(
-    connection: asyncpg.Connection, statement: str, *arguments: int | None
-) -> tuple[list[asyncpg.Record], list[str]]:
-    """The rows of ``statement``, which has two parameters, and why others are missing."""
-    on_page = statement.replace("WHERE ", "WHERE ctid >= $3 AND ctid < $4 AND ", 1)
-    rows: list[asyncpg.Record] = []
-    unreadable: list[str] = []
-    async with pool.transaction(connection):
-        await connection.execute(_BY_PLACE)
-        for page in range(await connection.fetchval(_PAGES)):
-            try:
-                async with pool.transaction(connection):  # a savepoint
-                    rows += await connection.fetch(on_page, *arguments, (page, 0), (page + 1, 0))
-            except DAMAGED as error:
-                unreadable.append(f"page {page} of table segment: {describe(error)}")
-    return rows, unreadable
 
 
 PAUSE: Final = 0.002
@@ -365,34 +306,16 @@ EnsureDays = Callable[[set[int]], Awaitable[None]]
 async def restore_soonest(pool: asyncpg.Pool, horizon_ms: int, ensure_days: EnsureDays) -> Restoration:
     """Restore the soonest segment, if it begins by ``horizon_ms``, with partitions for its days.
 
-    Segments on damaged pages of the table keep no others back; their error is raised when nothing else is due. Raises
-    the driver's errors, and what ``ensure_days`` raises.
+    Raises the driver's errors, and what ``ensure_days`` raises.
     """
-    try:
-        async with session.borrowed(pool) as connection:
-            soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
-        if soonest is None:
-            return None
-        # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
-        first_ms, last_ms = soonest
-        work = partial(restore_one, horizon_ms=horizon_ms)
-        return await _restore_with_days(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
-    except DAMAGED:  # a page of the table, met while the soonest was found or locked: it keeps nothing else there
-        found = await _restore_readable(pool, horizon_ms, ensure_days)
-        if found is None:
-            raise  # nothing else is due: an alarm
-        return found
-
-
-async def _restore_readable(pool: asyncpg.Pool, horizon_ms: int, ensure_days: EnsureDays) -> Restoration:
-    """The same beside pages that cannot be read."""
     async with session.borrowed(pool) as connection:
-        soonest = await soonest_by_page(connection, horizon_ms)
+        soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
     if soonest is None:
         return None
-    dues = soonest.first_due_ms, soonest.last_due_ms
-    work = partial(restore, segment=soonest.id)
-    return await _restore_with_days(pool, dues, ensure_days, work) or Locked(soonest.first_due_ms)
+    # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
+    first_ms, last_ms = soonest
+    work = partial(restore_one, horizon_ms=horizon_ms)
+    return await _restore_with_days(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
 
 
 async def restore_again(pool: asyncpg.Pool, segment: int, ensure_days: EnsureDays) -> Restoration:
