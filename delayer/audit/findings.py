@@ -1,4 +1,4 @@
-"""What an audit found: findings, and the report around them. Pure values that go to JSON and come back equal.
+"""What an audit found: findings, and the report around them. Pure values that go to JSON.
 
 Sizes (``size``) are bytes of bodies and properties, instants epoch milliseconds.
 
@@ -15,13 +15,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from types import UnionType
-from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal
 
 Severity = Literal["violation", "warning"]
 VERSION: Final = 1
-"""Of the JSON form. A summary of another version is no base for growth."""
+"""Of the JSON form."""
 
 
 def shown(name: bytes) -> str:
@@ -115,21 +113,6 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Standout:
-    """One message worth naming: oldest, farthest, largest. ``where``: waiting, held or segment."""
-
-    id: int
-    lane: int
-    where: str
-    parked_ms: int
-    due_ms: int
-    size: int
-    route: bytes
-    exchange: bytes
-    routing_key: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Calendar:
     """What is coming. Minutes and hours only of the near future (rules.judge), days of all of it. ``…_more`` is how
     many routes and destinations there are beyond those listed, which are the ones with the most messages."""
@@ -139,29 +122,10 @@ class Calendar:
     hours: tuple[Bar, ...] = ()
     days: tuple[Bar, ...] = ()
     peaks: tuple[Peak, ...] = ()
-    oldest: tuple[Standout, ...] = ()
-    farthest: tuple[Standout, ...] = ()
-    largest: tuple[Standout, ...] = ()
     routes: tuple[Share, ...] = ()
     routes_more: int = 0
     destinations: tuple[Share, ...] = ()
     destinations_more: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What changed since the audit at ``since_ms``; ``parked_rate`` and ``released_rate`` in messages a second."""
-
-    since_ms: int
-    seconds: float
-    waiting: int
-    held: int
-    packed: int
-    size: int
-    parked: int
-    released: int
-    parked_rate: float
-    released_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +154,6 @@ class Report:
     calendar: Calendar
     rules: tuple[RuleRun, ...]
     findings: tuple[Finding, ...]
-    growth: Growth | None = None
     behind_ms: int = 0
     version: int = VERSION
 
@@ -203,22 +166,8 @@ class Report:
         return tuple(found for found in self.findings if found.severity == "warning")
 
     def to_json(self) -> str:
-        """ASCII JSON; :meth:`from_json` gives an equal report back."""
+        """ASCII JSON on one line."""
         return json.dumps(_plain(self), ensure_ascii=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Raises ValueError for what is no report of this version: what was expected and found."""
-        loaded = json.loads(text)
-        found = loaded.get("version") if isinstance(loaded, dict) else None
-        if found != VERSION:
-            raise ValueError(f"expected an audit's report of version {VERSION}, found {found!r}")
-        try:
-            report = _build(cls, loaded)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"expected an audit's report of version {VERSION}, found other fields: {error}") from error
-        assert isinstance(report, cls)
-        return report
 
 
 def _plain(value: Any) -> Any:
@@ -231,23 +180,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return value
-
-
-@cache
-def _hints(of: Any) -> dict[str, Any]:
-    return get_type_hints(of)
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """The value of a field annotated ``kind`` from its JSON form."""
-    if isinstance(kind, UnionType):
-        return None if value is None else _build(next(each for each in get_args(kind) if each is not type(None)), value)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = _hints(kind)
-        return kind(**{name: _build(hints[name], inner) for name, inner in value.items()})
-    if get_origin(kind) is tuple:
-        return tuple(_build(get_args(kind)[0], inner) for inner in value)
-    if kind is bytes:
-        return value.encode("utf-8", "surrogateescape")
     return value

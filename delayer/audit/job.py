@@ -1,13 +1,12 @@
-"""`delayer audit` from its first to its last step: extract, judge, ask the broker, compare with the last time, keep."""
+"""`delayer audit` from its first to its last step: extract, judge, ask the broker, keep the findings."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,9 +17,7 @@ from delayer.audit import spark as sessions
 from delayer.audit.errors import JobFailed, JobMisused
 from delayer.audit.findings import Report
 from delayer.audit.rules import judge
-from delayer.audit.rules.judge import growth_of
 from delayer.audit.tasks import Say, Watching
-from delayer.core.files import replacing
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
 from delayer.store.admin.stats import RESTORED_MS
@@ -36,58 +33,16 @@ FINDINGS: Final = (
 """Columns of the findings as Parquet; ``details`` is JSON."""
 
 
-def check_places(state: Path | None, out: str | None) -> None:
-    """Try what will be written. ``out`` is only looked at where it is a path of this machine.
-
-    Raises JobMisused.
-    """
-    if state is not None:
-        _try(Path(os.path.realpath(state)).parent, f"--state {state}")
-    if out is not None and not urlsplit(out).scheme:
-        try:
-            Path(out).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise JobMisused(f"--out {out}: {error.strerror}") from error
-        _try(Path(out), f"--out {out}")
-
-
-def _try(directory: Path, option: str) -> None:
-    if not directory.is_dir():
-        raise JobMisused(f"{option}: there is no directory {directory}")
+def check_place(out: str | None) -> None:
+    """Try what will be written; ``out`` is only looked at where it is a path of this machine. Raises JobMisused."""
+    if out is None or urlsplit(out).scheme:
+        return
     try:
-        with tempfile.TemporaryFile(dir=directory):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise JobMisused(f"{option}: no file can be made in {directory}: {error.strerror}") from error
-
-
-def last_report(state: Path | None) -> tuple[Report | None, tuple[str, ...]]:
-    """The report kept in ``state``, and a remark if what stands there is none. Raises JobMisused if it cannot be read,
-    now and not at the end of an hour's work."""
-    if state is None:
-        return None, ()
-    try:
-        return Report.from_json(state.read_text(encoding="ascii")), ()
-    except FileNotFoundError:
-        return None, ()
-    except (ValueError, UnicodeDecodeError) as error:
-        return None, (f"{state} tells nothing of the last audit, it is written anew: {error}",)
-    except OSError as error:
-        raise JobMisused(f"--state {state}: {error.strerror}") from error
-
-
-def keep(state: Path, report: Report) -> None:
-    """Let ``state`` hold this report, all of it or what was there before. Raises JobMisused."""
-    try:
-        with replacing(state) as out:
-            out.write(report.to_json().encode("ascii"))
-    except OSError as error:
-        raise JobMisused(f"--state {state}: {error.strerror}") from error
-
-
-def grown(report: Report, before: Report | None) -> Report:
-    """The report with its growth since the last one, if there is one to compare with."""
-    return report if before is None else replace(report, growth=growth_of(report, before))
+        raise JobMisused(f"--out {out}: {error.strerror}") from error
 
 
 def add_findings(spark: SparkSession, report: Report, out: str) -> None:
@@ -119,7 +74,6 @@ class Options:
     broker: Broker | None = None
     work: str | None = None
     out: str | None = None
-    state: Path | None = None
     sample: float = 1.0
     seed: int = 0
     release_rate: float | None = None
@@ -129,12 +83,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """``remarks``: what could not be asked, or compared, for people. ``unkept``: what the report could not be written
-    to; hours of reading are not thrown away for that."""
+    """``remarks``: what could not be asked, for people. ``unkept``: why the findings could not be written to ``out``;
+    hours of reading are not thrown away for that."""
 
     report: Report
     remarks: tuple[str, ...] = ()
-    unkept: tuple[JobFailed | JobMisused, ...] = ()
+    unkept: JobFailed | None = None
 
 
 def check(options: Options) -> None:
@@ -142,8 +96,7 @@ def check(options: Options) -> None:
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused.
     """
-    check_places(options.state, options.out)
-    last_report(options.state)
+    check_place(options.out)
     if wrong := schema.outdated(asyncio.run(schema.current(options.store.reveal()))):
         raise wrong
 
@@ -153,30 +106,19 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     began = time.monotonic()
     sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is known only now
     watching = Watching(spark, say)
-    before, remarks = last_report(options.state)
     with extract.workplace(options.work, spark) as place:
         frames = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
         report = _judged(frames, options, watching)
-        report, asked = _asked(report, frames, options, watching)
-    report = grown(replace(report, seconds=round(time.monotonic() - began, 3)), before)
-    return Audited(report, (*remarks, *asked), tuple(_unkept(spark, report, options, watching)))
-
-
-def _unkept(
-    spark: SparkSession, report: Report, options: Options, watching: Watching
-) -> Iterator[JobFailed | JobMisused]:
-    """Write the report to where it is to be kept. What failed."""
+        report, remarks = _asked(report, frames, options, watching)
+    report = replace(report, seconds=round(time.monotonic() - began, 3))
+    unkept = None
     if options.out is not None:
         try:
             with watching("writing the findings"):
                 add_findings(spark, report, options.out)
         except JobFailed as error:
-            yield error
-    if options.state is not None and report.sample is None:
-        try:
-            keep(options.state, report)
-        except JobMisused as error:
-            yield error
+            unkept = error
+    return Audited(report, remarks, unkept)
 
 
 def _judged(frames: Frames, options: Options, watching: Watching) -> Report:

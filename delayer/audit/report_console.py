@@ -32,7 +32,6 @@ def show(report: Report, console: Console) -> None:
     _coming(report, console)
     _destinations(report, console)
     _lanes(report, console)
-    _growth(report, console)
     _rules(report, console)
     _verdict(report, console)
 
@@ -171,17 +170,6 @@ def _lanes(report: Report, console: Console) -> None:
         owner = Text(words.name(lane.owner, "-"))
         table.add_row(str(lane.number), owner, alive[lane.alive], *(f"{count:,}" for count in counts))
     _indented(console, table)
-
-
-def _growth(report: Report, console: Console) -> None:
-    growth = report.growth
-    if growth is None:
-        return
-    figures = f"waiting {words.change(growth.waiting)}, in segments {words.change(growth.packed)}"
-    figures += f", held {words.change(growth.held)}; parked {growth.parked_rate:,.1f}/s"
-    figures += f", released {growth.released_rate:,.1f}/s"
-    console.print(Text(f"Since {words.instant(growth.since_ms)}: {figures}"))
-    console.print()
 
 
 def _rules(report: Report, console: Console) -> None:

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from delayer import __version__
 from delayer.audit import words
-from delayer.audit.findings import Bar, Finding, Growth, LaneFigures, Report, Severity, Share, Standout
+from delayer.audit.findings import Bar, Finding, LaneFigures, Report, Severity, Share
 from delayer.audit.words import Advice, advice
 from delayer.broker.route_check import Verdict
 from delayer.core.files import replacing
@@ -33,7 +33,7 @@ _TONES: Final = {
     Verdict.NOT_ASKED: ("", "not asked"),
 }
 _HELPERS: Final = (
-    "instant", "away", "duration", "size", "width", "change", "counted", "about", "name", "destination", "details",
+    "instant", "away", "duration", "size", "width", "change", "counted", "about", "name", "details",
     "behind", "sampled",
 )  # fmt: skip
 
@@ -96,8 +96,6 @@ def page(report: Report) -> str:
         peaks=words.peaks(report),
         badges=_badge,
         share=lambda messages: 100 * messages / max(most, 1),
-        standouts=list(_standouts(report)),
-        growth=list(_growth(report.growth)),
         lanes=[_lane(lane, sampled=report.sample is not None) for lane in report.lanes],
         kinds=KINDS,
         advice=advice,
@@ -235,30 +233,6 @@ def _badge(share: Share) -> Tone:
         return Tone(*_TONES[Verdict(share.verdict)])
     except ValueError:  # empty: the audit was made without asking; or the word of a newer version
         return Tone("", share.verdict or "not asked")
-
-
-def _standouts(report: Report) -> Iterator[tuple[str, Standout]]:
-    at = report.calendar
-    groups: tuple[tuple[str, Sequence[Standout]], ...] = (
-        ("oldest", at.oldest),
-        ("farthest", at.farthest),
-        ("largest", at.largest),
-    )
-    for kind, some in groups:
-        for one in some[:3]:
-            yield kind, one
-
-
-def _growth(growth: Growth | None) -> Iterator[Tile]:
-    if growth is None:
-        return
-    yield Tile("waiting", words.change(growth.waiting))
-    yield Tile("in segments", words.change(growth.packed))
-    yield Tile("held", words.change(growth.held))
-    sign = "-" if growth.size < 0 else "+"
-    yield Tile("bytes", f"{sign}{words.size(abs(growth.size))}")
-    yield Tile("parked", f"{growth.parked:,}", f"{growth.parked_rate:,.1f}/s")
-    yield Tile("released", f"{growth.released:,}", f"{growth.released_rate:,.1f}/s")
 
 
 def _lane(lane: LaneFigures, *, sampled: bool) -> LaneRow:

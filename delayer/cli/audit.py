@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from delayer.cli.errors import DONE, FOUND, Failure, Misused
+from delayer.cli.errors import DONE, FOUND, Misused
 from delayer.cli.options import as_json, conf_option, master_option, request_of, store_url, store_url_of_hosts, url_of
 from delayer.cli.output import note, progress
 from delayer.config import Settings
@@ -54,12 +54,6 @@ def _finite(_context: click.Context, _option: click.Parameter, value: float | No
 )
 @click.option("--out", metavar="DIR", help="Add the findings to the Parquet files there.")
 @click.option(
-    "--state",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Compare with the audit kept there, and keep this one.",
-)
-@click.option(
     "--release-rate",
     type=click.FloatRange(0, min_open=True),
     callback=_finite,
@@ -86,7 +80,6 @@ def audit(
     as_json: bool,
     html: Path | None,
     out: str | None,
-    state: Path | None,
     release_rate: float | None,
     no_broker: bool,
     work: str | None,
@@ -104,12 +97,13 @@ def audit(
     \b
     Examples:
       delayer audit
-      delayer audit --html backlog.html --state /var/lib/delayer/audit.json
+      delayer audit --html backlog.html
       delayer audit --sample 0.01 --no-broker
       delayer audit --url-file /etc/delayer/replica.url --json
       delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
     """
     from delayer.audit.job import Broker, Options  # noqa: PLC0415 - only the job's own verbs need it
+    from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
 
     settings = request_of(context).settings()
     options = Options(
@@ -117,7 +111,6 @@ def audit(
         broker=None if no_broker else Broker(SecretUrl(settings.broker_url), settings.broker.management_url),
         work=work,
         out=out,
-        state=state,
         sample=sample,
         release_rate=release_rate,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
@@ -129,7 +122,7 @@ def audit(
     for remark in audited.remarks:
         note(remark)
     _tell(audited.report, as_json=as_json)
-    failures = _failures(audited)
+    failures = [failure(audited.unkept)] if audited.unkept is not None else []
     try:
         if html is not None:
             _write_page(audited.report, html)
@@ -140,13 +133,6 @@ def audit(
     if any(rule.violations for rule in audited.report.rules):
         context.exit(FOUND)
     context.exit(failures[0].exit_code if failures else DONE)
-
-
-def _failures(audited: Audited) -> list[Failure]:
-    """What the report could not be written to."""
-    from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
-
-    return [failure(error) for error in audited.unkept]
 
 
 def _store(settings: Settings, url: str | None, url_file: Path | None) -> SecretUrl:

@@ -223,27 +223,13 @@ def test_the_reason_of_a_task_that_was_given_up_is_told(reason: str, expected: s
     assert str(failure("packing", LOST_TASK.format(reason))) == expected
 
 
-def test_the_last_audit_that_is_none_is_a_remark(tmp_path: Path) -> None:
-    state = tmp_path / "state.json"
-    assert job.last_report(None) == (None, ())
-    assert job.last_report(state) == (None, ())
-    state.write_text('{"version": 99}')
-    before, [remark] = job.last_report(state)
-    assert before is None
-    assert "written anew" in remark
-    with pytest.raises(JobMisused, match="directory"):
-        job.last_report(tmp_path)
-
-
-def test_whether_there_is_a_place_for_what_is_kept_is_tried_before_the_work(tmp_path: Path) -> None:
-    job.check_places(None, None)
-    job.check_places(tmp_path / "state.json", str(tmp_path / "new" / "findings"))
-    job.check_places(None, "hdfs://cluster/findings")
+def test_whether_there_is_a_place_for_the_findings_is_tried_before_the_work(tmp_path: Path) -> None:
+    job.check_place(None)
+    job.check_place(str(tmp_path / "new" / "findings"))
+    job.check_place("hdfs://cluster/findings")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
-    with pytest.raises(JobMisused, match="there is no directory"):
-        job.check_places(tmp_path / "nowhere" / "state.json", None)
     (tmp_path / "file").touch()
     with pytest.raises(JobMisused, match=r"--out .*file: File exists"):
-        job.check_places(None, str(tmp_path / "file"))
-    with pytest.raises(JobMisused, match="no file can be made in /proc"):
-        job.check_places(Path("/proc/state.json"), None)
+        job.check_place(str(tmp_path / "file"))
+    with pytest.raises(JobMisused, match="--out /proc: "):
+        job.check_place("/proc")

@@ -18,8 +18,8 @@ import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from rich.console import Console
 
-from delayer.audit.findings import Report
 from tests.support import demo_audit
+from tests.support.demo_audit import Audit
 from tests.support.demo_ledger import Expected, Ledger
 from tests.support.demo_view import View
 from tests.support.servers import StartFailed
@@ -98,7 +98,7 @@ async def send(channel: AbstractChannel, ledger: Ledger, mode: str) -> None:
         await exchange.publish(message, routing_key=key)
 
 
-async def watch(stack: Stack, ledger: Ledger, view: View) -> Report:
+async def watch(stack: Stack, ledger: Ledger, view: View) -> Audit:
     """Everything that happens, and the audit of what is left."""
     connection = await aio_pika.connect(stack.broker_url)
     async with connection:
@@ -120,12 +120,12 @@ async def watch(stack: Stack, ledger: Ledger, view: View) -> Report:
         longest = max(*DELAYS["store"], *DELAYS["native"]) + SLACK
         await ledger.until(lambda: ledger.count() >= len(ledger.expected), timeout=longest)
         view.phase("auditing what is left parked: a Spark job beside the daemon")
-        report = await demo_audit.audit(stack.config)
+        audit = await demo_audit.audit(stack.config)
         view.phase("stopping")
         await stack.daemon.stop()
         # The daemon is gone: what it repeated, if anything, is in the queues by now, and a round trip brings it here.
         await channel.declare_queue("mail.inbox", passive=True)
-    return report
+    return audit
 
 
 async def main() -> int:
@@ -139,9 +139,9 @@ async def main() -> int:
             f"up after {time.monotonic() - started:.1f} s; sending {sum(map(len, DELAYS.values()))} messages, {far}\n"
         )
         with View(console, ledger) as view:
-            report = await watch(stack, ledger, view)
+            audit = await watch(stack, ledger, view)
     seconds = time.monotonic() - started
-    code = max(ledger.report(console, seconds), demo_audit.show(report, console))
+    code = max(ledger.report(console, seconds), demo_audit.show(audit, console))
     console.print("\nNext: `make run` starts servers and a daemon to try; docs/index.md lists the pages by task.")
     return code
 

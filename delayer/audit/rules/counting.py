@@ -11,7 +11,6 @@ kinds of keys       number        first             second
   repeat                          fingerprint
   overdue           lane          where it stands   how late
   overdue route     lane          the route         waiting, or paced
-  oldest, farthest, largest       id, everything else about it
   segments          lane
   segment fault     lane          what is wrong
   damage                          table             where, and why (damage)
@@ -20,12 +19,9 @@ kinds of keys       number        first             second
 from __future__ import annotations
 
 import heapq
-import json
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from delayer.audit.findings import Standout
 from delayer.audit.rules import checks
 from delayer.audit.rules.model import (
     DAY_MS,
@@ -49,7 +45,6 @@ from delayer.audit.rules.model import (
 def counted(messages: Iterable[Message], context: Context, bound: int = 50_000) -> Iterator[Partial]:
     """The tallies of ``messages``. Some keys come more than once; holds ``bound`` of them, and a few more, at most."""
     tallies = Tallies(bound)
-    standouts = Standouts()
     for message in messages:
         due_ms, size = message.due_ms, message.body_bytes + len(message.properties)
         properties = checks.parsed(message)
@@ -66,7 +61,6 @@ def counted(messages: Iterable[Message], context: Context, bound: int = 50_000) 
             if fingerprint is not None:
                 yield Key(checks.REPEAT, 0, fingerprint), Tally(1, size, due_ms, due_ms, (message.id,))
         if message.where != HELD:
-            standouts.add(message, size)
             tallies.add(("second", due_ms // 1000, b"", b""), size, due_ms)
             tallies.add(("route", 0, message.route, b""), size, due_ms)
             tallies.add(("target", 0, message.to_exchange, message.to_key), size, due_ms)
@@ -77,7 +71,6 @@ def counted(messages: Iterable[Message], context: Context, bound: int = 50_000) 
         if tallies.full:
             yield from tallies.drain()
     yield from tallies.drain()
-    yield from standouts.drain()
 
 
 _WHERE: Final = {where: where.encode() for where in (WAITING, HELD, PACKED, PACED)}
@@ -104,78 +97,6 @@ def counted_segments(found: Iterable[Segment], context: Context) -> Iterator[Par
         for fault in checks.segment_faults(segment, context):
             key = Key("segment fault", -1 if segment.lane is None else segment.lane, fault.encode())
             yield key, tally._replace(messages=affected, examples=(segment.id,))
-
-
-KEPT: Final = 10
-STANDOUTS: Final = ("oldest", "farthest", "largest")
-_NOTHING: Final = (-(1 << 63), 0)
-
-
-def rank(kind: str, parked_ms: int, due_ms: int, size: int) -> int:
-    """The higher the more it stands out."""
-    return {"oldest": -parked_ms, "farthest": due_ms, "largest": size}[kind]
-
-
-class Standouts:
-    """The KEPT that stand out most, of each kind; of equals the lowest ids. The same message twice counts once."""
-
-    def __init__(self) -> None:
-        # Sorted, what stands out most first: (-rank, id, packed, size, due).
-        self._best: dict[str, list[tuple[int, int, bytes, int, int]]] = {kind: [] for kind in STANDOUTS}
-        self._enough = dict.fromkeys(STANDOUTS, _NOTHING)
-
-    def add(self, message: Message, size: int) -> None:
-        enough, lower = self._enough, -message.id
-        if (-message.parked_ms, lower) >= enough["oldest"]:
-            self._insert("oldest", -message.parked_ms, message, size)
-        if (message.due_ms, lower) >= enough["farthest"]:
-            self._insert("farthest", message.due_ms, message, size)
-        if (size, lower) >= enough["largest"]:
-            self._insert("largest", size, message, size)
-
-    def _insert(self, kind: str, rank: int, message: Message, size: int) -> None:
-        best, entry = self._best[kind], (-rank, message.id, _packed(message, size), size, message.due_ms)
-        at = bisect_left(best, entry)
-        if best[at : at + 1] != [entry]:
-            best.insert(at, entry)
-            del best[KEPT:]
-        if len(best) == KEPT:
-            self._enough[kind] = -best[-1][0], -best[-1][1]
-
-    def drain(self) -> Iterator[Partial]:
-        for kind, best in self._best.items():
-            for _, id, packed, size, due_ms in best:
-                yield Key(kind, id, packed), Tally(1, size, due_ms, due_ms)
-            best.clear()
-            self._enough[kind] = _NOTHING
-
-
-def _packed(message: Message, size: int) -> bytes:
-    """Everything about it: tallies under one key are of one message, however often somebody has it."""
-    values = (message.lane, message.where, message.parked_ms, message.due_ms, size, *map(_text, _names(message)))
-    return json.dumps(values).encode()
-
-
-def _names(message: Message) -> tuple[bytes, bytes, bytes]:
-    return message.route, message.to_exchange, message.to_key
-
-
-def _text(name: bytes) -> str:
-    return name.decode("latin-1")
-
-
-def standout(key: Key) -> Standout:
-    """The message that :class:`Standouts` handed out under this key."""
-    values: list[Any] = json.loads(key.first)
-    lane, where, parked_ms, due_ms, size, *names = values
-    route, exchange, routing_key = (name.encode("latin-1") for name in names)
-    return Standout(key.number, lane, where, parked_ms, due_ms, size, route, exchange, routing_key)
-
-
-def rank_of(key: Key, _: Tally) -> tuple[int, int]:
-    """To sort by, what stands out most first."""
-    _lane, _where, parked_ms, due_ms, size, *_names = json.loads(key.first)
-    return -rank(key.kind, parked_ms, due_ms, size), key.number
 
 
 HOUR_MS, MINUTE_MS, SECOND_MS = 3_600_000, 60_000, 1000
@@ -217,7 +138,6 @@ _TOP: Final[Mapping[str, tuple[int, _Rank]]] = {
     checks.DAMAGED_PLACE: (100, _most),
     checks.REPEAT: (20, _most),
     checks.ID: (20, _most),
-    **dict.fromkeys(STANDOUTS, (KEPT, rank_of)),
 }
 
 

@@ -14,17 +14,15 @@ from delayer.audit.findings import (
     Bar,
     Calendar,
     Finding,
-    Growth,
     LaneFigures,
     Peak,
     Report,
     RuleRun,
     Severity,
     Share,
-    Standout,
     Totals,
 )
-from delayer.audit.rules import checks, counting
+from delayer.audit.rules import checks
 from delayer.audit.rules.checks import Claim, Damage
 from delayer.audit.rules.counting import SECOND_MS, WIDTHS, counted, counted_segments, merged, summarized
 from delayer.audit.rules.model import (
@@ -59,9 +57,6 @@ def calendar_of(evidence: Evidence, release_rate: float) -> Calendar:
         hours=_bars(evidence, "hour"),
         days=_bars(evidence, "day"),
         peaks=_peaks(evidence, release_rate),
-        oldest=_standouts(evidence, "oldest"),
-        farthest=_standouts(evidence, "farthest"),
-        largest=_standouts(evidence, "largest"),
         routes=_shares(evidence, "route"),
         routes_more=evidence.more("route"),
         destinations=_shares(evidence, "target"),
@@ -114,10 +109,6 @@ def _peaks(evidence: Evidence, rate: float) -> tuple[Peak, ...]:
     return tuple(found)
 
 
-def _standouts(evidence: Evidence, kind: str) -> tuple[Standout, ...]:
-    return tuple(counting.standout(key) for key, _ in evidence.of(kind))
-
-
 def _shares(evidence: Evidence, kind: str) -> tuple[Share, ...]:
     return tuple(
         Share(tally.messages, tally.size, tally.first_due_ms, tally.last_due_ms, key.first)
@@ -132,30 +123,6 @@ def _shares(evidence: Evidence, kind: str) -> tuple[Share, ...]:
         )
         for key, tally in evidence.of(kind)
     )
-
-
-def growth_of(now: Report, before: Report) -> Growth | None:
-    """What changed; None where the two cannot be compared: a sample, or a last audit that is not earlier."""
-    seconds = (now.store_now_ms - before.store_now_ms) / 1000
-    if now.sample is not None or before.sample is not None or seconds <= 0:
-        return None
-    parked, released = (_counted(now, kind) - _counted(before, kind) for kind in ("parked", "released"))
-    return Growth(
-        since_ms=before.store_now_ms,
-        seconds=seconds,
-        waiting=now.totals.waiting - before.totals.waiting,
-        held=now.totals.held - before.totals.held,
-        packed=now.totals.packed - before.totals.packed,
-        size=now.totals.size - before.totals.size,
-        parked=parked,
-        released=released,
-        parked_rate=round(parked / seconds, 3),
-        released_rate=round(released / seconds, 3),
-    )
-
-
-def _counted(report: Report, kind: str) -> int:
-    return sum(lane.counters.get(kind, 0) for lane in report.lanes)
 
 
 INTEGRITY: Final = "integrity"

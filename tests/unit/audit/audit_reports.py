@@ -9,13 +9,11 @@ from delayer.audit.findings import (
     Bar,
     Calendar,
     Finding,
-    Growth,
     LaneFigures,
     Peak,
     Report,
     RuleRun,
     Share,
-    Standout,
     Totals,
 )
 
@@ -68,7 +66,6 @@ def calendar() -> Calendar:
         Share(77, 60_000, NOW_MS + DAY, NOW_MS + 2 * DAY),
         Share(3, 700, NOW_MS + DAY, NOW_MS + DAY, route=HOSTILE[0]),
     ]
-    odd = Standout(81_230_411, 3, "waiting", NOW_MS - 200 * DAY, NOW_MS + 12 * DAY, 812, b"orders.in", b"x", b"y")
     return Calendar(
         release_rate=36_000.0,
         minutes=bars(MINUTE, 1500, 900, 1, before=60),
@@ -79,9 +76,6 @@ def calendar() -> Calendar:
             Peak(midnight + DAY + 9 * HOUR, MINUTE, 310_000, 190_000_000, 310_000 / 36_000),
             Peak(midnight + 2 * DAY, HOUR, 2_020_000, 1_190_000_000, 2_020_000 / 36_000),
         ),
-        oldest=(odd,),
-        farthest=(Standout(9, 1, "segment", NOW_MS - DAY, NOW_MS + 3650 * DAY, 640, b"", *HOSTILE[:2]),),
-        largest=(Standout(10, 2, "held", NOW_MS - DAY, NOW_MS - HOUR, 16_777_216, b"", b"", HOSTILE[3]),),
         routes=tuple(routes),
         routes_more=2,
         destinations=tuple(shares),
@@ -151,8 +145,7 @@ def full() -> Report:
         sum(lane.waiting for lane in figures), sum(lane.waiting for lane in figures) + 3, 40, 204, 2_000_000,
         4_900_000_000, 212_000_000, 1_200, NOW_MS - 4 * MINUTE, NOW_MS + 3650 * DAY,
     )  # fmt: skip
-    growth = Growth(NOW_MS - DAY, 86_400.0, 1_204_000, -3, 0, 770_000_000, 2_003_000, 799_000, 23.184, 9.248)
-    return Report(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found, growth)
+    return Report(NOW_MS, 41.7, None, totals, figures, calendar(), runs, found)
 
 
 def empty() -> Report:

@@ -51,11 +51,6 @@ def page() -> str:
     return report_html.page(FULL)
 
 
-def test_it_goes_through_json() -> None:
-    """The examples are reports like any other."""
-    assert Report.from_json(FULL.to_json()) == FULL
-
-
 @pytest.mark.parametrize("report", [FULL, EMPTY, replace(FULL, sample=0.01)], ids=["full", "empty", "sample"])
 def test_nothing_is_loaded_run_or_sent(report: Report) -> None:
     page = report_html.page(report)
@@ -202,7 +197,6 @@ def test_a_replica_that_is_behind_is_told(behind_ms: int, told: str) -> None:
     for text in ("\n".join(report_console.lines(report)), report_html.page(report)):
         assert ("behind its primary" in text) == bool(told)
         assert told in text
-    assert Report.from_json(report.to_json()) == report
 
 
 def test_the_page_names_every_field_of_the_report() -> None:

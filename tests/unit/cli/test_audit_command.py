@@ -39,7 +39,7 @@ def test_findings_that_cannot_be_kept_cost_no_report(
 ) -> None:
     report = replace(audit_reports.empty(), rules=(RuleRun("sound", violations, 0),))
     unkept = JobFailed("writing the findings: No space left on device")
-    monkeypatch.setattr(audit, "_run", lambda *_: Audited(report, (), (unkept,)))
+    monkeypatch.setattr(audit, "_run", lambda *_: Audited(report, (), unkept))
     result = CliRunner().invoke(cli, ["audit", "--json", "--no-broker"], prog_name="delayer")
     assert result.exit_code == code, result.output
     assert report.to_json() in result.output

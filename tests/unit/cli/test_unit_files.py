@@ -99,7 +99,6 @@ def test_the_audit_writes_only_into_directories_that_systemd_makes() -> None:
     assert service["StateDirectory"] == service["CacheDirectory"] == "delayer-audit"
     text = UNIT.with_name("delayer-audit.service").read_text()
     assert "--html %S/delayer-audit/" in text
-    assert "--state %S/delayer-audit/" in text
     assert "--work %C/delayer-audit" in text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delayer.audit import job, report_html
+from delayer.audit import report_html
 from delayer.core.files import replacing
 from tests.unit.audit import audit_reports
 
@@ -97,19 +97,15 @@ def test_a_device_is_written_into_and_stays_one(tmp_path: Path) -> None:
     device(path)
     write(path)
     report_html.write(EMPTY, path)
-    job.keep(path, EMPTY)
     assert path.is_char_device()
     assert names(tmp_path) == ["null"]
 
 
-def test_an_audit_s_page_and_state_follow_a_symlink(tmp_path: Path) -> None:
-    for name in ("page", "state"):
-        (tmp_path / name).symlink_to(tmp_path / f"{name} itself")
+def test_the_page_of_an_audit_follows_a_symlink(tmp_path: Path) -> None:
+    (tmp_path / "page").symlink_to(tmp_path / "the page itself")
     report_html.write(EMPTY, tmp_path / "page")
-    job.keep(tmp_path / "state", EMPTY)
-    for name in ("page", "state"):
-        assert (tmp_path / name).is_symlink()
-        assert (tmp_path / f"{name} itself").stat().st_size > 100
+    assert (tmp_path / "page").is_symlink()
+    assert (tmp_path / "the page itself").stat().st_size > 100
 
 
 def test_our_own_open_file_is_written_into_and_not_replaced(tmp_path: Path) -> None:
