@@ -115,7 +115,7 @@ def _perhaps(one: Back, reason: str) -> Back:
 def _back(segment: int, found: Restored | Broken) -> Back:
     match found:
         case Broken():
-            return Back(segment, 0, broken=f"{found.reason}; {found.advice}" if found.newer else found.reason)
+            return Back(segment, 0, broken=found.reason)
         case Restored():
             return Back(segment, found.messages)
 

@@ -190,14 +190,6 @@ class Store(Protocol):
         Raises StoreLost: then nothing is changed.
         """
 
-    async def doubtful(self, horizon_ms: int) -> list[int]:
-        """Segments due by ``horizon_ms`` that :meth:`restore` leaves alone, the soonest first: marked as broken, or
-        packed by a newer program. Raises StoreLost."""
-
-    async def restore_again(self, segment: int) -> Restoration:
-        """Try to restore one of :meth:`doubtful`; otherwise like :meth:`restore`. None: it is gone, or somebody else
-        has it."""
-
     async def look(self) -> Look:
         """Look at lanes and live processes. This process counts as live from its first look on. Raises StoreLost."""
 

@@ -1,17 +1,11 @@
-"""What became of a segment: a run of far-future messages that was packed, and is asked for again."""
+"""What became of a segment: a run of far-future messages that was packed, and is restored ahead of time."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 FORMAT: Final = 1
-"""The newest packing that this program reads and the one that it writes (store/segments/codec.py)."""
-
-NEWER: Final = "let daemons of the version that packed it run here: they restore it, and this one leaves it to them"
-MEND: Final = (
-    "it is tried again at every start and every hour, and by `delayer restore --all` at once; if that does not help, "
-    "put its row of the table segment back from a backup"
-)
+"""The packing that this program reads and writes (store/segments/codec.py)."""
 
 
 class Restored(NamedTuple):
@@ -26,22 +20,19 @@ class Restored(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """It did not read back. It keeps its bytes, is marked, and stands in nobody's way until it is tried again.
-
-    ``newer``: it is not ours to read, as a newer program packed it. Then it is not marked: others restore it.
-    ``known``: it was marked before.
-    """
+    """It did not read back. It keeps its bytes, is marked, and stands in nobody's way until an operator tries again."""
 
     segment: int
     messages: int
     first_due_ms: int
     reason: str
-    newer: bool = False
-    known: bool = False
 
     @property
     def advice(self) -> str:
-        return NEWER if self.newer else MEND
+        return (
+            "after the repair of disk or memory `delayer restore --all` tries it again; if that does not help, put its "
+            "row of the table segment back from a backup"
+        )
 
 
 class Locked(NamedTuple):

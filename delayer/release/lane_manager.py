@@ -186,15 +186,6 @@ class LaneManager:
         store = self._reached()
         return await store.restore(store.now_ms() + ahead_ms)
 
-    async def doubtful(self, ahead_ms: int) -> list[int]:
-        """Segments due within ``ahead_ms`` that :meth:`restore` leaves alone. See ports.Store."""
-        store = self._reached()
-        return await store.doubtful(store.now_ms() + ahead_ms)
-
-    async def restore_again(self, segment: int) -> Restoration:
-        """Try to restore one of :meth:`doubtful`."""
-        return await self._reached().restore_again(segment)
-
     def _reached(self) -> Store:
         if self._store is None:
             raise StoreLost("the store was not reached yet" if self.configured else "no store is configured")

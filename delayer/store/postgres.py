@@ -153,17 +153,6 @@ class PostgresStore:
         with translated("restore"):
             return await catalog.restore_soonest(self._pool, horizon_ms, self._ensure_days)
 
-    async def doubtful(self, horizon_ms: int) -> list[int]:
-        """See the port. Raises StoreLost."""
-        with translated("look for broken segments"):
-            async with session.borrowed(self._pool) as connection:
-                return await catalog.doubtful(connection, horizon_ms)
-
-    async def restore_again(self, segment: int) -> Restoration:
-        """See the port."""
-        with translated("restore"):
-            return await catalog.restore_again(self._pool, segment, self._ensure_days)
-
     async def _ensure_days(self, days: set[int]) -> None:
         with translated("make partitions"):
             await self._days.ensure(self._pool, days, self._clock.now_ms() // DAY_MS, self._clock.monotonic())

@@ -16,7 +16,6 @@ from delayer.store.rows import partitions
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
-from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.compact import Window
 from tests.conformance.store_contract import claim_when_due, owned, parcel, release_all
 from tests.integration.segments_store import START_MS, restore_all, store
@@ -73,7 +72,6 @@ async def test_what_a_segment_says_of_itself(database: str) -> None:
         assert (listed.live, listed.broken) == (3, None)
         assert await admin.fetchrow("SELECT first_id, last_id, format FROM segment") == (3, 7, 1)
         assert await catalog.count(admin) == (1, 3, 0, 0, START_MS + 5)
-        assert await catalog.doubtful(admin, FOREVER_MS) == []
         assert await catalog.listed(admin, START_MS + 5) == []
         assert await catalog.restore_one(admin, START_MS + 4) is None
         assert await catalog.restore_one(admin, START_MS + 5) == Restored(listed.id, 3, START_MS + 5)

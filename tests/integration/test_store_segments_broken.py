@@ -8,12 +8,11 @@ import random
 import asyncpg
 import pytest
 
-from delayer.core.segment import FORMAT, Broken, Restored
+from delayer.core.segment import Broken, Restored
 from delayer.store import statements
 from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import catalog
 from delayer.store.segments import compact as compacting
-from delayer.store.segments.catalog import FOREVER_MS
 from delayer.store.segments.codec import Packed, SegmentBroken
 from tests.integration.segments_store import START_MS, apart, restore_all, store
 from tests.integration.test_store_lane import sql
@@ -67,7 +66,6 @@ async def test_a_flipped_bit_is_found_wherever_it_is(database: str) -> None:
         assert all(one.broken and "checksum" in one.broken for one in left)
         count = sum(inside[number] for number in broken)
         assert await catalog.count(admin) == (len(broken), count, len(broken), count, None)
-        assert set(await catalog.doubtful(admin, FOREVER_MS)) == broken
         assert len(await waiting(admin)) == 300 - count
         await conserved(admin)
         # Somebody who asks for one of them by its id tries it again; and it comes back when it is whole again.
@@ -90,6 +88,7 @@ FLIP = "UPDATE segment SET packed = set_bit(packed, $2::int, 1 - get_bit(packed,
     [
         ("packed = ''", "found 0 bytes"),
         ("digest = sha256('')", "expected the digest"),
+        ("format = 7", "found 7"),
         ("messages = 9", "expected 9 messages, found 10"),
         ("cancelled = 1", "expected 9 messages without the cancelled ones, found 10"),
     ],
@@ -103,38 +102,6 @@ async def test_a_row_that_does_not_fit_its_bytes_is_broken(database: str, change
         assert isinstance(found, Broken)
         assert reason in found.reason
         assert await waiting(admin) == {}
-
-
-async def test_all_broken_ones_are_told(database: str) -> None:
-    """However many they are: what is left out would never be tried again."""
-    async with store(database) as admin:
-        await put(admin, rows(120, START_MS))
-        made = [one.segment for one in await compact(admin, rows=1)]
-        await admin.execute("UPDATE segment SET broken_at = now(), broken = 'why'")
-        assert sorted(await catalog.doubtful(admin, FOREVER_MS)) == sorted(made)
-        assert len(made) == 120
-
-
-async def test_what_a_newer_version_packed_is_left_to_it(database: str) -> None:
-    """Not ours to read: it is not marked, blocks nobody, is counted as an alarm, and comes back by who can read it."""
-    async with store(database) as admin:
-        await put(admin, rows(10, START_MS) + rows(10, START_MS + DAY_MS, first_id=11))
-        newer, ours = [one.segment for one in await compact(admin, rows=10)]
-        await admin.execute("UPDATE segment SET format = $2 WHERE id = $1", newer, FORMAT + 1)
-        assert [type(one) for one in await restore_all(admin)] == [Restored]
-        assert await catalog.doubtful(admin, START_MS + DAY_MS) == [newer]
-        assert await catalog.count(admin) == (1, 10, 1, 10, None)
-        found = await catalog.restore(admin, newer)
-        assert isinstance(found, Broken)
-        assert (found.newer, found.messages) == (True, 10)
-        assert f"found {FORMAT + 1}" in found.reason
-        [left] = await catalog.listed(admin)
-        assert (left.id, left.broken) == (newer, None)
-        await admin.execute("UPDATE segment SET format = $1", FORMAT)  # as the newer version sees it
-        assert [one.segment for one in await restore_all(admin)] == [newer]
-        assert ours != newer
-        assert len(await waiting(admin)) == 20
-        await conserved(admin)
 
 
 async def test_messages_that_are_there_already_are_not_written_twice(database: str) -> None:

@@ -22,7 +22,7 @@ from delayer.core.errors import BrokerLost
 from delayer.core.hold import Hold, HoldKind, Limits
 from delayer.core.message import CONFIRMED, Delivery, Due, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import Mode, Policy
-from delayer.core.segment import Broken, Restoration
+from delayer.core.segment import Restoration
 
 NOW = 1_800_000_000_000
 
@@ -283,8 +283,6 @@ class ScriptedStore:
         self.failure: Exception | None = None
         self.on_write: Callable[[int], Awaitable[None]] | None = None
         self.segments: deque[Restoration | Exception] = deque()
-        self.doubtful_ones: dict[int, Restoration | Exception] = {}
-        """What becomes of the segments that are tried again."""
         self.horizons: list[int] = []
 
     def now_ms(self) -> int:
@@ -311,17 +309,6 @@ class ScriptedStore:
         if isinstance(step, Exception):
             raise step
         return step
-
-    async def doubtful(self, horizon_ms: int) -> list[int]:
-        return list(self.doubtful_ones)
-
-    async def restore_again(self, segment: int) -> Restoration:
-        found = self.doubtful_ones[segment]
-        if isinstance(found, Exception):
-            raise found
-        if not isinstance(found, Broken):
-            del self.doubtful_ones[segment]
-        return found
 
     @property
     def ours(self) -> set[int]:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 from delayer.core.faultpoint import reach
-from delayer.core.segment import FORMAT, Broken, Locked, Restoration, Restored
+from delayer.core.segment import Broken, Locked, Restoration, Restored
 from delayer.store import pool, statements
 from delayer.store import pool as session
 from delayer.store.errors import DAMAGE_ADVICE, DAMAGED, describe
@@ -35,7 +35,7 @@ _LOCK = (
 )
 # Few segments would be read from the first to the last.
 _BY_INDEX = "SET LOCAL enable_seqscan = off"
-_LOCK_SOONEST = _LOCK.format(f"broken_at IS NULL AND format <= {FORMAT} AND first_due <= $1")
+_LOCK_SOONEST = _LOCK.format("broken_at IS NULL AND first_due <= $1")
 _LOCK_ONE = _LOCK.format("id = $1")
 
 
@@ -66,14 +66,13 @@ class Counted(NamedTuple):
     messages: int
     """The live ones, in broken segments too."""
     broken: int
-    """Those too that a newer program packed."""
     broken_messages: int
     next_due_ms: int | None
 
 
 async def count(connection: asyncpg.Connection) -> Counted:
     """Count them: cheap, no segment is read. Raises the driver's errors."""
-    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS, FORMAT))
+    return Counted(*await connection.fetchrow(statements.COUNT_SEGMENTS))
 
 
 async def listed(
@@ -82,18 +81,6 @@ async def listed(
     """The segments whose first message is due before ``before_ms``, the soonest first. Raises the driver's errors."""
     before_ms = FOREVER_MS if before_ms is None else before_ms
     return [Listed(*row) for row in await connection.fetch(statements.LIST_SEGMENTS, before_ms, limit)]
-
-
-async def doubtful(connection: asyncpg.Connection, horizon_ms: int) -> list[int]:
-    """Ids of all segments due by ``horizon_ms`` (epoch ms) that :func:`restore_one` leaves alone, the soonest first:
-    marked as broken, or packed by a newer program. Raises the driver's errors."""
-    rows = await connection.fetch(
-        "SELECT id FROM segment WHERE (broken_at IS NOT NULL OR format > $2) AND first_due <= $1"
-        " ORDER BY first_due, id",
-        horizon_ms,
-        FORMAT,
-    )
-    return [number for (number,) in rows]
 
 
 async def restore_one(
@@ -142,8 +129,8 @@ async def _restore(
         return await _restore_at_once(connection, which, portion_bytes, pause)
     except _Unfit as unfit:
         # That is rolled back. Left as it is, it would be tried for ever, and before all others.
-        news = await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
-        return unfit.broken._replace(known=not news)
+        await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
+        return unfit.broken
 
 
 async def _restore_at_once(
@@ -158,14 +145,11 @@ async def _restore_at_once(
             return None
         reach("restore.locked")
         count = segment["messages"] - segment["cancelled"]
-        if segment["format"] > FORMAT:
-            reason = f"expected a packing of format {FORMAT} at most, found {segment['format']}, of a newer delayer"
-            return Broken(segment["id"], count, segment["first_due"], reason, newer=True)
         try:
             table = await live(connection, segment)
         except SegmentBroken as error:
-            news = await mark_broken(connection, segment["id"], error.reason)
-            return Broken(segment["id"], count, segment["first_due"], error.reason, known=not news)
+            await mark_broken(connection, segment["id"], error.reason)
+            return Broken(segment["id"], count, segment["first_due"], error.reason)
         try:
             status = await write_rows(connection, table, segment["lane"], portion_bytes, pause)
         except (asyncpg.IntegrityConstraintViolationError, *DAMAGED) as error:
@@ -216,15 +200,13 @@ async def delete(connection: asyncpg.Connection, segment: int, *, noted: bool = 
     await connection.execute("DELETE FROM segment WHERE id = $1", segment)
 
 
-async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str) -> bool:
-    """Write down that a segment did not read back, unless that is known. Whether it was news. Raises the driver's
-    errors."""
-    status = await connection.execute(
+async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str) -> None:
+    """Write down that a segment did not read back, unless that is known. Raises the driver's errors."""
+    await connection.execute(
         "UPDATE segment SET broken_at = statement_timestamp(), broken = $2 WHERE id = $1 AND broken_at IS NULL",
         segment,
         reason_text(reason),
     )
-    return bool(status == "UPDATE 1")
 
 
 _READ = "SELECT id, messages, cancelled, format, digest FROM segment WHERE id = $1"
@@ -309,22 +291,13 @@ async def restore_soonest(pool: asyncpg.Pool, horizon_ms: int, ensure_days: Ensu
     Raises the driver's errors, and what ``ensure_days`` raises.
     """
     async with session.borrowed(pool) as connection:
-        soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms, FORMAT)
+        soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms)
     if soonest is None:
         return None
     # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
     first_ms, last_ms = soonest
     work = partial(restore_one, horizon_ms=horizon_ms)
     return await _restore_with_days(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)
-
-
-async def restore_again(pool: asyncpg.Pool, segment: int, ensure_days: EnsureDays) -> Restoration:
-    """The same for the segment of this id, one of :func:`doubtful`. None: it is gone, or somebody has it locked."""
-    async with session.borrowed(pool) as connection:
-        found = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
-    if found is None:
-        return None
-    return await _restore_with_days(pool, tuple(found), ensure_days, partial(restore, segment=segment))
 
 
 async def _restore_with_days(

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from delayer.broker.ports import Lane
 from delayer.core.counters import Counters
 from delayer.core.errors import StoreLost
-from delayer.core.segment import MEND, NEWER, Broken, Locked, Restored
+from delayer.core.segment import Broken, Locked, Restored
 from delayer.release import restore as module
 from delayer.release.lane_manager import LaneManager
 from delayer.release.loop import Release
@@ -128,68 +128,6 @@ async def test_said_and_counted() -> None:
             "reason": "the digest is another one",
         }
         assert it.counters.as_dict() == it.counters.as_dict() | {"restored": 10_000, "broken_segments": 1}
-
-
-async def test_what_did_not_read_back_is_tried_again_at_the_start_and_every_hour(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "REST", 0.0)
-    monkeypatch.setattr(module, "LOOK", 0.001)
-    monkeypatch.setattr(module, "TRY_AGAIN", 0.005)
-    async with scene() as it:
-        it.store.doubtful_ones = {
-            3: Broken(3, 10, NOW, "bytes", known=True),
-            4: Broken(4, 5, NOW, "format 2", newer=True),
-            5: far(5),
-        }
-        with capture_logs() as logged:
-            async with running(it):
-                await until(lambda: len(logged) >= 5)
-                assert it.counters.as_dict()["broken_segments"] == 0, "no news"
-                it.store.doubtful_ones[3] = far(3)
-                await until(lambda: it.counters.as_dict()["restored"] == 20)
-    said = [(line["segment"], line["next_step"]) for line in logged if line["event"] == "segment broken"]
-    assert {line["log_level"] for line in logged if line["event"] == "segment broken"} == {"warning"}
-    assert said[:4] == [(3, MEND), (4, NEWER), (3, MEND), (4, NEWER)]
-    assert [line["segment"] for line in logged if line["event"] == "segment restored"] == [5, 3]
-
-
-async def test_what_is_urgent_comes_before_what_did_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that fails keeps neither the sound ones nor the next ones back."""
-    monkeypatch.setattr(module, "REST", 0.01)
-    monkeypatch.setattr(module, "LOOK", 0.001)
-    urgent = [Restored(n, 10, NOW - HOUR_MS) for n in (1, 2)]
-
-    async def work(_: int) -> None:
-        await asyncio.sleep(0.005)  # so that it takes some time, by the loop's clock of milliseconds
-
-    async with scene(*urgent, far(3), far(4)) as it:
-        it.store.on_write = work
-        it.store.doubtful_ones = {7: StoreLost("block 5 of its file"), 8: far(8), 9: StoreLost("block 6"), 10: far(10)}
-        with capture_logs() as logged:
-            async with running(it):
-                await until(lambda: it.counters.as_dict()["restored"] == 60)
-    told = [(line["event"], line["segment"]) for line in logged]
-    assert told == [
-        ("segment restored", 1),
-        ("segment restored", 2),
-        ("segment restored", 3),
-        ("restoring interrupted", 7),
-        ("segment restored", 4),
-        ("segment restored", 8),
-        ("restoring interrupted", 9),
-        ("segment restored", 10),
-    ]
-
-
-async def test_what_did_not_read_back_is_tried_again_while_looks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do for as long as a page of the table is damaged."""
-    monkeypatch.setattr(module, "REST", 0.0)
-    lost = StoreLost("invalid page in block 0")
-    async with scene(*[lost] * 100) as it:
-        it.store.doubtful_ones = {7: StoreLost("a page"), 8: far(8)}
-        async with running(it):
-            await until(lambda: it.counters.as_dict()["restored"] == 10)
 
 
 async def test_all_that_is_there_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
