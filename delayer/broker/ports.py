@@ -9,7 +9,7 @@ from typing import Protocol
 
 from delayer.amqp.envelopes import Names
 from delayer.core.hold import Hold, Limits
-from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel, TakenOut
+from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 from delayer.core.plan import Policy
 from delayer.core.segment import Restoration
 
@@ -169,7 +169,7 @@ class Store(Protocol):
     def sure_ms(self) -> int:
         """A lower bound of the store's clock, rounded down: what is due by it is due."""
 
-    async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+    async def park(self, lane: Lane | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Commit ``parcels`` into ``lane`` in one transaction, by COPY; those of a route with a lane of its own go
         there, whoever owns it, and its owner is notified. A parcel with a key replaces the waiting message of that key;
         ``cancels`` are keys, or groups of keys (KeyGroup), whose waiting messages go. Wakes the
@@ -246,7 +246,7 @@ class Heartbeat(Protocol):
 class Parking(Protocol):
     """Where parcels are committed: some lane of ours."""
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """Committed when this returns: of which keys a waiting message was taken out. Raises StoreLost."""
 
 

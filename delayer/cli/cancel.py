@@ -162,8 +162,6 @@ def _say_named(verb: str, tokens: Sequence[Token], found: Mapping[int, Found], *
             note(f"{token} is not in the store: it was delivered or cancelled{moved}, or never parked.")
         elif found[token.id] is Found.UNREADABLE:
             note(f"{token} may be in a segment that cannot be read: see docs/backlog.md.")
-        elif found[token.id] is Found.UNSURE:
-            note(f"{token} was held because its queue did not answer: the queue may have it, and still deliver it.")
 
 
 def _say_moved(url: str, tokens: Sequence[Token], found: Mapping[int, Found], new: Mapping[str, Any]) -> None:

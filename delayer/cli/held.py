@@ -141,11 +141,7 @@ def _act(
     url = store_url(request_of(context).settings())
     ids = {token.id for token in tokens}
     meant = Meant(wanted, ids)
-    messages, last, missing, unsure = asyncio.run(_count(url, meant))
-    if verb == "drop" and unsure:
-        note(
-            f"{unsure:,} were held because their queue did not answer: the queue may have them, and still deliver them."
-        )
+    messages, last, missing = asyncio.run(_count(url, meant))
     question = f"{verb.capitalize()} {counted(messages, 'held message')}"
     go_on(context, question, map(str, missing), some=messages > 0, named=bool(tokens), dry_run=dry_run, yes=yes)
     click.echo(f"{PAST[verb]}: {asyncio.run(_do(url, verb, meant._replace(last=last))):,}.")
@@ -174,17 +170,16 @@ async def _pages(connection: asyncpg.Connection, meant: Meant) -> AsyncIterator[
         after = page.after
 
 
-async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int], int]:
-    """How many match, the last of them, the ids that are not held, and how many may be delivered already."""
+async def _count(url: str, meant: Meant) -> tuple[int, int, Set[int]]:
+    """How many match, the last of them, and the ids that are not held."""
     async with listing.looking(url, "look at what is held") as connection:
-        messages, last, missing, unsure = 0, 0, set(meant.ids), 0
+        messages, last, missing = 0, 0, set(meant.ids)
         async for page in _pages(connection, meant):
             numbers = [one.entry.place.id for one in page]
             messages += len(numbers)
             last = max([last, *numbers])
             missing -= set(numbers)
-            unsure += sum(one.held.may_be_delivered for one in page)
-    return messages, last, missing, unsure
+    return messages, last, missing
 
 
 async def _do(url: str, verb: str, meant: Meant) -> int:

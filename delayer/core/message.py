@@ -155,11 +155,3 @@ class KeyGroup(bytes):
     """Every key that begins with these bytes; they are not empty."""
 
     __slots__ = ()
-
-
-class TakenOut(NamedTuple):
-    """The keys whose waiting messages were cancelled. ``unsure``: those of messages that are not tried any more, but
-    that their destination perhaps has (core/hold.py)."""
-
-    keys: frozenset[bytes] = frozenset()
-    unsure: frozenset[bytes] = frozenset()

@@ -28,7 +28,6 @@ from delayer.store.admin.actions import Do, Found, When
 PAST: Final = {
     "cancel": "Cancelled", "reschedule": "Rescheduled", "retry": "To be tried again now", "drop": "Dropped",
 }  # fmt: skip
-PERHAPS_OUT: Final = "were held for want of an answer: their queue perhaps has them, and delivers them all the same."
 SHOWN: Final = 20
 """Messages that a question names; it counts the others."""
 _LOCKED: Final = "To change something, say the token first."
@@ -129,8 +128,6 @@ class Actions:
             for token in tokens
             if found[token.id] in (Found.NOWHERE, Found.UNREADABLE)
         ]
-        if unsure := sum(where is Found.UNSURE for where in found.values()):
-            lines.append(f"{unsure} {PERHAPS_OUT}")
         return Told(f"{PAST[verb]}: {done} of {len(found)}", lines, done, back)
 
     async def _held(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:
@@ -141,16 +138,14 @@ class Actions:
         return await self._retry(who, verb, tokens, "/held")
 
     async def _retry(self, who: str, verb: str, tokens: Sequence[Token], back: str) -> Told:
-        ids, unsure = [token.id for token in tokens], 0
+        ids = [token.id for token in tokens]
         async with actions.recorded(self.pages._url(), who, f"held {verb}", {"ids": ids}) as (connection, act):
             if verb == "retry":
                 done = await actions.patiently(lambda: detail.retry(connection, ids, act))
             else:
                 some = await detail.held_named(connection, ids)
                 done = await actions.patiently(lambda: detail.drop(connection, some, act))
-                unsure = sum(one.held.may_be_delivered for one in some)
         lines = [f"{len(ids) - done} are not held any more."] if done < len(ids) else []
-        lines += [f"{unsure} {PERHAPS_OUT}"] if unsure else []
         return Told(f"{PAST[verb]}: {done} of {len(ids)}", lines, done, back)
 
     async def _refused(self, request: Request, who: str, form: Mapping[str, Any]) -> Told | Response:

@@ -28,7 +28,7 @@ from delayer.core.delay_headers import seconds_until
 from delayer.core.errors import NotTaken, StoreLost, Unconfirmed
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, Limits, hold_for, too_late
-from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, TakenOut, Target
+from delayer.core.message import Confirmed, Delivery, KeyGroup, Outcome, Outgoing, Parcel, Target
 from delayer.core.plan import CONSULTED, AtOnce, Cancel, Cascade, Park, Plan, Policy, Refuse, TooLate, decide, has_key
 from delayer.core.retry_policy import CONSULTED as RETRY_CONSULTED
 from delayer.intake import replies
@@ -380,7 +380,7 @@ class IntakeHandler:
             if step.asked:
                 await self._reply(step.asked, taken_out)
 
-    async def _reply(self, asked: Sequence[replies.Asked], taken_out: TakenOut) -> None:
+    async def _reply(self, asked: Sequence[replies.Asked], taken_out: frozenset[bytes]) -> None:
         """Answer cancels. No answer goes to delayer's own queues, where nobody reads it."""
         policy, names = self._live.policy(), self._live.names()
         ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}

@@ -2,7 +2,6 @@
 
 ``cancelled``   a message waited under the key, and is not delivered
 ``too late``    no message waits under the key: delivered, cancelled before, or never there
-``unknown``     the message under the key may be delivered already (core/hold.py); the daemon does not retry it
 
 The daemon publishes a reply after the cancel is committed and acknowledged. A fault in between costs the reply.
 """
@@ -20,14 +19,14 @@ from delayer.amqp.properties import Properties, encode_headers, entry, long_stri
 from delayer.broker.ports import Publisher
 from delayer.core.errors import BrokerLost
 from delayer.core.hold import hold_for
-from delayer.core.message import Confirmed, Outgoing, TakenOut
+from delayer.core.message import Confirmed, Outgoing
 from delayer.intake.refusals import with_short
 
 log = structlog.get_logger(__name__)
 
 OUTCOME: Final = b"x-delayer-outcome"
 KEY: Final = b"x-delayer-key"
-CANCELLED, TOO_LATE, UNKNOWN = "cancelled", "too late", "unknown"
+CANCELLED, TOO_LATE = "cancelled", "too late"
 
 
 class Asked(NamedTuple):
@@ -47,11 +46,9 @@ def asked(properties: Properties, key: bytes) -> Asked | None:
     return Asked(key, reply_to, correlation_id)
 
 
-def outcome(ask: Asked, taken_out: TakenOut) -> str:
-    """The outcome of a cancel whose transaction took out ``taken_out``."""
-    if ask.key in taken_out.unsure:
-        return UNKNOWN
-    return CANCELLED if ask.key in taken_out.keys else TOO_LATE
+def outcome(ask: Asked, taken_out: frozenset[bytes]) -> str:
+    """The outcome of a cancel whose transaction took out the messages of these keys."""
+    return CANCELLED if ask.key in taken_out else TOO_LATE
 
 
 def reply(ask: Asked, said: str, token: bytes) -> Outgoing:
@@ -66,10 +63,7 @@ def reply(ask: Asked, said: str, token: bytes) -> Outgoing:
 
 
 async def send(publisher: Publisher, answers: Sequence[Outgoing]) -> None:
-    """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it.
-
-    The broker may return a direct reply that its client got, so the daemon logs those too.
-    """
+    """Publish replies to cancels. The daemon logs a reply that is not confirmed, and does not retry it."""
     if not answers:
         return
     failed, reason = len(answers), "the broker takes no publishes"

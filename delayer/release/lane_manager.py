@@ -24,7 +24,7 @@ from delayer.core.backoff import Sparing
 from delayer.core.counters import Counters
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.hold import Hold
-from delayer.core.message import Parcel, TakenOut
+from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.release.loop import Release
 
@@ -149,7 +149,7 @@ class LaneManager:
         if self.spare.is_set() and not self.usable:
             raise StoreLost(*self._why_without(seconds))
 
-    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+    async def park(self, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See ports.Parking."""
         return await self._write(lambda store, lane: store.park(lane, parcels, cancels), parcels)
 

@@ -14,7 +14,7 @@ import asyncpg
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import Parcel, TakenOut
+from delayer.core.message import Parcel
 from delayer.core.segment import Restoration
 from delayer.store import pool as session
 from delayer.store import schema
@@ -104,10 +104,10 @@ class PostgresStore:
         """See the port."""
         return self._clock.lower_ms()
 
-    async def park(self, lane: object | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> TakenOut:
+    async def park(self, lane: object | None, parcels: Sequence[Parcel], cancels: Sequence[bytes]) -> frozenset[bytes]:
         """See the port. The ``cancels`` act before the ``parcels``: a message parked by the same call stays. Without a
         ``lane``, the messages go into any one, and its owner is notified."""
-        taken_out = TakenOut()
+        taken_out = frozenset[bytes]()
         if not parcels and not cancels:
             return taken_out
         ours = None if lane is None else _ours(lane)

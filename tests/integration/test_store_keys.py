@@ -10,7 +10,6 @@ import asyncpg
 import pytest
 
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.message import TakenOut
 from delayer.store.admin import actions
 from delayer.store.admin.actions import Found
 from delayer.store.admin.stats import overview
@@ -37,19 +36,16 @@ async def test_a_cancel_removes_the_held_message(database: str) -> None:
         assert (of.counters["parked"], of.counters["cancelled"], of.held, of.waiting) == (1, 1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("hold", "unsure"), [(WHY, False), (NO_CONFIRM, True), (Hold(HoldKind.LATE, "late", may_be_delivered=True), True)]
-)
-async def test_nobody_says_of_what_is_perhaps_out_that_it_is_cancelled(database: str, hold: Hold, unsure: bool) -> None:
-    """Not by its key, nor by its id. It is not tried again."""
+@pytest.mark.parametrize("hold", [WHY, NO_CONFIRM, Hold(HoldKind.LATE, "late", may_be_delivered=True)])
+async def test_a_held_message_is_cancelled_by_key_and_by_id(database: str, hold: Hold) -> None:
+    """It is not tried again."""
     async with opened(database) as store, owned(store) as [lane], sql(database) as admin:
         await store.park(lane, [parcel(store.now_ms(), key=key) for key in (b"k", b"l")], [])
         rows = await lane.claim(MANY, ROOM)
         await lane.settle([], [(row, hold) for row in rows])
         of_l = next(row.id for row in rows if row.parcel.key == b"l")
-        taken = await store.park(lane, [], [b"k"])
-        assert taken == (TakenOut(unsure=frozenset({b"k"})) if unsure else TakenOut(frozenset({b"k"})))
-        assert await actions.cancel(admin, [of_l]) == {of_l: Found.UNSURE if unsure else Found.HELD}
+        assert await store.park(lane, [], [b"k"]) == {b"k"}
+        assert await actions.cancel(admin, [of_l]) == {of_l: Found.HELD}
         for table in ("message", "held", "message_key"):
             assert await admin.fetchval(f"SELECT count(*) FROM {table}") == 0
         [of] = [one for one in (await overview(database)).lanes if one.number == lane.number]

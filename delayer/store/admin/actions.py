@@ -42,8 +42,6 @@ class Found(Enum):
 
     WAITING = "waiting"
     HELD = "held"
-    UNSURE = "perhaps delivered"
-    """It was held for want of an answer. It is not tried again, but its destination perhaps has it."""
     SEGMENT = "segment"
     NOWHERE = "nowhere"
     UNREADABLE = "unreadable"
@@ -54,7 +52,7 @@ Changes = Counter[tuple[int, str]]
 
 _DELETE_HELD = (
     "DELETE FROM held WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE)"
-    " RETURNING id, lane, key, may_be_delivered"
+    " RETURNING id, lane, key"
 )
 
 
@@ -93,7 +91,7 @@ async def _cancel_found(
     """Cancel what is found of ``missing``. Whether the rest is nowhere: nothing moved while we looked."""
     before = await listing.segments_seen(connection)
     quiet = await _cancel_rows(connection, missing, dues, found, changes)
-    left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD, Found.UNSURE)]
+    left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD)]
     if left and before.segments:
         quiet &= await _cancel_in_segments(connection, left, dues, found, changes)
     return quiet and await listing.segments_seen(connection) == before
@@ -120,8 +118,8 @@ async def _cancel_rows(
         gone += [(*row, Found.WAITING) for row in rows]
     elif keys:
         await lock_keys(connection, keys)
-    for number, lane, key, unsure in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
-        gone.append((number, lane, key, Found.UNSURE if unsure else Found.HELD))
+    for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
+        gone.append((*row, Found.HELD))
     for number, lane, _, where in gone:
         found[number] = where
         changes[lane, "cancelled"] += 1

@@ -23,18 +23,16 @@ from delayer.core.message import KeyGroup
 
 LOCKS: Final = 64
 """Advisory locks of all keys together."""
-_DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING may_be_delivered"
+_DELETE_HELD = "DELETE FROM held WHERE id = $1 RETURNING true"
 _LAST_BYTE = 0xFF
 
 
 class Cancelled(NamedTuple):
-    """Messages that keyed transactions took out: how many of each lane, how many of these were held, and their keys;
-    ``unsure`` are those of messages that their destination perhaps has."""
+    """Messages that keyed transactions took out: how many of each lane, how many of these were held, and their keys."""
 
     messages: Counter[int]
     held: Counter[int]
     keys: set[bytes]
-    unsure: set[bytes]
 
 
 def lock_number(key: bytes) -> int:
@@ -63,23 +61,21 @@ async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) 
 
 async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> Cancelled:
     """Take out the messages that ``keys`` stand for. Steps 1 and 2; raises the driver's errors."""
-    cancelled = Cancelled(Counter(), Counter(), set(), set())
+    cancelled = Cancelled(Counter(), Counter(), set())
     await lock_keys(connection, keys)
     waiting = await connection.fetch(
         "SELECT lane, due_at, id, key FROM message_key WHERE key = ANY($1) ORDER BY lane, due_at, id", list(keys)
     )
     for lane, due_at, message_id, key in waiting:
-        of = cancelled.keys
         if await _delete_message(connection, lane, due_at, message_id):
             pass
-        elif (may_be_delivered := await connection.fetchval(_DELETE_HELD, message_id)) is not None:
+        elif await connection.fetchval(_DELETE_HELD, message_id):
             cancelled.held[lane] += 1
-            of = cancelled.unsure if may_be_delivered else of
         elif not await _delete_message(connection, lane, due_at, message_id):
             # Else it was on its way out of the default partition when we looked first.
             continue
         cancelled.messages[lane] += 1
-        of.add(key)
+        cancelled.keys.add(key)
     return cancelled
 
 

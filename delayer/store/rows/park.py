@@ -16,7 +16,7 @@ from delayer.core.backoff import pause_ms
 from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold
-from delayer.core.message import KeyGroup, Parcel, TakenOut
+from delayer.core.message import KeyGroup, Parcel
 from delayer.store import statements
 from delayer.store.lanes.notify import notify
 from delayer.store.rows import envelope, keys
@@ -70,7 +70,7 @@ async def park_plain(connection: asyncpg.Connection, place: Placement, parcels: 
 
 async def park_keyed(
     connection: asyncpg.Connection, place: Placement, parcels: Sequence[Parcel], cancels: Sequence[bytes]
-) -> TakenOut:
+) -> frozenset[bytes]:
     """Messages of which some have keys, and keys or groups of keys to cancel. The cancels act before the messages.
     Returns the keys whose waiting messages were taken out.
 
@@ -101,7 +101,7 @@ async def park_keyed(
     for of_lane, n in cancelled.held.items():
         changes[of_lane, "held"] -= n
     await _count(connection, place, changes)
-    return TakenOut(frozenset(cancelled.keys), frozenset(cancelled.unsure))
+    return frozenset(cancelled.keys)
 
 
 async def hold_new(

@@ -9,7 +9,7 @@ import pytest
 from delayer.amqp.properties import Properties, encode_headers, entry, long_string
 from delayer.core.counters import Counters
 from delayer.core.errors import BrokerLost
-from delayer.core.message import Delivery, Returned, TakenOut
+from delayer.core.message import Delivery, Returned
 from delayer.core.plan import Mode, Policy, Route
 from delayer.intake import replies
 from delayer.intake.consume import AckTracker
@@ -31,8 +31,7 @@ def cancel(tag: int, key: bytes, reply_to: bytes = b"answers", *, correlation: b
 @pytest.mark.parametrize(("found", "said"), [(True, "cancelled"), (False, "too late")])
 def test_outcomes(found: bool, said: str) -> None:
     ask = Asked(b"a", b"answers", None)
-    assert replies.outcome(ask, TakenOut(frozenset({b"a", b"b"} if found else {b"b"}))) == said
-    assert replies.outcome(ask, TakenOut(frozenset({b"b"}), frozenset({b"a"}))) == "unknown"
+    assert replies.outcome(ask, frozenset({b"a", b"b"} if found else {b"b"})) == said
 
 
 def test_a_reply_is_known_by_what_the_cancel_said() -> None:
@@ -62,10 +61,10 @@ class Parking:
     def __init__(self, *keys: bytes) -> None:
         self.keys = set(keys)
 
-    async def park(self, parcels: object, cancels: list[bytes]) -> TakenOut:
+    async def park(self, parcels: object, cancels: list[bytes]) -> frozenset[bytes]:
         taken = frozenset(self.keys & set(cancels))
         self.keys -= taken
-        return TakenOut(taken)
+        return taken
 
 
 async def carried(publisher: ScriptedPublisher, parking: Parking, *batch: Delivery) -> Acks:
