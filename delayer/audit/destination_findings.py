@@ -1,17 +1,14 @@
-"""What the answers about destinations mean for the report. Pure, but for the one query that gathers what to ask."""
+"""What the answers about destinations mean for the report. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from delayer.audit.findings import Finding, Report, RuleRun, Severity, Share, shown
+from delayer.audit.findings import Finding, Report, Severity, Share, run_of, shown
 from delayer.broker.route_check import Asked, Route, Target, Verdict
-
-if TYPE_CHECKING:
-    from delayer.audit.frames import Frames
 
 RULE: Final = "destinations"
 NAMED: Final = 20
@@ -21,38 +18,10 @@ number into the key has millions."""
 _Row = tuple[Target, Route]
 
 
-def targets(frames: Frames, limit: int) -> list[Target]:
-    """The distinct destinations of what waits and what is held, the ``limit`` soonest due of them."""
-    from pyspark.sql import functions as f  # noqa: PLC0415 - the rest of this module works without Spark
-
-    both = [
-        frame.select("to_exchange", "to_key", "due_ms", f.lit(held).alias("held"))
-        for frame, held in ((frames.messages, 0), (frames.held, 1))
-    ]
-    distinct = (
-        both[0]
-        .unionByName(both[1])
-        .groupBy("to_exchange", "to_key")
-        .agg(f.count("*").alias("messages"), f.min("due_ms").alias("first_due_ms"), f.sum("held").alias("held"))
-    )
-    soonest = distinct.orderBy("first_due_ms", "to_exchange", "to_key").limit(limit).collect()
-    return [Target(bytes(to[0]), bytes(to[1]), to[2], to[3], to[4]) for to in soonest]
-
-
 def with_destinations(report: Report, asked: Asked) -> Report:
     """The report with the rule "destinations" in it: its findings, its line among the rules, and a verdict in each row
     of the calendar's destinations."""
-    found = findings(asked.routes)
-    severities = [one.severity for one in found]
-    # Findings that the report has, violations first.
-    listed = found[:100]
-    run = RuleRun(
-        RULE,
-        severities.count("violation"),
-        severities.count("warning"),
-        _skipped(asked),
-        unlisted=len(found) - len(listed),
-    )
+    run, listed = run_of(RULE, findings(asked.routes), _skipped(asked))
     answers = {(target.exchange, target.routing_key): answer for target, answer in asked.routes}
     rows = tuple(_judged(share, answers) for share in report.calendar.destinations)
     return replace(

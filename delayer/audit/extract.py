@@ -1,18 +1,17 @@
-"""The extract: the whole store, or a sample of it, as files of one instant; and the frames over these files.
+"""The extract: the whole store, or a sample of it, as files of one instant; and the views over these files.
 
-It is written first and worked on later, so that the snapshot is held for the reading alone. It holds no bodies (see
-delayer/audit/frames.py), but keys, headers and destinations: its directory is for this user only, and goes at the end.
+It is written first and worked on later, so that the snapshot is held for the reading alone. It holds neither bodies nor
+headers, but keys and destinations: its directory is for this user only, and goes at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -20,11 +19,9 @@ from urllib.parse import urlsplit
 import asyncpg
 
 from delayer.audit import spark as sessions
-from delayer.audit.frames import CAME_OUT, DAMAGE, OF_SEGMENTS, SCHEMAS, Facts, Frames
 from delayer.core.secret import SecretUrl
 from delayer.store import pool, schema
 from delayer.store.errors import translated
-from delayer.store.rows import partitions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,8 +35,7 @@ _MORE: Final = {
 _NO_TIMEOUT: Final = "SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'"
 _LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, segment_cancelled IN ACCESS SHARE MODE"
 _EXPORT: Final = """
-SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica,
-       current_setting('server_version') AS server
+SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica
 """
 # While a replica streams, and has replayed all that it received, it is up to date. Otherwise it has come as far as the
 # last commit that it replayed, or the checkpoint that it started from.
@@ -52,7 +48,7 @@ SELECT CASE
 END
 """
 _LANES: Final = """
-SELECT l.number, l.epoch, l.owner, l.watermark,
+SELECT l.number, l.owner,
        CASE WHEN pg_is_in_recovery() THEN NULL ELSE EXISTS (
            SELECT FROM pg_locks AS k
            WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2
@@ -63,47 +59,50 @@ FROM lane AS l
 ORDER BY l.number
 """
 _COUNTERS: Final = "SELECT lane, kind, n FROM counter ORDER BY lane, kind"
-_PARTITIONS: Final = """
-SELECT c.relname::text, pg_table_size(c.oid)
-FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
-WHERE i.inhparent = 'message'::regclass
-ORDER BY c.relname
-"""
 
-Rows = list[tuple[Any, ...]]
+
+class Lane(NamedTuple):
+    """``alive``: a daemon holds the lane's lock; None where that cannot be seen, on a replica."""
+
+    number: int
+    owner: str
+    alive: bool | None
+
+
+class Exported(NamedTuple):
+    """A snapshot for others to read on. ``now_ms``, ``behind_ms``: as in :class:`Extract`."""
+
+    id: str
+    now_ms: int
+    behind_ms: int
 
 
 class Snapshot:
-    """An exported snapshot, and what the driver itself reads on it: tables of a few rows. Made by :func:`hold`."""
+    """A snapshot, and what the driver itself reads on it: tables of a few rows. Made by :func:`hold_snapshot`."""
 
     def __init__(
-        self, url: SecretUrl, connection: asyncpg.Connection, runner: asyncio.Runner, id_: str, facts: Facts
+        self, url: SecretUrl, connection: asyncpg.Connection, runner: asyncio.Runner, exported: Exported
     ) -> None:
         self._url = url
         self._connection = connection
         self._runner = runner
-        self.id = id_
-        self.facts = facts
+        self.exported = exported
 
-    def lanes(self) -> Rows:
-        """The rows of frames.SCHEMAS["lanes"]. Raises StoreLost, as the others do."""
-        return self._fetch("read the lanes", _LANES)
+    def lanes(self) -> tuple[Lane, ...]:
+        """Raises StoreLost, as the others do."""
+        return tuple(Lane(*row) for row in self._fetch("read the lanes", _LANES))
 
-    def counters(self) -> Rows:
-        """The rows of frames.SCHEMAS["counters"]."""
-        return self._fetch("read the counters", _COUNTERS)
-
-    def partitions(self) -> Rows:
-        """The rows of frames.SCHEMAS["partitions"]."""
-        return [(name, *_day(name), size) for name, size in self._fetch("list the partitions", _PARTITIONS)]
+    def counters(self) -> dict[tuple[int, str], int]:
+        """By lane and kind."""
+        return {(lane, kind): n for lane, kind, n in self._fetch("read the counters", _COUNTERS)}
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
         """Bytes of these tables that rows may lie in; 0 is empty for certain."""
         sql = "SELECT name, pg_relation_size(name::regclass) FROM unnest($1::text[]) AS name"
         return dict(self._fetch("look at the tables' sizes", sql, list(tables)))
 
-    def _fetch(self, doing: str, sql: str, *arguments: object) -> Rows:
-        async def fetch() -> Rows:
+    def _fetch(self, doing: str, sql: str, *arguments: object) -> list[tuple[Any, ...]]:
+        async def fetch() -> list[tuple[Any, ...]]:
             with translated(doing):
                 return [tuple(row) for row in await self._connection.fetch(sql, *arguments, timeout=None)]
 
@@ -119,7 +118,7 @@ def hold_snapshot(url: SecretUrl) -> Iterator[Snapshot]:
     with asyncio.Runner() as runner:
         connection = runner.run(_open(url))
         try:
-            yield Snapshot(url, connection, runner, *runner.run(_begin(connection)))
+            yield Snapshot(url, connection, runner, runner.run(_begin(connection)))
         finally:
             runner.run(pool.close(connection))
 
@@ -128,48 +127,87 @@ async def _open(url: SecretUrl) -> asyncpg.Connection:
     return await pool.connect(url.reveal(), "delayer audit snapshot", _MORE)
 
 
-async def _begin(connection: asyncpg.Connection) -> tuple[str, Facts]:
+async def _begin(connection: asyncpg.Connection) -> Exported:
     with translated("take a snapshot"):
         await schema.check(connection)
         await connection.execute(_NO_TIMEOUT)
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
-        id_, now_ms, replica, server = await connection.fetchrow(_EXPORT)
+        id_, now_ms, replica = await connection.fetchrow(_EXPORT)
         at_ms = min(now_ms, await connection.fetchval(_COME_TO)) if replica else now_ms
-    return id_, Facts(at_ms, replica=replica, server=server, behind_ms=now_ms - at_ms)
-
-
-def _day(partition: str) -> tuple[int | None, int | None]:
-    """The interval of due instants of a partition, epoch ms."""
-    day = partitions.day_of(partition)
-    return (None, None) if day is None else (day * partitions.DAY_MS, (day + 1) * partitions.DAY_MS)
+    return Exported(id_, at_ms, now_ms - at_ms)
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
 """Shows the progress of what runs inside, under a name."""
 
-
-class _Part(NamedTuple):
-    """One set of files: what the data source reads for it, from which table, and what the progress calls it."""
-
-    relation: str
-    table: str
-    ddl: str
-    said: str
-    sampled: bool = False
-    """Whether a share of it is enough for a sample."""
-
-
-_PARTS: Final = {
-    "messages": _Part("message", "message", SCHEMAS["messages"], "reading messages", sampled=True),
-    "unpacked": _Part(
-        "segment_message", "segment", f"{SCHEMAS['messages']}, {CAME_OUT}", "unpacking segments", sampled=True
-    ),
-    "held": _Part("held", "held", SCHEMAS["held"], "reading held messages"),
-    "segments": _Part("segment", "segment", OF_SEGMENTS, "reading segments"),
-    "tombstones": _Part("segment_cancelled", "segment_cancelled", SCHEMAS["tombstones"], "reading cancelled messages"),
-    "keys": _Part("message_key", "message_key", SCHEMAS["keys"], "reading keys"),
+_SAID: Final = {
+    "message": "reading messages",
+    "segment_message": "unpacking segments",
+    "held": "reading held messages",
+    "segment": "reading segments",
+    "segment_cancelled": "reading cancelled messages",
+    "message_key": "reading keys",
 }
+"""What progress calls the reading of each relation (source.RELATIONS)."""
+_SAMPLED: Final = ("message", "segment_message")
+"""Relations of which a share is enough for a sample."""
+
+_COLUMNS: Final = "id, lane, due_ms, kind, route, to_exchange, to_key, key, size, faults, fingerprint, retry_ms"
+_VIEWS: Final = {
+    "damage": " UNION ALL ".join(f"SELECT damage.* FROM {name} WHERE damage IS NOT NULL" for name in _SAID),
+    "segments": "SELECT * FROM segment WHERE damage IS NULL",
+    "tombstones": "SELECT segment, id FROM segment_cancelled WHERE damage IS NULL",
+    "keys": "SELECT * FROM message_key WHERE damage IS NULL",
+    "packed": "SELECT m.*, t.id IS NOT NULL AS cancelled FROM segment_message AS m"
+    " LEFT JOIN tombstones AS t ON m.segment = t.segment AND m.id = t.id WHERE m.damage IS NULL",
+    "messages": f"SELECT {_COLUMNS} FROM message WHERE damage IS NULL"
+    f" UNION ALL SELECT {_COLUMNS} FROM held WHERE damage IS NULL"
+    f" UNION ALL SELECT {_COLUMNS} FROM packed WHERE id IS NOT NULL AND NOT cancelled",
+}
+"""What the rules ask, by name, over the files that were read.
+
+damage      places that Postgres cannot read
+segments    what segments say of themselves (source.SEGMENTS)
+tombstones  messages of segments that were cancelled
+keys        which message each key stands for
+packed      what came out of segments (source.MESSAGES), and whether it was ``cancelled``
+messages    everything that is here: waiting, held, and in segments without the cancelled ones
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """The store of one instant: what the driver read, and views of the rest, which lies in files. All of it comes from
+    one snapshot, so its figures fit each other.
+
+    now_ms     the store's clock at the snapshot; on a replica that is behind, the instant that it had come to
+    sample     the share of the pages of ``message`` and of the segments that was read, 0 < sample <= 1. Below 1 nothing
+               can be said about sums, keys that dangle and repeats
+    behind_ms  how far a replica was behind its primary
+    """
+
+    spark: SparkSession
+    now_ms: int
+    lanes: tuple[Lane, ...]
+    counters: Mapping[tuple[int, str], int]
+    sample: float = 1.0
+    behind_ms: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.sample >= 1.0
+
+    def show(self, files: Mapping[str, DataFrame]) -> None:
+        """Make the views, of a frame for each relation."""
+        for name, frame in files.items():
+            frame.createOrReplaceTempView(name)
+        for name, sql in _VIEWS.items():
+            self.spark.sql(sql).createOrReplaceTempView(name)
+
+    def rows(self, sql: str) -> list[Any]:
+        """The answer to a question about the views: a few rows. Spark's errors pass."""
+        return self.spark.sql(sql).collect()
 
 
 @contextmanager
@@ -222,63 +260,30 @@ def _found(spark: SparkSession, url: str) -> tuple[Any, Any]:
 
 def take(
     spark: SparkSession, url: SecretUrl, place: str, watch: Watch, *, sample: float = 1.0, seed: int = 0
-) -> Frames:
-    """Write the extract into ``place`` (a URL of a directory) and give the frames over it.
+) -> Extract:
+    """Write the extract into ``place`` (a URL of a directory).
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated; Spark's errors, see tasks.translated.
     """
-    from delayer.audit import source  # noqa: PLC0415  (needs the extra)
+    from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415  (needs the extra)
+
+    from delayer.audit import source  # noqa: PLC0415
 
     spark.dataSource.register(source.bound(url))
+    files = {}
     with hold_snapshot(url) as held:
-        sizes = held.sizes([part.table for part in _PARTS.values() if part.table != "message"])
-        parts = {name: part for name, part in _PARTS.items() if sizes.get(part.table, 1)}
-        small = {"lanes": held.lanes(), "counters": held.counters(), "partitions": held.partitions()}
-        for name, part in parts.items():
-            share = sample if part.sampled else 1.0
-            options = {"snapshot": held.id, "relation": part.relation, "sample": str(share), "seed": str(seed)}
-            read = spark.read.format(source.NAME).options(**options, columns=",".join(_names(_told(part))))
-            with watch(part.said):
-                read.load().write.parquet(f"{place}/{name}")
-        facts = replace(held.facts, sample=sample)
-    files = {
-        name: spark.read.schema(_told(part)).parquet(f"{place}/{name}")
-        if name in parts
-        else _made(spark, (), _told(part))
-        for name, part in _PARTS.items()
-    }
-    return _frames(facts, files, {name: _made(spark, rows, SCHEMAS[name]) for name, rows in small.items()})
-
-
-def _told(part: _Part) -> str:
-    """The columns of its files."""
-    return f"{part.ddl}, {DAMAGE}"
-
-
-def _frames(facts: Facts, told: Mapping[str, DataFrame], small: Mapping[str, DataFrame]) -> Frames:
-    files = {name: frame.where("damage IS NULL").drop("damage") for name, frame in told.items()}
-    first, *others = (frame.select("damage") for frame in told.values())
-    damage = functools.reduce(lambda one, other: one.unionByName(other), others, first)
-    unpacked = files["unpacked"]
-    messages = _names(SCHEMAS["messages"])
-    came_out = unpacked.where("id IS NULL").selectExpr("segment AS id", *_names(CAME_OUT))
-    return Frames(
-        facts=facts,
-        messages=files["messages"].unionByName(unpacked.where("id IS NOT NULL").select(*messages)),
-        held=files["held"],
-        segments=files["segments"].join(came_out, "id", "left").select(*_names(SCHEMAS["segments"])),
-        tombstones=files["tombstones"],
-        keys=files["keys"],
-        damage=damage.where("damage IS NOT NULL")
-        .selectExpr(f"from_json(damage, '{SCHEMAS['damage']}') AS told")
-        .select("told.*"),
-        **small,
-    )
-
-
-def _made(spark: SparkSession, rows: Rows | tuple[()], ddl: str) -> DataFrame:
-    return spark.createDataFrame(list(rows), ddl)
-
-
-def _names(ddl: str) -> list[str]:
-    return [field.split()[0] for field in ddl.split(",")]
+        sizes = held.sizes([one.table for name, one in source.RELATIONS.items() if name != "message"])
+        for name, relation in source.RELATIONS.items():
+            columns = from_arrow_schema(relation.schema)
+            if sizes.get(relation.table) == 0:
+                files[name] = spark.createDataFrame([], columns)
+                continue
+            share = sample if name in _SAMPLED else 1.0
+            options = {"snapshot": held.exported.id, "relation": name, "sample": str(share), "seed": str(seed)}
+            with watch(_SAID[name]):
+                spark.read.format(source.NAME).options(**options).load().write.parquet(f"{place}/{name}")
+            files[name] = spark.read.schema(columns).parquet(f"{place}/{name}")
+        _, now_ms, behind_ms = held.exported
+        extract = Extract(spark, now_ms, held.lanes(), held.counters(), sample, behind_ms)
+    extract.show(files)
+    return extract

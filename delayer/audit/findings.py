@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 Severity = Literal["violation", "warning"]
 VERSION: Final = 1
 """Of the JSON form."""
+
+
+WAITING, HELD, PACKED = "waiting", "held", "segment"
+"""Kinds of messages: a row of ``message``, a row of ``held``, inside a segment."""
 
 
 def shown(name: bytes) -> str:
@@ -114,7 +118,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """What is coming. Minutes and hours only of the near future (rules.judge), days of all of it. ``…_more`` is how
+    """What is coming. Minutes and hours only of the near future (audit.coming), days of all of it. ``…_more`` is how
     many routes and destinations there are beyond those listed, which are the ones with the most messages."""
 
     release_rate: float
@@ -138,6 +142,14 @@ class RuleRun:
     warnings: int
     skipped: str = ""
     unlisted: int = 0
+
+
+def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[RuleRun, list[Finding]]:
+    """The line of a rule among the rules, and the findings that a report lists: a hundred, violations first."""
+    ordered = sorted(found, key=lambda one: (one.severity == "warning", -one.count, one.subject))
+    violations = sum(one.severity == "violation" for one in ordered)
+    listed = ordered[:100]
+    return RuleRun(rule, violations, len(ordered) - violations, skipped, len(ordered) - len(listed)), listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from delayer.audit import extract
+from delayer.audit import coming, extract, rules
 from delayer.audit import spark as sessions
+from delayer.audit.coming import RELEASE_RATE
 from delayer.audit.errors import JobFailed, JobMisused
 from delayer.audit.findings import Report
-from delayer.audit.rules import judge
 from delayer.audit.tasks import Say, Watching
 from delayer.core.secret import SecretUrl
 from delayer.store import schema
@@ -25,7 +25,7 @@ from delayer.store.admin.stats import RESTORED_MS
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from delayer.audit.frames import Frames
+    from delayer.audit.extract import Extract
 
 FINDINGS: Final = (
     "audited_ms bigint, rule string, severity string, subject string, count bigint, first_due_ms bigint, details string"
@@ -66,7 +66,7 @@ class Broker:
 @dataclass(frozen=True, slots=True)
 class Options:
     """What an audit is to do. ``work``, ``out``: a path, or a URL of what the cluster shares. ``sample``: the share of
-    the store to read, above 0 and up to 1. ``release_rate``: messages a second; None for the rules' own.
+    the store to read, above 0 and up to 1. ``release_rate``: messages a second.
     ``restored_ms``: how long before its first message is due a segment should have been restored. ``paced``: messages a
     second that routes may release, where that is limited."""
 
@@ -76,7 +76,7 @@ class Options:
     out: str | None = None
     sample: float = 1.0
     seed: int = 0
-    release_rate: float | None = None
+    release_rate: float = RELEASE_RATE
     restored_ms: int = RESTORED_MS
     paced: Mapping[bytes, int] = field(default_factory=dict)
 
@@ -107,9 +107,12 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is known only now
     watching = Watching(spark, say)
     with extract.workplace(options.work, spark) as place:
-        frames = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
-        report = _judged(frames, options, watching)
-        report, remarks = _asked(report, frames, options, watching)
+        store = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)
+        with watching("judging"):
+            report = rules.judge(
+                store, release_rate=options.release_rate, restored_ms=options.restored_ms, paced=options.paced
+            )
+        report, remarks = _asked(report, store, options, watching)
     report = replace(report, seconds=round(time.monotonic() - began, 3))
     unkept = None
     if options.out is not None:
@@ -121,22 +124,14 @@ def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     return Audited(report, remarks, unkept)
 
 
-def _judged(frames: Frames, options: Options, watching: Watching) -> Report:
-    from delayer.audit import judging  # noqa: PLC0415 - Spark
-
-    rate = judge.RELEASE_RATE if options.release_rate is None else options.release_rate
-    with watching("judging"):
-        return judging.run(frames, release_rate=rate, restored_ms=options.restored_ms, paced=options.paced)
-
-
-def _asked(report: Report, frames: Frames, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
+def _asked(report: Report, store: Extract, options: Options, watching: Watching) -> tuple[Report, tuple[str, ...]]:
     """The report with the broker's answers, and what kept it from answering."""
     from delayer.audit import destination_findings  # noqa: PLC0415
     from delayer.broker import route_check  # noqa: PLC0415 - only with a broker
 
     with watching("gathering destinations"):
         # Destinations that the broker is asked about at most, the soonest due.
-        targets = destination_findings.targets(frames, 100_000)
+        targets = coming.targets(store, 100_000)
     if options.broker is None:
         asked = route_check.not_asked(targets, "the broker was not asked about destinations, as it was told")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Final
 
 from rich.console import Console
@@ -53,21 +52,16 @@ def _indented(console: Console, table: Table) -> None:
 
 
 def _findings(report: Report, console: Console) -> None:
-    unlisted = {run.rule: run.unlisted for run in report.rules}
-    for some, style in ((report.violations, "bold red"), (report.warnings, "yellow")):
-        for rule, group in groupby(some, key=lambda one: one.rule):
-            found = list(group)
-            told = advice(rule)
-            noun = words.counted(len(found), found[0].severity)
-            console.print(Text.assemble((f"{noun}: ", style), (told.title, "bold")))
-            # Findings of one rule that are printed; the page, the JSON and the Parquet files have all of them.
-            for one in found[:10]:
-                _finding(one, report.store_now_ms, console)
-            rest = len(found[10:]) + unlisted.pop(rule, 0)
-            if rest:
-                console.print(Text(f"  … and {rest:,} more", "dim"))
-            console.print(Text.assemble(("  Next: ", "bold"), told.next.replace("`", "")))
-            console.print()
+    for severity, told, found, unlisted in words.groups(report):
+        style = "bold red" if severity == "violation" else "yellow"
+        console.print(Text.assemble((f"{words.counted(len(found), severity)}: ", style), (told.title, "bold")))
+        # Findings of one rule that are printed; the page, the JSON and the Parquet files have all of them.
+        for one in found[:10]:
+            _finding(one, report.store_now_ms, console)
+        if rest := len(found[10:]) + unlisted:
+            console.print(Text(f"  … and {rest:,} more", "dim"))
+        console.print(Text.assemble(("  Next: ", "bold"), told.next.replace("`", "")))
+        console.print()
 
 
 def _finding(one: Finding, now_ms: int, console: Console) -> None:

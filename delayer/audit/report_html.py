@@ -16,8 +16,8 @@ from markupsafe import Markup, escape
 
 from delayer import __version__
 from delayer.audit import words
-from delayer.audit.findings import Bar, Finding, LaneFigures, Report, Severity, Share
-from delayer.audit.words import Advice, advice
+from delayer.audit.findings import Bar, LaneFigures, Report, Share
+from delayer.audit.words import advice
 from delayer.broker.route_check import Verdict
 from delayer.core.files import replacing
 
@@ -57,27 +57,6 @@ class Banner(NamedTuple):
     text: str
 
 
-class Group(NamedTuple):
-    """The findings of one rule and severity. ``unlisted``: how many there are beside them."""
-
-    severity: Severity
-    advice: Advice
-    findings: tuple[Finding, ...]
-    unlisted: int
-
-
-class LaneRow(NamedTuple):
-    """``off``: how many messages are missing (negative) or too many by the law; None where a sample cannot tell."""
-
-    title: str
-    owner: str
-    counters: dict[str, int]
-    held: int
-    waiting: int
-    packed: int
-    off: int | None
-
-
 def page(report: Report) -> str:
     """The whole page."""
     at = report.calendar
@@ -88,7 +67,7 @@ def page(report: Report) -> str:
         verdict=words.verdict(report),
         banner=_banner(report),
         tiles=list(_tiles(report)),
-        groups=list(_groups(report)),
+        groups=list(words.groups(report)),
         charts=list(_charts(report)),
         asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
         # What would not be taken stands first, however little it is.
@@ -96,7 +75,7 @@ def page(report: Report) -> str:
         peaks=words.peaks(report),
         badges=_badge,
         share=lambda messages: 100 * messages / max(most, 1),
-        lanes=[_lane(lane, sampled=report.sample is not None) for lane in report.lanes],
+        off=_off,
         kinds=KINDS,
         advice=advice,
     )
@@ -152,7 +131,7 @@ def _tiles(report: Report) -> Iterator[Tile]:
     yield Tile("waiting", f"{everything:,}", f"{words.size(totals.size)} of content")
     if totals.segments:
         segments = words.counted(totals.segments, "segment")
-        packed = f"{words.short(totals.packed)} in {segments if report.sample is None else 'segments'}"
+        packed = f"{totals.packed:,} in {segments if report.sample is None else 'segments'}"
         yield Tile("of these compacted", f"{totals.packed / max(everything, 1):.0%}", packed)
         yield Tile("segments on disk", words.size(totals.packed_bytes))
     yield Tile("held", f"{totals.held:,}", "their destination would not take them" if totals.held else "")
@@ -162,7 +141,7 @@ def _tiles(report: Report) -> Iterator[Tile]:
         yield Tile("with a key", f"{totals.keyed:,}", "can be replaced or cancelled by it")
     worst = max(words.peaks(report), key=lambda peak: peak.drain_seconds, default=None)
     if worst is not None and worst.drain_seconds >= 1:
-        more = f"{words.short(worst.messages)} within one {words.width(worst.width_ms)}"
+        more = f"{worst.messages:,} within one {words.width(worst.width_ms)}"
         yield Tile("longest to drain", words.duration(worst.drain_seconds), f"{more}, {words.instant(worst.start_ms)}")
 
 
@@ -170,18 +149,6 @@ def _instant_tile(at_ms: int | None, now_ms: int) -> tuple[str, str]:
     if at_ms is None:
         return "–", "nothing waits"
     return words.away(at_ms, now_ms), words.instant(at_ms)
-
-
-def _groups(report: Report) -> Iterator[Group]:
-    """Violations first; within, the rules in the order of their soonest message."""
-    unlisted = {run.rule: run.unlisted for run in report.rules}
-    severities: tuple[Severity, ...] = ("violation", "warning")
-    for severity, some in zip(severities, (report.violations, report.warnings), strict=True):
-        by_rule: dict[str, list[Finding]] = {}
-        for one in some:
-            by_rule.setdefault(one.rule, []).append(one)
-        for rule, found in by_rule.items():
-            yield Group(severity, advice(rule), tuple(found), unlisted.pop(rule, 0))
 
 
 class Chart(NamedTuple):
@@ -235,11 +202,8 @@ def _badge(share: Share) -> Tone:
         return Tone("", share.verdict or "not asked")
 
 
-def _lane(lane: LaneFigures, *, sampled: bool) -> LaneRow:
-    counters = {kind: lane.counters.get(kind, 0) for kind in KINDS}
+def _off(lane: LaneFigures) -> int:
+    """How many messages are missing (negative) or too many by the law of conservation."""
+    counters = lane.counters
     came = counters["parked"] + counters["restored"]
-    went = counters["released"] + counters["cancelled"] + counters["compacted"]
-    off = None if sampled else went + lane.held + lane.waiting - came
-    state = {True: "", False: "free", None: ""}[lane.alive]
-    owner = words.name(lane.owner, "–") + (f" ({state})" if state else "")
-    return LaneRow(f"lane {lane.number}", owner, counters, lane.held, lane.waiting, lane.packed, off)
+    return counters["released"] + counters["cancelled"] + counters["compacted"] + lane.held + lane.waiting - came

@@ -4,43 +4,204 @@
     spark.read.format("delayer").option("relation", "message").load()
 
 =============  =========================================================================================================
-relation       message, held, segment, segment_message, segment_cancelled, message_key, lane, counter (columns.KINDS)
-columns        which ones, with commas; all but ``body`` and ``damage`` if nothing is said. Only what these need is read
+relation       one of RELATIONS: what is read of which table
 snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
 sample         the share of the pages to read, 0 to 1; ``seed`` chooses other ones
 split_bytes    what one task reads; ``batch_bytes`` what it has in memory at a time
 =============  =========================================================================================================
 
+Neither bodies nor headers leave the executor that reads them: each message is looked at there (:func:`look`), and what
+the rules want to know of it becomes columns.
+
 Spark shows options in plans, pages and logs, so no password may stand in one: :func:`bound` makes a class that carries
 the URL inside. Spark keeps it as a pickle, and shows it nowhere.
 
-A page or a value that Postgres cannot read ends the reading. With the column ``damage`` it ends the reading of its
-piece (some megabytes) alone: a row that has nothing but this column names the piece and the reason.
+A page or a value that Postgres cannot read ends the reading of its piece (some megabytes) alone: a row that has nothing
+but the column ``damage`` names the piece and the reason.
 
 Memory is bounded by a batch, or by one row where that is larger: libpq streams, nothing is gathered.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from struct import Struct
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
 
+from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.audit import connection
-from delayer.audit.columns import KINDS, Column, Kind, Origin, epoch_ms, made, schema_of, select_list, without_body
 from delayer.audit.connection import Reading, Unreadable
-from delayer.audit.rules.checks import Damage
-from delayer.core.errors import StoreLost
+from delayer.audit.findings import HELD, PACKED, WAITING
 from delayer.core.secret import SecretUrl
+from delayer.store.rows.envelope import FORMAT, checksum
+from delayer.store.rows.partitions import DAY_MS, day_of
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+UNKNOWN_FORMAT: Final = "the format is not known"
+CHECKSUM: Final = "the checksum does not fit its bytes"
+PROPERTIES: Final = "the properties cannot be decoded"
+PARTITION: Final = "it is due outside its partition"
+
+_FINGERPRINT = Struct(">qIII")
+
+
+class Looked(NamedTuple):
+    """What the rules want to know of a message. ``size``: bytes of body and properties. ``faults``: nearly always none.
+    ``fingerprint``: 16 bytes that two messages share if they are the same one; None if that cannot be said. A message
+    with a key has none: there the key says what is the same."""
+
+    size: int
+    faults: list[str]
+    fingerprint: bytes | None
+
+
+class Message(NamedTuple):
+    """What :func:`look` needs of a message; ``checksum`` as stored."""
+
+    format: int
+    checksum: int
+    due_ms: int
+    exchange: bytes
+    routing_key: bytes
+    to_exchange: bytes
+    to_key: bytes
+    key: bytes | None
+    properties: bytes
+    body: bytes
+
+
+def look(message: Message) -> Looked:
+    """Look at one message."""
+    format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
+    size = len(properties) + len(body)
+    if not 1 <= format_ <= FORMAT:  # what its columns mean is not known either
+        return Looked(size, [UNKNOWN_FORMAT], None)
+    faults = [] if checksum(exchange, routing_key, properties, body) == stored else [CHECKSUM]
+    try:
+        parsed = Properties.parse(properties)
+        parsed.entries()
+    except (MalformedProperties, MalformedTable):
+        return Looked(size, [*faults, PROPERTIES], None)
+    if key is not None or not parsed.message_id:
+        return Looked(size, faults, None)
+    lengths = _FINGERPRINT.pack(due_ms, len(parsed.message_id), len(to_exchange), len(to_key))
+    told = lengths + parsed.message_id + to_exchange + to_key
+    return Looked(size, faults, blake2b(told + blake2b(body).digest(), digest_size=16).digest())
+
+
+_DAMAGE: Final = ("damage", pa.struct([("relation", pa.string()), ("place", pa.string()), ("reason", pa.string())]))
+
+
+def _schema(**columns: pa.DataType) -> pa.Schema:
+    return pa.schema([*columns.items(), _DAMAGE])
+
+
+_INT, _LONG, _TEXT, _BYTES = pa.int32(), pa.int64(), pa.string(), pa.binary()
+MESSAGES: Final = _schema(
+    id=_LONG, lane=_INT, due_ms=_LONG, kind=_TEXT, segment=_LONG, route=_BYTES, to_exchange=_BYTES, to_key=_BYTES,
+    key=_BYTES, size=_LONG, faults=pa.list_(_TEXT), fingerprint=_BYTES, retry_ms=_LONG,
+)  # fmt: skip
+"""Messages of every kind. ``segment``: the one that it is in. ``retry_ms``: when a held one is tried again. A row that
+has a segment and no id stands for a segment that does not read back."""
+SEGMENTS: Final = _schema(
+    id=_LONG, lane=_INT, first_due_ms=_LONG, last_due_ms=_LONG, first_id=_LONG, last_id=_LONG, messages=_LONG,
+    cancelled=_LONG, raw_bytes=_LONG, packed_bytes=_LONG, broken_ms=_LONG,
+)  # fmt: skip
+"""What segments say of themselves. ``broken_ms``: when a daemon marked it as broken."""
+TOMBSTONES: Final = _schema(segment=_LONG, id=_LONG)
+KEYS: Final = _schema(key=_BYTES, lane=_INT, due_ms=_LONG, id=_LONG)
+
+
+def _ms(column: str) -> str:
+    """Epoch milliseconds. An instant of infinity is as good as one at the end of the calendar; NULL stays NULL."""
+    clamped = f"greatest(least({column}, '9999-12-31 00:00+00'), '0001-01-01 00:00+00')"
+    return f"CASE WHEN {column} IS NOT NULL THEN floor(extract(epoch FROM {clamped}) * 1000)::bigint END"
+
+
+_CONTENT: Final = (
+    f"id, lane, format, checksum, {_ms('due_at')} AS due_ms, route, exchange, routing_key, to_exchange, to_key, key,"
+    " properties, body"
+)
+
+
+class Relation(NamedTuple):
+    """What is read of ``table``: ``columns`` of it in SQL; rows of ``schema`` are made of them."""
+
+    table: str
+    columns: str
+    schema: pa.Schema
+
+
+RELATIONS: Final[Mapping[str, Relation]] = {
+    "message": Relation("message", _CONTENT, MESSAGES),
+    "held": Relation("held", f"{_CONTENT}, {_ms('retry_at')} AS retry_ms", MESSAGES),
+    "segment_message": Relation("segment", "id, lane, format::int, messages, digest, packed", MESSAGES),
+    "segment": Relation(
+        "segment",
+        f"id, lane, {_ms('first_due')} AS first_due_ms, {_ms('last_due')} AS last_due_ms, first_id, last_id, messages,"
+        f" cancelled, raw_bytes, octet_length(packed) AS packed_bytes, {_ms('broken_at')} AS broken_ms",
+        SEGMENTS,
+    ),
+    "segment_cancelled": Relation("segment_cancelled", "segment, id", TOMBSTONES),
+    "message_key": Relation("message_key", f"key, lane, {_ms('due_at')} AS due_ms, id", KEYS),
+}
+
+
+def made(schema: pa.Schema, rows: int, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    """A batch of ``schema``; what ``columns`` has not is null, and one value stands for all rows."""
+    arrays = []
+    for field in schema:
+        value = columns.get(field.name)
+        if not isinstance(value, pa.Array | list):
+            value = pa.repeat(pa.scalar(value, field.type), rows)
+        arrays.append(pa.array(value, field.type) if isinstance(value, list) else value.cast(field.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def misplaced(due_ms: int, home: str, days: Collection[int]) -> bool:
+    """Is a row due at a time that its partition does not have? Claims look for it by that. The default partition has
+    every day that no other has."""
+    day, due_day = day_of(home), due_ms // DAY_MS
+    return due_day in days if day is None else due_day != day
+
+
+def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Collection[int] = ()) -> pa.RecordBatch:
+    """Messages, from their columns. ``home``: the partition that they lie in, if in any; ``days`` have partitions."""
+    values = (columns[name].to_pylist() if name in columns else [None] * rows for name in Message._fields)
+    looked = [look(Message(*row)) for row in zip(*values, strict=True)]
+    for one, due_ms in zip(looked, columns["due_ms"].to_pylist(), strict=True):
+        if home and misplaced(due_ms, home, days):
+            one.faults.append(PARTITION)
+    told = {name: [getattr(one, name) for one in looked] for name in Looked._fields}
+    return made(MESSAGES, rows, {"kind": WAITING if home else HELD, **columns, **told})
+
+
+def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The messages of each segment, the cancelled ones too; a row without an id for one that does not read back."""
+    from delayer.store.segments import codec  # noqa: PLC0415
+
+    for id_, lane, format_, messages, digest, packed in zip(*(one.to_pylist() for one in found.columns), strict=True):
+        place = {"kind": PACKED, "segment": id_, "lane": lane}
+        try:
+            table = codec.unpack(packed, format_, messages, digest)
+        except codec.SegmentBroken:
+            yield made(MESSAGES, 1, place)
+            continue
+        for part in table.to_batches(max_chunksize=10_000):
+            columns = dict(zip(part.schema.names, part.columns, strict=True))
+            due_ms = pc.floor_temporal(columns.pop("due_at"), unit="millisecond").cast(pa.timestamp("ms", "UTC"))
+            yield _messages({**columns, "due_ms": due_ms.cast(_LONG), **place}, part.num_rows)
+
 
 SPLIT_BYTES: Final = 64 << 20
 """What one task reads: seconds of work, and thousands of tasks for a terabyte."""
@@ -48,8 +209,8 @@ CHUNK_BYTES: Final = 1 << 20
 """What a sample takes at a time: neighbours were parked together, so a sample needs many places."""
 
 
-class Relation(NamedTuple):
-    """A table that holds rows. ``size`` is in bytes, with what lies out of line."""
+class Heap(NamedTuple):
+    """A table that rows lie in: a table of RELATIONS, or a partition. ``size`` in bytes, with what lies out of line."""
 
     name: str
     pages: int
@@ -63,7 +224,7 @@ class Relation(NamedTuple):
 class Piece(NamedTuple):
     """The pages ``first`` to ``after`` (not included) of a table; to its end where ``after`` is None."""
 
-    relation: str
+    heap: str
     first: int
     after: int | None
 
@@ -83,14 +244,14 @@ Split = tuple[Piece, ...]
 
 
 def plan_splits(
-    relations: Iterable[Relation], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0, seed: int = 0
+    heaps: Iterable[Heap], *, split_bytes: int = SPLIT_BYTES, sample: float = 1.0, seed: int = 0
 ) -> list[Split]:
     """Everything, or a share ``sample`` of the pages, as tasks of about ``split_bytes``; small tables share one."""
     splits: list[Split] = []
     gathered: list[Piece] = []
     filled = 0.0
-    for relation in relations:
-        for piece, size in _pieces(relation, split_bytes, sample, seed):
+    for heap in heaps:
+        for piece, size in _pieces(heap, split_bytes, sample, seed):
             if gathered and filled + size > split_bytes:
                 splits.append(tuple(gathered))
                 gathered, filled = [], 0.0
@@ -101,116 +262,25 @@ def plan_splits(
     return splits
 
 
-def _pieces(relation: Relation, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
-    """The relation's pieces, each with its bytes."""
-    if relation.pages == 0:
+def _pieces(heap: Heap, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
+    """The pieces of a table, each with its bytes. Of a sample each chunk has the same chance; the seed is the caller's,
+    so that a task that is repeated reads the same pages."""
+    if heap.pages == 0:
         return
-    if sample < 1.0:
-        yield from _sampled(relation, sample, seed)
-        return
-    step = max(1, int(split_bytes / relation.page_size))
-    for first in range(0, relation.pages, step):
-        after = first + step
-        # The last one has no end: the table may have grown between the snapshot and the look at its size.
-        yield (
-            Piece(relation.name, first, after if after < relation.pages else None),
-            min(step, relation.pages - first) * relation.page_size,
-        )
-
-
-def _sampled(relation: Relation, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
-    """Each chunk with the same chance: an estimate from them, divided by ``sample``, is a fair one.
-
-    The seed is the caller's, so that a task that is repeated reads the same pages.
-    """
-    chance = random.Random(f"{seed} {relation.name}")
-    step = max(1, int(CHUNK_BYTES / relation.page_size))
-    for first in range(0, relation.pages, step):
-        if chance.random() < sample:
-            after = min(first + step, relation.pages)
-            yield Piece(relation.name, first, after), (after - first) * relation.page_size
-
-
-_PACKED: Final = "SELECT id, lane::int, format::int, messages, digest, packed FROM ONLY segment WHERE {}"
-_TOMBSTONES: Final = (
-    "SELECT c.segment, c.id FROM segment_cancelled AS c"
-    " WHERE c.segment IN (SELECT s.id FROM ONLY segment AS s WHERE {})"
-)
-
-
-class _Packed(NamedTuple):
-    """What :data:`_PACKED` gives."""
-
-    id: int
-    lane: int
-    format: int
-    messages: int
-    digest: bytes
-    packed: bytes
-
-
-def unpacked(reading: Reading, piece: Piece, columns: dict[str, Column]) -> Iterator[pa.RecordBatch | Damage]:
-    """The live messages of each segment of ``piece``; after those of each, a row that says what came out of it, or why
-    nothing did. Raises the driver's errors."""
-    schema = schema_of(columns)
-    condition = piece.condition()
-    tombstones: dict[int, list[int]] = {}
-    try:
-        # First these, for a connection gives one answer at a time.
-        for segment, message in reading.rows(_TOMBSTONES.format(condition)):
-            tombstones.setdefault(segment, []).append(message)
-    except Unreadable as error:  # nobody may say of any of their messages that it waits
-        yield Damage("segment_cancelled", f"what was cancelled in the segments of {piece}", error.reason)
-        return
-    try:
-        for found in reading.batches(_PACKED.format(condition)):
-            for row in range(found.num_rows):
-                packed = _Packed(*(column[row].as_py() for column in found.columns))
-                yield from _segment(packed, tombstones.get(packed.id, []), columns, schema)
-    except Unreadable as error:
-        yield Damage(piece.relation, str(piece), error.reason)
-
-
-def _segment(
-    one: _Packed, tombstones: list[int], columns: dict[str, Column], schema: pa.Schema
-) -> Iterator[pa.RecordBatch]:
-    from delayer.store.segments import codec  # noqa: PLC0415
-
-    try:
-        table = codec.unpack(one.packed, one.format, one.messages, one.digest)
-    except codec.SegmentBroken as broken:
-        yield _summary(schema, segment=one.id, lane=one.lane, fault=broken.reason)
-        return
-    live = codec.without(table, tombstones)
-    origin = Origin("segment", segment=one.id, lane=one.lane)
-    # Rows of an unpacked segment that travel together.
-    for part in live.to_batches(max_chunksize=10_000):
-        yield made(part, columns, schema, origin)
-    due_ms = epoch_ms(table["due_at"].combine_chunks())
-    yield _summary(
-        schema,
-        segment=one.id,
-        lane=one.lane,
-        unpacked=table.num_rows,
-        live=live.num_rows,
-        found_first_due_ms=pc.min(due_ms).as_py(),
-        found_last_due_ms=pc.max(due_ms).as_py(),
-        found_first_id=pc.min(table["id"]).as_py(),
-        found_last_id=pc.max(table["id"]).as_py(),
-        found_raw_bytes=sum(pc.sum(pc.binary_length(table[name])).as_py() for name in ("properties", "body")),
-    )
-
-
-def _summary(schema: pa.Schema, **known: object) -> pa.RecordBatch:
-    values = {"origin": "segment", **known}
-    return pa.RecordBatch.from_arrays(
-        [pa.array([values.get(field.name)], field.type) for field in schema], schema=schema
-    )
+    chance = random.Random(f"{seed} {heap.name}")
+    step = max(1, int((split_bytes if sample >= 1.0 else CHUNK_BYTES) / heap.page_size))
+    for first in range(0, heap.pages, step):
+        after = min(first + step, heap.pages)
+        if sample >= 1.0:
+            # The last one has no end: the table may have grown between the snapshot and the look at its size.
+            yield Piece(heap.name, first, after if after < heap.pages else None), (after - first) * heap.page_size
+        elif chance.random() < sample:
+            yield Piece(heap.name, first, after), (after - first) * heap.page_size
 
 
 NAME: Final = "delayer"
 # Sizes with what lies out of line, the tables that rows lie in only: a partitioned one has none of its own.
-_RELATIONS: Final = """
+_HEAPS: Final = """
 SELECT c.relname::text AS name, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages,
        pg_table_size(c.oid) AS size
 FROM pg_class AS c
@@ -229,11 +299,11 @@ class StoreSource(DataSource):
     def name(cls) -> str:
         return NAME
 
-    def schema(self) -> str:
-        return _Asked.of(self.options, self.url).ddl
+    def schema(self) -> StructType:
+        return from_arrow_schema(Asked.of(self.options, self.url).relation.schema)
 
     def reader(self, schema: StructType) -> StoreReader:
-        return StoreReader(_Asked.of(self.options, self.url))
+        return StoreReader(Asked.of(self.options, self.url))
 
 
 def bound(url: SecretUrl) -> type[StoreSource]:
@@ -247,12 +317,11 @@ def bound(url: SecretUrl) -> type[StoreSource]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
     """The options, read once. Raises ValueError for what does not fit."""
 
     url: SecretUrl
-    kind: Kind
-    columns: tuple[str, ...]
+    name: str
     snapshot: str
     sample: float
     seed: int
@@ -260,18 +329,13 @@ class _Asked:
     batch_bytes: int
 
     @classmethod
-    def of(cls, options: Any, url: SecretUrl) -> _Asked:
-        relation = options.get("relation", "message")
-        if relation not in KINDS:
-            raise ValueError(f"no relation {relation!r}; there are {', '.join(KINDS)}")
-        kind = KINDS[relation]
-        named = [name.strip() for name in options.get("columns", "").split(",") if name.strip()]
-        columns = tuple(named or (name for name in kind.columns if name not in ("body", "damage")))
-        kind.chosen(columns)
+    def of(cls, options: Any, url: SecretUrl) -> Asked:
+        name = options.get("relation", "message")
+        if name not in RELATIONS:
+            raise ValueError(f"no relation {name!r}; there are {', '.join(RELATIONS)}")
         return cls(
             url=url,
-            kind=kind,
-            columns=columns,
+            name=name,
             snapshot=options.get("snapshot", ""),
             sample=float(options.get("sample", "1")),
             seed=int(options.get("seed", "0")),
@@ -280,36 +344,38 @@ class _Asked:
         )
 
     @property
-    def ddl(self) -> str:
-        types = dict(field.split() for field in self.kind.ddl.split(","))
-        return ", ".join(f"{name} {types[name]}" for name in self.columns)
+    def relation(self) -> Relation:
+        return RELATIONS[self.name]
 
 
 @dataclass
 class Task(InputPartition):
-    """What one task reads, and on which snapshot."""
+    """What one task reads. ``days`` have partitions: whoever reads the default partition needs to know."""
 
     split: Split
+    days: frozenset[int]
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, days: frozenset[int]) -> None:
         super().__init__(split)
         self.split = split
+        self.days = days if any(piece.heap == "message_default" for piece in split) else frozenset()
 
 
 class StoreReader(DataSourceReader):
     """Plans on the driver, reads on the executors."""
 
-    def __init__(self, asked: _Asked) -> None:
+    def __init__(self, asked: Asked) -> None:
         self._asked = asked
 
-    def partitions(self) -> list[InputPartition]:
+    def partitions(self) -> Sequence[InputPartition]:
         """At least one, for Spark wants that; without a piece in it where the relation is empty. Raises StoreLost."""
-        asked = self._asked
+        asked, table = self._asked, self._asked.relation.table
         at_work = connection.reading(asked.url, asked.snapshot, asked.batch_bytes)
-        with at_work as reading, connection.translated(asked.kind.table):
-            found = [Relation(*row) for row in reading.rows(_RELATIONS.format(table=asked.kind.table))]
+        with at_work as reading, connection.translated(table):
+            found = [Heap(*row) for row in reading.rows(_HEAPS.format(table=table))]
+        days = frozenset(day for heap in found if (day := day_of(heap.name)) is not None)
         planned = plan_splits(found, split_bytes=asked.split_bytes, sample=asked.sample, seed=asked.seed)
-        return [Task(split) for split in planned or [()]]
+        return [Task(split, days) for split in planned or [()]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Raises StoreLost."""
@@ -319,37 +385,22 @@ class StoreReader(DataSourceReader):
         asked = self._asked
         with connection.reading(asked.url, asked.snapshot, asked.batch_bytes) as reading:
             for piece in partition.split:
-                with connection.translated(piece.relation):
-                    for found in _read(reading, piece, asked):
-                        yield _told(found, asked) if isinstance(found, Damage) else found
+                with connection.translated(piece.heap):
+                    try:
+                        yield from self._piece(reading, piece, partition.days)
+                    except Unreadable as error:
+                        damage = {"relation": piece.heap, "place": str(piece), "reason": error.reason}
+                        yield made(asked.relation.schema, 1, {"damage": damage})
 
-
-def _read(reading: Reading, piece: Piece, asked: _Asked) -> Iterator[pa.RecordBatch | Damage]:
-    if asked.kind.name == "segment_message":
-        return unpacked(reading, piece, asked.kind.chosen(asked.columns))
-    return _rows(reading, piece, asked)
-
-
-def _rows(reading: Reading, piece: Piece, asked: _Asked) -> Iterator[pa.RecordBatch | Damage]:
-    columns = without_body(asked.kind.chosen(asked.columns))
-    schema = schema_of(columns)
-    origin = Origin("row", partition=piece.relation)
-    sql = f"SELECT {select_list(columns.values())} FROM ONLY {piece.relation} WHERE {{}}"
-
-    try:
-        for found in reading.batches(sql.format(piece.condition())):
-            yield made(found, columns, schema, origin)
-    except Unreadable as error:
-        yield Damage(piece.relation, str(piece), error.reason)
-
-
-def _told(damage: Damage, asked: _Asked) -> pa.RecordBatch:
-    """A row with nothing in it but what is damaged. Raises StoreLost where nobody asked for that."""
-    if "damage" not in asked.columns:
-        where = f"{damage.relation}, {damage.place}"
-        raise StoreLost(f"{where}: {damage.reason}", "read the column damage too, to read all the others")
-    schema = schema_of(asked.kind.chosen(asked.columns))
-    values = {"damage": json.dumps(damage._asdict())}
-    return pa.RecordBatch.from_arrays(
-        [pa.array([values.get(field.name)], field.type) for field in schema], schema=schema
-    )
+    def _piece(self, reading: Reading, piece: Piece, days: frozenset[int]) -> Iterator[pa.RecordBatch]:
+        """Raises Unreadable, and the driver's errors."""
+        name, relation = self._asked.name, self._asked.relation
+        for found in reading.batches(f"SELECT {relation.columns} FROM ONLY {piece.heap} WHERE {piece.condition()}"):
+            if name == "segment_message":
+                yield from _unpacked(found)
+                continue
+            columns = dict(zip(found.schema.names, found.columns, strict=True))
+            if relation.schema is MESSAGES:
+                yield _messages(columns, found.num_rows, piece.heap if name == "message" else "", days)
+            else:
+                yield made(relation.schema, found.num_rows, columns)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from delayer.audit.findings import Finding, Peak, Report
+from delayer.audit.findings import Finding, Peak, Report, Severity
 from delayer.config.logs import readable
 
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
@@ -54,14 +55,6 @@ def duration(seconds: float) -> str:
         if parts and (len(parts) == 2 or not amount or amount >= 10):
             break
     return " ".join(parts)
-
-
-def short(number: float) -> str:
-    """``4.2 M``, ``12 k``, ``950``: three digits at most, for axes and headlines."""
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= size * 0.9995:
-            return f"{_digits(number / size)}{unit}"
-    return _digits(number)
 
 
 def size(amount: float) -> str:
@@ -114,6 +107,23 @@ def peaks(report: Report) -> list[Peak]:
     """The peaks worth a line: a second with one message is none where another has thousands."""
     longest = max((peak.drain_seconds for peak in report.calendar.peaks), default=0.0)
     return [peak for peak in report.calendar.peaks if peak.drain_seconds >= 0.05 * longest and peak.messages > 1]
+
+
+class Group(NamedTuple):
+    """The findings of one rule and severity. ``unlisted``: how many there are beside them."""
+
+    severity: Severity
+    advice: Advice
+    findings: tuple[Finding, ...]
+    unlisted: int
+
+
+def groups(report: Report) -> Iterator[Group]:
+    """Violations first; of what a report does not list, most are of the graver kind."""
+    unlisted = {run.rule: run.unlisted for run in report.rules}
+    ordered = sorted(report.findings, key=lambda one: one.severity == "warning")
+    for (severity, rule), found in groupby(ordered, key=lambda one: (one.severity, one.rule)):
+        yield Group(severity, advice(rule), tuple(found), unlisted.pop(rule, 0))
 
 
 def verdict(report: Report) -> str:

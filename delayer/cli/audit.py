@@ -102,6 +102,7 @@ def audit(
       delayer audit --url-file /etc/delayer/replica.url --json
       delayer audit --master spark://cluster:7077 --work hdfs://cluster/tmp
     """
+    from delayer.audit.coming import RELEASE_RATE  # noqa: PLC0415
     from delayer.audit.job import Broker, Options  # noqa: PLC0415 - only the job's own verbs need it
     from delayer.cli.errors import failure  # noqa: PLC0415 - the errors of every layer
 
@@ -112,7 +113,7 @@ def audit(
         work=work,
         out=out,
         sample=sample,
-        release_rate=release_rate,
+        release_rate=release_rate or RELEASE_RATE,
         restored_ms=restored_ms(settings.store.restore_ahead_ms),
         paced={route.from_.encode(): route.max_rate for route in settings.routes if route.max_rate},
     )

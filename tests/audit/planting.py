@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import asyncpg
 
-from delayer.audit.rules import checks as rules
+from delayer.audit import rules
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import DAY_MS, bounds_of, name_of
 from delayer.store.segments import codec, compact

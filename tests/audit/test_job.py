@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from pyspark.sql import SparkSession
 
-from delayer.audit import job, judging, source
+from delayer.audit import job, rules, source
 from delayer.audit import spark as sessions
 from delayer.audit.findings import Report
 from delayer.audit.tasks import Watching
@@ -114,10 +114,9 @@ def test_the_password_is_nowhere(
 ) -> None:
     url = secret(filled)
     pack(filled)
-    frames = take(spark, url, work)
-    report = judging.run(frames)
+    report = rules.judge(take(spark, url, work))
     job.add_findings(spark, report, (Path(work) / "findings").as_uri())
-    frame = load(spark, url, "message", columns="id").where("id > 5")
+    frame = load(spark, url, "message").where("id > 5")
     frame.collect()
     frame.explain("extended")
     frame.explain("formatted")
@@ -174,7 +173,7 @@ def test_errors_do_not_quote_the_url(spark: SparkSession, filled: str, work: str
     chain = [raised.value, raised.value.__cause__, raised.value.__context__]
     assert PASSWORD not in "".join(f"{one!r} {getattr(one, '_desc', '')}" for one in chain)
     assert PASSWORD not in repr(source.bound(SecretUrl(missing)).__dict__)
-    assert PASSWORD not in repr(source._Asked.of({}, SecretUrl(missing)))
+    assert PASSWORD not in repr(source.Asked.of({}, SecretUrl(missing)))
 
 
 # ---- the command

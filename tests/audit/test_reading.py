@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from delayer.audit import columns, extract, source
-from delayer.audit.frames import SCHEMAS, Frames
+from delayer.audit import extract, source
+from delayer.audit.extract import Extract
 from delayer.audit.tasks import Watching
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
 from delayer.store import pool
 from delayer.store.errors import SchemaOutdated
-from delayer.store.rows.partitions import DAY_MS, name_of
+from delayer.store.rows.partitions import DAY_MS
 from delayer.store.segments import compact
 from tests.conformance.store_contract import MANY, ROOM, owned, parcel
 from tests.integration.test_store_lane import opened, sql
@@ -87,7 +86,7 @@ def load(spark: SparkSession, url: str, relation: str, **options: object) -> Dat
     return spark.read.format("delayer").options(relation=relation, **texts).load()
 
 
-def take(spark: SparkSession, url: str, work: str, **more: Any) -> Frames:
+def take(spark: SparkSession, url: str, work: str, **more: Any) -> Extract:
     watching = Watching(spark, lambda _what, _done, _of: None)
     return extract.take(spark, SecretUrl(url), Path(work).as_uri(), watching, **more)
 
@@ -98,71 +97,51 @@ def take(spark: SparkSession, url: str, work: str, **more: Any) -> Frames:
 def test_every_row_is_read_once_as_it_is(spark: SparkSession, filled: str) -> None:
     frame = load(spark, filled, "message", split_bytes=64 << 10, batch_bytes=32 << 10)
     assert frame.rdd.getNumPartitions() > 5
-    assert frame.schema.simpleString().count(":") == len(SCHEMAS["messages"].split(","))
     found = {row["id"]: row.asDict() for row in frame.collect()}
-    carried_names = ("route", "exchange", "routing_key", "to_exchange", "to_key", "properties", "body", "key")
-    names = ", ".join(("lane", "due_at", "parked_at", "checksum", "format", *carried_names))
-    expected = fetch(filled, f"SELECT id, tableoid::regclass::text, {names} FROM message")
+    names = ("route", "to_exchange", "to_key", "key")
+    expected = fetch(
+        filled,
+        "SELECT id, lane, due_at, octet_length(properties) + octet_length(body), properties, body,"
+        f" {', '.join(names)} FROM message",
+    )
     assert len(found) == len(expected) == frame.count() == 3000
-    for id_, partition, lane, due_ms, parked_ms, checksum, format_, *carried in expected:
+    for id_, lane, due_ms, size, properties, body, *carried in expected:
         row = found[id_]
-        assert (row["origin"], row["partition"], row["segment"]) == ("row", partition, None)
-        assert (row["lane"], row["due_ms"], row["parked_ms"]) == (lane, due_ms, parked_ms)
-        assert (row["checksum"], row["format"]) == (checksum, format_)
-        values = dict(zip(carried_names, carried, strict=True))
-        body = values.pop("body")
-        for name, value in values.items():
-            assert row[name] == value, name
-        assert row["body_bytes"] == len(body)
-        assert row["crc"] == checksum
-        assert row["body_digest"] == blake2b(body, digest_size=16).digest()
+        assert (row["lane"], row["due_ms"], row["kind"], row["size"]) == (lane, due_ms, "waiting", size)
+        assert [row[name] for name in names] == carried
+        assert (row["faults"], row["damage"], row["segment"], row["retry_ms"]) == ([], None, None, None)
+        assert all(value not in (properties, body) for name, value in row.items() if name not in names and value)
 
 
-def test_a_row_whose_bytes_changed_has_another_crc(spark: SparkSession, filled: str) -> None:
+def test_a_row_whose_bytes_changed_has_another_checksum(spark: SparkSession, filled: str) -> None:
     execute(filled, "UPDATE message SET body = body || '\\x00' WHERE id % 1000 = 7")
-    wrong = load(spark, filled, "message", columns="id,checksum,crc").where("crc <> checksum").collect()
+    wrong = load(spark, filled, "message").where("size(faults) > 0").collect()
     assert sorted(row.id % 1000 for row in wrong) == [7, 7, 7]
-
-
-def test_only_what_the_columns_need_is_asked_for(spark: SparkSession, filled: str) -> None:
-    assert load(spark, filled, "message", columns="id, body_bytes").columns == ["id", "body_bytes"]
-    chosen = columns.KINDS["message"].chosen(["id", "due_ms", "body_bytes"])
-    asked = columns.select_list(columns.without_body(chosen).values())
-    assert "octet_length(body)" in asked
-    assert "properties" not in asked
-    sizes = fetch(filled, "SELECT sum(octet_length(body)) FROM message")
-    total = load(spark, filled, "message", columns="body_bytes").groupBy().sum().collect()[0][0]
-    assert [(total,)] == sizes
-    assert load(spark, filled, "message", columns="body").where("length(body) = 3000").count() == 30
+    assert {fault for row in wrong for fault in row.faults} == {source.CHECKSUM}
 
 
 def test_instants_that_have_no_number_are_at_the_ends_of_the_calendar(spark: SparkSession, filled: str) -> None:
     execute(filled, "UPDATE message SET due_at = 'infinity' WHERE id = 1")
-    execute(filled, "UPDATE message SET parked_at = '-infinity' WHERE id = 1")
-    execute(filled, "UPDATE message SET parked_at = '1969-12-31 23:59:59.9995+00' WHERE id = 2")
-    frame = load(spark, filled, "message", columns="id,due_ms,parked_ms").where("id < 3")
-    found = {row.id: row for row in frame.collect()}
-    assert found[1].due_ms == 253402214400000  # the last day of 9999
-    assert found[1].parked_ms == -62135596800000  # the first of the year 1
-    assert found[2].parked_ms == -1  # rounded down, before 1970 too
+    execute(filled, "UPDATE message SET due_at = '0001-01-01 00:00:00+00 BC' WHERE id = 2")
+    execute(filled, "UPDATE message SET due_at = '1969-12-31 23:59:59.9995+00' WHERE id = 3")
+    found = {row.id: row.due_ms for row in load(spark, filled, "message").where("id < 4").collect()}
+    assert found[1] == 253402214400000  # the last day of 9999
+    assert found[2] == -62135596800000  # the first of the year 1
+    assert found[3] == -1  # rounded down, before 1970 too
 
 
-def test_relations_and_columns_that_are_not_there_are_named(spark: SparkSession, database: str) -> None:
-    for options, told in (
-        ({"relation": "messages"}, "there are message, held"),
-        ({"relation": "held", "columns": "id,nonsense"}, "held has no column nonsense"),
-    ):
-        with pytest.raises(PySparkException, match=told):
-            load(spark, database, **options)
+def test_a_relation_that_is_not_there_is_named(spark: SparkSession, database: str) -> None:
+    with pytest.raises(PySparkException, match="there are message, held"):
+        load(spark, database, "messages")
 
 
 def test_a_store_that_goes_away_is_a_loss_of_the_store(spark: SparkSession) -> None:
     with Postgres() as server:
         url = server.url(server.add_database())
         fill(url, 300)
-        frame = load(spark, url, "message", columns="id")
+        frame = load(spark, url, "message")
         assert frame.count() == 300
-        gone = load(spark, url, "held", columns="id")
+        gone = load(spark, url, "held")
         server.stop()
         with pytest.raises(StoreLost, match="connect: "), Watching(spark, lambda *_: None)("reading"):
             gone.count()
@@ -178,11 +157,10 @@ def test_everything_is_of_one_instant(spark: SparkSession, filled: str) -> None:
         execute(filled, "DELETE FROM message WHERE id % 2 = 0")
         execute(filled, "DELETE FROM held")
         execute(filled, "VACUUM message")
-        assert load(spark, filled, "message", snapshot=held.id, columns="id").distinct().count() == 3000
-        assert load(spark, filled, "held", snapshot=held.id, columns="id").count() == 2
+        assert load(spark, filled, "message", snapshot=held.exported.id).distinct().count() == 3000
+        assert load(spark, filled, "held", snapshot=held.exported.id).count() == 2
         assert held.counters() == counters
-        assert load(spark, filled, "counter", snapshot=held.id).count() == len(counters)
-    assert [(load(spark, filled, "message", columns="id").count(),)] == fetch(filled, "SELECT count(*) FROM message")
+    assert [(load(spark, filled, "message").count(),)] == fetch(filled, "SELECT count(*) FROM message")
 
 
 def test_what_the_driver_reads_itself(filled: str) -> None:
@@ -192,15 +170,12 @@ def test_what_the_driver_reads_itself(filled: str) -> None:
 
     def look() -> tuple[Any, ...]:
         with extract.hold_snapshot(SecretUrl(filled)) as held:
-            return held.lanes(), held.partitions(), held.facts, held.sizes(["held", "segment"])
+            return held.lanes(), held.exported, held.sizes(["held", "segment"])
 
-    number, (lanes, days, facts, sizes) = asyncio.run(work())
-    assert {lane[0]: lane[4] for lane in lanes}[number] is True
-    assert [alive for taken, *_, alive in lanes if taken != number] == [False] * (len(lanes) - 1)
-    assert {name for name, *_ in days} >= {"message_default", name_of(facts.now_ms // DAY_MS + 1)}
-    assert all(after - first == DAY_MS for name, first, after, _ in days if name != "message_default")
-    assert [bounds for name, *bounds, _ in days if name == "message_default"] == [[None, None]]
-    assert not facts.replica
+    number, (lanes, exported, sizes) = asyncio.run(work())
+    assert {lane.number: lane.alive for lane in lanes}[number] is True
+    assert [lane.alive for lane in lanes if lane.number != number] == [False] * (len(lanes) - 1)
+    assert exported.behind_ms == 0
     assert sizes["segment"] == 0 < sizes["held"]
 
 
@@ -220,7 +195,7 @@ def test_a_store_without_our_schema_is_refused_at_once(database: str) -> None:
 
 def test_a_snapshot_that_is_gone_says_so(spark: SparkSession, filled: str) -> None:
     with extract.hold_snapshot(SecretUrl(filled)) as held:
-        frame = load(spark, filled, "held", snapshot=held.id, columns="id")
+        frame = load(spark, filled, "held", snapshot=held.exported.id)
     with pytest.raises(StoreLost) as raised, Watching(spark, lambda *_: None)("reading"):
         frame.count()
     assert "run the job again" in raised.value.advice
@@ -247,20 +222,21 @@ def pack(url: str, after_days: int = 3) -> int:
     return asyncio.run(work())
 
 
+def messages(spark: SparkSession, where: str = "true") -> DataFrame:
+    return spark.table("messages").where(where)
+
+
 def test_messages_of_segments_are_messages(spark: SparkSession, filled: str, work: str) -> None:
-    before = take(spark, filled, work + "/before").messages.drop("origin", "partition", "segment").collect()
+    take(spark, filled, work + "/before")
+    before = messages(spark).drop("kind").orderBy("id").collect()
     packed = pack(filled)
     assert packed > 500
-    frames = take(spark, filled, work + "/after")
-    assert frames.messages.where("origin = 'segment'").count() == packed
-    after = frames.messages.drop("origin", "partition", "segment").collect()
-    assert sorted(map(tuple, after), key=lambda row: int(row[0])) == sorted(
-        map(tuple, before), key=lambda row: int(row[0])
-    )
-    segments = frames.segments.collect()
-    assert sum(one.unpacked for one in segments) == packed
-    assert {(one.fault, one.broken_ms) for one in segments} == {(None, None)}
-    assert all(one.unpacked == one.messages and one.packed_bytes > 0 for one in segments)
+    take(spark, filled, work + "/after")
+    assert messages(spark, "kind = 'segment'").count() == packed
+    assert messages(spark).drop("kind").orderBy("id").collect() == before
+    segments = spark.table("segments").collect()
+    assert sum(one.messages for one in segments) == packed
+    assert all(one.packed_bytes > 0 and one.broken_ms is None for one in segments)
 
 
 def test_cancelled_and_broken_segments(spark: SparkSession, filled: str, work: str) -> None:
@@ -272,25 +248,20 @@ def test_cancelled_and_broken_segments(spark: SparkSession, filled: str, work: s
     execute(
         filled, f"UPDATE segment SET packed = set_byte(packed, 300, get_byte(packed, 300) # 255) WHERE id = {broken}"
     )
-    frames = take(spark, filled, work)
-    assert frames.messages.where("origin = 'segment'").count() == packed - lost - 1
-    assert frames.messages.where(f"id = {dead}").count() == 0
-    found = {one.id: one for one in frames.segments.collect()}
-    assert (found[broken].unpacked, bool(found[broken].fault)) == (None, True)
-    assert (found[cut].unpacked, found[cut].cancelled) == (found[cut].messages, 1)
-    assert [tuple(row) for row in frames.tombstones.collect()] == [(cut, dead)]
+    take(spark, filled, work)
+    assert messages(spark, "kind = 'segment'").count() == packed - lost - 1
+    assert messages(spark, f"id = {dead}").count() == 0
+    unpacked = spark.table("packed")
+    assert [row.id for row in unpacked.where(f"segment = {broken}").collect()] == [None]
+    assert [row.id for row in unpacked.where("cancelled").collect()] == [dead]
+    assert [tuple(row) for row in spark.table("tombstones").collect()] == [(cut, dead)]
 
 
-def test_frames_have_the_columns_that_the_rules_expect(spark: SparkSession, filled: str, work: str) -> None:
-    frames = take(spark, filled, work)
-    for name, ddl in SCHEMAS.items():
-        frame: DataFrame = getattr(frames, name)
-        assert [f"{one} {kind}" for one, kind in frame.dtypes] == [field.strip() for field in ddl.split(",")], name
-        frame.collect()
-    assert frames.keys.count() == 150
-    assert {row.reason for row in frames.held.select("reason").collect()} == {"why", "too late"}
-    assert frames.facts.whole
-    # Nothing of a body is on the job's disk.
+def test_neither_bodies_nor_headers_are_on_the_disk_of_the_job(spark: SparkSession, filled: str, work: str) -> None:
+    found = take(spark, filled, work)
+    assert found.whole
+    assert spark.table("keys").count() == 150
+    assert messages(spark, "kind = 'held'").count() == 2
     assert not any(b"\x00" * 3000 in path.read_bytes() for path in Path(work).rglob("*.parquet"))
 
 
@@ -300,16 +271,15 @@ def test_an_empty_store(spark: SparkSession, database: str, work: str) -> None:
             pass
 
     asyncio.run(prepare())
-    frames = take(spark, database, work)
-    assert [getattr(frames, name).count() for name in ("messages", "held", "segments", "keys")] == [0] * 4
-    assert frames.lanes.count() == 4  # a new store has its lanes
+    found = take(spark, database, work)
+    assert [spark.table(name).count() for name in ("messages", "segments", "keys", "damage")] == [0] * 4
+    assert len(found.lanes) == 4  # a new store has its lanes
 
 
 def test_a_sample_reads_a_share(spark: SparkSession, database: str, work: str) -> None:
     fill(database, 20_000)
-    frames = take(spark, database, work, sample=0.3, seed=3)
-    assert not frames.facts.whole
-    assert 0 < frames.messages.count() < 20_000
+    assert not take(spark, database, work, sample=0.3, seed=3).whole
+    assert 0 < messages(spark).count() < 20_000
 
 
 def test_the_workplace_is_private_and_goes(tmp_path: Path) -> None:
@@ -341,7 +311,7 @@ def test_claimed_rows_are_still_waiting(spark: SparkSession, database: str, work
             now = store.now_ms()
             await store.park(lane, [parcel(now - n) for n in range(10)], [])
             assert len(await lane.claim(MANY, ROOM)) == 10
-            frames = await asyncio.to_thread(take, spark, database, work)
-            return await asyncio.to_thread(frames.messages.count)
+            await asyncio.to_thread(take, spark, database, work)
+            return await asyncio.to_thread(messages(spark).count)
 
     assert asyncio.run(scene()) == 10

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from delayer.audit import extract
-from delayer.audit.frames import Facts
+from delayer.audit.extract import Exported
 from delayer.core.secret import SecretUrl
 from tests.audit.test_job import audit, violated
 from tests.audit.test_reading import execute, fetch, fill
@@ -22,7 +22,7 @@ from tests.support.rows import put, row
 
 READER = "auditor"
 LATE_MS = 58_000
-"""Not overdue yet; and overdue two seconds later (rules.model.GRACE_MS)."""
+"""Not overdue yet; and overdue two seconds later (rules.GRACE_MS)."""
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def until(look: object) -> None:
     asyncio.run(scene())
 
 
-def facts(url: str) -> Facts:
+def exported(url: str) -> Exported:
     with extract.hold_snapshot(SecretUrl(url)) as held:
-        return held.facts
+        return held.exported
 
 
 def now_ms() -> int:
@@ -74,8 +74,7 @@ def test_one_that_follows_an_idle_primary_is_judged_by_now(caught_up: tuple[Post
     """However long ago the last commit was, there is nothing that it does not know."""
     _, standby, name = caught_up
     before = now_ms()
-    found = facts(standby.url(name, user=user))
-    assert found.replica
+    found = exported(standby.url(name, user=user))
     assert found.behind_ms == 0
     assert found.now_ms >= before > replayed_ms(standby.url(name))
 
@@ -96,8 +95,8 @@ def test_one_that_lags_is_judged_by_what_it_has_come_to(
     until(lambda: fetch(url, "SELECT pg_get_wal_replay_pause_state()") == [("paused",)])
     execute(primary.url(name), "DELETE FROM message WHERE id = 900001")
     until(lambda: fetch(url, "SELECT pg_last_wal_receive_lsn() > pg_last_wal_replay_lsn()") == [(True,)])
-    until(lambda: facts(url).behind_ms > 3_000)
-    found = facts(url)
+    until(lambda: exported(url).behind_ms > 3_000)
+    found = exported(url)
     assert found.now_ms == replayed_ms(url)
     assert abs(found.now_ms + found.behind_ms - now_ms()) < 2_000
     report = audit(spark, url).report
@@ -114,8 +113,8 @@ def test_one_that_was_cut_off_is_judged_by_its_last_commit(caught_up: tuple[Post
     url = standby.url(name)
     primary.stop()
     try:
-        until(lambda: facts(url).behind_ms > 0)
-        assert facts(url).now_ms == replayed_ms(url)
+        until(lambda: exported(url).behind_ms > 0)
+        assert exported(url).now_ms == replayed_ms(url)
     finally:
         primary.start()
-    until(lambda: facts(url).behind_ms == 0)
+    until(lambda: exported(url).behind_ms == 0)

@@ -1,108 +1,79 @@
-"""The audit's rules on rows written by hand: what each finds, and that sound rows give no finding."""
+"""The audit's rules on rows written by hand: what each finds, and that sound rows give no finding.
+
+A question to Spark takes time, so one store has everything of a kind that can be wrong, each in its lane or key.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-import pytest
+from delayer.audit import rules
+from delayer.audit.findings import PACKED, LaneFigures
+from delayer.store.admin.stats import KINDS, RESTORED_MS
+from delayer.store.rows.partitions import DAY_MS, name_of
+from tests.audit.rows import DAY, NOW, Row, held, judged, key, message, packed, said, segment, store, unread
 
-from delayer.audit.rules import checks
-from delayer.audit.rules.checks import CLAIM_HELD, Damage
-from delayer.audit.rules.model import DAY_MS, HELD, PACKED, Context, Lane, Segment
-from delayer.store.admin.stats import RESTORED_MS
-from delayer.store.rows.envelope import FORMAT
-from tests.audit.rows import (
-    DAY,
-    FOUND,
-    NOTHING_FOUND,
-    NOW,
-    fitting,
-    judged,
-    message,
-    pointer,
-    properties,
-    said,
-    segment,
-    waiting,
-)
-from tests.audit.sound import CLAIMS, CONTEXT, SEGMENTS, SOUND
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+NOBODY: dict[str, str] = {}
 
 
-def test_nothing_is_found_in_a_sound_store() -> None:
-    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT)
+def test_nothing_is_found_in_a_sound_store(spark: SparkSession) -> None:
+    inside = [packed(number) for number in range(100, 110)]
+    messages = [
+        message(1),
+        message(2, fingerprint=b"x" * 16),
+        message(3, fingerprint=b"y" * 16),
+        held(6, due_ms=NOW - 10 * DAY_MS, retry_ms=NOW + 1),
+        held(7, key=b"h", lane=1, due_ms=NOW - 10 * DAY_MS),
+        message(8, key=b"k"),
+        message(9, due_ms=NOW - rules.GRACE_MS + 1),
+    ]
+    report = judged(
+        spark,
+        [*messages, *inside],
+        [segment(1, inside, cancelled=3)],
+        [(1, 100), (1, 104), (1, 109)],
+        [key(b"k", 8), key(b"h", 7, lane=5, due_ms=0)],
+    )
     assert report.findings == ()
     assert not any(run.violations or run.warnings or run.skipped or run.unlisted for run in report.rules)
-    assert (report.totals.waiting, report.totals.held, report.totals.packed) == (9, 1, 27)
-    assert report.totals.waiting == report.totals.expected
-    assert report.totals.keyed == 1
+    totals = report.totals
+    assert (totals.waiting, totals.held, totals.packed, totals.segments) == (5, 2, 7, 1)
+    assert totals.waiting == totals.expected
+    assert (totals.keyed, totals.size) == (2, 14 * 100)
+    assert totals.last_due_ms == NOW + 8 * DAY_MS
 
 
-@pytest.mark.parametrize(
-    ("changed", "fault"),
-    [
-        ({"crc": 18}, checks.CHECKSUM),
-        ({"format": FORMAT + 1}, checks.UNKNOWN_FORMAT),
-        ({"format": 0}, checks.UNKNOWN_FORMAT),
-        ({"format": FORMAT + 1, "crc": 18, "properties": b""}, checks.UNKNOWN_FORMAT),
-        ({"properties": b"\x00\x80\x09id"}, checks.PROPERTIES),
-        ({"properties": b"\x20\x00\x00\x00\x00\x02\x07x"}, checks.PROPERTIES),
-        ({"home": f"message_{DAY}", "due_ms": (DAY + 1) * DAY_MS}, checks.PARTITION),
-        ({"home": f"message_{DAY}", "due_ms": DAY * DAY_MS - 1}, checks.PARTITION),
-        ({"home": "message_default", "due_ms": DAY * DAY_MS + 5, "lane": 2}, checks.PARTITION),
-    ],
-)
-def test_what_is_wrong_with_one_message(changed: dict[str, Any], fault: str) -> None:
-    wrong = message(77, **changed)
-    messages = [*SOUND, wrong]
-    # Later than the partition's day nothing is overdue: the context's now lies before all of it.
-    context = replace(CONTEXT, now_ms=min(NOW, wrong.due_ms))
-    lanes = (Lane(1, "one", True), Lane(2, "two", True))
-    report = judged(messages, SEGMENTS, CLAIMS, lanes=lanes, context=context)
-    assert said(report) == [("integrity", "violation", f"lane {wrong.lane}, {wrong.where}: {fault}", 1)]
-    assert report.findings[0].details == {"examples": [77]}
-    assert report.findings[0].first_due_ms == wrong.due_ms
+def figures(number: int, waiting: int, held: int = 0, /, **counters: int) -> LaneFigures:
+    return LaneFigures(number, "", True, dict.fromkeys(KINDS, 0) | counters, waiting, held)
 
 
-@pytest.mark.parametrize(
-    ("kind", "by", "expected"),
-    [
-        ("parked", 1, ("lane 1: waiting", 1)),
-        ("parked", -1, ("lane 1: waiting", 1)),
-        ("released", 2, ("lane 1: waiting", 2)),
-        ("cancelled", 1, ("lane 1: waiting", 1)),
-    ],
-)
-def test_conservation(kind: str, by: int, expected: tuple[str, int]) -> None:
-    counters = fitting(SOUND, SEGMENTS)
-    counters[1, kind] = counters.get((1, kind), 0) + by
-    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, counters=counters)
-    assert said(report) == [("conservation", "violation", *expected)]
-    details = report.findings[0].details
-    assert abs(details["expected"] - details["found"]) == abs(by)
-
-
-def test_conservation_of_held_messages() -> None:
-    counters = fitting(SOUND, SEGMENTS)
-    counters[1, "held"] += 1
-    counters[1, "parked"] += 1
-    report = judged(SOUND, SEGMENTS, CLAIMS, context=CONTEXT, counters=counters)
-    assert said(report) == [("conservation", "violation", "lane 1: held", 1)]
+def test_conservation() -> None:
+    whole = figures(1, 3, 1, parked=9, restored=2, released=4, cancelled=1, compacted=2, held=1)
+    assert rules.conservation([whole]) == []
+    for kind, by in (("parked", 1), ("parked", -1), ("released", 2), ("cancelled", 1), ("restored", 1)):
+        counters = {**whole.counters, kind: whole.counters[kind] + by}
+        (found,) = rules.conservation([LaneFigures(1, "", True, counters, 3, 1)])
+        assert (found.severity, found.subject, found.count) == ("violation", "lane 1: waiting", abs(by))
+        assert abs(found.details["expected"] - found.details["found"]) == abs(by)
+    assert said(rules.conservation([figures(1, 0, 0, parked=1, held=1)])) == [
+        ("conservation", "violation", "lane 1: held", 1)
+    ]
 
 
 def test_two_lanes_that_are_off_by_one_in_opposite_ways_are_both_found() -> None:
-    messages = [message(1, lane=1), message(2, lane=2)]
-    counters = {(1, "parked"): 2}
-    report = judged(messages, lanes=[Lane(1, "", True), Lane(2, "", True)], counters=counters)
-    assert [found.subject for found in report.findings] == ["lane 1: waiting", "lane 2: waiting"]
-    assert report.totals.expected == report.totals.waiting == 2
+    found = rules.conservation([figures(1, 1, parked=2), figures(2, 1)])
+    assert [one.subject for one in found] == ["lane 1: waiting", "lane 2: waiting"]
 
 
 def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
-    messages = [message(1, lane=1), message(2, lane=2), message(3, lane=2, where=HELD)]
-    counters = {(1, "parked"): 3, (2, "parked"): 2, (2, "held"): 2}
-    report = judged(messages, lanes=[Lane(1, "", True), Lane(2, "", True)], counters=counters)
-    assert sorted(said(report)) == [
+    found = rules.conservation([figures(1, 1, parked=3), figures(2, 1, 1, parked=2, held=2)])
+    assert sorted(said(found)) == [
         ("conservation", "violation", "all lanes: held", 1),
         ("conservation", "violation", "all lanes: waiting", 1),
         ("conservation", "violation", "lane 1: waiting", 2),
@@ -111,131 +82,166 @@ def test_of_several_lanes_all_together_tell_what_is_missing() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "severity", "subject", "count"),
-    [
-        (segment(9, **NOTHING_FOUND, fault="the bytes changed"), "violation", checks.UNREADABLE, 10),
-        (segment(9, **{**NOTHING_FOUND, "unpacked": 10}, fault="another digest"), "violation", checks.UNREADABLE, 10),
-        (segment(9, found_first_due_ms=NOW + 8 * DAY_MS - 1), "violation", checks.DUE, 10),
-        (segment(9, found_last_due_ms=NOW + 9 * DAY_MS + 1), "violation", checks.DUE, 10),
-        (segment(9, found_first_id=99), "violation", checks.IDS, 10),
-        (segment(9, found_last_id=998), "violation", checks.IDS, 10),
-        (segment(9, found_raw_bytes=4999), "violation", checks.SIZE, 10),
-        (segment(9, cancelled=2, tombstones=2, live=9), "violation", checks.FOREIGN, 8),
-        (segment(9, first_due_ms=NOW + RESTORED_MS - 1), "violation", checks.LATE, 10),
-        (segment(9, broken_ms=NOW), "violation", "a daemon could not restore it", 10),
-        (segment(9, broken_ms=NOW, fault="x"), "violation", "does not read back", 10),
-        (segment(9, broken_ms=NOW, first_due_ms=NOW), "violation", checks.MARKED, 10),
-        (
-            segment(9, cancelled=1),
-            "violation",
-            "its count of cancelled messages is not that of its tombstones",
-            9,
-        ),
-        (
-            segment(9, cancelled=10, tombstones=10),
-            "warning",
-            "all of its messages are cancelled, and it is still there",
-            0,
-        ),
-    ],
-)
-def test_segments(wrong: Segment, severity: str, subject: str, count: int) -> None:
-    report = judged(SOUND, [*SEGMENTS, wrong], CLAIMS, context=CONTEXT)
-    assert said(report) == [("segments", severity, f"lane 1: {subject}", count)]
-    assert report.findings[0].details == {"segments": [9]}
-
-
-def test_tombstones_without_a_segment() -> None:
-    said_nothing = dict.fromkeys((*FOUND, "messages", "cancelled", "packed_bytes"), 0)
-    lost = segment(9, **said_nothing, **NOTHING_FOUND, lane=None, tombstones=4)
-    report = judged(SOUND, [lost], CLAIMS, context=CONTEXT)
-    assert said(report) == [("segments", "warning", "tombstones of a segment that is not there", 4)]
-    assert report.findings[0].first_due_ms is None
-    unread = judged(SOUND, [lost], CLAIMS, context=CONTEXT, damage=[Damage("segment", "page 3", "invalid page")])
-    assert said(unread) == [("integrity", "violation", "table segment: the database cannot read it", 1)]
-
-
-def test_a_segment_is_late_only_from_when_it_should_have_been_restored() -> None:
-    assert judged(segments=[segment(1, first_due_ms=NOW + RESTORED_MS)]).findings == ()
-    sooner = Context(NOW, restored_ms=1000)
-    assert judged(segments=[segment(1, first_due_ms=NOW + 1000)], context=sooner).findings == ()
-    assert said(judged(segments=[segment(1, first_due_ms=NOW + 999)], context=sooner)) == [
-        ("segments", "violation", f"lane 1: {checks.LATE}", 10)
+def test_integrity_names_the_lowest_ids(spark: SparkSession) -> None:
+    wrong = [message(number, faults=["bad", "worse"], due_ms=NOW + number) for number in range(20, 10, -1)]
+    found = rules.integrity(store(spark, [*wrong, message(1), held(2, lane=2, faults=["bad"])]))
+    assert said(found) == [
+        ("integrity", "violation", "lane 1, waiting: bad", 10),
+        ("integrity", "violation", "lane 1, waiting: worse", 10),
+        ("integrity", "violation", "lane 2, held: bad", 1),
     ]
-    nothing_left = segment(1, first_due_ms=NOW, cancelled=10, tombstones=10)
-    assert said(judged(segments=[nothing_left])) == [("segments", "warning", f"lane 1: {checks.EMPTY}", 0)]
+    assert found[0].details == {"examples": [11, 12, 13, 14, 15]}
+    assert found[0].first_due_ms == NOW + 11
 
 
-def test_the_law_of_segments() -> None:
-    counters = {(1, "compacted"): 12, (2, "restored"): 3, (1, "parked"): 12}
-    report = judged(segments=[segment(1)], counters=counters)
-    law = [found for found in report.findings if found.rule == "segments"]
-    assert [(found.subject, found.count) for found in law] == [("all segments: compacted - restored", 1)]
-    assert law[0].details == {"expected": 9, "found": 10, "compacted": 12, "restored": 3}
+def wrong_segments() -> Iterator[tuple[Row, list[Row], list[int], tuple[str, str, int]]]:
+    """Segments of ten messages each in a lane of its own: what it says, what comes out, ids that were cancelled, and
+    what is to be found."""
+    numbers = count(1)
+
+    def one(
+        fault: str, count: int = 10, *, severity: str = "violation", cut: list[int] | None = None,
+        broken: bool = False, due_ms: int = NOW + 8 * DAY_MS, **says: Any,
+    ) -> tuple[Row, list[Row], list[int], tuple[str, str, int]]:  # fmt: skip
+        number = next(numbers)
+        first = 1000 * number
+        inside = [packed(first + n, number, lane=number, due_ms=due_ms + n) for n in range(10)]
+        says = {name: first + value if name.endswith("_id") else value for name, value in says.items()}
+        said = segment(number, inside, lane=number, **says)
+        if broken:
+            inside = [{"segment": number, "lane": number, "kind": PACKED}]
+        return said, inside, [first + n for n in cut or []], (severity, f"lane {number}: {fault}", count)
+
+    yield one(rules.UNREADABLE, broken=True)
+    yield one(rules.UNREADABLE, broken=True, broken_ms=NOW)
+    yield one(rules.DUE, first_due_ms=NOW + 8 * DAY_MS - 1)
+    yield one(rules.DUE, last_due_ms=NOW + 9 * DAY_MS)
+    yield one(rules.IDS, first_id=-1)
+    yield one(rules.IDS, last_id=8)
+    yield one(rules.SIZE, raw_bytes=999)
+    yield one(rules.FOREIGN, 8, cancelled=2, cut=[3, 99])
+    yield one(rules.LATE, due_ms=NOW + RESTORED_MS - 1)
+    yield one(rules.MARKED, broken_ms=NOW)
+    yield one(rules.MARKED, broken_ms=NOW, due_ms=NOW)
+    yield one(rules.CANCELLED, 9, cancelled=1)
+    yield one(rules.CANCELLED, 10, cut=[1])
+    yield one(rules.EMPTY, 0, severity="warning", cancelled=10, cut=list(range(10)))
+    yield one(rules.EMPTY, 0, severity="warning", cancelled=10, cut=list(range(10)), due_ms=NOW)
 
 
-def test_the_same_message_parked_twice() -> None:
-    twin = properties(b"order-1")
-    messages = [message(number, properties=twin, body_digest=b"b" * 16) for number in (5, 3, 9)]
-    report = judged(messages)
-    assert said(report) == [("repeats", "warning", "the same message more than once", 3)]
-    assert report.findings[0].details == {"groups": 1, "surplus": 2, "examples": [[3, 5, 9]]}
+def test_segments(spark: SparkSession) -> None:
+    cases = list(wrong_segments())
+    messages = [one for _, inside, _, _ in cases for one in inside]
+    tombstones = [(says["id"], id_) for says, _, cut, _ in cases for id_ in cut]
+    sound = [packed(1, 900, lane=1, due_ms=NOW + RESTORED_MS)]
+    extract = store(
+        spark,
+        [*messages, *sound],
+        [segment(900, sound), *(says for says, *_ in cases)],
+        [*tombstones, (901, 1), (901, 2)],
+    )
+    found = rules.segments(extract, RESTORED_MS, NOBODY)
+    expected = [("segments", *told) for *_, told in cases]
+    assert sorted(said(found)) == sorted([*expected, ("segments", "warning", rules.ORPHANED, 2)])
+    by_subject = {one.subject: one for one in found}
+    assert by_subject[f"lane 1: {rules.UNREADABLE}"].details == {"segments": [1]}
+    assert by_subject[rules.ORPHANED].first_due_ms is None
+    sooner = rules.segments(extract, 1000, NOBODY)
+    assert [one.subject for one in sooner if rules.LATE in one.subject] == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"due_ms": NOW + 3_600_001},
-        {"to_key": b"other"},
-        {"to_exchange": b"other"},
-        {"to_exchange": b"delayer.outo", "to_key": b"rders"},
-        {"body_digest": b"c" * 16},
-        {"properties": properties(b"order-2")},
-        {"key": b"k"},
-    ],
-)
-def test_other_messages_are_no_repeats(other: dict[str, Any]) -> None:
-    first = message(1, properties=properties(b"order-1"), body_digest=b"b" * 16)
-    claims = [pointer(b"k", 2), waiting(b"k", 2)] if "key" in other else []
-    assert judged([first, first._replace(id=2, **other)], claims=claims).findings == ()
+def test_what_damage_explains_is_no_fault_of_segments(spark: SparkSession) -> None:
+    inside = [packed(1)]
+    extract = store(spark, inside, [segment(1, inside, cancelled=1)], [(9, 1)])
+    faults = {f"lane 1: {rules.CANCELLED}", rules.ORPHANED}
+    assert {one.subject for one in rules.segments(extract, RESTORED_MS, NOBODY)} == faults
+    unread_segment = rules.segments(extract, RESTORED_MS, {"segment": "page 0"})
+    assert {one.subject for one in unread_segment} == {f"lane 1: {rules.CANCELLED}"}
+    unread_cancelled = rules.segments(extract, RESTORED_MS, {"segment_cancelled": "page 0"})
+    assert {one.subject for one in unread_cancelled} == {rules.ORPHANED}
 
 
-def test_one_id_in_two_places_is_a_violation_and_not_a_repeat_too() -> None:
-    first = message(1, properties=properties(b"order-1"))
-    copies = [first, first._replace(where=PACKED)]
-    report = judged(copies, [segment(1, messages=1)])
-    assert said(report) == [("repeats", "violation", "one id, more than one message", 2)]
-    assert report.findings[0].details == {"groups": 1, "surplus": 1, "examples": [1]}
+def test_the_law_of_segments(spark: SparkSession) -> None:
+    inside = [packed(number) for number in range(10)]
+    counters = {(1, "compacted"): 12, (2, "restored"): 3, (1, "parked"): 12, (2, "parked"): -3}
+    report = judged(spark, inside, [segment(1, inside)], counters=counters)
+    (law,) = report.findings
+    assert (law.rule, law.subject, law.count) == ("segments", "all segments: compacted - restored", 1)
+    assert law.details == {"expected": 9, "found": 10, "compacted": 12, "restored": 3}
 
 
-@pytest.mark.parametrize(
-    ("claims", "subject", "count"),
-    [
-        ([pointer(b"k", 1), waiting(b"k", 1), waiting(b"k", 2)], "several waiting messages have one key", 2),
-        ([waiting(b"k", 1), waiting(b"k", 2)], "several waiting messages have one key", 2),
-        ([waiting(b"k", 1)], "a waiting message that its key does not stand for", 1),
-        ([pointer(b"k", 2), waiting(b"k", 1)], "a waiting message that its key does not stand for", 1),
-        ([pointer(b"k", 1, lane=2), waiting(b"k", 1)], "a waiting message that its key does not stand for", 1),
-        ([pointer(b"k", 1, due_ms=0), waiting(b"k", 1)], "a waiting message that its key does not stand for", 1),
-        ([pointer(b"k", 1), waiting(b"K", 1), pointer(b"K", 1)], "a key that stands for no message", 1),
-        ([pointer(b"k", 1)], "a key that stands for no message", 1),
-    ],
-)
-def test_keys(claims: list[Any], subject: str, count: int) -> None:
-    report = judged(claims=claims)
-    assert said(report) == [("keys", "violation", subject, count)]
+def test_repeats(spark: SparkSession) -> None:
+    twins = [message(number, fingerprint=b"b" * 16) for number in (5, 3, 9)]
+    # One id in two places is no repeat of itself.
+    copies = [message(20, fingerprint=b"c" * 16), packed(20, fingerprint=b"c" * 16)]
+    id_, same = rules.repeats(store(spark, [*twins, *copies, message(1), message(2)]))
+    assert said([id_]) == [("repeats", "violation", "one id, more than one message", 2)]
+    assert id_.details == {"groups": 1, "surplus": 1, "examples": [20]}
+    assert said([same]) == [("repeats", "warning", "the same message more than once", 3)]
+    assert same.details == {"groups": 1, "surplus": 2, "examples": [[3, 9]]}
 
 
-def test_a_held_message_need_not_be_behind_its_key() -> None:
-    assert judged(claims=[waiting(b"k", 1, source=CLAIM_HELD)]).findings == ()
+def test_keys(spark: SparkSession) -> None:
+    messages = [
+        message(1, key=b"two"), message(2, key=b"two"),
+        message(3, key=b"two of none"), message(4, key=b"two of none"),
+        message(10, key=b"unknown"),
+        message(11, key=b"of another"),
+        message(12, key=b"of another lane"),
+        message(13, key=b"of another time"),
+        message(14, key=b"sound"),
+        held(15, key=b"held", lane=7),
+        held(16, key=b"held and not behind its key"),
+    ]  # fmt: skip
+    keys = [
+        key(b"two", 1),
+        key(b"of another", 99),
+        key(b"of another lane", 12, lane=2),
+        key(b"of another time", 13, due_ms=0),
+        key(b"sound", 14),
+        key(b"held", 15),
+        key(b"SOUND", 14),
+        key(b"nobody", 20),
+    ]
+    found = {one.subject: one for one in rules.keys(store(spark, messages, keys=keys))}
+    assert {subject: (one.count, one.details["examples"]) for subject, one in found.items()} == {
+        rules.COLLIDES: (4, [1, 2, 3, 4]),
+        rules.UNREACHABLE: (4, [10, 11, 12, 13]),
+        rules.DANGLES: (2, [14, 20]),
+    }
+    assert {(one.rule, one.severity) for one in found.values()} == {("keys", "violation")}
 
 
-def test_a_sample_says_nothing_about_the_whole() -> None:
-    twin = properties(b"order-1")
-    messages = [message(number, properties=twin, body_digest=b"b" * 16) for number in (1, 2)]
-    context = Context(NOW, whole=False)
-    report = judged([*messages, message(3, crc=1)], context=context, counters={(1, "parked"): 100}, sample=0.01)
+def test_a_sample_says_nothing_about_the_whole(spark: SparkSession) -> None:
+    twins = [message(number, fingerprint=b"b" * 16) for number in (1, 2)]
+    inside = [packed(number) for number in (10, 11)]
+    unread_segment = segment(2, [packed(number, 2) for number in range(20, 30)])
+    more = {"counters": {(1, "parked"): 100, (1, "compacted"): 9}, "sample": 0.01}
+    report = judged(
+        spark, [*twins, message(3, faults=["bad"]), *inside], [segment(1, inside), unread_segment], [(7, 1)], **more
+    )
     assert [found.rule for found in report.findings] == ["integrity"]
     assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
     assert report.sample == 0.01
+    assert (report.totals.waiting, report.totals.packed, report.totals.segments) == (3, 2, 2), "what was unpacked"
+
+
+def test_rows_that_damage_hides_are_not_called_missing(spark: SparkSession) -> None:
+    """The damaged tables are told with their places; the rules that hidden rows would mislead are not asked."""
+    home = name_of(DAY)
+    places = [("pages 0 to 7", "one"), ("pages 8 to 15", "two"), ("pages 0 to 7", "one")]
+    rows = [message(1, key=b"k"), *(unread(f"{home} {place}", reason) for place, reason in places)]
+    report = judged(spark, rows, counters={(1, "parked"): 9})
+    assert said(report) == [("integrity", "violation", f"table {home}: the database cannot read it", 2)]
+    (damage,) = report.findings
+    assert damage.first_due_ms is None
+    assert damage.details == {
+        "places": ["pages 0 to 7", "pages 8 to 15"],
+        "reasons": ["one", "two"],
+        "due_from_ms": DAY * DAY_MS,
+        "due_before_ms": (DAY + 1) * DAY_MS,
+    }
+    assert {run.rule for run in report.rules if run.skipped} == {"conservation", "repeats", "keys"}
+    other = judged(spark, [message(1, key=b"k")], keys=[unread("message_key page 3", "bad")])
+    assert {run.rule for run in other.rules if run.skipped} == {"keys"}
+    assert [one.rule for one in other.findings] == ["integrity"]

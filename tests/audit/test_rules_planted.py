@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import aio_pika
 import pytest
 
-from delayer.audit import job
+from delayer.audit import job, rules
 from delayer.audit.findings import Report
-from delayer.audit.rules import checks as rules
 from delayer.core.secret import SecretUrl
 from tests.audit.planting import FAR, NEAR, SEGMENTS, Planting, build
 from tests.audit.rows import said

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.audit.source import CHUNK_BYTES, Piece, Relation, plan_splits
+from delayer.audit.source import CHUNK_BYTES, Heap, Piece, plan_splits
 
 PAGE = 8192
 
 
-def relation(name: str, pages: int, *, page_size: int = PAGE) -> Relation:
-    return Relation(name, pages, pages * page_size)
+def relation(name: str, pages: int, *, page_size: int = PAGE) -> Heap:
+    return Heap(name, pages, pages * page_size)
 
 
 relations = st.lists(
@@ -21,32 +21,32 @@ relations = st.lists(
 
 
 @given(relations, st.integers(PAGE, 4 << 20))
-def test_every_page_is_read_once(given: list[Relation], split_bytes: int) -> None:
+def test_every_page_is_read_once(given: list[Heap], split_bytes: int) -> None:
     pieces = [piece for split in plan_splits(given, split_bytes=split_bytes) for piece in split]
     for each in given:
-        own = [piece for piece in pieces if piece.relation == each.name]
+        own = [piece for piece in pieces if piece.heap == each.name]
         assert [piece.first for piece in own] == [0, *(piece.after for piece in own[:-1])][: len(own)]
         # The last one is open, for a table that grows; a table without pages is not read at all.
         assert [piece.after for piece in own[-1:]] == [None] * (each.pages > 0)
 
 
 @given(relations, st.integers(64 << 10, 4 << 20))
-def test_no_split_is_much_larger_than_asked(given: list[Relation], split_bytes: int) -> None:
+def test_no_split_is_much_larger_than_asked(given: list[Heap], split_bytes: int) -> None:
     sizes = {each.name: each for each in given}
 
     def size(piece: Piece) -> float:
-        of = sizes[piece.relation]
+        of = sizes[piece.heap]
         return ((piece.after or of.pages) - piece.first) * of.page_size
 
     for split in plan_splits(given, split_bytes=split_bytes):
-        one_page = max(sizes[piece.relation].page_size for piece in split)
+        one_page = max(sizes[piece.heap].page_size for piece in split)
         assert sum(map(size, split)) <= max(split_bytes, one_page)
 
 
 def test_small_tables_share_a_split() -> None:
     days = [relation(f"day{n}", 3) for n in range(100)]
     [split] = plan_splits(days)
-    assert [piece.relation for piece in split] == [day.name for day in days]
+    assert [piece.heap for piece in split] == [day.name for day in days]
 
 
 def test_nothing_to_read_is_no_split() -> None:

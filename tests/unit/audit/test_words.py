@@ -6,7 +6,7 @@ import pytest
 
 from delayer.audit import words
 from delayer.audit.destination_findings import RULE
-from delayer.audit.rules.judge import RULES
+from delayer.audit.rules import RULES
 from delayer.audit.words import ADVICE, advice
 
 
@@ -19,15 +19,6 @@ from delayer.audit.words import ADVICE, advice
 )  # fmt: skip
 def test_durations(seconds: float, expected: str) -> None:
     assert words.duration(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [(0, "0"), (950, "950"), (999.6, "1 k"), (12_345, "12.3 k"), (4_200_000, "4.2 M"), (1.5e9, "1.5 G"),
-     (-12_000, "-12 k")],
-)  # fmt: skip
-def test_short_numbers(number: float, expected: str) -> None:
-    assert words.short(number) == expected
 
 
 def test_instants_and_how_far_they_are_away() -> None:

@@ -1,0 +1,107 @@
+"""What is coming: how much is due when, from which routes, for which destinations, and the peaks among it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from delayer.audit import words
+from delayer.audit.extract import Extract
+from delayer.audit.findings import HELD, Bar, Calendar, Finding, Peak, Share
+from delayer.broker.route_check import Target
+from delayer.store.rows.partitions import DAY_MS
+
+RELEASE_RATE: Final = 14_000.0
+"""Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each
+(docs/performance.md). Whoever knows the own rate says so."""
+SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
+
+
+def calendar(store: Extract, release_rate: float) -> Calendar:
+    """``release_rate`` in messages a second. Raises ValueError unless it is above zero."""
+    if not release_rate > 0:
+        raise ValueError(f"release rate: expected messages a second, more than 0, found {release_rate:g}")
+    routes, more_routes = _shares(store, "route", 50)
+    destinations, more_destinations = _shares(store, "to_exchange, to_key", 200)
+    return Calendar(
+        release_rate=release_rate,
+        minutes=_bars(store, MINUTE_MS, HOUR_MS, DAY_MS),
+        hours=_bars(store, HOUR_MS, DAY_MS, 31 * DAY_MS),
+        days=_bars(store, DAY_MS, 400 * DAY_MS, 4000 * DAY_MS, gathered=True),
+        peaks=_peaks(store, release_rate),
+        routes=tuple(Share(*_figures(row), route=bytes(row.route)) for row in routes),
+        routes_more=more_routes,
+        destinations=tuple(
+            Share(*_figures(row), exchange=bytes(row.to_exchange), routing_key=bytes(row.to_key))
+            for row in destinations
+        ),
+        destinations_more=more_destinations,
+    )
+
+
+def _bars(store: Extract, width: int, before_ms: int, after_ms: int, *, gathered: bool = False) -> tuple[Bar, ...]:
+    """Bars of ``width`` ms, from ``before_ms`` before now to ``after_ms`` after. What lies beyond is not shown, or
+    ``gathered`` in the bars at the edges."""
+    first, last = ((store.now_ms + off) // width * width for off in (-before_ms, after_ms))
+    start = f"due_ms - pmod(due_ms, {width})"
+    if gathered:
+        start = f"least(greatest({start}, {first}), {last})"
+    rows = store.rows(f"""
+        SELECT {start} AS start_ms, count(*) AS messages, sum(size) AS size
+        FROM messages WHERE kind <> '{HELD}' AND {start} BETWEEN {first} AND {last} GROUP BY 1 ORDER BY 1""")
+    return tuple(Bar(row.start_ms, width, row.messages, row.size) for row in rows)
+
+
+def _peaks(store: Extract, rate: float) -> tuple[Peak, ...]:
+    """The ten fullest seconds, minutes and hours, those first that take longest beyond their own width. A minute is
+    listed only if it has much more than each listed second of it, or every peak would be there three times."""
+    found: list[Peak] = []
+    for width in (SECOND_MS, MINUTE_MS, HOUR_MS):
+        rows = store.rows(f"""
+            SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
+            FROM messages WHERE kind <> '{HELD}' GROUP BY 1 ORDER BY messages DESC, start_ms LIMIT 10""")
+        for row in rows:
+            inside = (p.messages for p in found if row.start_ms <= p.start_ms < row.start_ms + width)
+            if 2 * max(inside, default=0) < row.messages:
+                found.append(Peak(row.start_ms, width, row.messages, row.size, round(row.messages / rate, 3)))
+    found.sort(key=lambda peak: (peak.width_ms / 1000 - peak.drain_seconds, peak.start_ms))
+    return tuple(found)
+
+
+def _shares(store: Extract, by: str, limit: int) -> tuple[list[Any], int]:
+    """The ``limit`` largest groups of what waits, and how many more there are."""
+    of = f"FROM messages WHERE kind <> '{HELD}'"
+    rows = store.rows(f"""
+        SELECT {by}, count(*) AS messages, sum(size) AS size, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
+        {of} GROUP BY {by} ORDER BY messages DESC, {by} LIMIT {limit}""")
+    if len(rows) < limit:
+        return rows, 0
+    [[groups]] = store.rows(f"SELECT count(DISTINCT {by}) {of}")
+    return rows, groups - limit
+
+
+def _figures(row: Any) -> tuple[int, int, int, int]:
+    return row.messages, row.size, row.first_due_ms, row.last_due_ms
+
+
+def targets(store: Extract, limit: int) -> list[Target]:
+    """The distinct destinations of what waits and what is held, the ``limit`` soonest due of them."""
+    rows = store.rows(f"""
+        SELECT to_exchange, to_key, count(*) AS messages, min(due_ms) AS first_due_ms, count_if(kind = '{HELD}') AS held
+        FROM messages GROUP BY to_exchange, to_key ORDER BY first_due_ms, to_exchange, to_key LIMIT {limit}""")
+    return [Target(bytes(row.to_exchange), bytes(row.to_key), row.messages, row.first_due_ms, row.held) for row in rows]
+
+
+def peaks(coming: Calendar) -> list[Finding]:
+    """Peaks that take more than a minute longer than they are wide: the last of their messages are that late."""
+    return [
+        Finding(
+            "peaks",
+            "warning",
+            f"{words.instant(peak.start_ms)}: {peak.messages:,} due in {peak.width_ms // 1000:,} s",
+            peak.messages,
+            peak.start_ms,
+            {"drain_seconds": peak.drain_seconds, "release_rate": coming.release_rate},
+        )
+        for peak in coming.peaks
+        if peak.drain_seconds - peak.width_ms / 1000 > 60.0
+    ]

@@ -1,0 +1,403 @@
+"""The rules: each asks the extract a question in SQL, and says what its answer means.
+
+conservation  everything that came in is out or still here
+segments      each reads back and holds what it says
+integrity     a row's bytes, format and partition; pages that Postgres cannot read
+overdue       messages past their due instant
+lanes         lanes without an owner
+repeats       one message, or one id, more than once
+keys          each key stands for one waiting message
+peaks         much is due at one time
+
+docs/backlog.md says what each rule means, and what is a violation. The rows of an answer are few, however many
+messages there are: Spark counts them where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from delayer.audit.coming import RELEASE_RATE, calendar, peaks
+from delayer.audit.extract import Extract
+from delayer.audit.findings import (
+    HELD,
+    PACKED,
+    WAITING,
+    Finding,
+    LaneFigures,
+    Report,
+    RuleRun,
+    Severity,
+    Totals,
+    run_of,
+    shown,
+)
+from delayer.store.admin.stats import KINDS, RESTORED_MS, waiting
+from delayer.store.rows.partitions import DAY_MS, day_of
+
+GRACE_MS: Final = 60_000
+"""How long past its due time a message is before it counts as overdue: a release at work is not worth a word."""
+STUCK_MS: Final = 3_600_000
+"""Overdue for longer than this is a violation even in a lane with an owner: it should have been released long ago."""
+ADOPTED_MS: Final = 60_000
+"""Daemons take a lane without an owner within 10 s."""
+EXAMPLES: Final = 5
+"""Ids that a finding names."""
+
+CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE = "conservation", "segments", "integrity", "overdue"
+LANES, REPEATS, KEYS, PEAKS = "lanes", "repeats", "keys", "peaks"
+RULES: Final = (CONSERVATION, SEGMENTS, INTEGRITY, OVERDUE, LANES, REPEATS, KEYS, PEAKS)
+OF_THE_WHOLE: Final = (CONSERVATION, REPEATS, KEYS)
+"""Rules that say nothing about a sample; and neither does the law of segments."""
+
+
+def judge(
+    store: Extract,
+    *,
+    release_rate: float = RELEASE_RATE,
+    restored_ms: int = RESTORED_MS,
+    paced: Mapping[bytes, int] | None = None,
+) -> Report:
+    """The report on an extract. ``release_rate``: messages a second that daemons release. ``restored_ms``: how long
+    before its first message is due a segment should have been restored. ``paced``: what routes may release, in messages
+    a second, where that is limited. Spark's errors pass."""
+    places = store.rows("""
+        SELECT lane, kind, count(*) AS messages, count(key) AS keyed, sum(size) AS size,
+               min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
+        FROM messages GROUP BY lane, kind""")
+    of_segments = store.rows("""
+        SELECT lane, count(*) AS segments, sum(messages - cancelled) AS packed, sum(packed_bytes) AS packed_bytes
+        FROM segments GROUP BY lane""")
+    figures = _figures(store, places, of_segments)
+    totals = _totals(figures, places, of_segments)
+    damaged = damage(store)
+    unread = {found.subject.split()[1].rstrip(":"): str(found.details["places"][0]) for found in damaged}
+    coming = calendar(store, release_rate)
+    first_due = {place.lane: place.first_due_ms for place in places if place.kind == WAITING}
+    questions: dict[str, Callable[[], list[Finding]]] = {
+        CONSERVATION: lambda: conservation(figures),
+        SEGMENTS: lambda: [*segments(store, restored_ms, unread), *_law_of_segments(store, figures, unread)],
+        INTEGRITY: lambda: [*damaged, *integrity(store)],
+        OVERDUE: lambda: overdue(store, figures, paced or {}),
+        LANES: lambda: lanes(store, figures, first_due),
+        REPEATS: lambda: repeats(store),
+        KEYS: lambda: keys(store),
+        PEAKS: lambda: peaks(coming),
+    }
+    skipped = _skipped(store, unread)
+    runs: list[RuleRun] = []
+    listed: list[Finding] = []
+    for rule, question in questions.items():
+        run, some = run_of(rule, [] if rule in skipped else question(), skipped.get(rule, ""))
+        runs.append(run)
+        listed += some
+    return Report(
+        store_now_ms=store.now_ms,
+        seconds=0.0,
+        sample=None if store.whole else store.sample,
+        behind_ms=store.behind_ms,
+        totals=totals,
+        lanes=tuple(figures),
+        calendar=coming,
+        rules=tuple(runs),
+        findings=tuple(listed),
+    )
+
+
+def _figures(store: Extract, places: list[Any], of_segments: list[Any]) -> list[LaneFigures]:
+    """Every lane that the table of lanes, a counter or a row names. Of a sample ``packed`` is what was unpacked of it,
+    as ``waiting`` is, and not what all segments say."""
+    known = {lane.number: lane for lane in store.lanes}
+    counts = {(place.lane, place.kind): place.messages for place in places}
+    packed = {row.lane: row.packed for row in of_segments}
+    numbers = {*known, *packed, *(number for number, _ in store.counters), *(number for number, _ in counts)}
+    return [
+        LaneFigures(
+            number=number,
+            owner=known[number].owner if number in known else "",
+            alive=known[number].alive if number in known else False,
+            counters={kind: store.counters.get((number, kind), 0) for kind in KINDS},
+            waiting=counts.get((number, WAITING), 0),
+            held=counts.get((number, HELD), 0),
+            packed=packed.get(number, 0) if store.whole else counts.get((number, PACKED), 0),
+        )
+        for number in sorted(numbers)
+    ]
+
+
+def _totals(figures: list[LaneFigures], places: list[Any], of_segments: list[Any]) -> Totals:
+    coming = [place for place in places if place.kind != HELD]
+    return Totals(
+        waiting=sum(lane.waiting for lane in figures),
+        expected=sum(waiting(lane.counters) for lane in figures),
+        held=sum(lane.held for lane in figures),
+        segments=sum(row.segments for row in of_segments),
+        packed=sum(lane.packed for lane in figures),
+        size=sum(place.size for place in places),
+        packed_bytes=sum(row.packed_bytes for row in of_segments),
+        keyed=sum(place.keyed for place in places),
+        first_due_ms=min((place.first_due_ms for place in coming), default=None),
+        last_due_ms=max((place.last_due_ms for place in coming), default=None),
+    )
+
+
+def _skipped(store: Extract, unread: Mapping[str, str]) -> dict[str, str]:
+    """Which rules are not run, and why. Rows that the database could not read are no rows that are missing."""
+    if not store.whole:
+        return dict.fromkeys(OF_THE_WHOLE, "a sample was read: this is asked of the whole")
+    found = {}
+    for table, place in unread.items():
+        why = f"table {table} could not be read as a whole ({place}): see integrity"
+        if table == "message_key":
+            found[KEYS] = why
+        elif not table.startswith("segment"):
+            found |= dict.fromkeys(OF_THE_WHOLE, why)
+    return found
+
+
+def _grouped(store: Extract, rows: str, by: str) -> list[Any]:
+    """The rows of a query in groups: how many ``messages`` they are about, the first due time, and the lowest ids."""
+    return store.rows(f"""
+        SELECT {by}, sum(messages) AS messages, min(due_ms) AS first_due_ms,
+               array_sort(collect_set(CASE WHEN nth <= {EXAMPLES} THEN id END)) AS examples
+        FROM (SELECT *, row_number() OVER (PARTITION BY {by} ORDER BY id) AS nth FROM ({rows}))
+        GROUP BY {by} ORDER BY {by}""")
+
+
+def conservation(figures: list[LaneFigures]) -> list[Finding]:
+    """parked + restored = released + cancelled + compacted + held + waiting, for each lane: held and waiting are
+    counted row by row and compared with what the counters say. If it holds for each, it holds for all; if not, all of
+    them together say whether messages are missing, or only in another lane than the counters have them in."""
+    found = [one for lane in figures for one in _off(f"lane {lane.number}", lane.waiting, lane.held, lane.counters)]
+    if found and len(figures) > 1:
+        counters = {kind: sum(lane.counters[kind] for lane in figures) for kind in KINDS}
+        found += _off("all lanes", sum(lane.waiting for lane in figures), sum(lane.held for lane in figures), counters)
+    return found
+
+
+def _off(where: str, waits: int, held: int, counters: Mapping[str, int]) -> Iterator[Finding]:
+    for what, expected, rows in (("waiting", waiting(counters), waits), ("held", counters["held"], held)):
+        if rows != expected:
+            details = {"expected": expected, "found": rows, "counters": dict(counters)}
+            yield Finding(CONSERVATION, "violation", f"{where}: {what}", abs(rows - expected), None, details)
+
+
+UNREADABLE: Final = "does not read back"
+DUE: Final = "its first and last due time are not those of its messages"
+IDS: Final = "its first and last id are not those of its messages: a cancel would miss them"
+SIZE: Final = "its messages have another size than it says"
+LATE: Final = "it was not restored in time"
+MARKED: Final = "a daemon could not restore it"
+CANCELLED: Final = "its count of cancelled messages is not that of its tombstones"
+EMPTY: Final = "all of its messages are cancelled, and it is still there"
+FOREIGN: Final = "it counts messages as cancelled that are not in it: it cannot be restored"
+ORPHANED: Final = "tombstones of a segment that is not there"
+
+
+def segments(store: Extract, restored_ms: int, unread: Mapping[str, str]) -> list[Finding]:
+    """What segments say of themselves against what came out of them. Faults that damage to one of the two tables would
+    explain are left out."""
+    rows = f"""
+        WITH found AS (
+            SELECT segment, max(id) IS NULL AS unreadable, count_if(NOT cancelled) AS live, min(id) AS first_id,
+                   max(id) AS last_id, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms, sum(size) AS raw_bytes
+            FROM packed GROUP BY segment
+        ), dead AS (
+            SELECT segment, count(*) AS messages FROM tombstones GROUP BY segment
+        ), joined AS (
+            SELECT coalesce(s.id, d.segment) AS id, s.lane, s.first_due_ms AS due_ms, s.broken_ms,
+                   s.messages - s.cancelled AS live, s.cancelled, coalesce(d.messages, 0) AS dead,
+                   f.unreadable, f.live AS live_now, s.id IS NULL AS orphaned,
+                   (s.first_due_ms, s.last_due_ms) <> (f.first_due_ms, f.last_due_ms) AS other_due,
+                   (s.first_id, s.last_id) <> (f.first_id, f.last_id) AS other_ids,
+                   s.raw_bytes <> f.raw_bytes AS other_size
+            FROM segments AS s FULL JOIN dead AS d ON s.id = d.segment LEFT JOIN found AS f ON s.id = f.segment
+        )
+        SELECT id, lane, due_ms, if(orphaned, dead, greatest(live, 0)) AS messages, explode(array_compact(array(
+            CASE WHEN orphaned THEN '{ORPHANED}' WHEN unreadable THEN '{UNREADABLE}'
+                 WHEN broken_ms IS NOT NULL THEN '{MARKED}'
+                 WHEN live > 0 AND due_ms < {store.now_ms + restored_ms} THEN '{LATE}' END,
+            CASE WHEN cancelled <> dead THEN '{CANCELLED}' WHEN NOT unreadable AND live_now <> live THEN '{FOREIGN}'
+                 WHEN live <= 0 THEN '{EMPTY}' END,
+            CASE WHEN NOT unreadable AND other_due THEN '{DUE}' END,
+            CASE WHEN NOT unreadable AND other_ids THEN '{IDS}' END,
+            CASE WHEN NOT unreadable AND other_size THEN '{SIZE}' END
+        ))) AS fault FROM joined"""
+    explained = {CANCELLED} if "segment_cancelled" in unread else set()
+    if "segment" in unread or not store.whole:
+        explained.add(ORPHANED)
+    return [
+        Finding(
+            SEGMENTS,
+            "warning" if row.fault in (EMPTY, ORPHANED) else "violation",
+            row.fault if row.lane is None else f"lane {row.lane}: {row.fault}",
+            row.messages,
+            row.first_due_ms,
+            {"segments": row.examples},
+        )
+        for row in _grouped(store, rows, "lane, fault")
+        if row.fault not in explained
+    ]
+
+
+def _law_of_segments(store: Extract, figures: list[LaneFigures], unread: Mapping[str, str]) -> list[Finding]:
+    packed, compacted = sum(lane.packed for lane in figures), sum(lane.counters["compacted"] for lane in figures)
+    restored = sum(lane.counters["restored"] for lane in figures)
+    expected = compacted - restored
+    if packed == expected or not store.whole or "segment" in unread:
+        return []
+    details = {"expected": expected, "found": packed, "compacted": compacted, "restored": restored}
+    return [Finding(SEGMENTS, "violation", "all segments: compacted - restored", abs(packed - expected), None, details)]
+
+
+def damage(store: Extract) -> list[Finding]:
+    """What the database cannot read: a finding for each table, with some of the places and reasons."""
+    rows = store.rows("""
+        SELECT relation, count(DISTINCT place) AS places, slice(array_sort(collect_set(place)), 1, 20) AS some,
+               slice(array_sort(collect_set(reason)), 1, 3) AS reasons
+        FROM damage GROUP BY relation ORDER BY relation""")
+    found = []
+    for row in rows:
+        details = {"places": row.some, "reasons": row.reasons}
+        if (day := day_of(row.relation)) is not None:
+            details |= {"due_from_ms": day * DAY_MS, "due_before_ms": (day + 1) * DAY_MS}
+        subject = f"table {row.relation}: the database cannot read it"
+        found.append(Finding(INTEGRITY, "violation", subject, row.places, None, details))
+    return found
+
+
+def integrity(store: Extract) -> list[Finding]:
+    """What is wrong with messages by themselves: whoever read them looked (source.look)."""
+    faults = "SELECT lane, kind, explode(faults) AS fault, id, due_ms, 1 AS messages FROM messages"
+    return [
+        Finding(
+            INTEGRITY,
+            "violation",
+            f"lane {row.lane}, {row.kind}: {row.fault}",
+            row.messages,
+            row.first_due_ms,
+            {"examples": row.examples},
+        )
+        for row in _grouped(store, faults, "lane, kind, fault")
+    ]
+
+
+PACED: Final = "paced"
+"""Overdue rows of a route with ``max_rate`` are counted apart: they wait because somebody wants them to."""
+_SUBJECTS: Final = {
+    WAITING: "lane {}",
+    PACKED: "segments of lane {}",
+    PACED: "lane {}: of routes with max_rate",
+    HELD: "lane {}: held, and not tried again in time",
+}
+
+
+def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
+    """Overdue messages: of a lane without an owner nobody will release them. Those with an owner may be on their way:
+    a violation only from STUCK_MS on. Segments are restored by any daemon, so one owner anywhere will do for them."""
+    limited = ", ".join(f"X'{route.hex()}'" for route in paced) or "NULL"
+    late = f"""
+        SELECT * FROM (
+            SELECT lane, route, due_ms, if(kind = '{WAITING}' AND route IN ({limited}), '{PACED}', kind) AS kind,
+                   {store.now_ms} - if(kind = '{HELD}', retry_ms, due_ms) AS late_ms
+            FROM messages
+        ) WHERE late_ms >= {GRACE_MS}"""
+    rows = store.rows(f"""
+        SELECT lane, kind, count(*) AS messages, min(due_ms) AS first_due_ms, max(late_ms) AS late_ms
+        FROM ({late}) GROUP BY lane, kind ORDER BY lane, kind""")
+    routes = rows and store.rows(f"""
+        SELECT lane, kind, route, count(*) AS messages
+        FROM ({late}) GROUP BY lane, kind, route ORDER BY messages DESC, route LIMIT 500""")
+    alive = {lane.number: lane.alive for lane in figures}
+    anybody = any(alive.values()) or (None if None in alive.values() else False)
+    found = []
+    for row in rows:
+        owned = anybody if row.kind == PACKED else alive[row.lane]
+        severity: Severity = "warning"
+        if owned is False or (row.kind != PACED and row.late_ms >= STUCK_MS):
+            severity = "violation"
+        details: dict[str, Any] = {"longest_seconds": row.late_ms // 1000, "owned": owned}
+        if row.kind in (WAITING, PACED):
+            here = [one for one in routes if (one.lane, one.kind) == (row.lane, row.kind)][:5]
+            details["routes"] = {shown(bytes(one.route)): one.messages for one in here}
+            if row.kind == PACED:
+                details["max_rate"] = {shown(bytes(one.route)): paced[bytes(one.route)] for one in here}
+        subject = _SUBJECTS[row.kind].format(row.lane)
+        found.append(Finding(OVERDUE, severity, subject, row.messages, row.first_due_ms, details))
+    return found
+
+
+def lanes(store: Extract, figures: list[LaneFigures], first_due: Mapping[int, int]) -> list[Finding]:
+    """Lanes that need an owner and have none: daemons take them in time, if there are any. Without one, later
+    messages may well wait. A lane without a row in the table of lanes is never taken. ``first_due`` by lane: when the
+    first of its waiting rows is due."""
+    found = []
+    known = {lane.number for lane in store.lanes}
+    for lane in figures:
+        first = first_due.get(lane.number)
+        if lane.number not in known:
+            if count := lane.waiting + lane.held:
+                subject = f"lane {lane.number}: not in the table of lanes"
+                found.append(Finding(LANES, "violation", subject, count, first))
+        elif lane.alive is False and first is not None and first <= store.now_ms + ADOPTED_MS:
+            details = {"last_owner": lane.owner}
+            subject = f"lane {lane.number}: no owner, and messages are due"
+            found.append(Finding(LANES, "warning", subject, lane.waiting, first, details))
+    return found
+
+
+def repeats(store: Extract) -> list[Finding]:
+    """One id that stands twice is no repeat of itself, so a repeated message is one with several ids. The examples of
+    repeated messages are the first and the last id of some."""
+    questions: tuple[tuple[Severity, str, str, str, str], ...] = (
+        ("violation", "one id, more than one message", "id", "count(*) > 1", "id"),
+        (
+            "warning",
+            "the same message more than once",
+            "fingerprint",
+            "fingerprint IS NOT NULL AND min(id) < max(id)",
+            "array(min(id), max(id))",
+        ),
+    )
+    found = []
+    for severity, subject, by, repeated, example in questions:
+        rows = store.rows(f"""
+            SELECT example, count(*) OVER () AS groups, sum(n) OVER () AS messages, min(due_ms) OVER () AS first_due_ms
+            FROM (
+                SELECT {by}, {example} AS example, count(*) AS n, min(due_ms) AS due_ms
+                FROM messages GROUP BY {by} HAVING {repeated}
+            ) ORDER BY n DESC, {by} LIMIT 20""")
+        if rows:
+            of, examples = rows[0], [row.example for row in rows]
+            details = {"groups": of.groups, "surplus": of.messages - of.groups, "examples": examples}
+            found.append(Finding(REPEATS, severity, subject, of.messages, of.first_due_ms, details))
+    return found
+
+
+COLLIDES: Final = "several waiting messages have one key"
+UNREACHABLE: Final = "a waiting message that its key does not stand for"
+DANGLES: Final = "a key that stands for no message"
+
+
+def keys(store: Extract) -> list[Finding]:
+    """Would a cancel by the key find its message? A held one is looked for by its id alone."""
+    rows = f"""
+        WITH claims AS (
+            SELECT coalesce(m.key, k.key) AS key, m.id, m.due_ms, coalesce(m.kind = '{WAITING}', false) AS waits,
+                   k.id AS pointed, k.due_ms AS pointed_ms,
+                   m.id <=> k.id AND (m.kind = '{HELD}' OR (m.lane, m.due_ms) = (k.lane, k.due_ms)) AS met
+            FROM (SELECT * FROM messages WHERE key IS NOT NULL) AS m FULL JOIN keys AS k ON m.key = k.key
+        ), by_key AS (
+            SELECT *, count_if(waits) OVER one AS waiting, bool_or(met) OVER one AS reached
+            FROM claims WINDOW one AS (PARTITION BY key)
+        )
+        SELECT DISTINCT key, if(waits, id, pointed) AS id, if(waits, due_ms, pointed_ms) AS due_ms, 1 AS messages,
+               CASE WHEN waits AND waiting > 1 THEN '{COLLIDES}'
+                    WHEN waits AND NOT reached THEN '{UNREACHABLE}'
+                    WHEN waiting = 0 AND pointed IS NOT NULL AND NOT reached THEN '{DANGLES}' END AS fault
+        FROM by_key"""
+    return [
+        Finding(KEYS, "violation", row.fault, row.messages, row.first_due_ms, {"examples": row.examples})
+        for row in _grouped(store, f"SELECT * FROM ({rows}) WHERE fault IS NOT NULL", "fault")
+    ]
