@@ -33,7 +33,7 @@ _MORE: Final = {
     "lock_timeout": "30s",
 }
 _NO_TIMEOUT: Final = "SELECT set_config(name, '0', false) FROM pg_settings WHERE name = 'transaction_timeout'"
-_LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment, segment_cancelled IN ACCESS SHARE MODE"
+_LOCK: Final = "LOCK TABLE message, held, message_key, lane, counter, segment IN ACCESS SHARE MODE"
 _EXPORT: Final = """
 SELECT pg_export_snapshot() AS id, clock_timestamp() AS now_ms, pg_is_in_recovery() AS replica
 """
@@ -146,7 +146,6 @@ _SAID: Final = {
     "segment_message": "unpacking segments",
     "held": "reading held messages",
     "segment": "reading segments",
-    "segment_cancelled": "reading cancelled messages",
     "message_key": "reading keys",
 }
 """What progress calls the reading of each relation (source.RELATIONS)."""
@@ -157,22 +156,19 @@ _COLUMNS: Final = "id, lane, due_ms, kind, route, to_exchange, to_key, key, size
 _VIEWS: Final = {
     "damage": " UNION ALL ".join(f"SELECT damage.* FROM {name} WHERE damage IS NOT NULL" for name in _SAID),
     "segments": "SELECT * FROM segment WHERE damage IS NULL",
-    "tombstones": "SELECT segment, id FROM segment_cancelled WHERE damage IS NULL",
     "keys": "SELECT * FROM message_key WHERE damage IS NULL",
-    "packed": "SELECT m.*, t.id IS NOT NULL AS cancelled FROM segment_message AS m"
-    " LEFT JOIN tombstones AS t ON m.segment = t.segment AND m.id = t.id WHERE m.damage IS NULL",
+    "packed": "SELECT * FROM segment_message WHERE damage IS NULL",
     "messages": f"SELECT {_COLUMNS} FROM message WHERE damage IS NULL"
     f" UNION ALL SELECT {_COLUMNS} FROM held WHERE damage IS NULL"
-    f" UNION ALL SELECT {_COLUMNS} FROM packed WHERE id IS NOT NULL AND NOT cancelled",
+    f" UNION ALL SELECT {_COLUMNS} FROM packed WHERE id IS NOT NULL",
 }
 """What the rules ask, by name, over the files that were read.
 
-damage      places that Postgres cannot read
-segments    what segments say of themselves (source.SEGMENTS)
-tombstones  messages of segments that were cancelled
-keys        which message each key stands for
-packed      what came out of segments (source.MESSAGES), and whether it was ``cancelled``
-messages    everything that is here: waiting, held, and in segments without the cancelled ones
+damage    places that Postgres cannot read
+segments  what segments say of themselves (source.SEGMENTS)
+keys      which message each key stands for
+packed    what came out of segments (source.MESSAGES)
+messages  everything that is here: waiting, held, and in segments
 """
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import asyncpg
 
@@ -29,24 +29,19 @@ from delayer.store.segments.catalog import Listed
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE: Final = 0.1
-"""Seconds to wait for somebody else's lock, twice as long each time: 3 s in all."""
-
 
 class Back(NamedTuple):
-    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``locked``: another session has it,
-    and whether that one restores it nobody knows yet. ``lost``, ``broken``: reasons."""
+    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``lost``, ``broken``: reasons."""
 
     segment: int
     messages: int
     gone: bool = False
-    locked: bool = False
     lost: str | None = None
     broken: str | None = None
 
     @property
     def restored(self) -> bool:
-        return not (self.gone or self.locked or self.lost or self.broken)
+        return not (self.gone or self.lost or self.broken)
 
 
 def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
@@ -74,21 +69,14 @@ async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
 
 
 async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Turns | None = None) -> Back:
-    """Restore one segment. A transaction that lost against another one is tried again, and so is a segment that
-    another session has locked: a daemon that is about to restore it, or one that died and whose end the server sees
-    later than we do."""
-    lost: str | None = None
+    """Restore one segment. A transaction that lost against another one is tried again."""
+    lost = ""
     ours = ours or Turns(connection, hurried=True)
-    for attempt in range(5):
+    for _ in range(5):
         try:
             async with ours.turn() as beside_traffic:
                 found = await _restored(connection, segment, beside_traffic)
-            if found is not None:
-                return _back(segment, found)
-            lost = None
-            if not await segments.exists(connection, segment):
-                return Back(segment, 0, gone=True)
-            await asyncio.sleep(PATIENCE * 2**attempt)
+            return Back(segment, 0, gone=True) if found is None else _back(segment, found)
         except WORTH_REPEATING as error:
             lost = describe(error)
         except DAMAGED as error:  # it ends nobody else's work
@@ -97,7 +85,7 @@ async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Tu
             return Back(segment, 0, lost=describe(error))
         except StoreLost as error:  # the store is gone
             return Back(segment, 0, lost=str(error))
-    return Back(segment, 0, locked=lost is None, lost=lost)
+    return Back(segment, 0, lost=lost)
 
 
 async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic: bool) -> Restored | Broken | None:
@@ -128,7 +116,7 @@ class Plan(NamedTuple):
 
     @property
     def messages(self) -> int:
-        return sum(one.live for one in self.segments)
+        return sum(one.messages for one in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +137,6 @@ class Done:
     @property
     def gone(self) -> int:
         return sum(one.gone for one in self.back)
-
-    @property
-    def locked(self) -> list[int]:
-        return [one.segment for one in self.back if one.locked]
 
     @property
     def lost(self) -> list[str]:

@@ -67,7 +67,7 @@ def judge(
                min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms
         FROM messages GROUP BY lane, kind""")
     of_segments = store.rows("""
-        SELECT lane, count(*) AS segments, sum(messages - cancelled) AS packed, sum(packed_bytes) AS packed_bytes
+        SELECT lane, count(*) AS segments, sum(messages) AS packed, sum(packed_bytes) AS packed_bytes
         FROM segments GROUP BY lane""")
     figures = _figures(store, places, of_segments)
     totals = _totals(figures, places, of_segments)
@@ -77,7 +77,7 @@ def judge(
     first_due = {place.lane: place.first_due_ms for place in places if place.kind == WAITING}
     questions: dict[str, Callable[[], list[Finding]]] = {
         CONSERVATION: lambda: conservation(figures),
-        SEGMENTS: lambda: [*segments(store, restored_ms, unread), *_law_of_segments(store, figures, unread)],
+        SEGMENTS: lambda: [*segments(store, restored_ms), *_law_of_segments(store, figures, unread)],
         INTEGRITY: lambda: [*damaged, *integrity(store)],
         OVERDUE: lambda: overdue(store, figures, paced or {}),
         LANES: lambda: lanes(store, figures, first_due),
@@ -189,55 +189,39 @@ IDS: Final = "its first and last id are not those of its messages: a cancel woul
 SIZE: Final = "its messages have another size than it says"
 LATE: Final = "it was not restored in time"
 MARKED: Final = "a daemon could not restore it"
-CANCELLED: Final = "its count of cancelled messages is not that of its tombstones"
-EMPTY: Final = "all of its messages are cancelled, and it is still there"
-FOREIGN: Final = "it counts messages as cancelled that are not in it: it cannot be restored"
-ORPHANED: Final = "tombstones of a segment that is not there"
 
 
-def segments(store: Extract, restored_ms: int, unread: Mapping[str, str]) -> list[Finding]:
-    """What segments say of themselves against what came out of them. Faults that damage to one of the two tables would
-    explain are left out."""
+def segments(store: Extract, restored_ms: int) -> list[Finding]:
+    """What segments say of themselves against what came out of them."""
     rows = f"""
         WITH found AS (
-            SELECT segment, max(id) IS NULL AS unreadable, count_if(NOT cancelled) AS live, min(id) AS first_id,
-                   max(id) AS last_id, min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms, sum(size) AS raw_bytes
+            SELECT segment, max(id) IS NULL AS unreadable, min(id) AS first_id, max(id) AS last_id,
+                   min(due_ms) AS first_due_ms, max(due_ms) AS last_due_ms, sum(size) AS raw_bytes
             FROM packed GROUP BY segment
-        ), dead AS (
-            SELECT segment, count(*) AS messages FROM tombstones GROUP BY segment
         ), joined AS (
-            SELECT coalesce(s.id, d.segment) AS id, s.lane, s.first_due_ms AS due_ms, s.broken_ms,
-                   s.messages - s.cancelled AS live, s.cancelled, coalesce(d.messages, 0) AS dead,
-                   f.unreadable, f.live AS live_now, s.id IS NULL AS orphaned,
+            SELECT s.id, s.lane, s.first_due_ms AS due_ms, s.broken_ms, s.messages, f.unreadable,
                    (s.first_due_ms, s.last_due_ms) <> (f.first_due_ms, f.last_due_ms) AS other_due,
                    (s.first_id, s.last_id) <> (f.first_id, f.last_id) AS other_ids,
                    s.raw_bytes <> f.raw_bytes AS other_size
-            FROM segments AS s FULL JOIN dead AS d ON s.id = d.segment LEFT JOIN found AS f ON s.id = f.segment
+            FROM segments AS s LEFT JOIN found AS f ON s.id = f.segment
         )
-        SELECT id, lane, due_ms, if(orphaned, dead, greatest(live, 0)) AS messages, explode(array_compact(array(
-            CASE WHEN orphaned THEN '{ORPHANED}' WHEN unreadable THEN '{UNREADABLE}'
-                 WHEN broken_ms IS NOT NULL THEN '{MARKED}'
-                 WHEN live > 0 AND due_ms < {store.now_ms + restored_ms} THEN '{LATE}' END,
-            CASE WHEN cancelled <> dead THEN '{CANCELLED}' WHEN NOT unreadable AND live_now <> live THEN '{FOREIGN}'
-                 WHEN live <= 0 THEN '{EMPTY}' END,
+        SELECT id, lane, due_ms, messages, explode(array_compact(array(
+            CASE WHEN unreadable THEN '{UNREADABLE}' WHEN broken_ms IS NOT NULL THEN '{MARKED}'
+                 WHEN due_ms < {store.now_ms + restored_ms} THEN '{LATE}' END,
             CASE WHEN NOT unreadable AND other_due THEN '{DUE}' END,
             CASE WHEN NOT unreadable AND other_ids THEN '{IDS}' END,
             CASE WHEN NOT unreadable AND other_size THEN '{SIZE}' END
         ))) AS fault FROM joined"""
-    explained = {CANCELLED} if "segment_cancelled" in unread else set()
-    if "segment" in unread or not store.whole:
-        explained.add(ORPHANED)
     return [
         Finding(
             SEGMENTS,
-            "warning" if row.fault in (EMPTY, ORPHANED) else "violation",
-            row.fault if row.lane is None else f"lane {row.lane}: {row.fault}",
+            "violation",
+            f"lane {row.lane}: {row.fault}",
             row.messages,
             row.first_due_ms,
             {"segments": row.examples},
         )
         for row in _grouped(store, rows, "lane, fault")
-        if row.fault not in explained
     ]
 
 

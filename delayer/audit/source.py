@@ -115,10 +115,9 @@ MESSAGES: Final = _schema(
 has a segment and no id stands for a segment that does not read back."""
 SEGMENTS: Final = _schema(
     id=_LONG, lane=_INT, first_due_ms=_LONG, last_due_ms=_LONG, first_id=_LONG, last_id=_LONG, messages=_LONG,
-    cancelled=_LONG, raw_bytes=_LONG, packed_bytes=_LONG, broken_ms=_LONG,
+    raw_bytes=_LONG, packed_bytes=_LONG, broken_ms=_LONG,
 )  # fmt: skip
 """What segments say of themselves. ``broken_ms``: when a daemon marked it as broken."""
-TOMBSTONES: Final = _schema(segment=_LONG, id=_LONG)
 KEYS: Final = _schema(key=_BYTES, lane=_INT, due_ms=_LONG, id=_LONG)
 
 
@@ -149,10 +148,9 @@ RELATIONS: Final[Mapping[str, Relation]] = {
     "segment": Relation(
         "segment",
         f"id, lane, {_ms('first_due')} AS first_due_ms, {_ms('last_due')} AS last_due_ms, first_id, last_id, messages,"
-        f" cancelled, raw_bytes, octet_length(packed) AS packed_bytes, {_ms('broken_at')} AS broken_ms",
+        f" raw_bytes, octet_length(packed) AS packed_bytes, {_ms('broken_at')} AS broken_ms",
         SEGMENTS,
     ),
-    "segment_cancelled": Relation("segment_cancelled", "segment, id", TOMBSTONES),
     "message_key": Relation("message_key", f"key, lane, {_ms('due_at')} AS due_ms, id", KEYS),
 }
 
@@ -187,7 +185,7 @@ def _messages(columns: Mapping[str, Any], rows: int, home: str = "", days: Colle
 
 
 def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The messages of each segment, the cancelled ones too; a row without an id for one that does not read back."""
+    """The messages of each segment; a row without an id for one that does not read back."""
     from delayer.store.segments import codec  # noqa: PLC0415
 
     for id_, lane, format_, messages, digest, packed in zip(*(one.to_pylist() for one in found.columns), strict=True):

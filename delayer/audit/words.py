@@ -200,8 +200,8 @@ ADVICE: Final[dict[str, Advice]] = {
     ),
     "segments": Advice(
         "Segments",
-        "A segment does not hold what it says: its count, its digest, its ranges or its cancelled messages disagree, "
-        "or it does not read back. Or it was not restored in time.",
+        "A segment does not hold what it says: its count, its digest or its ranges disagree, or it does not "
+        "read back. Or it was not restored in time.",
         "Do not delete it: its bytes are kept and it stops nobody. Restore the row of `segment` from a backup or "
         "a replica, or ask for help with its id. Late ones: is a daemon running, and what does its log say? "
         "`delayer restore` brings them back at once.",

@@ -102,7 +102,6 @@ def _tell(done: Done, *, as_json: bool) -> None:
                 "messages": done.messages,
                 "segments": done.segments,
                 "gone": done.gone,
-                "locked": done.locked,
                 "seconds": round(done.seconds, 3),
                 "lost": sorted(set(done.lost)),
                 "broken": done.broken,
@@ -126,11 +125,6 @@ def _end(context: click.Context, done: Done) -> None:
         raise Unreached(
             f"the store was lost in {len(done.lost)} segments, which are not restored, or perhaps not: {done.lost[0]}. "
             "Next: run `delayer restore` again; it goes on where this one stopped."
-        )
-    if done.locked:
-        raise Unreached(
-            f"{len(done.locked)} segments are locked by another session, such as segment {done.locked[0]}: a daemon "
-            "that restores it, or a cancel. Next: run `delayer restore` again, in case that one did not."
         )
     if done.broken:
         context.exit(FOUND)

@@ -9,9 +9,8 @@ message_key  which message a key (header ``x-delay-key``) stands for at present
 lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
              ``watermark`` is where the next owner begins, ``route`` the limited route whose messages it is for
 counter      what happened to how many messages, a row for each lane and kind
-segment      a run of far-future messages of one lane, compacted (segments/codec.py); ``messages`` were packed,
-             ``cancelled`` of them were cancelled since; ``broken`` says why one did not read back
-segment_cancelled  which messages of a segment were cancelled: they do not come back
+segment      a run of far-future messages of one lane, compacted (segments/codec.py); ``broken`` says why one did
+             not read back
 audit_log    what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)
 import_run   a legacy import: from what, by which parameters (JSON, without passwords), how far it is; ``progress`` is
              what its source needs to go on behind the last commit. One at a time is open (``ended_at`` is null)
@@ -157,7 +156,6 @@ segment = Table(
     _column("first_id", BigInteger),
     _column("last_id", BigInteger),
     _column("messages", Integer),
-    _column("cancelled", Integer, server_default=text("0")),
     _column("raw_bytes", BigInteger),
     _column("format", SmallInteger),
     _column("digest", LargeBinary),
@@ -167,14 +165,6 @@ segment = Table(
     Column("broken", Text),
     PrimaryKeyConstraint("id", name="segment_pkey"),
     Index("segment_first_due", "first_due"),
-)
-
-segment_cancelled = Table(
-    "segment_cancelled",
-    metadata,
-    _column("segment", BigInteger),
-    _column("id", BigInteger),
-    PrimaryKeyConstraint("segment", "id", name="segment_cancelled_pkey"),
 )
 
 audit_log = Table(

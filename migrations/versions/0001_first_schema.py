@@ -109,7 +109,6 @@ CREATE TABLE segment (
     first_id  bigint      NOT NULL,
     last_id   bigint      NOT NULL,
     messages  integer     NOT NULL,
-    cancelled integer     NOT NULL DEFAULT 0,
     raw_bytes bigint      NOT NULL,
     format    smallint    NOT NULL,
     digest    bytea       NOT NULL,
@@ -121,12 +120,6 @@ CREATE TABLE segment (
 );
 ALTER TABLE segment ALTER COLUMN packed SET STORAGE EXTERNAL;
 CREATE INDEX segment_first_due ON segment (first_due);
-
-CREATE TABLE segment_cancelled (
-    segment bigint NOT NULL,
-    id      bigint NOT NULL,
-    CONSTRAINT segment_cancelled_pkey PRIMARY KEY (segment, id)
-);
 
 CREATE TABLE audit_log (
     id       bigint      NOT NULL DEFAULT nextval('audit_log_id'),

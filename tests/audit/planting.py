@@ -13,7 +13,7 @@ import asyncpg
 from delayer.audit import rules
 from delayer.store.rows import envelope
 from delayer.store.rows.partitions import DAY_MS, bounds_of, name_of
-from delayer.store.segments import codec, compact
+from delayer.store.segments import compact
 from delayer.store.segments.compact import Compacted
 from tests.audit.backlog import fill
 from tests.audit.rows import properties
@@ -34,8 +34,8 @@ BAD = b"\x00\x80\x09id"
 
 
 async def build(database: str) -> None:
-    """A sound store as daemons and a compaction leave it: rows near and far, keys, held ones, segments, a cancelled one
-    in a segment. Lanes 1 and 2; nobody owns them, and nothing is due soon."""
+    """A sound store as daemons and a compaction leave it: rows near and far, keys, held ones, segments.
+    Lanes 1 and 2; nobody owns them, and nothing is due soon."""
     async with opened(database) as store:
         await fill(store, FAR)
         now = store.now_ms()
@@ -53,15 +53,6 @@ async def build(database: str) -> None:
             await store.park(lanes[1], [parcel(now + 2 * DAY_MS, b"later", key=b"key 0")], [b"key 5"])
             await store.hold(lanes[0], [(parcel(now - 9, b"held %d" % n), WHY) for n in range(3)])
             await connection.execute("UPDATE held SET retry_at = now() + interval '1 day'")
-            await cancel_in_segment(connection)
-
-
-async def cancel_in_segment(connection: asyncpg.Connection) -> None:
-    """One message of the first segment is cancelled, as the store does it."""
-    segment = await connection.fetchrow("SELECT id, lane, first_id FROM segment ORDER BY id LIMIT 1")
-    await connection.execute("INSERT INTO segment_cancelled VALUES ($1, $2)", segment["id"], segment["first_id"])
-    await connection.execute("UPDATE segment SET cancelled = cancelled + 1 WHERE id = $1", segment["id"])
-    await count(connection, segment["lane"], compacted=-1, cancelled=1)
 
 
 async def count(connection: asyncpg.Connection, lane: int, **kinds: int) -> None:
@@ -130,10 +121,6 @@ class Planting:
             self.segment_ids,
             self.segment_size,
             self.segment_broken,
-            self.segment_empty,
-            self.tombstone_lost,
-            self.tombstone_of_another,
-            self.tombstone_of_none,
             self.law_of_segments,
         )
 
@@ -162,7 +149,7 @@ class Planting:
         await count(self._connection, lane, parked=1)
 
     async def _segment(self) -> asyncpg.Record:
-        """A segment that nobody took yet; the first has a tombstone."""
+        """A segment that nobody took yet."""
         self._segments += 1
         return await self._connection.fetchrow("SELECT * FROM segment ORDER BY id OFFSET $1 LIMIT 1", self._segments)
 
@@ -331,37 +318,9 @@ class Planting:
             await self._segment(), "broken_at = now(), broken = 'it was read from a bad disk'", rules.MARKED
         )
 
-    async def segment_empty(self) -> Findings:
-        """Whoever cancels the last message deletes the segment; here nobody did."""
-        segment = await self._segment()
-        table = codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
-        for number in table["id"].to_pylist():
-            await self._connection.execute("INSERT INTO segment_cancelled VALUES ($1, $2)", segment["id"], number)
-        await self._connection.execute("UPDATE segment SET cancelled = messages WHERE id = $1", segment["id"])
-        await count(self._connection, segment["lane"], compacted=-segment["messages"], cancelled=segment["messages"])
-        return [("segments", "warning", f"lane {segment['lane']}: {rules.EMPTY}", 0)]
-
     async def segment_late(self) -> Findings:
         await self._packed(13, 1_800_000)
         return [("segments", "violation", f"lane 13: {rules.LATE}", 1)]
-
-    async def tombstone_lost(self) -> Findings:
-        [(id_, lane, messages)] = await self._connection.fetch(
-            "SELECT id, lane, messages FROM segment ORDER BY id LIMIT 1"
-        )
-        await self._connection.execute("DELETE FROM segment_cancelled WHERE segment = $1", id_)
-        return [("segments", "violation", f"lane {lane}: {rules.CANCELLED}", messages - 1)]
-
-    async def tombstone_of_another(self) -> Findings:
-        """A message is noted as cancelled that is not in the segment, so one is counted out that is."""
-        segment = await self._segment()
-        await self._connection.execute("INSERT INTO segment_cancelled VALUES ($1, 4711)", segment["id"])
-        await count(self._connection, segment["lane"], compacted=-1, cancelled=1)
-        return await self._say(segment, "cancelled = cancelled + 1", rules.FOREIGN, segment["messages"] - 1)
-
-    async def tombstone_of_none(self) -> Findings:
-        await self._connection.execute("INSERT INTO segment_cancelled VALUES (99999, 1), (99999, 2)")
-        return [("segments", "warning", rules.ORPHANED, 2)]
 
     async def law_of_segments(self) -> Findings:
         """The counters know of a message in a segment that is in none."""

@@ -62,7 +62,6 @@ def segment(number: int, messages: Iterable[Row], /, **other: Any) -> Row:
         "first_id": min(one["id"] for one in inside),
         "last_id": max(one["id"] for one in inside),
         "messages": len(inside),
-        "cancelled": 0,
         "raw_bytes": sum(one["size"] for one in inside),
         "packed_bytes": 1000,
     }
@@ -84,7 +83,6 @@ def store(
     spark: SparkSession,
     messages: Iterable[Row] = (),
     segments: Iterable[Row] = (),
-    tombstones: Iterable[tuple[int, int]] = (),
     keys: Iterable[Row] = (),
     *,
     lanes: Iterable[Lane] = (ONE,),
@@ -99,7 +97,6 @@ def store(
         "held": [one for one in messages if one.get("kind") == HELD],
         "segment_message": [one for one in messages if one.get("kind") == PACKED],
         "segment": segments,
-        "segment_cancelled": [{"segment": segment, "id": id_} for segment, id_ in tombstones],
         "message_key": list(keys),
     }
     counted = fitting(messages, segments) if counters is None else counters
@@ -127,9 +124,8 @@ def fitting(messages: Iterable[Row], segments: Iterable[Row] = ()) -> dict[tuple
             add(each["lane"], "held")
     for some in segments:
         if "id" in some:
-            live = some["messages"] - some["cancelled"]
-            add(some["lane"], "parked", live)
-            add(some["lane"], "compacted", live)
+            add(some["lane"], "parked", some["messages"])
+            add(some["lane"], "compacted", some["messages"])
     return found
 
 

@@ -15,9 +15,7 @@ from delayer.audit import job
 from delayer.audit.findings import Finding, Report
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl
-from delayer.store.admin import actions
 from delayer.store.rows.partitions import DAY_MS
-from delayer.store.segments import catalog
 from tests.audit.rows import brief
 from tests.audit.test_job import audit
 from tests.audit.test_reading import execute, fetch
@@ -30,8 +28,6 @@ from tests.support.rows import compact
 PAGE = 8192
 ROWS, HELD = 900, 3
 ON_PAGE = 3
-CANCELLED = 40
-"""In each of two segments, of three."""
 LARGE = 5_000
 """Of a body that lies out of line; every tenth."""
 
@@ -68,8 +64,6 @@ def stores() -> Iterator[Stores]:
             "segments": [("'segment'", 0, b"\xff" * PAGE)],
             "counters": [("'counter'", 0, b"\xff" * PAGE)],
             "indexes": [(key_of(table), 0, b"\xff" * PAGE) for table in (first, "segment")],
-            "cancelled": [("'segment_cancelled'", 0, b"\xff" * PAGE)],
-            "key of cancelled": [(key_of("segment_cancelled"), 0, b"\xff" * PAGE)],
             "index of counters": [(key_of("counter"), 0, b"\xff" * PAGE)],
         }
         urls = {name: server.url(server.add_database(template=template)) for name in damages}
@@ -103,12 +97,6 @@ async def fill(url: str) -> None:
         async with sql(url) as admin:
             await admin.execute("UPDATE held SET retry_at = now() + interval '1 day'")
             await compact(admin, after_ms=day + 2 * DAY_MS - 1, rows=300)
-            # As of a table that is large: what was cancelled in one of them lies on another page than the others'.
-            await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
-            for segment in (await catalog.listed(admin))[:2]:
-                table = await catalog.read(admin, segment.id)
-                gone = table["id"].to_pylist()[:CANCELLED]
-                assert set((await actions.cancel(admin, gone)).values()) == {actions.Found.SEGMENT}
 
 
 def path_of(url: str, relation: str) -> str:
@@ -157,17 +145,6 @@ def test_a_page_of_segments(spark: SparkSession, stores: Stores) -> None:
         ("integrity", "violation", "table segment: the database cannot read it", 1),
     ]
     assert report.totals.waiting == 2 * ROWS
-
-
-@pytest.mark.parametrize("name", [pytest.param("cancelled", marks=pytest.mark.slow), "key of cancelled"])
-def test_what_was_cancelled_cannot_be_read(spark: SparkSession, stores: Stores, name: str) -> None:
-    """Nobody can say which messages of their segments wait: all of them are judged as if they did."""
-    report = audit(spark, stores.urls[name]).report
-    by_table = unreadable(report)
-    assert set(by_table) == {"segment_cancelled"}
-    assert {one.rule for one in report.findings} == {"integrity"}
-    assert report.totals.packed == ROWS - 2 * CANCELLED
-    assert sum(share.messages for share in report.calendar.destinations) >= 3 * ROWS - 2 * CANCELLED
 
 
 def test_a_damaged_index_is_told_and_can_be_made_anew(spark: SparkSession, stores: Stores) -> None:

@@ -32,7 +32,7 @@ _SUM = f"""
 SELECT count(*), bit_xor(hash_record_extended(({_CONTENT}), 1)), bit_xor(hash_record_extended(({_CONTENT}), 2))
 FROM message WHERE NOT id = ANY($1::bigint[])
 """
-_SOME_FAR = "SELECT id FROM message WHERE due_at > now() + interval '8 days' ORDER BY id LIMIT $1"
+_SOME_FAR = "SELECT id FROM message WHERE due_at > now() + interval '8 days' ORDER BY due_at DESC, id LIMIT $1"
 
 
 async def everything(connection: asyncpg.Connection, without: Collection[int] = ()) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ async def test_from_end_to_end(spark: SparkSession, database: str, count: int) -
         cancelled = await actions.cancel(connection, gone)
         assert set(cancelled.values()) == {actions.Found.SEGMENT}
         report = await audited(spark, database)
-        assert report.totals.packed == packed.total("messages") - CANCELLED > count // 2
+        assert packed.total("messages") - CANCELLED > report.totals.packed > count // 3, "some segments are rows again"
         assert report.totals.waiting + report.totals.packed == count - CANCELLED
 
         back = await restore.plan(database, None)

@@ -239,22 +239,16 @@ def test_messages_of_segments_are_messages(spark: SparkSession, filled: str, wor
     assert all(one.packed_bytes > 0 and one.broken_ms is None for one in segments)
 
 
-def test_cancelled_and_broken_segments(spark: SparkSession, filled: str, work: str) -> None:
+def test_broken_segments(spark: SparkSession, filled: str, work: str) -> None:
     packed = pack(filled)
-    rows = fetch(filled, "SELECT id, messages, first_id FROM segment ORDER BY id")
-    (broken, lost, _), (cut, _, dead), *_ = rows
-    execute(filled, f"INSERT INTO segment_cancelled VALUES ({cut}, {dead})")
-    execute(filled, f"UPDATE segment SET cancelled = 1 WHERE id = {cut}")
+    (broken, lost), *_ = fetch(filled, "SELECT id, messages FROM segment ORDER BY id")
     execute(
         filled, f"UPDATE segment SET packed = set_byte(packed, 300, get_byte(packed, 300) # 255) WHERE id = {broken}"
     )
     take(spark, filled, work)
-    assert messages(spark, "kind = 'segment'").count() == packed - lost - 1
-    assert messages(spark, f"id = {dead}").count() == 0
+    assert messages(spark, "kind = 'segment'").count() == packed - lost
     unpacked = spark.table("packed")
     assert [row.id for row in unpacked.where(f"segment = {broken}").collect()] == [None]
-    assert [row.id for row in unpacked.where("cancelled").collect()] == [dead]
-    assert [tuple(row) for row in spark.table("tombstones").collect()] == [(cut, dead)]
 
 
 def test_neither_bodies_nor_headers_are_on_the_disk_of_the_job(spark: SparkSession, filled: str, work: str) -> None:

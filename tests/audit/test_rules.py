@@ -36,16 +36,15 @@ def test_nothing_is_found_in_a_sound_store(spark: SparkSession) -> None:
     report = judged(
         spark,
         [*messages, *inside],
-        [segment(1, inside, cancelled=3)],
-        [(1, 100), (1, 104), (1, 109)],
+        [segment(1, inside)],
         [key(b"k", 8), key(b"h", 7, lane=5, due_ms=0)],
     )
     assert report.findings == ()
     assert not any(run.violations or run.warnings or run.skipped or run.unlisted for run in report.rules)
     totals = report.totals
-    assert (totals.waiting, totals.held, totals.packed, totals.segments) == (5, 2, 7, 1)
+    assert (totals.waiting, totals.held, totals.packed, totals.segments) == (5, 2, 10, 1)
     assert totals.waiting == totals.expected
-    assert (totals.keyed, totals.size) == (2, 14 * 100)
+    assert (totals.keyed, totals.size) == (2, 17 * 100)
     assert totals.last_due_ms == NOW + 8 * DAY_MS
 
 
@@ -94,15 +93,13 @@ def test_integrity_names_the_lowest_ids(spark: SparkSession) -> None:
     assert found[0].first_due_ms == NOW + 11
 
 
-def wrong_segments() -> Iterator[tuple[Row, list[Row], list[int], tuple[str, str, int]]]:
-    """Segments of ten messages each in a lane of its own: what it says, what comes out, ids that were cancelled, and
-    what is to be found."""
+def wrong_segments() -> Iterator[tuple[Row, list[Row], tuple[str, str, int]]]:
+    """Segments of ten messages each in a lane of its own: what it says, what comes out, and what is to be found."""
     numbers = count(1)
 
     def one(
-        fault: str, count: int = 10, *, severity: str = "violation", cut: list[int] | None = None,
-        broken: bool = False, due_ms: int = NOW + 8 * DAY_MS, **says: Any,
-    ) -> tuple[Row, list[Row], list[int], tuple[str, str, int]]:  # fmt: skip
+        fault: str, *, broken: bool = False, due_ms: int = NOW + 8 * DAY_MS, **says: Any
+    ) -> tuple[Row, list[Row], tuple[str, str, int]]:
         number = next(numbers)
         first = 1000 * number
         inside = [packed(first + n, number, lane=number, due_ms=due_ms + n) for n in range(10)]
@@ -110,7 +107,7 @@ def wrong_segments() -> Iterator[tuple[Row, list[Row], list[int], tuple[str, str
         said = segment(number, inside, lane=number, **says)
         if broken:
             inside = [{"segment": number, "lane": number, "kind": PACKED}]
-        return said, inside, [first + n for n in cut or []], (severity, f"lane {number}: {fault}", count)
+        return said, inside, ("violation", f"lane {number}: {fault}", 10)
 
     yield one(rules.UNREADABLE, broken=True)
     yield one(rules.UNREADABLE, broken=True, broken_ms=NOW)
@@ -119,46 +116,22 @@ def wrong_segments() -> Iterator[tuple[Row, list[Row], list[int], tuple[str, str
     yield one(rules.IDS, first_id=-1)
     yield one(rules.IDS, last_id=8)
     yield one(rules.SIZE, raw_bytes=999)
-    yield one(rules.FOREIGN, 8, cancelled=2, cut=[3, 99])
     yield one(rules.LATE, due_ms=NOW + RESTORED_MS - 1)
     yield one(rules.MARKED, broken_ms=NOW)
     yield one(rules.MARKED, broken_ms=NOW, due_ms=NOW)
-    yield one(rules.CANCELLED, 9, cancelled=1)
-    yield one(rules.CANCELLED, 10, cut=[1])
-    yield one(rules.EMPTY, 0, severity="warning", cancelled=10, cut=list(range(10)))
-    yield one(rules.EMPTY, 0, severity="warning", cancelled=10, cut=list(range(10)), due_ms=NOW)
 
 
 def test_segments(spark: SparkSession) -> None:
     cases = list(wrong_segments())
-    messages = [one for _, inside, _, _ in cases for one in inside]
-    tombstones = [(says["id"], id_) for says, _, cut, _ in cases for id_ in cut]
+    messages = [one for _, inside, _ in cases for one in inside]
     sound = [packed(1, 900, lane=1, due_ms=NOW + RESTORED_MS)]
-    extract = store(
-        spark,
-        [*messages, *sound],
-        [segment(900, sound), *(says for says, *_ in cases)],
-        [*tombstones, (901, 1), (901, 2)],
-    )
-    found = rules.segments(extract, RESTORED_MS, NOBODY)
-    expected = [("segments", *told) for *_, told in cases]
-    assert sorted(said(found)) == sorted([*expected, ("segments", "warning", rules.ORPHANED, 2)])
+    extract = store(spark, [*messages, *sound], [segment(900, sound), *(says for says, *_ in cases)])
+    found = rules.segments(extract, RESTORED_MS)
+    assert sorted(said(found)) == sorted(("segments", *told) for *_, told in cases)
     by_subject = {one.subject: one for one in found}
     assert by_subject[f"lane 1: {rules.UNREADABLE}"].details == {"segments": [1]}
-    assert by_subject[rules.ORPHANED].first_due_ms is None
-    sooner = rules.segments(extract, 1000, NOBODY)
+    sooner = rules.segments(extract, 1000)
     assert [one.subject for one in sooner if rules.LATE in one.subject] == []
-
-
-def test_what_damage_explains_is_no_fault_of_segments(spark: SparkSession) -> None:
-    inside = [packed(1)]
-    extract = store(spark, inside, [segment(1, inside, cancelled=1)], [(9, 1)])
-    faults = {f"lane 1: {rules.CANCELLED}", rules.ORPHANED}
-    assert {one.subject for one in rules.segments(extract, RESTORED_MS, NOBODY)} == faults
-    unread_segment = rules.segments(extract, RESTORED_MS, {"segment": "page 0"})
-    assert {one.subject for one in unread_segment} == {f"lane 1: {rules.CANCELLED}"}
-    unread_cancelled = rules.segments(extract, RESTORED_MS, {"segment_cancelled": "page 0"})
-    assert {one.subject for one in unread_cancelled} == {rules.ORPHANED}
 
 
 def test_the_law_of_segments(spark: SparkSession) -> None:

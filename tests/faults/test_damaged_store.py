@@ -21,18 +21,15 @@ from delayer.store.segments import catalog
 from tests.integration.test_store_lane import sql
 from tests.support.fakes import NOW
 from tests.support.postgres import Postgres
-from tests.support.rows import compact, conserved, put, row, rows, waiting
+from tests.support.rows import compact, put, row, rows, waiting
 
 PAGE = 8192
 EMPTY, NOISE = bytes(PAGE), b"\xff" * PAGE
 LANE = 9
 ROWS = 900
 OF_A_SEGMENT = 30
-GONE = 11
-"""Messages that are cancelled in every other segment."""
 BYTES_OF = "(SELECT reltoastrelid FROM pg_class WHERE oid = 'segment'::regclass)"
 TABLE = "'segment'"
-CANCELLED, KEY_OF_CANCELLED = "'segment_cancelled'", "'segment_cancelled_pkey'"
 FIRST_DAY = NOW // DAY_MS + 10
 KEY_OF_A_DAY = (
     f"(SELECT indexrelid FROM pg_index WHERE indrelid = '{partitions.name_of(FIRST_DAY)}'::regclass AND indisprimary)"
@@ -70,16 +67,6 @@ async def fill_days(url: str) -> None:
         await admin.execute(f"INSERT INTO lane VALUES ({LANE}, 0, 'gone') ON CONFLICT DO NOTHING")
 
 
-async def fill_cancelled(url: str) -> None:
-    """The same, and some messages of every other segment are cancelled: so many that they take pages."""
-    await fill(url)
-    async with sql(url) as admin:
-        await admin.execute("ALTER TABLE segment_cancelled SET (fillfactor = 10)")
-        found = [one for one in await catalog.listed(admin) if one.id % 2]
-        ids = [id for one in found for id in (await listed_ids(admin, one.id))[:GONE]]
-        assert set((await actions.cancel(admin, ids)).values()) == {Found.SEGMENT}
-
-
 async def listed_ids(admin: asyncpg.Connection, segment: int) -> list[int]:
     table = await catalog.read(admin, segment)
     assert table is not None
@@ -112,17 +99,14 @@ def damaged() -> Iterator[dict[str, Damaged]]:
     with Postgres() as server:
         template = server.add_database()
         asyncio.run(fill(server.url(template)))
-        days, cancelled = server.add_database(), server.add_database()
+        days = server.add_database()
         asyncio.run(fill_days(server.url(days)))
-        asyncio.run(fill_cancelled(server.url(cancelled)))
         stores, places = {}, []
         for name, of, relation, page, content in [
             ("bytes", template, BYTES_OF, 2, EMPTY),
             ("cancel", template, BYTES_OF, 2, EMPTY),
             ("file", template, BYTES_OF, 0, None),
             ("partition", days, KEY_OF_A_DAY, 1, EMPTY),
-            ("cancelled", cancelled, CANCELLED, 1, NOISE),
-            ("key of cancelled", cancelled, KEY_OF_CANCELLED, 0, NOISE),
         ]:
             url = server.url(server.add_database(template=of))
             stores[name] = Damaged(url, asyncio.run(on_page(url, page)))
@@ -163,11 +147,10 @@ async def test_a_damaged_page_of_bytes_and_those_who_look_for_a_message(damaged:
         assert {len(found) for found in entries.values() if found is not None} == {OF_A_SEGMENT}
         inside = await admin.fetchval("SELECT first_id FROM segment WHERE id = $1", broken[0])
         await admin.execute("UPDATE segment SET first_id = 1")  # as of a store whose messages came in any order
+        wanted = [found[0].place.id for found in entries.values() if found is not None][-2:]  # of two segments
         for ask in (actions.cancel, partial(actions.reschedule, when=actions.When(by_ms=1))):
-            found = await ask(admin, [ROWS, inside, ROWS * 9])
-            assert found == {ROWS: Found.SEGMENT, inside: Found.UNREADABLE, ROWS * 9: Found.NOWHERE}
-            await admin.execute("DELETE FROM segment_cancelled")
-            await admin.execute("UPDATE segment SET cancelled = 0")
+            found = await ask(admin, [wanted.pop(), inside, ROWS * 9])
+            assert list(found.values()) == [Found.SEGMENT, Found.UNREADABLE, Found.NOWHERE]
 
 
 async def test_a_file_of_bytes_that_is_gone(damaged: dict[str, Damaged]) -> None:
@@ -195,54 +178,3 @@ async def test_a_damaged_partition(damaged: dict[str, Damaged]) -> None:
         assert await catalog.restore_one(admin, catalog.FOREVER_MS) is None
         assert [one.id for one in await catalog.listed(admin) if one.broken] == [spoiled]
         assert await admin.fetchval("SELECT messages FROM segment") == 50
-
-
-async def test_a_damaged_page_of_what_was_cancelled(damaged: dict[str, Damaged]) -> None:
-    """Segments whose cancelled messages are named on it stay as they are: nobody may bring those back. All others come
-    back, in their turn."""
-    async with sql(damaged["cancelled"].url) as admin:
-        found = await restored_or_broken(admin)
-        broken = [one for one in found if isinstance(one, Broken)]
-        assert 1 <= len(broken) < ROWS // OF_A_SEGMENT / 2
-        assert {one.messages for one in broken} == {OF_A_SEGMENT - GONE}
-        said = "the store cannot read which of its messages were cancelled: DataCorruptedError"
-        assert all(one.reason.startswith(said) for one in broken)
-        assert sum(one.messages for one in found) == await alive(admin)
-        assert len(await waiting(admin)) == await alive(admin) - len(broken) * (OF_A_SEGMENT - GONE)
-
-
-async def test_a_damaged_key_of_what_was_cancelled(damaged: dict[str, Damaged]) -> None:
-    """No statement on its table is of use, and the segments without cancelled messages need none. With a new key, the
-    others come back, without those that were cancelled."""
-    async with sql(damaged["key of cancelled"].url) as admin:
-        rows_alive, every = await alive(admin), ROWS // OF_A_SEGMENT
-        found = await restored_or_broken(admin)
-        broken = [one for one in found if isinstance(one, Broken)]
-        assert (len(found), len(broken)) == (every, every // 2)
-        assert "which of its messages were cancelled: " in broken[0].reason
-        assert "REINDEX" in broken[0].reason
-        assert len(await waiting(admin)) == every // 2 * OF_A_SEGMENT
-        assert await listing.entries_of(admin, broken[0].segment) is None
-        assert [(one.cancelled, one.broken is not None) for one in await catalog.listed(admin)] == [(GONE, True)] * len(
-            broken
-        )
-
-        await admin.execute("REINDEX INDEX segment_cancelled_pkey")
-        for one in await catalog.listed(admin):
-            assert isinstance(await catalog.restore(admin, one.id), Restored)
-        assert len(await waiting(admin)) == rows_alive == ROWS - len(broken) * GONE
-        assert await admin.fetchval("SELECT count(*) FROM segment_cancelled") == 0
-        await conserved(admin)
-
-
-async def alive(admin: asyncpg.Connection) -> int:
-    """Messages that were not cancelled, by the counters."""
-    of = dict(await admin.fetch("SELECT kind, sum(n)::int FROM counter GROUP BY kind"))
-    return int(of["parked"] - of["cancelled"])
-
-
-async def restored_or_broken(admin: asyncpg.Connection) -> list[Restored | Broken]:
-    found = []
-    while one := await catalog.restore_one(admin, catalog.FOREVER_MS):
-        found.append(one)
-    return found

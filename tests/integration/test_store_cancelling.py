@@ -21,7 +21,7 @@ from tests.conformance.store_contract import MANY, ROOM, owned, parcel, release_
 from tests.integration.segments_store import START_MS, apart, blocked, restore_all, store
 from tests.integration.test_store_lane import opened, sql
 from tests.support.fakes import WHY
-from tests.support.rows import compact, conserved, everything, packed, put, row, rows, waiting
+from tests.support.rows import compact, conserved, everything, put, row, rows, waiting
 
 NO_ONE = {"parked": 0, "restored": 0, "released": 0, "cancelled": 0, "compacted": 0, "held": 0}
 
@@ -79,30 +79,26 @@ async def test_messages_in_segments(database: str, monkeypatch: pytest.MonkeyPat
         assert await cancel(admin, [*some, 777]) == dict.fromkeys(some, Found.SEGMENT) | {777: Found.NOWHERE}
         assert await cancel(admin, some) == dict.fromkeys(some, Found.NOWHERE)
         left = {number: one for number, one in before.items() if number not in some}
-        assert await packed(admin) == left
+        assert await everything(admin) == left
         lanes = Counter(before[number].lane for number in some)
         for number in lanes:
-            counted = "SELECT n FROM counter WHERE lane = $1 AND kind = $2"
-            assert await admin.fetchval(counted, number, "cancelled") == lanes[number]
-            assert await admin.fetchval(counted, number, "compacted") == 100 - lanes[number]
+            counted = "SELECT n FROM counter WHERE lane = $1 AND kind = 'cancelled'"
+            assert await admin.fetchval(counted, number) == lanes[number]
         await conserved(admin)
         await restore_all(admin)
         assert (await waiting(admin)).keys() == left.keys()
-        assert await conserved(admin) == NO_ONE | {"parked": 200, "cancelled": 60, "compacted": 140, "restored": 140}
+        assert await conserved(admin) == NO_ONE | {"parked": 200, "cancelled": 60, "compacted": 200, "restored": 200}
 
 
-async def test_the_last_one_takes_the_segment_with_it(database: str) -> None:
+async def test_the_others_of_a_segment_are_rows_again(database: str) -> None:
     async with store(database) as admin:
         await put(admin, rows(3, START_MS))
         [made] = await compact(admin)
-        await cancel(admin, [1, 2])
-        assert (await catalog.count(admin))[:2] == (1, 1)
-        [listed] = await catalog.listed(admin)
-        assert (listed.live, listed.cancelled) == (1, 2)
-        assert await cancel(admin, [3, 1]) == {3: Found.SEGMENT, 1: Found.NOWHERE}
+        assert await cancel(admin, [1, 2]) == {1: Found.SEGMENT, 2: Found.SEGMENT}
         assert (await catalog.count(admin))[:2] == (0, 0)
         assert await catalog.restore(admin, made.segment) is None
-        assert await conserved(admin) == NO_ONE | {"parked": 3, "cancelled": 3}
+        assert list(await waiting(admin)) == [3]
+        assert await conserved(admin) == NO_ONE | {"parked": 3, "cancelled": 2, "compacted": 3, "restored": 3}
 
 
 async def test_ids_that_take_more_than_the_head_of_a_file(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +120,7 @@ async def test_a_broken_segment_says_that_it_cannot_say(database: str) -> None:
 
 
 async def test_cancel_against_a_restore_in_flight(database: str) -> None:
-    """It waits for the restore, and then finds the row."""
+    """It waits for the restore, and then cancels the row."""
     async with store(database) as admin, sql(database) as holder, sql(database) as one, sql(database) as two:
         await put(admin, rows(10, START_MS))
         await compact(admin)
@@ -134,10 +130,10 @@ async def test_cancel_against_a_restore_in_flight(database: str) -> None:
         restoring = asyncio.create_task(catalog.restore_one(one, FOREVER_MS))
         await blocked(admin, "%INSERT INTO counter%")
         cancels = asyncio.create_task(cancel(two, [4]))
-        await blocked(admin, "SELECT id, lane, messages, cancelled FROM segment%")
+        await blocked(admin, "SELECT id, lane, first_due, messages, format, digest FROM segment%")
         await holder.execute("COMMIT")
         assert await restoring == Restored(1, 10, min(r.due_us for r in rows(10, START_MS)) // 1000)
-        assert await cancels == {4: Found.WAITING}
+        assert await cancels == {4: Found.SEGMENT}
         assert len(await waiting(admin)) == 9
         await conserved(admin)
 
@@ -156,7 +152,7 @@ async def test_cancel_against_a_compaction_in_flight(database: str) -> None:
         await holder.execute("COMMIT")
         assert [made.messages for made in await compacts] == [10]
         assert await cancels == {4: Found.SEGMENT}
-        assert len(await packed(admin)) == 9
+        assert len(await everything(admin)) == 9
         await conserved(admin)
 
 

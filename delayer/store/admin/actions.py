@@ -1,12 +1,14 @@
 """Cancels and reschedules by hand: of messages by id, of held ones too, and of all that a filter means.
 
+A message in a segment is restored first, with all messages of the segment; then it is a row like others.
+
 A message is in one place at any moment, but may go from one to the next between two of our statements: compacted,
 restored, held, moved to another partition. The process that moves it holds a lock on its row or its segment. So a
 message that we locked stays; where one slipped away, a lock was waited for or the list of segments changed, and we
 look again. A message that is being released is waited for: then it is gone, or ours.
 
-Locks are taken in the order of keys.py, and those of segments after the held rows: keys' advisory locks, messages'
-rows, held rows, segments by id, rows of message_key, the counters.
+Locks are taken in the order of keys.py: keys' advisory locks, messages' rows, held rows, rows of message_key, the
+counters.
 
 Many messages are changed in portions, each one transaction with its share in the audit log: an interruption leaves
 whole portions.
@@ -15,7 +17,7 @@ whole portions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from functools import partial
@@ -25,6 +27,7 @@ import asyncpg
 
 from delayer.core.filters import Filter, Token
 from delayer.core.seen import Seen
+from delayer.core.segment import Broken
 from delayer.store import pool, schema, statements
 from delayer.store.admin import audit_log, listing
 from delayer.store.admin.listing import BEGINNING, NO_DUES, SETTINGS, Dues, Test
@@ -59,23 +62,69 @@ _DELETE_HELD = (
 async def cancel(
     connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None
 ) -> dict[int, Found]:
-    """Cancel messages by id, in one transaction; where each was met.
+    """Cancel messages by id; where each was met.
 
     Finding a row by its id alone reads the index of every partition, and the ids of every segment whose range it is in:
     ask for many at once, or say in ``dues`` when they are due. A message that is being released is waited for, and then
-    found NOWHERE, or waiting again. ``act``: what they are added to in the audit trail (audit_log.py).
-    Raises the driver's errors; then nothing is cancelled.
+    found NOWHERE, or waiting again. ``act``: what they are added to in the audit log (audit_log.py).
+    Raises the driver's errors; what was cancelled by then is in the audit log.
     """
+    return await _until_quiet(connection, ids, dues, act, partial(_cancel_rows, dues=dues))
+
+
+Work = Callable[..., Awaitable[tuple[dict[int, Found], Changes, bool]]]
+"""Does something to the rows of some ids in an open transaction: what was met, what to count, and whether every row was
+still there when it was locked."""
+
+
+async def _until_quiet(
+    connection: asyncpg.Connection, ids: Collection[int], dues: Dues, act: int | None, work: Work
+) -> dict[int, Found]:
+    """Do it to the messages of ``ids``, until nothing moves while we look."""
     found = dict.fromkeys(ids, Found.NOWHERE)
+    for _ in range(LOOKS):
+        missing = [number for number, where in found.items() if where in (Found.NOWHERE, Found.UNREADABLE)]
+        if not missing:
+            break
+        before = await listing.segments_seen(connection)
+        met, quiet = await patiently(partial(_do, connection, missing, act, work))
+        found |= met
+        left = [number for number in missing if number not in met]
+        if left and before.segments:
+            found |= await _in_segments(connection, left, dues, act, work)
+        if quiet and await listing.segments_seen(connection) == before:
+            break
+    return found
+
+
+async def _do(
+    connection: asyncpg.Connection, ids: Sequence[int], act: int | None, work: Work, segment: int | None = None
+) -> tuple[dict[int, Found], bool]:
+    """One transaction: restore the segment, if there is one, and do it to the rows."""
     async with pool.transaction(connection):
-        changes: Changes = Counter()
-        for _ in range(LOOKS):
-            missing = [number for number, where in found.items() if where in (Found.NOWHERE, Found.UNREADABLE)]
-            if not missing or await _cancel_found(connection, missing, dues, found, changes):
-                break
+        if segment is not None and isinstance(await catalog.restore(connection, segment), Broken):
+            return dict.fromkeys(ids, Found.UNREADABLE), True
+        met, changes, quiet = await work(connection, ids)
         if act is not None:
-            await audit_log.add(connection, act, sum(changes[one] for one in changes if one[1] == "cancelled"))
+            await audit_log.add(connection, act, len(met))
         await write_counters(connection, changes)
+    return met, quiet
+
+
+async def _in_segments(
+    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, act: int | None, work: Work
+) -> dict[int, Found]:
+    """Do it to those of ``ids`` that stand in segments: one segment after the other."""
+    holding, unreadable = await listing.find_in_segments(connection, ids, dues)
+    found = {
+        number: Found.UNREADABLE
+        for number in ids
+        if any(first <= number <= last for first, last in unreadable.values())
+    }
+    for segment, inside in sorted(holding.items()):
+        await catalog.make_days(connection, segment)
+        met, _ = await patiently(partial(_do, connection, inside, act, work, segment))
+        found |= {number: Found.SEGMENT if where is Found.WAITING else where for number, where in met.items()}
     return found
 
 
@@ -83,18 +132,6 @@ async def write_counters(connection: asyncpg.Connection, changes: Changes) -> No
     """Add to the counters: the last statement before the commit."""
     if changed := sorted((lane, kind, n) for (lane, kind), n in changes.items() if n):
         await connection.execute(statements.COUNT, *map(list, zip(*changed, strict=True)))
-
-
-async def _cancel_found(
-    connection: asyncpg.Connection, missing: Sequence[int], dues: Dues, found: dict[int, Found], changes: Changes
-) -> bool:
-    """Cancel what is found of ``missing``. Whether the rest is nowhere: nothing moved while we looked."""
-    before = await listing.segments_seen(connection)
-    quiet = await _cancel_rows(connection, missing, dues, found, changes)
-    left = [number for number in missing if found[number] not in (Found.WAITING, Found.HELD)]
-    if left and before.segments:
-        quiet &= await _cancel_in_segments(connection, left, dues, found, changes)
-    return quiet and await listing.segments_seen(connection) == before
 
 
 async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
@@ -105,9 +142,9 @@ async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, m
 
 
 async def _cancel_rows(
-    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, found: dict[int, Found], changes: Changes
-) -> bool:
-    """Waiting and held rows. Whether none slipped away between the looking and the locking."""
+    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues
+) -> tuple[dict[int, Found], Changes, bool]:
+    """Waiting and held rows."""
     places = await listing.find_rows(connection, ids, dues)
     held = await connection.fetch("SELECT id, key FROM held WHERE id = ANY($1) ORDER BY id", ids)
     keys = [key for _, key in held if key is not None]
@@ -120,37 +157,14 @@ async def _cancel_rows(
         await lock_keys(connection, keys)
     for row in await connection.fetch(_DELETE_HELD, [number for number, _ in held]):
         gone.append((*row, Found.HELD))
-    for number, lane, _, where in gone:
-        found[number] = where
+    changes: Changes = Counter()
+    for _, lane, _, where in gone:
         changes[lane, "cancelled"] += 1
-        changes[lane, "held"] -= where is not Found.WAITING
+        changes[lane, "held"] -= where is Found.HELD
     if keyed := [(key, number) for number, _, key, _ in gone if key is not None]:
         await forget(connection, keyed)
-    return len(gone) == (0 if places is None else len(places.ids)) + len(held)
-
-
-async def _cancel_in_segments(
-    connection: asyncpg.Connection, ids: Sequence[int], dues: Dues, found: dict[int, Found], changes: Changes
-) -> bool:
-    """Messages in segments. Whether every segment that was found to hold one was still there when it was locked."""
-    holding, unreadable = await listing.find_in_segments(connection, ids, dues)
-    for number in ids:
-        doubtful = any(first <= number <= last for first, last in unreadable.values())
-        found[number] = Found.UNREADABLE if doubtful else Found.NOWHERE
-    locked = await connection.fetch(
-        "SELECT id, lane, messages, cancelled FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE", sorted(holding)
-    )
-    for segment, lane, messages, cancelled in locked:
-        new = await connection.fetch(statements.ADD_CANCELLED, segment, sorted(holding[segment]))
-        for (number,) in new:
-            found[number] = Found.SEGMENT
-        if cancelled + len(new) == messages:
-            await catalog.delete(connection, segment)
-        elif new:
-            await connection.execute("UPDATE segment SET cancelled = cancelled + $2 WHERE id = $1", segment, len(new))
-        changes[lane, "compacted"] -= len(new)
-        changes[lane, "cancelled"] += len(new)
-    return len(locked) == len(holding)
+    quiet = len(gone) == (0 if places is None else len(places.ids)) + len(held)
+    return {number: where for number, _, _, where in gone}, changes, quiet
 
 
 # An imported message may be held before it is due: then the new instant is its due instant as well. Where a person
@@ -162,10 +176,6 @@ _MOVE_HELD = (
     " THEN coalesce($2::timestamptz, due_at + $3::bigint * interval '1 millisecond') ELSE due_at END"
     " WHERE id IN (SELECT id FROM held WHERE id = ANY($1) ORDER BY id FOR UPDATE) RETURNING id, lane, retry_at"
 )
-# Without their bytes: see unpacking.live.
-_LOCK_SEGMENTS = (
-    "SELECT id, lane, messages, cancelled, format, digest FROM segment WHERE id = ANY($1) ORDER BY id FOR UPDATE"
-)
 
 
 class When(NamedTuple):
@@ -176,26 +186,6 @@ class When(NamedTuple):
     by_ms: int = 0
 
 
-class _Work:
-    """What one transaction found and changed."""
-
-    def __init__(self, when: When, dues: Dues, ids: Collection[int]) -> None:
-        self.when = when
-        self.dues = dues
-        self.found = dict.fromkeys(ids, Found.NOWHERE)
-        self.changes: Changes = Counter()
-        self.waiting: dict[int, int] = {}
-        """The soonest new due instant of each lane."""
-        self.held: dict[int, int] = {}
-
-    def missing(self) -> list[int]:
-        return [number for number, where in self.found.items() if where in (Found.NOWHERE, Found.UNREADABLE)]
-
-    @property
-    def done(self) -> int:
-        return len(self.found) - len(self.missing())
-
-
 async def reschedule(
     connection: asyncpg.Connection,
     ids: Collection[int],
@@ -203,52 +193,36 @@ async def reschedule(
     dues: Dues = NO_DUES,
     act: int | None = None,
 ) -> dict[int, Found]:
-    """Give messages another due instant, in one transaction; where each was met. ``dues`` and ``act`` as in
-    cancel. Raises the driver's errors; then nothing is changed."""
-    work = _Work(when, dues, ids)
-    async with pool.transaction(connection):
-        for _ in range(LOOKS):
-            missing = work.missing()
-            if not missing or await _move_found(connection, missing, work):
-                break
-        if act is not None:
-            await audit_log.add(connection, act, work.done)
-        await notify(connection, work.waiting, work.held)
-        await write_counters(connection, work.changes)
-    return work.found
+    """Give messages another due instant; where each was met. ``dues`` and ``act`` as in cancel. Raises the driver's
+    errors; what was moved by then is in the audit log."""
+    return await _until_quiet(connection, ids, dues, act, partial(_move_rows, when=when, dues=dues))
 
 
-async def _move_found(connection: asyncpg.Connection, missing: Sequence[int], work: _Work) -> bool:
-    """Move what is found of ``missing``. Whether the rest is nowhere: nothing moved while we looked."""
-    before = await listing.segments_seen(connection)
-    quiet = await _move_rows(connection, missing, work)
-    left = [number for number in missing if work.found[number] not in (Found.WAITING, Found.HELD)]
-    if left and before.segments:
-        quiet &= await _move_out_of_segments(connection, left, work)
-    return quiet and await listing.segments_seen(connection) == before
-
-
-async def _move_rows(connection: asyncpg.Connection, ids: Sequence[int], work: _Work) -> bool:
-    """Waiting and held rows. Whether none slipped away between the looking and the locking."""
-    places = await listing.find_rows(connection, ids, work.dues)
+async def _move_rows(
+    connection: asyncpg.Connection, ids: Sequence[int], when: When, dues: Dues
+) -> tuple[dict[int, Found], Changes, bool]:
+    """Waiting and held rows."""
+    places = await listing.find_rows(connection, ids, dues)
     held = [number for (number,) in await connection.fetch("SELECT id FROM held WHERE id = ANY($1) ORDER BY id", ids)]
     moved: list[asyncpg.Record] = []
     if places is not None:
         await lock_keys_of(connection, places)
-        moved = await connection.fetch(statements.MOVE_ROWS, *places[:3], *work.when, *places.bounds, timeout=None)
-    keyed = []
-    for number, lane, due_ms, key in moved:
-        work.found[number] = Found.WAITING
-        _sooner(work.waiting, lane, due_ms)
-        if key is not None:
-            keyed.append((key, number, due_ms))
-    again = await connection.fetch(_MOVE_HELD, held, *work.when) if held else []
-    for number, lane, retry_ms in again:
-        work.found[number] = Found.HELD
-        _sooner(work.held, lane, retry_ms)
-    if keyed:
+        moved = await connection.fetch(statements.MOVE_ROWS, *places[:3], *when, *places.bounds, timeout=None)
+    if keyed := [(key, number, due_ms) for number, _, due_ms, key in moved if key is not None]:
         await _point(connection, sorted(keyed))
-    return len(moved) + len(again) == (0 if places is None else len(places.ids)) + len(held)
+    again = await connection.fetch(_MOVE_HELD, held, *when) if held else []
+    found = {number: Found.WAITING for number, *_ in moved} | {number: Found.HELD for number, *_ in again}
+    soonest = _soonest((lane, due_ms) for _, lane, due_ms, _ in moved)
+    await notify(connection, soonest, _soonest((lane, retry_ms) for _, lane, retry_ms in again))
+    return found, Counter(), len(found) == (0 if places is None else len(places.ids)) + len(held)
+
+
+def _soonest(dues: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The soonest instant of each lane."""
+    soonest: dict[int, int] = {}
+    for lane, at_ms in dues:
+        soonest[lane] = min(at_ms, soonest.get(lane, at_ms))
+    return soonest
 
 
 async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, int, int]]) -> None:
@@ -265,83 +239,13 @@ async def _point(connection: asyncpg.Connection, keyed: Sequence[tuple[bytes, in
     )
 
 
-async def _move_out_of_segments(connection: asyncpg.Connection, ids: Sequence[int], work: _Work) -> bool:
-    """Messages in segments become rows. Whether every segment that was found to hold one was there when locked."""
-    holding, unreadable = await listing.find_in_segments(connection, ids, work.dues)
-    for number in ids:
-        doubtful = any(first <= number <= last for first, last in unreadable.values())
-        work.found[number] = Found.UNREADABLE if doubtful else Found.NOWHERE
-    locked = await connection.fetch(_LOCK_SEGMENTS, sorted(holding))
-    for segment in locked:
-        await _move_out(connection, segment, holding[segment["id"]], work)
-    return len(locked) == len(holding)
-
-
-async def _move_out(connection: asyncpg.Connection, segment: asyncpg.Record, ids: Sequence[int], work: _Work) -> None:
-    import pyarrow.compute as pc  # noqa: PLC0415 - pyarrow, once there is something to read
-
-    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415
-
-    number, lane = segment["id"], segment["lane"]
-    try:
-        table = await catalog.live(connection, segment)
-    except SegmentBroken:
-        work.found.update(dict.fromkeys(ids, Found.UNREADABLE))
-        return
-    table = table.filter(pc.is_in(table["id"], value_set=_ints(ids)))
-    moved = table["id"].to_pylist()
-    if not moved:
-        return
-    now_ms = await connection.fetchval("SELECT date_trunc('milliseconds', now())")
-    new = _rescheduled(table, work.when, now_ms * 1000)
-    await catalog.write_rows(connection, new, lane)
-    await connection.fetch(statements.ADD_CANCELLED, number, sorted(moved))
-    if segment["cancelled"] + len(moved) == segment["messages"]:
-        await catalog.delete(connection, number)
-    else:
-        await connection.execute("UPDATE segment SET cancelled = cancelled + $2 WHERE id = $1", number, len(moved))
-    work.changes[lane, "compacted"] -= len(moved)
-    work.found.update(dict.fromkeys(moved, Found.SEGMENT))
-    _sooner(work.waiting, lane, min(due_us for due_us in _micros(new)) // 1000)
-
-
-def _ints(ids: Sequence[int]) -> Any:
-    import pyarrow as pa  # noqa: PLC0415
-
-    return pa.array(ids, pa.int64())
-
-
-def _micros(table: Any) -> list[int]:
-    micros: list[int] = table["due_at"].cast("int64").to_pylist()
-    return micros
-
-
-def _rescheduled(table: Any, when: When, now_us: int) -> Any:
-    """The same messages with their new due instants, in the order of rows. Into the past is now: see move_rows.sql."""
-    import pyarrow as pa  # noqa: PLC0415
-
-    due = [
-        max(old + when.by_ms * 1000 if when.at_ms is None else when.at_ms * 1000, min(old, now_us))
-        for old in _micros(table)
-    ]
-    position = table.schema.get_field_index("due_at")
-    field = table.schema.field("due_at")
-    return table.set_column(position, field, pa.array(due, pa.int64()).cast(field.type)).sort_by(
-        [("due_at", "ascending"), ("id", "ascending")]
-    )
-
-
-def _sooner(soonest: dict[int, int], lane: int, at_ms: int) -> None:
-    soonest[lane] = min(at_ms, soonest.get(lane, at_ms))
-
-
 T = TypeVar("T")
 PORTION: Final = 1000
 SCAN: Final = 100_000
 """Rows that are read for one portion at most; then it goes on with the next."""
 
 Do = Callable[[asyncpg.Connection, Collection[int], Dues, int], Awaitable[dict[int, Found]]]
-"""Cancel or move messages by id; in one transaction."""
+"""Cancel or move messages by id."""
 
 
 class Counted(NamedTuple):
@@ -386,7 +290,7 @@ async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token],
         some = tokens[start : start + PORTION]
         dues = {token.id: token.due_ms for token in some if token.due_ms is not None}
         ids = [token.id for token in some]
-        found |= await patiently(partial(do, connection, ids, dues, act))
+        found |= await do(connection, ids, dues, act)
     return found
 
 
@@ -424,7 +328,7 @@ async def every(
         found = await listing.find(connection, wanted, test, PORTION, after, scan=SCAN)
         dues = {place.id: place.due_us // 1000 for place in found.places if place.id not in seen}
         if dues:
-            done.update((await patiently(partial(do, connection, list(dues), dues, act))).values())
+            done.update((await do(connection, list(dues), dues, act)).values())
             say(done.total() - done[Found.NOWHERE] - done[Found.UNREADABLE])
         if do is not cancel:
             seen.update(dues)
@@ -467,15 +371,14 @@ async def _count_in_segments(
     connection: asyncpg.Connection, wanted: Filter, first_ms: int, last_ms: int
 ) -> tuple[int, int]:
     rows = await connection.fetch(
-        "SELECT id, messages - cancelled, first_due >= $1 AND last_due < $2 FROM segment"
-        " WHERE last_due >= $1 AND first_due < $2",
+        "SELECT id, messages, first_due >= $1 AND last_due < $2 FROM segment WHERE last_due >= $1 AND first_due < $2",
         first_ms,
         last_ms,
     )
     messages = broken = 0
-    for segment, live, whole in rows:
+    for segment, inside, whole in rows:
         if whole and not wanted.narrow:
-            messages += live
+            messages += inside
             continue
         found = await listing.entries_of(connection, segment)
         broken += found is None

@@ -77,19 +77,7 @@ async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 3
             found = await _in_segment(connection, segment, token.id)
             if found is not None:
                 return found
-        return (
-            Found.UNREADABLE if unreadable or (holding and not await _cancelled(connection, holding)) else Found.NOWHERE
-        )
-
-
-async def _cancelled(connection: asyncpg.Connection, holding: dict[int, list[int]]) -> bool:
-    """Whether what these segments held of it was cancelled: then it is nowhere."""
-    for segment, ids in holding.items():
-        if await connection.fetchval(
-            "SELECT true FROM segment_cancelled WHERE segment = $1 AND id = ANY($2)", segment, ids
-        ):
-            return True
-    return False
+        return Found.UNREADABLE if unreadable or holding else Found.NOWHERE
 
 
 async def _in_segment(connection: asyncpg.Connection, segment: int, number: int) -> Whole | None:

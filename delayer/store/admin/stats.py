@@ -31,8 +31,8 @@ NO_SEGMENTS = segments.Counted(segments=0, messages=0, broken=0, broken_messages
 
 # Few, by the index; those that do not read back are counted as such.
 _LATE_SEGMENTS = """
-SELECT count(*), coalesce(sum(messages - cancelled), 0)::bigint, min(first_due)
-FROM segment WHERE first_due < $1 AND broken_at IS NULL AND messages > cancelled
+SELECT count(*), coalesce(sum(messages), 0)::bigint, min(first_due)
+FROM segment WHERE first_due < $1 AND broken_at IS NULL
 """
 
 
@@ -250,9 +250,7 @@ async def take_census(connection: asyncpg.Connection) -> Census:
         near = await _due_soon(connection, now_ms)
         if near is not None and sampled:
             counts = with_near(counts, near)
-        for first_ms, last_ms, messages in await connection.fetch(
-            "SELECT first_due, last_due, messages - cancelled FROM segment"
-        ):
+        for first_ms, last_ms, messages in await connection.fetch("SELECT first_due, last_due, messages FROM segment"):
             for bucket, count in horizon.spread(first_ms, last_ms, messages, now_ms).items():
                 counts[COMPACTED, bucket] = counts.get((COMPACTED, bucket), 0.0) + count
     return Census(now_ms, counts, exact=not sampled)

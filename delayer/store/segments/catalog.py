@@ -7,7 +7,8 @@ Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
@@ -18,10 +19,10 @@ from delayer.core.faultpoint import reach
 from delayer.core.segment import Broken, Locked, Restoration, Restored
 from delayer.store import pool, statements
 from delayer.store import pool as session
-from delayer.store.errors import DAMAGE_ADVICE, DAMAGED, describe
+from delayer.store.errors import DAMAGED, describe
 from delayer.store.lanes.notify import notify
 from delayer.store.rows.envelope import reason_text
-from delayer.store.rows.partitions import DAY_MS
+from delayer.store.rows.partitions import DAY_MS, PARK_SECONDS, Days, existing
 
 FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
@@ -30,12 +31,12 @@ SMALL_PORTION_BYTES = 256 << 10
 """What an event loop does at once beside releases, and the server as well."""
 # Without its bytes: a damaged page under them must not hide whose they are.
 _LOCK = (
-    "SELECT id, lane, first_due, messages, cancelled, format, digest FROM segment"
-    " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE SKIP LOCKED"
+    "SELECT id, lane, first_due, messages, format, digest FROM segment"
+    " WHERE {} ORDER BY first_due, id LIMIT 1 FOR UPDATE"
 )
 # Few segments would be read from the first to the last.
 _BY_INDEX = "SET LOCAL enable_seqscan = off"
-_LOCK_SOONEST = _LOCK.format("broken_at IS NULL AND first_due <= $1")
+_LOCK_SOONEST = _LOCK.format("broken_at IS NULL AND first_due <= $1") + " SKIP LOCKED"
 _LOCK_ONE = _LOCK.format("id = $1")
 
 
@@ -47,16 +48,10 @@ class Listed(NamedTuple):
     first_due_ms: int
     last_due_ms: int
     messages: int
-    cancelled: int
     raw_bytes: int
     packed_bytes: int
     made_ms: int
     broken: str | None
-
-    @property
-    def live(self) -> int:
-        """Messages that will come back."""
-        return self.messages - self.cancelled
 
 
 class Counted(NamedTuple):
@@ -64,7 +59,7 @@ class Counted(NamedTuple):
 
     segments: int
     messages: int
-    """The live ones, in broken segments too."""
+    """In broken segments too."""
     broken: int
     broken_messages: int
     next_due_ms: int | None
@@ -108,8 +103,8 @@ async def restore(
     portion_bytes: int = PORTION_BYTES,
     pause: float = 0.0,
 ) -> Restored | Broken | None:
-    """Restore the segment of this id, as :func:`restore_one` does; broken ones are tried again, and
-    lose their mark with that. None: it is gone, or somebody else has it locked."""
+    """Restore the segment of this id, as :func:`restore_one` does; a broken one is tried again, and
+    loses its mark with that. Another session that has it locked is waited for. None: it is gone."""
     return await _restore(connection, (_LOCK_ONE, segment), portion_bytes, pause)
 
 
@@ -144,7 +139,7 @@ async def _restore_at_once(
         if segment is None:
             return None
         reach("restore.locked")
-        count = segment["messages"] - segment["cancelled"]
+        count = segment["messages"]
         try:
             table = await live(connection, segment)
         except SegmentBroken as error:
@@ -158,17 +153,12 @@ async def _restore_at_once(
         if status != f"COPY {count}":
             raise RuntimeError(f"segment {segment['id']}: expected {count} messages, but {status}")
         reach("restore.copied")
-        await delete(connection, segment["id"], noted=segment["cancelled"] > 0)
+        await connection.execute("DELETE FROM segment WHERE id = $1", segment["id"])
         await notify(connection, {segment["lane"]: segment["first_due"]}, {})
         await connection.execute(statements.COUNT, [segment["lane"]], ["restored"], [count])
         reach("restore.deleted")
     reach("restore.committed")
     return Restored(segment["id"], count, segment["first_due"])
-
-
-async def exists(connection: asyncpg.Connection, segment: int) -> bool:
-    """Whether there is such a segment, locked or not. Raises the driver's errors."""
-    return bool(await connection.fetchval("SELECT EXISTS (SELECT FROM segment WHERE id = $1)", segment))
 
 
 async def write_rows(
@@ -193,13 +183,6 @@ async def _portions(table: Any, lane: int, portion_bytes: int, pause: float) -> 
         await asyncio.sleep(pause)
 
 
-async def delete(connection: asyncpg.Connection, segment: int, *, noted: bool = True) -> None:
-    """Delete a segment that the open transaction has locked, and what is ``noted`` of its messages, if there is."""
-    if noted:
-        await connection.execute("DELETE FROM segment_cancelled WHERE segment = $1", segment)
-    await connection.execute("DELETE FROM segment WHERE id = $1", segment)
-
-
 async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str) -> None:
     """Write down that a segment did not read back, unless that is known. Raises the driver's errors."""
     await connection.execute(
@@ -209,7 +192,7 @@ async def mark_broken(connection: asyncpg.Connection, segment: int, reason: str)
     )
 
 
-_READ = "SELECT id, messages, cancelled, format, digest FROM segment WHERE id = $1"
+_READ = "SELECT id, messages, format, digest FROM segment WHERE id = $1"
 
 
 async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None:
@@ -225,23 +208,15 @@ async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None
     return packed
 
 
-def unpacked(segment: Mapping[str, Any], cancelled: Sequence[int]) -> Any:
-    """The live messages of a row of ``segment``, as a table of packing.SCHEMA sorted by (due_at, id).
-
-    Raises SegmentBroken, also when those that were cancelled are not the ones that its row counts.
-    """
+def unpacked(segment: Mapping[str, Any]) -> Any:
+    """The messages of a row of ``segment``, as a table of codec.SCHEMA sorted by (due_at, id). Raises SegmentBroken."""
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
-    table = codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
-    table = codec.without(table, cancelled)
-    expected = segment["messages"] - segment["cancelled"]
-    if len(table) != expected:
-        raise codec.SegmentBroken(f"expected {expected} messages without the cancelled ones, found {len(table)}")
-    return table
+    return codec.unpack(segment["packed"], segment["format"], segment["messages"], segment["digest"])
 
 
 async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
-    """The live messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
+    """The messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
     Decoding is done in a thread: the page asks too, and its daemon has messages to release meanwhile.
 
     Raises SegmentBroken, and the driver's errors.
@@ -251,31 +226,25 @@ async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
         if row is None:
             return None
         whole = dict(row) | {"packed": await bytes_of(connection, segment)}
-        return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, row))
+        return await asyncio.to_thread(unpacked, whole)
 
 
 async def live(connection: asyncpg.Connection, segment: asyncpg.Record) -> Any:
-    """The live messages (see :func:`unpacked`) of a segment whose row the open transaction has locked, whether it was
-    read with its bytes or not. Decoding is done in a thread. Raises SegmentBroken, and the driver's errors."""
+    """The messages (see :func:`unpacked`) of a segment whose row the open transaction has locked. Decoding is done in a
+    thread. Raises SegmentBroken, and the driver's errors."""
     whole = dict(segment) | {"packed": await bytes_of(connection, segment["id"])}
-    return await asyncio.to_thread(unpacked, whole, await _cancelled(connection, segment))
+    return await asyncio.to_thread(unpacked, whole)
 
 
-async def _cancelled(connection: asyncpg.Connection, segment: Mapping[str, Any]) -> list[int]:
-    """Which messages of a row of ``segment`` were cancelled. Raises SegmentBroken where the store itself cannot read
-    that, and the driver's errors."""
-    from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
-
-    try:
-        async with pool.transaction(connection):  # a savepoint, as for its bytes
-            rows = await connection.fetch("SELECT id FROM segment_cancelled WHERE segment = $1", segment["id"])
-    except DAMAGED as error:
-        if not segment["cancelled"]:
-            return []  # whoever cancels counts it in the segment's row, in the same transaction
-        raise SegmentBroken(
-            f"the store cannot read which of its messages were cancelled: {describe(error)}; {DAMAGE_ADVICE}"
-        ) from error
-    return [number for (number,) in rows]
+async def make_days(connection: asyncpg.Connection, segment: int) -> None:
+    """Make the partitions that the messages of a segment go back into; a row of a day without one waits in the default
+    partition. Raises the driver's errors."""
+    row = await connection.fetchrow("SELECT first_due, last_due FROM segment WHERE id = $1", segment)
+    if row is not None:
+        today = await connection.fetchval("SELECT statement_timestamp()") // DAY_MS
+        days, now = Days(await existing(connection)), time.monotonic()
+        missing = days.missing(range(row["first_due"] // DAY_MS, row["last_due"] // DAY_MS + 1), today, now)
+        await days.make(connection, missing, today, now, PARK_SECONDS)
 
 
 PAUSE: Final = 0.002

@@ -23,7 +23,7 @@ import hmac
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from struct import Struct
 from typing import Any, Final, NamedTuple
 from zlib import crc32
@@ -172,11 +172,6 @@ def ordered(table: Any) -> Any:
     """``table`` sorted by (due_at, id), which it mostly is."""
     indices = pc.sort_indices(table, sort_keys=_ORDER)
     return table if indices.equals(pa.array(range(len(table)), pa.uint64())) else table.take(indices).combine_chunks()
-
-
-def without(table: Any, ids: Sequence[int]) -> Any:
-    """``table`` without the rows of these ids."""
-    return table.filter(pc.invert(pc.is_in(table["id"], value_set=pa.array(ids, pa.int64())))) if ids else table
 
 
 def ids_of(head: bytes, tail: bytes, size: int, format: int) -> list[int] | None:

@@ -1,6 +1,6 @@
--- All segments: how many, the messages in them that were not cancelled, the same of the broken ones, and of the others the
+-- All segments: how many, the messages in them, the same of the broken ones, and of the others the
 -- next due instant.
-SELECT count(*), coalesce(sum(messages - cancelled), 0)::bigint, count(*) FILTER (WHERE broken_at IS NOT NULL),
-       coalesce(sum(messages - cancelled) FILTER (WHERE broken_at IS NOT NULL), 0)::bigint,
+SELECT count(*), coalesce(sum(messages), 0)::bigint, count(*) FILTER (WHERE broken_at IS NOT NULL),
+       coalesce(sum(messages) FILTER (WHERE broken_at IS NOT NULL), 0)::bigint,
        min(first_due) FILTER (WHERE broken_at IS NULL)
 FROM segment

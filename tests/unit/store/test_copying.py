@@ -63,11 +63,9 @@ def test_to_postgres(rows: list[Row], lane: int, portion: int) -> None:
 
 
 def test_a_piece_of_a_table() -> None:
-    """What is left after cancelled messages were taken out, and tables that do not begin at the first row."""
+    """A table that does not begin at the first row."""
     rows = [row(n, n, b"%d" % n * n) for n in range(10)]
-    some = [one for one in rows if one[0] not in (0, 5)]
-    for whole, expected in ((table(rows).slice(3, 4), rows[3:7]), (codec.without(table(rows), [0, 5]), some)):
-        assert b"".join(codec.copy_stream(whole, 7, 1 << 20)) == as_copy(expected, 7)
+    assert b"".join(codec.copy_stream(table(rows).slice(3, 4), 7, 1 << 20)) == as_copy(rows[3:7], 7)
 
 
 def test_lengths_that_do_not_fit() -> None:

@@ -244,12 +244,6 @@ def test_ids_come_from_the_ends_of_a_file() -> None:
     assert found == 83
 
 
-def test_without_some() -> None:
-    rows = [row(n, n) for n in range(5)]
-    assert rows_of(codec.without(table(rows), [1, 3, 99])) == [rows[0], rows[2], rows[4]]
-    assert rows_of(codec.without(table(rows), [])) == rows
-
-
 # What format 1 looks like. Once it is released these bytes must read, whatever changes.
 STORED = bytes.fromhex(
     "0b11e109a40737155041523115001520153215ccb88085031c1504150a150615061c00000028b52ffd2010810000020000000401800204"
