@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import click
 
-from delayer.amqp import envelopes
-from delayer.amqp.address import Address
 from delayer.amqp.reading import address, iso
-from delayer.broker.connection import Relay
-from delayer.broker.publisher import RelayPublisher
 from delayer.cli.errors import DONE, FOUND, Failure, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config import Settings
-from delayer.config.topology import cascade_of
 from delayer.core.importing import OTHER_REASONS, Goal, Meant, NotARewrite, Rewrite, Run, Survey, read_rewrite
 from delayer.core.message import Target
 from delayer.imports import state_machine
-from delayer.imports.brokers import HEARTBEAT, NAME, Destinations
-from delayer.imports.cascade import CascadeBook
+from delayer.imports.brokers import Destinations
 from delayer.imports.state_machine import (
     Aborted,
     BadSource,
@@ -36,35 +29,6 @@ from delayer.imports.state_machine import (
     SourceLost,
 )
 from delayer.store.admin.importing import ImportBusy, ImportStore
-
-
-def into_of(unfinished: Run | None, told: str | None, settings: Settings) -> str:
-    """Where the messages go: of a run that goes on where they went. Raises ImportImpossible where that differs."""
-    begun = "" if unfinished is None else unfinished.into
-    if begun and told not in (None, begun):
-        raise ImportImpossible(
-            f"the unfinished import was begun into the {begun}, and --into {told} is said now. Next: go on with --into "
-            f"{begun}, or `abort`"
-        )
-    return begun or told or ("cascade" if settings.mode == "native" else "store")
-
-
-@asynccontextmanager
-async def cascade_book(settings: Settings, source: Source, book: ImportStore) -> AsyncIterator[CascadeBook]:
-    """Into the cascade of ``[native]``. Raises ImportImpossible for what would come out of it just to go in again."""
-    here, cascade = Address.parse(settings.broker_url), cascade_of(settings)
-    said = source.parameters
-    own = {"broker": str(here), "cascade": cascade.kind, "prefix": cascade.prefix}
-    if source.name == "cascade" and {name: said.get(name, "") for name in own} == own:
-        raise ImportImpossible("these messages wait in this cascade already. Next: say --into store")
-    relay = Relay(here, NAME, heartbeat=HEARTBEAT)
-    relay.start()
-    publisher = RelayPublisher(relay)
-    try:
-        yield CascadeBook(book, publisher, cascade, settings.native.due_queue, envelopes.enveloped)
-    finally:
-        await publisher.close()
-        await relay.close()
 
 
 def failure_of(error: Exception) -> Failure:
@@ -329,8 +293,6 @@ def _preview(context: click.Context, make: Make, given: dict[str, Any]) -> None:
 
 def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     json, dry_run, yes, again = (given.pop(name) for name in ("as_json", "dry_run", "yes", "again"))
-    settings = request_of(context).settings()
-    told_into = given.pop("into")
     if dry_run or not yes:
         look = _with(context, make, dict(given), functools.partial(state_machine.preview, again=again))
         if dry_run:
@@ -344,12 +306,8 @@ def _run(context: click.Context, make: Make, given: dict[str, Any]) -> None:
             return
 
     async def go(source: Source, book: ImportStore, judge: Destinations) -> Report:
-        into = into_of(await book.unfinished(), told_into, settings)
         with progress() as say:
-            if into == "store":
-                return await state_machine.run(source, book, judge, whoami(), say, again=again)
-            async with cascade_book(settings, source, book) as carrying:
-                return await state_machine.run(source, carrying, judge, whoami(), say, again=again)
+            return await state_machine.run(source, book, judge, whoami(), say, again=again)
 
     try:
         report = _with(context, make, given, go)
@@ -419,11 +377,6 @@ _VERBS: Mapping[str, tuple[Callable[..., None], str, Sequence[Option]]] = {
         _run,
         "Import, or go on with an import that was interrupted. Exit code 1 if something is held, or could not be read.",
         (
-            click.option(
-                "--into",
-                type=click.Choice(("store", "cascade")),
-                help="Where the messages wait from then on. [default: by the mode: store, or in native mode cascade]",
-            ),
             dry_run_option,
             click.option("--again", is_flag=True, help="Also a file that was brought before: its messages come twice."),
             yes_option,

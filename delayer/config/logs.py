@@ -1,4 +1,5 @@
 """Logs: one event name for each thing that happens, one line for each event, and no secret in any of them.
+docs/events.md has every name with its meaning; a test compares that page with the code.
 
 Everybody logs through ``structlog.get_logger(__name__)``; :func:`configure` decides what becomes of it, and sends the
 libraries' own logging the same way. Logs go to stderr: stdout belongs to what a command was asked for.
@@ -16,78 +17,13 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import structlog
 
 from delayer.config.errors import readable
 
-__all__ = ["EVENTS", "clean_values", "configure", "finish", "log_in_background", "readable"]
-
-EVENTS: Final[Mapping[str, str]] = {
-    # the daemon's life
-    "starting": "the configuration is read; connections come next",
-    "start refused": "something that a person has to decide first; next_step says what",
-    "ready": "broker and topology are there, and the queues are about to be consumed",
-    "stopping": "told to stop: nothing new is read, what is in flight is settled",
-    "stopped": "everything is settled; with the counts of this process's life",
-    "failed": "a bug ended the daemon; with its traceback",
-    "part failed too": "beside the failure that ends the daemon, another part failed",
-    "stop forced": "a part did not end in time and was cut off; what it had in flight comes again",
-    "tasks left behind": "work cut off at the very end did not leave in time and ended with the process, as in a crash",
-    "reloaded": "SIGHUP: these keys changed live",
-    "reload refused": "SIGHUP: the new configuration cannot be used, the old one stays",
-    "restart needed": "SIGHUP: these keys changed too, and act after a restart",
-    "mode switched": "SIGHUP: new delays go the other way from now on",
-    "loops stalled": "these loops stand still: the watchdog is not fed, and systemd ends the process",
-    "notify failed": "systemd did not hear of a change of state",
-    "notify socket unusable": "NOTIFY_SOCKET is of a kind that is not spoken here; systemd hears nothing",
-    "log lines dropped": "whoever reads the log stood still: so many lines are missing here; the daemon went on",
-    "http served": "health and metrics are to be had at these addresses",
-    "http not served": "the address of [http] listen could not be had; the daemon works, and it is tried again",
-    # the broker
-    "broker connected": "a connection of the hot path stands",
-    "broker unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
-    "broker connection lost": "a connection broke; it is opened again by itself",
-    "broker blocked": "a resource alarm of the broker (memory, disk): it takes no publishes, so nothing is released",
-    "broker unblocked": "the alarm is over: what is due goes out",
-    "publish channel closed": "the broker closed a publishing channel for one of in_doubt publishes: it is looked for",
-    "no isolation connection": "the broker let in no second connection for publishes that went wrong",
-    "isolation interrupted": "a batch has publishes whose outcome is not known: they are repeated",
-    "destination silent": "destinations did not confirm in time; the messages for all but the unproven ones are held",
-    "consumer cancelled by the broker": "the queue went away or moved; consuming begins again",
-    "consumer not ended in order": "a session's end got no answer; its last messages may be repeated",
-    "consuming": "a queue is consumed",
-    "consuming interrupted": "a loss ended a session; unsettled deliveries went back to the queue, and it begins again",
-    "deliveries given back": "what was read could not be carried out in time; the rest is in the queue, and read again",
-    "takeover stopped": "a message of another system's level came again and again: that level is left to the broker",
-    # the store
-    "store shared": "daemons of another broker or virtual host own these lanes: each may publish the other's messages",
-    "store connected": "connected, and the schema is the right one",
-    "store unreachable": "connecting failed and is tried again by itself; said at first, then at growing intervals",
-    "lane taken": "this process owns the lane: it releases from it, and parks into it unless it is a route's",
-    "lane dropped": "a lane is free for another process: it is above our share, or our broker is away",
-    "no lane": "there are more processes than lanes, so this one does not consume",
-    "lane lost": "the lane's lock is gone: releasing from it stopped at once",
-    "lane given up": "the lane is left to others",
-    "lane connection broken": "the connection that holds a lane's lock broke",
-    "rollback failed": "a transaction could not be rolled back by word; its connection is gone, and so is it",
-    "release interrupted": "a release was rolled back: its rows wait again",
-    "partition made": "a day's partition was made",
-    "partition not made": "a day's partition could not be made; its rows go to the default one",
-    "partition dropped": "an empty partition was dropped: its day has passed, or its rows were compacted",
-    "partition not dropped": "an empty partition could not be dropped; it is tried again",
-    "partition not vacuumed": "a compaction could not vacuum a partition, as somebody else held it; the next one does",
-    "segment restored": "the messages of a segment wait in a lane again, ahead of the first one's due time",
-    "restoring interrupted": "no segment could be restored just now; it is tried again; said at growing intervals",
-    # messages that need somebody's attention
-    "segment broken": "a segment does not read back: its bytes are kept; at starts and hourly again, as a warning",
-    "reply not confirmed": "the broker did not confirm the reply to a cancel; the cancel stands",
-    "message refused": "set aside in the refused queue, with the reason",
-    "refused acted on": "somebody retried or dropped refused messages over HTTP, and no store has a trail to say it in",
-    "message held": "its destination did not take it: it waits in the store, the cascade or the strays queue",
-}
-"""What every event means. A test compares this table with the code."""
+__all__ = ["clean_values", "configure", "finish", "log_in_background", "readable"]
 
 _DEEPEST = 6
 # What these report below a warning is about themselves, and at debug level it is whole frames: bodies, and the login.

@@ -36,7 +36,6 @@ POINTS = frozenset(
         "import.moved",  # tables of timeouts: rows are moved and committed, not yet in the order of the batches
         "import.staged",  # the source is staged, the store does not know yet
         "import.taken",  # a batch is read from the source, nothing of it is parked
-        "import.published",  # into a cascade: every confirm is here, nothing is noted
         "import.committed",  # a batch and its progress are committed, its source still has it
         "import.removed",  # the source has removed the batch
         "import.emptied",  # the source has nothing left and is cleaned up, the store does not know yet

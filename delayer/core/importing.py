@@ -172,9 +172,7 @@ class Survey:
 @dataclass(frozen=True, slots=True)
 class Run:
     """One import as the store knows it. ``parameters`` never hold a password. ``token``: no other run has it, of no
-    store; "" where one began before there were tokens. ``into``: "store" or "cascade", where its messages wait from
-    then on; "" where one began before that was noted. ``superseded``: messages that were not parked, as others wait
-    under their keys."""
+    store. ``superseded``: messages that were not parked, as others wait under their keys."""
 
     id: int
     source: str
@@ -187,7 +185,6 @@ class Run:
     held: int = 0
     progress: str | None = None
     token: str = ""
-    into: str = ""
     superseded: int = 0
 
     @property

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from delayer.amqp.properties import Properties
 from delayer.broker.admin import Admin
-from delayer.core.cascade import LEVELS, MAX_SECONDS, Cascade, routing_key, strip_prefix
-from delayer.core.delay_headers import seconds_until
-from delayer.core.faultpoint import reach
-from delayer.core.importing import Batch, Item, Meant, Phase, Rewrite, Run
+from delayer.core.cascade import LEVELS, Cascade, strip_prefix
+from delayer.core.importing import Item, Meant, Rewrite
 from delayer.core.levels import CONSULTED, due_at_level
-from delayer.core.message import Confirmed, Delivery, Outcome, Outgoing, Parcel, Target
+from delayer.core.message import Delivery, Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.imports.queues import Queues, Reader, decoded
-from delayer.imports.state_machine import ImportImpossible
-from delayer.store.admin.importing import ImportStore
 
 NAME: Final = "cascade"
 ARRIVED: Final = b"0." * LEVELS
@@ -118,88 +113,3 @@ class CascadeLevels(Queues):
         """See Queues."""
         up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(self._lowest, LEVELS)]
         return [*up, *reversed(up[:-1])]
-
-
-LARGEST_BODY: Final = 16_000_000
-"""Bytes. RabbitMQ 4 closes the channel over more than 16 MiB, unless it is told otherwise."""
-Envelop = Callable[[Parcel, bytes], bytes]
-"""The properties of the carrier that takes a message through the cascade, under an id."""
-
-
-class Publisher(Protocol):
-    """What services.ports.Publisher has of it."""
-
-    @property
-    def max_properties(self) -> int: ...
-
-    async def publish(self, batch: Sequence[Outgoing]) -> list[Outcome]: ...
-
-
-class CascadeBook:
-    """Satisfies ports.Book: over the store's, with another place for the messages."""
-
-    def __init__(
-        self, book: ImportStore, publisher: Publisher, cascade: Cascade, due_queue: str, envelop: Envelop
-    ) -> None:
-        self._book = book
-        self._publisher = publisher
-        self._cascade = cascade
-        self._due_queue = due_queue.encode()
-        self._envelop = envelop
-
-    async def now_ms(self) -> int:
-        """See the port."""
-        return await self._book.now_ms()
-
-    async def unfinished(self) -> Run | None:
-        """See the port."""
-        return await self._book.unfinished()
-
-    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
-        """See the port."""
-        return await self._book.begin(source, parameters, who, into="cascade")
-
-    async def staged(self, run: Run, messages: int | None) -> Run:
-        """See the port."""
-        return await self._book.staged(run, messages)
-
-    async def finish(self, run: Run, phase: Phase) -> Run:
-        """See the port."""
-        return await self._book.finish(run, phase)
-
-    async def commit(self, run: Run, batch: Batch) -> Run:
-        """See the port: published and confirmed, then noted."""
-        now_ms = await self._book.now_ms()
-        kept: list[Item] = []
-        outgoing: list[Outgoing] = []
-        for item in batch.items:
-            carrier = None if item.hold is not None else self._carrier(item.parcel, now_ms)
-            if carrier is None:
-                kept.append(item)
-            else:
-                outgoing.append(carrier)
-        for start in range(0, len(outgoing), 500):
-            await self._publish(outgoing[start : start + 500])
-        reach("import.published")
-        return await self._book.commit(run, Batch(kept, batch.progress, batch.again), published=len(outgoing))
-
-    def _carrier(self, parcel: Parcel, now_ms: int) -> Outgoing | None:
-        """None for what a cascade cannot take."""
-        seconds = seconds_until(parcel.due_ms, now_ms)
-        if parcel.key is not None or seconds > MAX_SECONDS or len(parcel.body) > LARGEST_BODY:
-            return None
-        id_ = uuid.uuid4().hex.encode()
-        properties = self._envelop(parcel, id_)
-        if len(properties) > self._publisher.max_properties:
-            return None
-        key = routing_key(seconds, self._due_queue)
-        return Outgoing(self._cascade.entry(seconds).encode(), key, properties, parcel.body, id_)
-
-    async def _publish(self, some: Sequence[Outgoing]) -> None:
-        """Raises BrokerLost, ImportImpossible."""
-        for outcome in await self._publisher.publish(some):
-            if not isinstance(outcome, Confirmed):
-                raise ImportImpossible(
-                    f"the cascade did not take a message ({outcome}): the batch is not committed. Next: `delayer "
-                    "topology apply`, then run it again; what was taken of the batch is repeated"
-                )

@@ -121,8 +121,6 @@ async def test_run_again(store: str, tmp_path: Path, fault: str, committed: int)
         if committed == COUNT:
             refused, _, told = await delayer(store, *arguments, "--limit", "49")
             assert (refused, "begun with other parameters" in told) == (1, True), told
-            refused, _, told = await delayer(store, *arguments, "--into", "cascade")
-            assert (refused, "begun into the store" in told) == (1, True), told
         code, out, told = await delayer(store, *arguments)
         assert code == 0, told
         report = json.loads(out)

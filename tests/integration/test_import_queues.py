@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,9 +21,7 @@ from delayer.broker.admin import Admin
 from delayer.broker.management_api import Management
 from delayer.config import Settings
 from delayer.config.topology import topology_of
-from delayer.core import lines
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.lines import Line
 from delayer.core.message import Parcel, Target, Timestamp
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
@@ -349,56 +346,3 @@ async def test_the_broker_tells_where_dead_letters_go(vhost: str, rabbitmq: Rabb
 
     told = {("work", "any"): 7, ("orders", "order.new"): 7, ("orders", "mail"): None, ("plain", "hold"): None}
     await eventually(came, lambda found: found == told)
-
-
-async def test_into_the_cascade_and_back(delayer: Run, vhost: str, database: str, tmp_path: Path) -> None:
-    """Native mode: published and confirmed; what a cascade cannot take waits in the store. Killed before it is noted, a
-    batch is there twice, under the same ids."""
-    native = {"DELAYER_MODE": "native"}
-    delayer("topology", "apply", **native)
-    delayer("db", "upgrade")
-    file = tmp_path / "backlog.jsonl"
-    target = Target(b"", b"delays.refused")
-    parcels = [
-        Parcel(
-            now_ms() + 3_600_000 * (n + 1), b"r", b"x", b"\xff", target, Props(message_id=b"%d" % n).encode(), b"%d" % n
-        )
-        for n in range(20)
-    ]
-    odd = [
-        parcels[0]._replace(body=b"keyed", key=b"k"),
-        parcels[0]._replace(body=b"far", due_ms=now_ms() + 300_000_000_000),
-        parcels[0]._replace(body=b"gone", target=Target(b"", b"gone")),
-    ]
-    file.write_bytes(b"".join(lines.write(Line(one)) for one in (*parcels, *odd)) + lines.write_end(23))
-    arguments = ("import", "jsonl", "run", str(file), "--yes", "--json")
-    environ = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("DELAYER_")},
-        "DELAYER_CONFIG": os.devnull, "DELAYER_STORE__URL": database, "DELAYER_BROKER__URL": vhost,
-        "DELAYER_FAULT": "import.published", **native,
-    }  # fmt: skip
-    program = "from delayer.cli.main import main; main()"
-    victim = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, env=environ)
-    assert await victim.wait() == -signal.SIGKILL
-    assert await rows_of(database) == {}
-    report = json.loads(delayer(*arguments, expect=1, **native).stdout)
-    assert (report["resumed"], report["parked"], report["held"]) == (True, 22, 1)
-    assert set(await rows_of(database)) == {b"keyed", b"far"}
-    assert set(await held_of(database)) == {b"gone"}
-    told = delayer("import", "cascade", "run", "--yes", expect=1, **native).stderr
-    assert "in this cascade already" in told
-    assert "0 parked" in delayer("import", "cascade", "run", "--prefix", "other.", "--yes", **native).stdout
-    told = delayer("import", "cascade", "run", "--kind", "nservicebus-v1", "--prefix", "x", "--yes", expect=2).stderr
-    assert "has names of its own" in told
-    report = json.loads(delayer("import", "cascade", "run", "--into", "store", "--yes", "--json").stdout)
-    assert report["parked"] == 40
-    async with sql(database) as admin:
-        found = await admin.fetch("SELECT * FROM message WHERE body <> ALL($1)", [b"keyed", b"far"])
-    back = [
-        Parcel(
-            row["due_at"], row["route"], row["exchange"], row["routing_key"], Target(row["to_exchange"], row["to_key"]),
-            row["properties"], row["body"], row["key"],
-        )
-        for row in found
-    ]  # fmt: skip
-    assert sorted(back) == sorted([*parcels, *parcels])

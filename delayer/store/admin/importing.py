@@ -33,7 +33,6 @@ ATTEMPTS: Final = 20
 """How often a batch is tried that loses against a change of a lane's owner, or against another transaction."""
 _LOCK: Final = "pg_try_advisory_lock('import_run'::regclass::oid::int, 1)"
 _TOKEN: Final = "token"
-_INTO: Final = "into"
 """These stand among the parameters in the table, and nowhere else: no source has any of these names."""
 _COLUMNS: Final = "id, source, parameters, phase, who, began_at, staged, parked, held, superseded, progress"
 _COMMIT: Final = (
@@ -89,10 +88,9 @@ class ImportStore:
             row = await self._connection.fetchrow(f"SELECT {_COLUMNS} FROM import_run WHERE ended_at IS NULL")
         return None if row is None else _run(row)
 
-    async def begin(self, source: str, parameters: Mapping[str, object], who: str, *, into: str = "store") -> Run:
+    async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
         """Write down that a run begins, with a new token. There must be none that is unfinished."""
-        more = {_TOKEN: uuid.uuid4().hex[:12], _INTO: into}
-        text = json.dumps({**parameters, **more}, sort_keys=True, ensure_ascii=True)
+        text = json.dumps({**parameters, _TOKEN: uuid.uuid4().hex[:12]}, sort_keys=True, ensure_ascii=True)
         with translated("import"):
             row = await self._connection.fetchrow(
                 "INSERT INTO import_run (who, source, parameters, phase) VALUES ($1, $2, $3, 'staging')"
@@ -108,17 +106,16 @@ class ImportStore:
         await self._set(run, "phase = 'running', staged = $2", messages)
         return replace(run, phase=Phase.RUNNING, staged=messages)
 
-    async def commit(self, run: Run, batch: Batch, published: int = 0) -> Run:
-        """Park and hold the batch, with its progress: all of it, or nothing. ``published``: how many of the source's
-        messages went elsewhere, into a cascade, and count as parked."""
+    async def commit(self, run: Run, batch: Batch) -> Run:
+        """Park and hold the batch, with its progress: all of it, or nothing."""
         await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None})
         for _ in range(ATTEMPTS - 1):
             try:
-                return await self._commit(run, batch, published)
+                return await self._commit(run, batch)
             except (LaneLost, *WORTH_REPEATING):
                 continue
         try:
-            return await self._commit(run, batch, published)
+            return await self._commit(run, batch)
         except WORTH_REPEATING as error:
             raise StoreLost(f"import: {describe(error)}, {ATTEMPTS} times") from error
 
@@ -136,9 +133,9 @@ class ImportStore:
         with translated("import"):
             await self._connection.execute(f"UPDATE import_run SET {what} WHERE id = $1", run.id, *values)
 
-    async def _commit(self, run: Run, batch: Batch, published: int) -> Run:
+    async def _commit(self, run: Run, batch: Batch) -> Run:
         try:
-            parked, held, superseded = await self._transact(run, batch, published)
+            parked, held, superseded = await self._transact(run, batch)
         except WORTH_REPEATING:
             raise
         except DRIVER_ERRORS as error:
@@ -146,7 +143,7 @@ class ImportStore:
         reach("import.committed")
         return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
 
-    async def _transact(self, run: Run, batch: Batch, published: int) -> tuple[int, int, int]:
+    async def _transact(self, run: Run, batch: Batch) -> tuple[int, int, int]:
         """One transaction. How many messages the run has parked, held and superseded by now.
 
         Raises LaneLost, StoreLost, the driver's errors.
@@ -161,7 +158,7 @@ class ImportStore:
             row = await self._connection.fetchrow(
                 _COMMIT,
                 run.id,
-                len(parcels) + published,
+                len(parcels),
                 len(held),
                 len(superseded),
                 batch.progress,
@@ -277,6 +274,5 @@ def _run(row: asyncpg.Record) -> Run:
     began_ms = values.pop("began_at")
     values["parameters"] = json.loads(values["parameters"])
     values["token"] = values["parameters"].pop(_TOKEN, "")
-    values["into"] = values["parameters"].pop(_INTO, "")
     values["phase"] = Phase(values["phase"])
     return Run(**values, began_ms=began_ms)

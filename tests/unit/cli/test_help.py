@@ -92,7 +92,7 @@ def test_what_a_shell_is_told(shell: str) -> None:
 
     for verb in VERBS[("held",)].commands:  # type: ignore[attr-defined]
         assert verb in asked("delayer held ")
-    assert "cascade" in asked("delayer import jsonl run --into ")
+    assert "celery" in asked("delayer import cascade run --kind ")
 
 
 def test_bash_takes_it() -> None:
