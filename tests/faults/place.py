@@ -199,7 +199,7 @@ async def _rows(connection: asyncpg.Connection) -> int:
 
 
 async def _in_segments(connection: asyncpg.Connection) -> int:
-    count: int = await connection.fetchval("SELECT coalesce(sum(messages - cancelled), 0) FROM segment")
+    count: int = await connection.fetchval("SELECT coalesce(sum(messages), 0) FROM segment")
     return count
 
 

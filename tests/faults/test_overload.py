@@ -151,7 +151,8 @@ async def test_a_slow_broker_stops_releasing_not_parking(
         await ledger.all_back()
         before, parked_before = megabytes(daemon), await parked(place)
         proxy.slow(bytes_per_second=SLOW_PUBLISHES, to_client=False)
-        await ledger.publish(8_000, delay_ms=500)
+        # So far ahead that none is due when it is read, on a busy machine too: such a message is not parked.
+        await ledger.publish(8_000, delay_ms=4_000)
         await eventually(lambda: parked(place), lambda count: count == parked_before + 8_000, timeout=60)
         released = ledger.account.back - 100
         print(f"all parked, {released} released; {before:.0f} → {megabytes(daemon):.0f} MB")
