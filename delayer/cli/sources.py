@@ -247,9 +247,13 @@ _database_options = (
     *_database_options,
 )
 def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
-    from delayer.imports.sql import sql_persistence  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
+    return _timeouts("nservicebus-sql", wanted, given)
 
-    return sql_persistence(meant=wanted.meant, rewrites=wanted.rewrites, **given)
+
+def _timeouts(name: str, wanted: Wanted, given: dict[str, Any]) -> Source:
+    from delayer.imports.sql import SqlTimeouts  # noqa: PLC0415 - SQLAlchemy, which no other verb needs
+
+    return SqlTimeouts(name, meant=wanted.meant, rewrites=wanted.rewrites, **given)
 
 
 @source(
@@ -260,9 +264,7 @@ def _nservicebus_sql(wanted: Wanted, given: dict[str, Any], _book: ImportStore) 
     click.option("--endpoint", metavar="NAME", help="Only the timeouts that this endpoint asked for. [default: all]"),
 )
 def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: ImportStore) -> Source:
-    from delayer.imports.sql import nhibernate  # noqa: PLC0415
-
-    return nhibernate(meant=wanted.meant, rewrites=wanted.rewrites, **given)
+    return _timeouts("nservicebus-nhibernate", wanted, given)
 
 
 @source(

@@ -33,7 +33,6 @@ POINTS = frozenset(
         "restore.deleted",  # the segment is deleted and counted, transaction open
         "restore.committed",  # committed
         "import.begun",  # the run is written down, nothing of its source is touched
-        "import.moved",  # tables of timeouts: rows are moved and committed, not yet in the order of the batches
         "import.staged",  # the source is staged, the store does not know yet
         "import.taken",  # a batch is read from the source, nothing of it is parked
         "import.committed",  # a batch and its progress are committed, its source still has it

@@ -1,250 +1,283 @@
-"""Sources `nservicebus-sql` (SQL Persistence: a table for each endpoint) and `nservicebus-nhibernate` (one for all)."""
+"""Sources `nservicebus-sql` (SQL Persistence: a table for each endpoint) and `nservicebus-nhibernate` (one for all).
+
+*Staging* moves the rows that are meant into a staging table beside each table, in one transaction: no timeout manager
+sees them from then on. The run reads the staging tables in the order of due instants. It deletes the rows of a batch
+after the store has committed them, and drops the empty tables at the end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import heapq
 import json
+import re
+import time
 import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import datetime
-from heapq import heapify, heappop, heapreplace
-from typing import Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import URL, Executable, Select, TableClause, text
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Delete,
+    Dialect,
+    Insert,
+    MetaData,
+    Select,
+    Table,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    inspect,
+    literal_column,
+    or_,
+    select,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.schema import DropTable
 
-from delayer.core.importing import REPLIES, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
+from delayer.core.importing import REPLIES, SOON_MS, Batch, Item, Meant, Phase, Rewrite, Run, Survey, renamed, rewriting
 from delayer.core.message import Target
 from delayer.imports.databases import Database, database_url
-from delayer.imports.state_machine import CountMismatch
-from delayer.imports.statements import Beside, Layout, Moving, Pick, Place, longest_headers
-from delayer.imports.tables import MeantTables, Staging, Wanted
-from delayer.imports.timeouts import Timeout, epoch_ms, item_of, problem_of
+from delayer.imports.state_machine import CountMismatch, ImportImpossible
+from delayer.imports.timeouts import Timeout, epoch_ms, item_of, moment_of, problem_of
+
+TABLES: Final[Mapping[str, Sequence[str]]] = {
+    "nservicebus-sql": ("*TimeoutData",),
+    "nservicebus-nhibernate": ("TimeoutEntity", "timeoutentity"),  # NHibernate quotes no name, PostgreSQL folds those
+}
+"""The sources, and the patterns of their tables."""
+CLOCKS: Final = {"postgresql": "timezone('UTC', clock_timestamp())", "mssql": "sysutcdatetime()"}
+"""By dialect: the clock of the database, in UTC without a zone."""
+MYSQL: Final = frozenset({"mysql", "mariadb"})
+MYSQL_CLOCK: Final = "utc_timestamp(3)"
+SUFFIX: Final = "_delayer_"
+"""It stands between a table's name and the run's token in the name of the staging table."""
+BATCH: Final = 2_000
+BATCH_BYTES: Final = 8 << 20
+READ_BYTES: Final = 32 << 20
+"""Bytes of the rows that are in memory, of all tables together; more only where a single row is larger."""
+SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
+SOONER: Final = "due before the cutoff"
+NO_TIME: Final = "without a due time"
+BEYOND_LIMIT: Final = "beyond the limit"
+
+Place = tuple[datetime, Any]
+"""A row's due instant and id: its place in the order of reading."""
 
 
 def write_places(places: Mapping[str, Place]) -> str:
     """By the names of the tables; ids may be uuids, which JSON has none of."""
     said = {
-        name: [place.time.isoformat(), {"uuid": str(place.id)} if isinstance(place.id, uuid.UUID) else place.id]
-        for name, place in places.items()
+        name: [due.isoformat(), {"uuid": str(id_)} if isinstance(id_, uuid.UUID) else id_]
+        for name, (due, id_) in places.items()
     }
     return json.dumps(said, sort_keys=True)
 
 
 def read_places(text: str | None) -> dict[str, Place]:
     """The other way round; None: nothing is done yet."""
-    if text is None:
-        return {}
     return {
-        name: Place(datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
-        for name, (due, id_) in json.loads(text).items()
+        name: (datetime.fromisoformat(due), uuid.UUID(id_["uuid"]) if isinstance(id_, dict) else id_)
+        for name, (due, id_) in json.loads(text or "{}").items()
     }
 
 
-READ: Final = 2_000
-"""Rows that are in memory, of all tables together; more where there are very many tables."""
-LEAST: Final = 100
-READ_BYTES: Final = 32 << 20
-"""The same for their bytes: a row more than that only where it is alone."""
+def staged_name(name: str, token: str) -> str:
+    """The name of the staging table for this table and the run of this token.
+
+    >>> staged_name("Sales_TimeoutData", "5f0c9a7e41d2")
+    'Sales_TimeoutData_delayer_5f0c9a7e41d2'
+    """
+    # PostgreSQL has room for 63 bytes, and cuts without a word. The index has 3 bytes more.
+    room = 60 - len(SUFFIX) - len(token)
+    if len(name.encode()) > room:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name.encode()[: room - len(digest) - 1].decode('utf-8', 'ignore')}_{digest}"
+    return f"{name}{SUFFIX}{token}"
 
 
-class Merge:
-    """The rows behind ``after``, where that is said for a table. Each is read once, by portions of one table, so many
-    tables cost no more than one does."""
+def staged_token(name: str) -> str:
+    """The token in the name of a staging table; "" for another table."""
+    found = re.fullmatch(rf".+{SUFFIX}([0-9a-f]+)", name, re.DOTALL)
+    return "" if found is None else found[1]
 
-    def __init__(self, tables: Sequence[Beside], after: Mapping[str, Place]) -> None:
-        self._tables = tables
-        self._after = dict(after)
-        self._portion = max(READ // max(len(tables), 1), LEAST)
-        self._rows: list[deque[Any]] = [deque() for _ in tables]
-        self._heads: list[tuple[datetime, int]] | None = None
-        self._largest: dict[str, int] = {}
 
-    async def next(self, connection: AsyncConnection) -> tuple[str, Any] | None:
-        """The next row and its table's name; None when nothing is left. Raises the driver's errors."""
-        if self._heads is None:
-            for index in range(len(self._tables)):
-                await self._read(connection, index)
-            self._heads = [(rows[0][3], index) for index, rows in enumerate(self._rows) if rows]
-            heapify(self._heads)
-        if not self._heads:
-            return None
-        _, index = self._heads[0]
-        rows = self._rows[index]
-        row = rows.popleft()
-        if not rows:
-            await self._read(connection, index)
-        if rows:
-            heapreplace(self._heads, (rows[0][3], index))
+def staged_beside(name: str, names: Iterable[str]) -> list[str]:
+    """The staging tables of the table ``name``, of any run."""
+    return [one for one in names if (token := staged_token(one)) and one == staged_name(name, token)]
+
+
+class Pick(NamedTuple):
+    """Which rows are meant: due later than ``after``, and at ``since`` or later."""
+
+    after: datetime | None = None
+    since: datetime | None = None
+
+
+class TimeoutTable:
+    """A table of timeouts and its staging table; the methods make statements for them. ``endpoint``: whose timeouts are
+    meant, where the table has those of several."""
+
+    def __init__(self, source: Table, token: str, endpoint: str | None = None) -> None:
+        """Raises ImportImpossible for a table that is none of timeouts."""
+        self.name = source.name
+        self.source = source
+        columns = (Column(column.name, column.type) for column in source.c)
+        self.staged = Table(staged_name(source.name, token), MetaData(), *columns, schema=source.schema)
+        # NHibernate quotes no name, and PostgreSQL makes such names lower case.
+        self._spelled = {column.name.lower(): column.name for column in source.c}
+        needed = ["id", "destination", "state", "time", "headers", *([] if endpoint is None else ["endpoint"])]
+        for name in needed:
+            if name not in self._spelled:
+                raise ImportImpossible(
+                    f"table {self.name}: expected the columns of a timeout table, {name!r} is missing"
+                )
+        self._of_endpoint = [] if endpoint is None else [self.of(source, "endpoint") == endpoint]
+
+    def of(self, table: Table, name: str) -> Column[Any]:
+        return table.c[self._spelled[name]]
+
+    def create(self, dialect: Dialect) -> list[str]:
+        """The staging table, empty, with an index in the order of reading. MySQL keeps rows in the order of the primary
+        key: an index would lead from each row to another page."""
+        prepare = dialect.identifier_preparer
+        source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
+        order = ", ".join(prepare.quote(self._spelled[name]) for name in ("time", "id"))
+        if dialect.name in MYSQL:
+            return [f"CREATE TABLE {staged} (PRIMARY KEY ({order})) AS SELECT * FROM {source} WHERE 1 = 0"]
+        index = f"CREATE INDEX {prepare.quote(f'{self.staged.name}_ix')} ON {staged} ({order})"
+        if dialect.name == "mssql":
+            return [f"SELECT * INTO {staged} FROM {source} WHERE 1 = 0", index]
+        return [f"CREATE TABLE {staged} AS SELECT * FROM {source} WHERE 1 = 0", index]
+
+    def take(self, pick: Pick, limit: int | None) -> Insert:
+        """Copy the rows that are meant and not locked, and lock them; :meth:`forget` follows in this transaction."""
+        rows = select(*self.source.c).where(*self.meant(pick)).order_by(*self._order(self.source)).limit(limit)
+        rows = rows.with_for_update(skip_locked=True).with_hint(
+            self.source, "WITH (UPDLOCK, ROWLOCK, READPAST)", "mssql"
+        )
+        return insert(self.staged).from_select([column.name for column in self.source.c], rows)
+
+    def forget(self, dialect: Dialect) -> str:
+        """Delete the copied rows. MySQL would read the whole table for that, and wait for every locked row in it,
+        unless it is told to begin with the staging table."""
+        prepare = dialect.identifier_preparer
+        source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
+        id_ = prepare.quote(self._spelled["id"])
+        if dialect.name in MYSQL:
+            return f"DELETE {source} FROM {staged} STRAIGHT_JOIN {source} ON {source}.{id_} = {staged}.{id_}"
+        return f"DELETE FROM {source} WHERE {id_} IN (SELECT {id_} FROM {staged})"
+
+    def give_back(self) -> Insert:
+        """Copy the staged rows to where they were."""
+        return insert(self.source).from_select([column.name for column in self.source.c], select(*self.staged.c))
+
+    def looks(self, pick: Pick, limit: int | None) -> Select[Any]:
+        """The rows that are meant, as :meth:`looks_staged` has them; the soonest ``limit`` of them."""
+        rows = self._looks(self.source).where(*self.meant(pick))
+        return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
+
+    def looks_staged(self) -> Select[Any]:
+        """Of each row its destination, due instant and headers."""
+        return self._looks(self.staged)
+
+    def dues(self, pick: Pick, limit: int) -> Select[Any]:
+        """The due instants of the soonest rows that are meant."""
+        due = self.of(self.source, "time")
+        return select(due).where(*self.meant(pick)).order_by(due).limit(limit)
+
+    def others(self, pick: Pick) -> Select[Any]:
+        """How many rows are meant, have no due instant, are due before ``since``, and not after ``after``. Each counts
+        once."""
+        due, never = self.of(self.source, "time"), literal_column("0") == literal_column("1")
+        sooner = never if pick.since is None else due < pick.since
+        soon = never if pick.after is None else due <= pick.after
+        if pick.since is not None:
+            soon &= due >= pick.since
+        conditions = [self._picked(pick), due.is_(None), sooner, soon]
+        counts: list[ColumnElement[Any]] = [func.count(case((one, 1))) for one in conditions]
+        return select(*counts).where(*self._of_endpoint)
+
+    def batch(self, limit: int, after: Place | None = None) -> Select[Any]:
+        """The soonest staged rows behind that place."""
+        columns = [self.of(self.staged, name) for name in ("id", "destination", "state", "time", "headers")]
+        query = select(*columns).order_by(*self._order(self.staged)).limit(limit)
+        if after is None:
+            return query
+        due, id_ = self._order(self.staged)
+        since = self._instant(after)
+        return query.where(due >= since, or_(due > since, id_ > after[1]))
+
+    def remove(self, upto: Place, after: Place | None = None) -> Delete:
+        """Delete the staged rows up to that place; all up to ``after`` are deleted before. The database reads an index
+        over its deleted entries as well, unless it is told where to begin."""
+        due, id_ = self._order(self.staged)
+        until = self._instant(upto)
+        query = delete(self.staged).where(due <= until, or_(due < until, id_ <= upto[1]))
+        return query if after is None else query.where(due >= self._instant(after))
+
+    def largest(self, dialect: Dialect, table: Table, *names: str) -> Select[Any]:
+        """How many bytes these columns have in the largest row."""
+        length = func.datalength if dialect.name == "mssql" else func.octet_length
+        sizes = [func.coalesce(length(self.of(table, name)), 0) for name in names]
+        return select(func.max(sum(sizes[1:], sizes[0])))
+
+    def meant(self, pick: Pick) -> list[ColumnElement[bool]]:
+        return [self._picked(pick), *self._of_endpoint]
+
+    def _picked(self, pick: Pick) -> ColumnElement[bool]:
+        due = self.of(self.source, "time")
+        picked: ColumnElement[bool] = due.is_not(None)
+        if pick.after is not None:
+            picked &= due > pick.after
+        return picked if pick.since is None else picked & (due >= pick.since)
+
+    def _order(self, table: Table) -> tuple[Column[Any], Column[Any]]:
+        return self.of(table, "time"), self.of(table, "id")
+
+    def _looks(self, table: Table) -> Select[Any]:
+        return select(*(self.of(table, name) for name in ("destination", "time", "headers")))
+
+    def _instant(self, place: Place) -> ColumnElement[Any]:
+        """An instant as the column has it. SQL Server's datetime counts in thirds of 10 ms: the .003 that it gives is
+        less than its .00333, as long as the parameter is a datetime2."""
+        return cast(place[0], self.of(self.staged, "time").type)
+
+
+async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
+    """The rows of several streams in the order of their due instants (column 3), each with its stream's number."""
+    heads = []
+    for number, stream in enumerate(streams):
+        if (row := await anext(stream, None)) is not None:
+            heads.append((row[3], number, row))
+    heapq.heapify(heads)
+    while heads:
+        _, number, row = heads[0]
+        yield number, row
+        if (row := await anext(streams[number], None)) is None:
+            heapq.heappop(heads)
         else:
-            heappop(self._heads)
-        return self._tables[index].name, row
-
-    async def _read(self, connection: AsyncConnection, index: int) -> None:
-        one = self._tables[index]
-        limit = await self._fitting(connection, one)
-        found = (await connection.execute(one.batch(limit, self._after.get(one.name)))).all()
-        if found:
-            self._rows[index].extend(found)
-            self._after[one.name] = Place(found[-1][3], found[-1][0])
-
-    async def _fitting(self, connection: AsyncConnection, one: Beside) -> int:
-        """How many of the next rows fit into memory. Asked for only where there are rows that might not."""
-        dialect, room = connection.dialect.name, READ_BYTES // len(self._tables)
-        if one.name not in self._largest:
-            self._largest[one.name] = (await connection.execute(one.largest(dialect))).scalar_one() or 0
-        if self._portion * self._largest[one.name] <= room:
-            return self._portion
-        sizes = await connection.execute(one.sizes(dialect, self._portion, self._after.get(one.name)))
-        fitting = 0
-        for size in sizes.scalars():
-            room -= size
-            if room < 0:
-                break
-            fitting += 1
-        return max(fitting, 1)
+            heapq.heapreplace(heads, (row[3], number, row))
 
 
-LOOK_BYTES: Final = 16 << 20
-SOON: Final = "due within a minute, or overdue: a timeout manager may have them in hand (--overdue-too takes them)"
-SOONER: Final = "due before the cutoff"
-NO_TIME: Final = "without a due time"
-BEYOND_LIMIT: Final = "beyond the limit"
-
-
-class Surveying:
-    """By one connection. ``target``: where what has this destination goes."""
-
-    def __init__(
-        self, connection: AsyncConnection, meant: MeantTables, target: Callable[[str], Target], *, thorough: bool
-    ) -> None:
-        self._connection = connection
-        self._meant = meant
-        self._target = target
-        self._thorough = thorough
-
-    async def run(self, unfinished: Run | None) -> Survey:
-        """Of what a run would bring, or ``unfinished`` has yet to. Raises ImportImpossible."""
-        survey, thorough, limit = Survey(), self._thorough, self._meant.wanted.meant.limit
-        connection = self._connection
-        ours = await self._meant.found(connection)
-        if unfinished is None:
-            await self._meant.refuse_leftovers(connection, ours)
-        elif await self._survey_staged(ours, survey) or unfinished.phase is Phase.RUNNING:
-            return survey
-        pick = await self._meant.pick(connection)
-        whole = Survey() if thorough else survey
-        shares = await self._meant.shares(connection, ours, pick) if thorough else {}
-        for one in ours:
-            if thorough:
-                await self._look(one, one.source, one.looks(pick, shares.get(one.name)), survey)
-            if not thorough or limit is not None:
-                await self._add_goals(one.goals(pick), whole)
-            await leave_others(connection, one, pick, survey)
-        found = whole.messages or 0
-        if limit is not None and found > limit:
-            survey.leave(BEYOND_LIMIT, found - limit)
-            survey.messages = limit
-        survey.remarks.append(f"tables: {', '.join(one.name for one in ours)}")
-        return survey
-
-    async def _survey_staged(self, ours: Sequence[Moving], survey: Survey) -> bool:
-        """What an interrupted run has yet to bring. Whether there is any: a stage that was committed is whole."""
-        there = await self._meant.staged(self._connection)
-        ours = [one for one in ours if one.beside.table.name in there]
-        for one in ours:
-            if self._thorough:
-                await self._look(one, one.beside.table, one.beside.looks(), survey)
-            else:
-                await self._add_goals(one.beside.goals(), survey)
-        if survey.messages:
-            survey.remarks.append("this is what the run that was interrupted staged and did not remove yet")
-        return bool(survey.messages)
-
-    async def _add_goals(self, goals: Executable, survey: Survey) -> None:
-        for destination, count, first, last in await self._connection.execute(goals):
-            survey.add(self._target(destination or ""), epoch_ms(first), epoch_ms(last), count)
-
-    async def _look(self, one: Moving, of: TableClause, rows: Select[Any], survey: Survey) -> None:
-        """Count these rows one by one, with what would be wrong with each: only its headers tell that."""
-        dialect = self._connection.dialect.name
-        longest = (await self._connection.execute(longest_headers(dialect, of, one.layout))).scalar_one() or 0
-        # Rows of which the headers are in memory at once, where a preview looks at all of them; fewer where they are
-        # long.
-        at_once = max(min(2_000, LOOK_BYTES // max(longest, 1)), 1)
-        async with self._connection.stream(rows.execution_options(yield_per=at_once)) as found:
-            async for some in found.partitions():
-                for destination, due, headers in some:
-                    target = self._target(destination or "")
-                    survey.add(target, epoch_ms(due), problem=problem_of(headers, target.routing_key))
-                await asyncio.sleep(0)  # heartbeats and signals are served
-
-
-async def leave_others(connection: AsyncConnection, one: Moving, pick: Pick, survey: Survey) -> None:
-    """Add what is not meant of this table, and why."""
-    row = (await connection.execute(one.others(pick))).one()
-    for why, count in zip((NO_TIME, SOONER, SOON), row, strict=True):
-        survey.leave(why, int(count or 0))
-
-
-Read = Callable[[], Awaitable[Batch | None]]
-
-
-class Ahead:
-    """``DEPTH`` batches ahead of who asks. ``read`` gives the batch behind the one that it gave last, whatever became
-    of that one meanwhile; None when nothing is left."""
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._coming: deque[asyncio.Future[Batch | None]] = deque()
-
-    async def next(self) -> Batch | None:
-        """Raises what ``read`` raises."""
-        # Batches that are read before anybody asks for them: one while the last is committed, one while it is
-        # removed.
-        while len(self._coming) <= 2:
-            before = self._coming[-1] if self._coming else None
-            self._coming.append(asyncio.ensure_future(self._behind(before)))
-        batch = None
-        try:
-            batch = await self._coming.popleft()
-        finally:
-            if batch is None:
-                await self.close()  # whatever it was, those behind it have come to the same end
-        return batch
-
-    async def _behind(self, before: asyncio.Future[Batch | None] | None) -> Batch | None:
-        """One read after the other."""
-        if before is not None and await before is None:
-            return None
-        return await self._read()
-
-    async def close(self) -> None:
-        """Whatever is being read nobody wants any more. Safe to call twice."""
-        unwanted = list(self._coming)
-        self._coming.clear()
-        for one in unwanted:
-            one.cancel()
-        await asyncio.gather(*unwanted, return_exceptions=True)
-
-
-BATCH: Final = 2_000
-BATCH_BYTES: Final = 8 << 20
-LAZILY: Final = {"postgresql": "SET LOCAL synchronous_commit = off"}
-"""By dialect: a removal that a crash of the source undoes is done again by the next run, since the store has the place
-in every table; and the end, which drops the tables, waits for everything before it."""
-
-
-class Tables:
-    """Satisfies ports.Source, for the tables that match ``patterns``. ``overdue_too``: no timeout manager runs."""
+class SqlTimeouts:
+    """Satisfies state_machine.Source, for the tables that match ``patterns``. ``overdue_too``: no timeout manager runs
+    any more."""
 
     def __init__(
         self,
         name: str,
-        url: URL,
+        url: str,
         patterns: Sequence[str],
-        layout: Layout,
         meant: Meant,
         *,
         schema: str | None = None,
@@ -254,129 +287,303 @@ class Tables:
         overdue_too: bool = False,
     ) -> None:
         self.name = name
-        self._database = Database(url)
-        self._meant = MeantTables(Wanted(patterns, layout, meant, schema, endpoint, overdue_too))
+        self._database = Database(database_url(url))
+        self._patterns = patterns or TABLES[name]
+        self._meant = meant
+        self._schema = schema
+        self._endpoint = endpoint
         self._rewrites = rewrites
         self._replies = replies
-        self._source = name.encode()
+        self._overdue_too = overdue_too
         self._targets: dict[str, Target] = {}
-        self._ahead = Ahead(self._read)
-        self._merge: Merge | None = None
-        self._read_upto: dict[str, Place] = {}
-        self._removed_upto: dict[str, Place] = {}
+        self._staged: list[TimeoutTable] = []
+        self._removed: dict[str, Place] = {}
+        # One batch is read while the store commits another one, and one more while that one is removed.
+        self._ahead: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(2)
+        self._reader: asyncio.Task[None] | None = None
 
     @property
     def parameters(self) -> dict[str, object]:
-        """See the port."""
-        wanted = self._meant.wanted
-        said: dict[str, object] = {
+        """See Source."""
+        said = {
             "database": self._database.shown,
-            "tables": list(wanted.patterns),
-            "overdue_too": wanted.overdue_too,
+            "tables": list(self._patterns),
+            "overdue_too": self._overdue_too,
+            "schema": self._schema,
+            "endpoint": self._endpoint,
         }
-        if wanted.schema is not None:
-            said["schema"] = wanted.schema
-        if wanted.endpoint is not None:
-            said["endpoint"] = wanted.endpoint
-        return said | rewriting(self._rewrites) | rewriting(self._replies, REPLIES) | wanted.meant.as_dict()
+        found = {name: value for name, value in said.items() if value is not None}
+        return found | rewriting(self._rewrites) | rewriting(self._replies, REPLIES) | self._meant.as_dict()
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """See the port."""
-        if unfinished is not None:
-            self._meant.is_of(unfinished)
+        """See Source. Every row is looked at, since only its headers tell whether it would be held."""
+        survey = Survey()
         async with self._database.connected() as connection:
-            return await Surveying(connection, self._meant, self._target, thorough=thorough).run(unfinished)
+            tables = await self._tables(connection, "" if unfinished is None else unfinished.token)
+            there = await connection.run_sync(self._names)
+            if unfinished is None:
+                await self._refuse_leftovers(connection, tables, there)
+            else:
+                for one in tables:
+                    if one.staged.name in there:
+                        await self._look(connection, one, one.staged, one.looks_staged(), survey)
+                if survey.messages:  # the move is one transaction: all of it is staged
+                    survey.remarks.append("this is what the run that was interrupted staged and did not remove yet")
+                if survey.messages or unfinished.phase is Phase.RUNNING:
+                    return survey
+            pick = await self._pick(connection)
+            shares = await self._shares(connection, tables, pick)
+            meant = 0
+            for one in tables:
+                await self._look(connection, one, one.source, one.looks(pick, shares.get(one.name)), survey)
+                meant += await self._leave_others(connection, one, pick, survey)
+            if self._meant.limit is not None:
+                survey.leave(BEYOND_LIMIT, max(meant - self._meant.limit, 0))
+        survey.remarks.append(f"tables: {', '.join(one.name for one in tables)}")
+        return survey
 
     async def stage(self, run: Run) -> int:
-        """See the port."""
-        self._meant.is_of(run)
+        """See Source."""
         async with self._database.connected() as connection:
-            return await Staging(connection, self._meant).run()
+            # Else MySQL would lock every index to its end, and no timeout manager could store a timeout.
+            await connection.execution_options(isolation_level="READ COMMITTED")
+            tables = await self._tables(connection, run.token)
+            there = await connection.run_sync(self._names)
+            for one in tables:
+                if one.staged.name not in there:
+                    for statement in one.create(connection.dialect):
+                        await connection.exec_driver_sql(statement)
+            await connection.commit()
+            staged = await self._count(connection, tables)
+            await connection.commit()
+            return staged or await self._move(connection, tables)
 
     async def resume(self, run: Run) -> None:
-        """See the port."""
-        self._meant.is_of(run)
+        """See Source. Without a staging table, a table is read to its end, or was not there at the beginning."""
         async with self._database.connected() as connection:
-            ours = await self._meant.found_staged(connection)
-            for name, place in read_places(run.progress).items():
-                one = next((table for table in ours if table.name == name), None)
-                if one is not None:
-                    await connection.execute(one.beside.remove(place))
-                    self._read_upto[name] = self._removed_upto[name] = place
+            there = await connection.run_sync(self._names)
+            tables = await self._tables(connection, run.token)
+            self._staged = [one for one in tables if one.staged.name in there]
+            places = read_places(run.progress)
+            self._removed = {one.name: places[one.name] for one in self._staged if one.name in places}
+            for one in self._staged:
+                if one.name in places:
+                    await connection.execute(one.remove(places[one.name]))
             await connection.commit()
 
     async def next_batch(self) -> Batch | None:
-        """See the port."""
-        return await self._ahead.next()
+        """See Source."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        found = await self._ahead.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    async def _read(self) -> Batch | None:
-        """The soonest behind what was read before, which may be there yet."""
+    async def _read(self) -> None:
+        """Read ahead of who asks."""
+        try:
+            async with aclosing(self._batches()) as batches:
+                async for batch in batches:
+                    await self._ahead.put(batch)
+            await self._ahead.put(None)
+        except Exception as error:  # noqa: BLE001 - next_batch raises it
+            await self._ahead.put(error)
+
+    async def _batches(self) -> AsyncGenerator[Batch]:
+        """The staged rows, the soonest due first."""
+        tables, upto = self._staged, dict(self._removed)
         items: list[Item] = []
-        upto = dict(self._read_upto)
         size = 0
-        # Rows that are made messages before the loop gets its turn.
         async with self._database.connected() as connection:
-            if self._merge is None:
-                self._merge = Merge([one.beside for one in await self._meant.found(connection)], upto)
-            while len(items) < BATCH and size < BATCH_BYTES:
-                found = await self._merge.next(connection)
-                if found is None:
-                    break
-                name, row = found
+            # Else a transaction would stay open for the whole run.
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
+            streams = [self._rows(connection, one, upto.get(one.name)) for one in tables]
+            async for number, row in merged(streams):
                 items.append(self._item(row))
-                upto[name] = Place(row[3], row[0])
+                upto[tables[number].name] = (row[3], row[0])
                 size += len(row[2] or b"")
-                if not len(items) % 250:
-                    await asyncio.sleep(0)  # whoever commits meanwhile has to be served
-        self._read_upto = upto
-        return Batch(items, write_places(upto)) if items else None
+                if len(items) >= BATCH or size >= BATCH_BYTES:
+                    yield Batch(items, write_places(upto))
+                    items, size = [], 0
+                elif not len(items) % 250:
+                    await asyncio.sleep(0)  # the commit of the batch before has to go on meanwhile
+        if items:
+            yield Batch(items, write_places(upto))
+
+    async def _rows(self, connection: AsyncConnection, one: TimeoutTable, after: Place | None) -> AsyncIterator[Any]:
+        """The staged rows of one table behind ``after``, read by portions that fit into memory."""
+        share = len(self._staged)
+        limit = await self._fitting(connection, one, one.staged, "state", "headers", share=share)
+        while found := (await connection.execute(one.batch(limit, after))).all():
+            for row in found:
+                yield row
+            after = (found[-1][3], found[-1][0])
 
     async def remove(self, batch: Batch) -> int:
-        """See the port."""
+        """See Source."""
         removed = 0
         upto = read_places(batch.progress)
         async with self._database.connected() as connection:
-            if (lazily := LAZILY.get(connection.dialect.name)) is not None:
-                await connection.execute(text(lazily))
-            for one in await self._meant.found(connection):
-                place, before = upto.get(one.name), self._removed_upto.get(one.name)
+            for one in self._staged:
+                place, before = upto.get(one.name), self._removed.get(one.name)
                 if place is not None and place != before:
-                    removed += (await connection.execute(one.beside.remove(place, before))).rowcount
+                    removed += (await connection.execute(one.remove(place, before))).rowcount
             await connection.commit()
-        self._removed_upto = upto
+        self._removed = upto
         return removed
 
     async def finish(self) -> dict[str, int]:
-        """See the port."""
+        """See Source."""
         left = Survey()
         async with self._database.connected() as connection:
-            ours = await self._meant.found(connection)
-            count = await self._meant.count(connection, ours)
-            if count:
+            if count := await self._count(connection, self._staged):
                 raise CountMismatch(f"{count} staged timeouts are left")
-            await self._meant.drop(connection)
-            pick = await self._meant.pick(connection)
-            self._meant.look_again()
-            for one in await self._meant.found(connection):
-                await leave_others(connection, one, pick, left)
+            await self._drop(connection)
+            pick = await self._pick(connection)
+            for one in await self._tables(connection, ""):
+                await self._leave_others(connection, one, pick, left)
         return left.left
 
     async def put_back(self, run: Run) -> int:
-        """See the port."""
+        """See Source."""
         await self.resume(run)
         back = 0
         async with self._database.connected() as connection:
-            for one in await self._meant.found(connection):
+            for one in self._staged:
                 back += (await connection.execute(one.give_back())).rowcount
-                await connection.execute(one.beside.empty())
+                await connection.execute(delete(one.staged))
             await connection.commit()
-            await self._meant.drop(connection)
+            await self._drop(connection)
         return back
 
     async def close(self) -> None:
-        """See the port."""
-        await self._ahead.close()
+        """See Source."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
         await self._database.close()
+
+    def _names(self, connection: Connection) -> list[str]:
+        return sorted(inspect(connection).get_table_names(schema=self._schema))
+
+    async def _tables(self, connection: AsyncConnection, token: str) -> list[TimeoutTable]:
+        """The tables that match, as the database has them. Raises ImportImpossible where none does."""
+        names = await connection.run_sync(self._names)
+        found = [
+            name
+            for name in names
+            if not staged_token(name) and any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        ]
+        if not found:
+            raise ImportImpossible(
+                f"no table matches {', '.join(self._patterns)}: found {', '.join(names[:20]) or 'no table at all'}"
+            )
+        metadata = MetaData(schema=self._schema)
+        await connection.run_sync(lambda sync: metadata.reflect(sync, only=found, resolve_fks=False))
+        tables = sorted(metadata.tables.values(), key=lambda one: one.name)
+        return [TimeoutTable(one, token, self._endpoint) for one in tables]
+
+    async def _refuse_leftovers(
+        self, connection: AsyncConnection, tables: Sequence[TimeoutTable], there: Sequence[str]
+    ) -> None:
+        """Raises ImportImpossible where an import of another store has staged rows."""
+        for one in tables:
+            for name in staged_beside(one.name, there):
+                staged = Table(name, MetaData(), schema=self._schema)
+                if (await connection.execute(select(func.count()).select_from(staged))).scalar_one():
+                    raise ImportImpossible(
+                        f"table {name} holds timeouts of another store's import: finish or abort that one"
+                    )
+
+    async def _count(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
+        """How many rows are staged."""
+        counts = [select(func.count()).select_from(one.staged) for one in tables]
+        return sum([(await connection.execute(one)).scalar_one() for one in counts])
+
+    async def _drop(self, connection: AsyncConnection) -> None:
+        for one in self._staged:
+            await connection.execute(DropTable(one.staged))
+        await connection.commit()
+
+    async def _pick(self, connection: AsyncConnection, ahead_ms: int = SOON_MS) -> Pick:
+        """The rows that are meant; by the database's clock none that is due within ``ahead_ms``."""
+        after = None
+        if not self._overdue_too:
+            clock: Select[Any] = select(literal_column(CLOCKS.get(connection.dialect.name, MYSQL_CLOCK)))
+            now: datetime = (await connection.execute(clock)).scalar_one()
+            after = now + timedelta(milliseconds=ahead_ms)
+        cutoff_ms = self._meant.cutoff_ms
+        return Pick(after, None if cutoff_ms is None else moment_of(cutoff_ms))
+
+    async def _shares(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> dict[str, int]:
+        """How many of the soonest ``limit`` rows stand in each table; nothing without a limit."""
+        limit = self._meant.limit
+        if limit is None:
+            return {}
+        dues = [[(due, one.name) for (due,) in await connection.execute(one.dues(pick, limit))] for one in tables]
+        shares = dict.fromkeys((one.name for one in tables), 0)
+        for _, name in islice(heapq.merge(*dues), limit):
+            shares[name] += 1
+        return shares
+
+    async def _move(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
+        """Move the rows that are meant, in one transaction. Until its commit a timeout manager sees them all, as it
+        reads without locks: so none of them may be due by then, however long it took."""
+        ahead_ms = SOON_MS
+        for _ in range(3):
+            began = time.monotonic()
+            moved = await self._moved(connection, tables, await self._pick(connection, ahead_ms))
+            took_ms = int((time.monotonic() - began) * 1000)
+            if self._overdue_too or took_ms <= ahead_ms - SOON_MS // 2:
+                await connection.commit()
+                return moved
+            await connection.rollback()
+            ahead_ms = SOON_MS + 3 * took_ms
+        raise ImportImpossible(
+            "to move the timeouts takes longer than what is due meanwhile can wait, 3 times: nothing is "
+            "moved. Next: take fewer at a time (--limit, --table), or stop the timeout managers and say --overdue-too"
+        )
+
+    async def _moved(self, connection: AsyncConnection, tables: Sequence[TimeoutTable], pick: Pick) -> int:
+        """How many rows are moved, not committed yet."""
+        shares = await self._shares(connection, tables, pick)
+        moved = 0
+        for one in tables:
+            copied = (await connection.execute(one.take(pick, shares.get(one.name)))).rowcount
+            deleted = (await connection.exec_driver_sql(one.forget(connection.dialect))).rowcount
+            if copied != deleted:
+                raise CountMismatch(
+                    f"table {one.name}: {copied} timeouts were copied, but {deleted} deleted: nothing is moved"
+                )
+            moved += copied
+        return moved
+
+    async def _look(
+        self, connection: AsyncConnection, one: TimeoutTable, table: Table, rows: Select[Any], survey: Survey
+    ) -> None:
+        """Count these rows of ``table``, with what would be wrong with each."""
+        at_once = await self._fitting(connection, one, table, "headers")
+        async with connection.stream(rows.execution_options(yield_per=at_once)) as found:
+            async for some in found.partitions():
+                for destination, due, headers in some:
+                    target = self._target(destination or "")
+                    survey.add(target, epoch_ms(due), problem=problem_of(headers, target.routing_key))
+                await asyncio.sleep(0)  # heartbeats and signals are served
+
+    async def _fitting(
+        self, connection: AsyncConnection, one: TimeoutTable, table: Table, *names: str, share: int = 1
+    ) -> int:
+        """How many rows are read at once: so many that these columns fit into a share of the memory for all tables."""
+        largest = (await connection.execute(one.largest(connection.dialect, table, *names))).scalar_one() or 1
+        return max(min(BATCH, READ_BYTES // share // largest), 1)
+
+    async def _leave_others(self, connection: AsyncConnection, one: TimeoutTable, pick: Pick, survey: Survey) -> int:
+        """Add the rows of this table that are not meant, and why. How many are meant."""
+        meant, *others = (await connection.execute(one.others(pick))).one()
+        for why, count in zip((NO_TIME, SOONER, SOON), others, strict=True):
+            survey.leave(why, count)
+        return int(meant)
 
     def _target(self, destination: str) -> Target:
         target = self._targets.get(destination)
@@ -389,65 +596,5 @@ class Tables:
 
     def _item(self, row: Any) -> Item:
         id_, destination, state, due, headers = row
-        body = state if type(state) is bytes else bytes(state or b"")
-        timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, body)
-        return item_of(timeout, self._source, self._target(timeout.address).routing_key, self._replies)
-
-
-SQL: Final = "nservicebus-sql"
-NHIBERNATE: Final = "nservicebus-nhibernate"
-SQL_TABLES: Final = ("*TimeoutData",)
-NHIBERNATE_TABLES: Final = ("TimeoutEntity", "timeoutentity")
-"""PostgreSQL folds names that are not quoted, and NHibernate quotes none."""
-_SQL: Final = Layout()
-_NHIBERNATE: Final = Layout(endpoint="Endpoint")
-
-
-def sql_persistence(
-    url: str,
-    patterns: Sequence[str],
-    meant: Meant,
-    *,
-    schema: str | None = None,
-    rewrites: Sequence[Rewrite] = (),
-    replies: Sequence[Rewrite] = (),
-    overdue_too: bool = False,
-) -> Tables:
-    """Every table that matches a pattern. Raises ImportImpossible."""
-    return Tables(
-        SQL,
-        database_url(url),
-        patterns or SQL_TABLES,
-        _SQL,
-        meant,
-        schema=schema,
-        rewrites=rewrites,
-        replies=replies,
-        overdue_too=overdue_too,
-    )
-
-
-def nhibernate(
-    url: str,
-    patterns: Sequence[str],
-    meant: Meant,
-    *,
-    schema: str | None = None,
-    endpoint: str | None = None,
-    rewrites: Sequence[Rewrite] = (),
-    replies: Sequence[Rewrite] = (),
-    overdue_too: bool = False,
-) -> Tables:
-    """The timeouts of one endpoint, or of all. Raises ImportImpossible."""
-    return Tables(
-        NHIBERNATE,
-        database_url(url),
-        patterns or NHIBERNATE_TABLES,
-        _NHIBERNATE,
-        meant,
-        schema=schema,
-        endpoint=endpoint,
-        rewrites=rewrites,
-        replies=replies,
-        overdue_too=overdue_too,
-    )
+        timeout = Timeout(str(id_), destination or "", epoch_ms(due), headers, bytes(state or b""))
+        return item_of(timeout, self.name.encode(), self._target(timeout.address).routing_key, self._replies)

@@ -17,7 +17,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from delayer.amqp.properties import Properties
 from delayer.imports import sql as sources
-from delayer.imports import tables
 from delayer.imports.databases import database_url
 from tests.integration.test_cli import Run, delayer
 from tests.integration.test_store_lane import sql
@@ -138,7 +137,7 @@ async def test_all_tables_into_the_store(
     delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that is meant arrives once, when it is due, as it was; the rest stays where it was."""
-    monkeypatch.setattr(sources, "LOOK_BYTES", 300)
+    monkeypatch.setattr(sources, "READ_BYTES", 300)
     delayer("db", "upgrade")
     for name in ("Sales_TimeoutData", "Mail_Out_TimeoutData", "Orders"):
         await source.create(name)
@@ -245,38 +244,36 @@ async def test_limit_cutoff_and_what_is_missing(delayer: Run, database: str, sou
     assert "no table matches C_*" in report
 
 
-@pytest.mark.parametrize("slow", ["_copy", pytest.param("_forget", marks=pytest.mark.long)])
-async def test_staging_that_takes_long_takes_nothing_that_is_due_by_then(
-    delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch, slow: str
+async def test_a_move_that_takes_long_takes_nothing_that_is_due_by_then(
+    delayer: Run, database: str, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A timeout manager reads without locks, sees all that is being moved until it is, and has in hand what is due.
-    And it may store timeouts meanwhile."""
+    And it may store timeouts meanwhile. The move is made again, with more room."""
     delayer("db", "upgrade")
     await source.create("Sales_TimeoutData")
-    monkeypatch.setattr(tables, "SOON_MS", 3_000)
+    monkeypatch.setattr(sources, "SOON_MS", 3_000)
     soon = datetime.now(UTC).replace(microsecond=0, tzinfo=None) + timedelta(seconds=6)
     await source.put("Sales_TimeoutData", [source.timeout(n, soon) for n in range(3)])
     await source.put("Sales_TimeoutData", [source.timeout(n, NOON) for n in range(3, 9)])
-    real = getattr(tables.Staging, slow)
+    real = sources.SqlTimeouts._moved
     calls = []
 
-    async def slowly(self: tables.Staging, *more: Any) -> Any:
-        done = await real(self, *more)
-        calls.append(done)
+    async def slowly(self: sources.SqlTimeouts, connection: AsyncConnection, *more: Any) -> int:
+        moved = await real(self, connection, *more)
+        calls.append(moved)
         if len(calls) == 1:
-            await self._connection.execute(
+            await connection.execute(
                 text("SELECT pg_sleep(3.5)" if source.kind == "postgresql" else "SELECT sleep(3.5)")
             )
             await source.put("Sales_TimeoutData", [source.timeout(9, NOON)])
-        return done
+        return moved
 
-    monkeypatch.setattr(tables.Staging, slow, slowly)
+    monkeypatch.setattr(sources.SqlTimeouts, "_moved", slowly)
     async with asyncio.timeout(30):
         report = await asyncio.to_thread(run_of(delayer, source), "run")
-    assert len(calls) == (1 if slow == "_copy" else 2)
-    # In the second turn of two what was stored meanwhile is there as well.
-    assert (report["parked"], list(report["left"].values())) == (5 + len(calls), [3])
-    assert len(await source.rows("Sales_TimeoutData")) == 3 + (slow == "_copy")
+    assert calls == [9, 7]  # the second move has the one that was stored during the first
+    assert (report["parked"], list(report["left"].values())) == (7, [3])
+    assert len(await source.rows("Sales_TimeoutData")) == 3
 
 
 async def test_a_preview_of_the_soonest_tells_of_no_others(delayer: Run, source: Source) -> None:

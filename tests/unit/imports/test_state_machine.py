@@ -1,17 +1,15 @@
-"""Legacy imports: the state machine over fakes, interrupted everywhere, and its reading ahead."""
+"""Legacy imports: the state machine over fakes, interrupted everywhere."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from delayer.core.hold import Hold, HoldKind
-from delayer.core.importing import Batch, Item, Phase
+from delayer.core.importing import Item, Phase
 from delayer.imports import state_machine
-from delayer.imports.sql import Ahead
-from delayer.imports.state_machine import CountMismatch, ImportImpossible, SourceLost
+from delayer.imports.state_machine import CountMismatch, ImportImpossible
 from tests.unit.imports.import_fakes import (
     PARAMETERS,
     Died,
@@ -20,7 +18,6 @@ from tests.unit.imports.import_fakes import (
     FakeSource,
     Shelf,
     Switch,
-    parcel,
     run_once,
     silent,
 )
@@ -151,43 +148,3 @@ async def test_counts_that_differ_stop_it() -> None:
     shelf.staged.popitem()
     with pytest.raises(CountMismatch, match="11 messages were staged, but 10"):
         await run_once(shelf, book)
-
-
-async def test_two_batches_are_read_while_the_one_before_is_committed_and_removed() -> None:
-    batches = [Batch([Item(parcel(n))], str(n)) for n in range(5)]
-    begun: list[int] = []
-
-    async def read() -> Batch | None:
-        begun.append(len(begun))
-        await asyncio.sleep(0)
-        return batches[begun[-1]] if begun[-1] < len(batches) else None
-
-    ahead = Ahead(read)
-    assert await ahead.next() is batches[0]
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert begun == [0, 1, 2]  # and not one more, however long the commit takes
-    assert [await ahead.next() for _ in range(5)] == [*batches[1:], None]
-    assert await ahead.next() is None
-    await ahead.close()
-
-
-async def test_what_goes_wrong_while_reading_ahead_is_told_when_it_is_asked_for() -> None:
-    answers: list[Batch | Exception] = [Batch([Item(parcel(1))], "1"), SourceLost("gone")]
-
-    async def read() -> Batch | None:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    ahead = Ahead(read)
-    assert await ahead.next() is not None
-    await asyncio.sleep(0)
-    with pytest.raises(SourceLost, match=r"^gone$"):
-        await ahead.next()
-    answers += [Batch([], "2"), SourceLost("gone again")]
-    await ahead.next()
-    await asyncio.sleep(0)
-    await ahead.close()  # nobody asked for it, and nobody hears of it
-    await ahead.close()
