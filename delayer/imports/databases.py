@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -30,19 +31,14 @@ PACKAGES: Final = {
 
 FORBIDDEN: Final = frozenset({1044, 1142, 1143, 1227})
 """MySQL's numbers for what a user may not do; its drivers take them for a server that is in trouble."""
-SHOWN: Final = frozenset(
-    {"host", "port", "server", "address", "database", "dbname", "service", "driver", "uid", "user"}
-)
-"""What of a URL's parameters, and of an ODBC connection string, says which database it is. Nothing else is shown or
-kept: drivers take passwords there under many names."""
-ODBC: Final = "odbc_connect"
+SHOWN: Final = frozenset({"host", "port", "server", "database", "dbname", "service", "driver", "user"})
+"""The parameters of a URL that say which database it is. Nothing else is shown or kept: drivers take passwords there
+under many names."""
 _FILES: Final = ("ssl_ca", "ssl_cert", "ssl_key")
 """Parameters of MySQL's drivers that name files; the error about one that is not there does not say which."""
-_LIBPQ_TLS: Final = "sslmode"
 _EXPECTED: Final = "postgresql://, mysql://, mariadb:// or mssql://, and user:password@host/database"
 _ESCAPES: Final = "characters like / @ : # in a password, and an @ elsewhere, are written %2F %40 %3A %23"
 _PASSWORD: Final = re.compile("pass|pwd|secret|token")
-_ODBC_PART: Final = re.compile(r"\s*([^=;]+?)\s*=\s*(\{(?:[^}]|\}\})*\}|[^;]*)")
 
 
 def database_url(text: str) -> URL:
@@ -54,46 +50,28 @@ def database_url(text: str) -> URL:
         url = make_url(text)
     except (ArgumentError, ValueError):
         raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
+    if "odbc_connect" in url.normalized_query:  # it may hold a password in any form
+        raise BadSource("the source's URL: expected the server, the database and the driver in it, found odbc_connect")
     if url.port is not None and not 0 < url.port <= 65_535:  # the network takes it modulo 65536
         raise BadSource("the source's URL: expected a port from 1 to 65535")
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
-    if url.drivername == DRIVERS["postgresql"] and _LIBPQ_TLS in url.query:
-        # As every tool but this driver calls it.
-        mode = url.query[_LIBPQ_TLS]
-        url = url.difference_update_query([_LIBPQ_TLS]).update_query_dict({"ssl": mode})
+    if url.drivername == DRIVERS["postgresql"] and (
+        mode := url.query.get("sslmode")
+    ):  # every tool's name but asyncpg's
+        url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
     return url
-
-
-def odbc_parts(text: str) -> dict[str, str]:
-    """The parts of an ODBC connection string, by their names in lower case.
-
-    >>> odbc_parts("SERVER=sql7;UID=me;PWD={a;b}")
-    {'server': 'sql7', 'uid': 'me', 'pwd': '{a;b}'}
-    """
-    return {name.lower(): value for name, value in _ODBC_PART.findall(text)}
 
 
 def shown(url: URL) -> str:
     """Where it is, without anything that may be a password."""
-    query: dict[str, str | Sequence[str]] = {}
-    for name, values in url.normalized_query.items():
-        if name.lower() == ODBC:
-            query |= {part: value for one in values for part, value in odbc_parts(one).items() if part in SHOWN}
-        elif name.lower() in SHOWN:
-            query[name] = values
+    query = {name: values for name, values in url.normalized_query.items() if name.lower() in SHOWN}
     return url.set(password=None, query=query).render_as_string(hide_password=True)
 
 
 def secrets(url: URL) -> set[str]:
     """What a driver must not quote: the password, and parameters whose names say that they are one."""
-    found = {str(url.password or "")}
-    for name, values in url.normalized_query.items():
-        if name.lower() == ODBC:
-            parts = [part for one in values for part in odbc_parts(one).items()]
-        else:
-            parts = [(name.lower(), one) for one in values]
-        found |= {form for part, value in parts if _PASSWORD.search(part) for form in (value, value.strip("{}"))}
-    return found - {""}
+    found = [values for name, values in url.normalized_query.items() if _PASSWORD.search(name.lower())]
+    return {str(url.password or ""), *chain.from_iterable(found)} - {""}
 
 
 def _refused(error: Exception) -> bool:
