@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from delayer.audit import words
@@ -22,12 +23,20 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
         raise ValueError(f"release rate: expected messages a second, more than 0, found {release_rate:g}")
     routes, more_routes = _shares(store, "route", 50)
     destinations, more_destinations = _shares(store, "to_exchange, to_key", 200)
+    now = store.now_ms
+    minutes = (now - HOUR_MS) // MINUTE_MS * MINUTE_MS, now + DAY_MS
+    hours = (now - DAY_MS) // HOUR_MS * HOUR_MS, now + 31 * DAY_MS
+    due = {
+        SECOND_MS: _due(store, SECOND_MS),
+        MINUTE_MS: _due(store, MINUTE_MS, *minutes),
+        HOUR_MS: _due(store, HOUR_MS, *hours),
+    }
     return Calendar(
         release_rate=release_rate,
-        minutes=_bars(store, MINUTE_MS, HOUR_MS, DAY_MS),
-        hours=_bars(store, HOUR_MS, DAY_MS, 31 * DAY_MS),
-        days=_bars(store, DAY_MS, 400 * DAY_MS, 4000 * DAY_MS, gathered=True),
-        peaks=_peaks(store, release_rate),
+        minutes=_bars(due[MINUTE_MS], MINUTE_MS, *minutes),
+        hours=_bars(due[HOUR_MS], HOUR_MS, *hours),
+        days=_days(store),
+        peaks=_peaks(due, release_rate),
         routes=tuple(Share(*_figures(row), route=bytes(row.route)) for row in routes),
         routes_more=more_routes,
         destinations=tuple(
@@ -38,28 +47,39 @@ def calendar(store: Extract, release_rate: float) -> Calendar:
     )
 
 
-def _bars(store: Extract, width: int, before_ms: int, after_ms: int, *, gathered: bool = False) -> tuple[Bar, ...]:
-    """Bars of ``width`` ms, from ``before_ms`` before now to ``after_ms`` after. What lies beyond is not shown, or
-    ``gathered`` in the bars at the edges."""
-    first, last = ((store.now_ms + off) // width * width for off in (-before_ms, after_ms))
-    start = f"due_ms - pmod(due_ms, {width})"
-    if gathered:
-        start = f"least(greatest({start}, {first}), {last})"
+def _due(store: Extract, width: int, first: int = 0, last: int = -1) -> list[Any]:
+    """How much is due in each ``width`` ms: from ``first`` to ``last``, and in the ten fullest, which stand first."""
     rows = store.rows(f"""
-        SELECT {start} AS start_ms, count(*) AS messages, sum(size) AS size
-        FROM messages WHERE kind <> '{HELD}' AND {start} BETWEEN {first} AND {last} GROUP BY 1 ORDER BY 1""")
-    return tuple(Bar(row.start_ms, width, row.messages, row.size) for row in rows)
+        WITH due AS (
+            SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
+            FROM messages WHERE kind <> '{HELD}' GROUP BY 1
+        )
+        SELECT * FROM due WHERE start_ms BETWEEN {first} AND {last}
+        UNION (SELECT * FROM due ORDER BY messages DESC, start_ms LIMIT 10)""")
+    return sorted(rows, key=lambda row: (-row.messages, row.start_ms))
 
 
-def _peaks(store: Extract, rate: float) -> tuple[Peak, ...]:
+def _bars(rows: list[Any], width: int, first: int, last: int) -> tuple[Bar, ...]:
+    shown = sorted((row for row in rows if first <= row.start_ms <= last), key=lambda row: row.start_ms)
+    return tuple(Bar(row.start_ms, width, row.messages, row.size) for row in shown)
+
+
+def _days(store: Extract) -> tuple[Bar, ...]:
+    """A bar for each day; what is farther than years away is in the bars at the edges."""
+    first, last = ((store.now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
+    rows = store.rows(f"""
+        SELECT least(greatest(due_ms - pmod(due_ms, {DAY_MS}), {first}), {last}) AS start_ms, count(*) AS messages,
+               sum(size) AS size
+        FROM messages WHERE kind <> '{HELD}' GROUP BY 1""")
+    return _bars(rows, DAY_MS, first, last)
+
+
+def _peaks(rows: Mapping[int, list[Any]], rate: float) -> tuple[Peak, ...]:
     """The ten fullest seconds, minutes and hours, those first that take longest beyond their own width. A minute is
     listed only if it has much more than each listed second of it, or every peak would be there three times."""
     found: list[Peak] = []
-    for width in (SECOND_MS, MINUTE_MS, HOUR_MS):
-        rows = store.rows(f"""
-            SELECT due_ms - pmod(due_ms, {width}) AS start_ms, count(*) AS messages, sum(size) AS size
-            FROM messages WHERE kind <> '{HELD}' GROUP BY 1 ORDER BY messages DESC, start_ms LIMIT 10""")
-        for row in rows:
+    for width, most in rows.items():
+        for row in most[:10]:
             inside = (p.messages for p in found if row.start_ms <= p.start_ms < row.start_ms + width)
             if 2 * max(inside, default=0) < row.messages:
                 found.append(Peak(row.start_ms, width, row.messages, row.size, round(row.messages / rate, 3)))

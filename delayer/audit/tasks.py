@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import asyncpg
 
-from delayer.audit import spark as sessions
 from delayer.audit.errors import JobFailed
 from delayer.core.errors import StoreLost
 from delayer.core.secret import mask
@@ -185,23 +184,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def with_retries(master: str | None) -> str:
-    """``local[N]`` as a master that starts a task again whose worker died; any other as it is; for None all cores."""
-    if master is None or master == "local":
-        # How often a task is tried, where the master does not say: on one machine Spark's own default is once.
-        return f"local[{'*' if master is None else 1},{4}]"
-    match = re.fullmatch(r"local\[(\*|\d+)\]", master)
-    return f"local[{match[1]},{4}]" if match else master
-
-
-@contextmanager
-def session(name: str, master: str | None, more: Mapping[str, str] | None = None) -> Iterator[SparkSession]:
-    """A session whose tasks are started again when their worker dies. Raises SparkMissing, JavaMissing, JobMisused."""
-    chosen = None if master is None and sessions.submitted() else with_retries(master)
-    with sessions.session(name, master=chosen, more=more, handing_out=True) as spark:
-        yield spark
-
-
 def portions(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """``items`` in portions of at most ``size``, in their order."""
     return [items[start : start + size] for start in range(0, len(items), size)]
@@ -226,8 +208,3 @@ def _last(work: Callable[[Sequence[T]], Iterable[R]], portion: Sequence[T]) -> I
     """On an executor: daemons on its machine come first."""
     step_back()
     return work(portion)
-
-
-def cancel(spark: SparkSession, name: str) -> None:
-    """Let the tasks of :func:`run` end where they are; from any thread."""
-    spark.sparkContext.cancelJobGroup(name)

@@ -64,7 +64,7 @@ def compact(
       delayer compact --master spark://cluster:7077 --conf spark.cores.max=4 --json
     """
     from delayer.audit import compact as job  # noqa: PLC0415 - only the job's own verbs need it
-    from delayer.audit import tasks  # noqa: PLC0415 - Spark
+    from delayer.audit import spark, tasks  # noqa: PLC0415 - Spark
 
     settings = request_of(context).settings()
     url = store_url(settings)
@@ -77,8 +77,8 @@ def compact(
         done = job.nothing(url, planned)
     else:
         tasks.step_back()
-        with progress() as say, tasks.session("delayer compact", master, conf) as spark:
-            done = job.run(spark, url, planned, rows, say)
+        with progress() as say, spark.session("delayer compact", master=master, more=conf, handing_out=True) as session:
+            done = job.run(session, url, planned, rows, say)
     _tell(done, as_json=as_json)
     _end(context, done)
 

@@ -53,7 +53,7 @@ def restore(
       delayer restore --within 30d
     """
     from delayer.audit import restore as job  # noqa: PLC0415 - only the job's own verbs need it
-    from delayer.audit import tasks  # noqa: PLC0415 - Spark
+    from delayer.audit import spark, tasks  # noqa: PLC0415 - Spark
 
     if everything == (within_ms is not None):
         raise Misused("say what to restore: either --within DURATION or --all")
@@ -66,8 +66,8 @@ def restore(
         done = job.Done((), 0.0)
     else:
         tasks.step_back()
-        with progress() as say, tasks.session("delayer restore", master, conf) as spark:
-            done = job.run(spark, url, planned, say)
+        with progress() as say, spark.session("delayer restore", master=master, more=conf, handing_out=True) as session:
+            done = job.run(session, url, planned, say)
     _tell(done, as_json=as_json)
     _end(context, done)
 

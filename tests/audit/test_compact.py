@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from delayer.audit import restore, tasks
+from delayer.audit import restore, spark
 from delayer.store.admin import actions
 from delayer.store.rows.partitions import DAY_MS, name_of
 from tests.audit.backlog import everything, lawful, segments_of
@@ -124,12 +124,12 @@ async def test_cancelled_messages_do_not_come_back(spark: SparkSession, database
 
 
 def test_masters_that_try_again() -> None:
-    assert tasks.with_retries(None) == "local[*,4]"
-    assert tasks.with_retries("local") == "local[1,4]"
-    assert tasks.with_retries("local[2]") == "local[2,4]"
-    assert tasks.with_retries("local[*]") == "local[*,4]"
-    assert tasks.with_retries("local[2,7]") == "local[2,7]"
-    assert tasks.with_retries("spark://host:7077") == "spark://host:7077"
+    assert spark.with_retries(None) == "local[*,4]"
+    assert spark.with_retries("local") == "local[1,4]"
+    assert spark.with_retries("local[2]") == "local[2,4]"
+    assert spark.with_retries("local[*]") == "local[*,4]"
+    assert spark.with_retries("local[2,7]") == "local[2,7]"
+    assert spark.with_retries("spark://host:7077") == "spark://host:7077"
 
 
 async def test_the_commands(database: str) -> None:

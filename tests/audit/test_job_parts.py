@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delayer.audit import connection, job, spark, tasks
+from delayer.audit import connection, job, spark
 from delayer.audit.errors import JavaMissing, JobFailed, JobMisused, SparkMissing
 from delayer.audit.tasks import failure
 from delayer.core.errors import StoreLost
@@ -72,7 +72,7 @@ def test_java_that_is_too_old_says_so(tmp_path: Path) -> None:
 )
 def test_local_masters(master: str | None, local: bool) -> None:
     assert spark.is_local(master) is local
-    assert spark.is_local(tasks.with_retries("local[2]"))
+    assert spark.is_local(spark.with_retries("local[2]"))
 
 
 @pytest.mark.parametrize("module", ["source", "tasks", "compact", "restore"])
