@@ -82,20 +82,6 @@ class Management:
         """Every binding out of ``exchange``, which exists, with its arguments."""
         return _bindings(await self._get(f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"))
 
-    async def bindings(self) -> list[tuple[Binding, dict[str, Any]]]:
-        """Every binding of the vhost, with its arguments."""
-        return _bindings(await self._get(f"bindings/{self._vhost}"))
-
-    async def exchanges(self) -> list[ExchangeTold]:
-        """Every exchange of the vhost. The alternate exchanges that policies give are not told here."""
-        rows = await self._get(f"exchanges/{self._vhost}?columns=name,type,internal,arguments")
-        return [
-            ExchangeTold(
-                row["name"], row["type"], row["internal"], row["arguments"].get("alternate-exchange"), row["arguments"]
-            )
-            for row in rows
-        ]
-
     async def exchange(self, name: str) -> ExchangeTold:
         """An exchange, which exists. Of two alternate exchanges, by argument and by policy, the argument's counts."""
         columns = "type,internal,arguments,policy"

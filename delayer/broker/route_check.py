@@ -202,7 +202,6 @@ class _Walk:
 
     queue: bool = False
     queue_by_alternate: bool = False
-    queues: set[str] = field(default_factory=set)
     depends: bool = False
     unknown: list[str] = field(default_factory=list)
     alternates: list[str] = field(default_factory=list)
@@ -216,11 +215,6 @@ def route(start: str, key: bytes, stops: Mapping[str, Stop]) -> Route:
     if stops[start].told.internal:
         return Route(Verdict.CLOSED, "the exchange is internal")
     return _judged(_walked(start, key, stops))
-
-
-def queues_of(start: str, key: bytes, stops: Mapping[str, Stop]) -> set[str]:
-    """The queues that certainly get a message for exchange ``start`` with ``key``; ``stops`` as above."""
-    return _walked(start, key, stops).queues
 
 
 def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
@@ -241,7 +235,6 @@ def _walked(start: str, key: bytes, stops: Mapping[str, Stop]) -> _Walk:
         walk.depends |= found.depends
         if found.queues:
             walk.queue, walk.queue_by_alternate = walk.queue or not alternate, walk.queue_by_alternate or alternate
-            walk.queues |= found.queues
         leads = [(one, alternate) for one in sorted(found.exchanges)]
         if found.empty and stop.told.alternate is not None:
             walk.alternates.append(stop.told.alternate)

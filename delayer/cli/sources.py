@@ -114,16 +114,10 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
     click.option("--ttl", "ttl_ms", callback=duration, metavar="DURATION", help="For how long they hold a message."),
     click.option("--to-key", metavar="KEY", help="The routing key it goes out with. [default: as dead-lettered]"),
     click.option(
-        "--whole-time",
-        is_flag=True,
-        help="Each message waits its whole time again, whatever it and the broker's notes tell: for those that "
-        "publishers sent again as they got them.",
-    ),
-    click.option(
         "--believe-timestamps",
         is_flag=True,
         help="The timestamp of a message is when it came into its queue: where publishers set it as they "
-        "publish, and only they. Else it waits its whole time again, unless the broker noted when it came.",
+        "publish, and only they. Else it waits its whole time again.",
     ),
     click.option(
         "--management-url",
@@ -135,8 +129,6 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
 )
 def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     settings = wanted.settings
-    if given["whole_time"] and given["believe_timestamps"]:
-        raise Misused("expected --whole-time or --believe-timestamps, found both")
     own = queues_at_work(settings)
     for name in given["queues"]:
         if name in own:
@@ -156,9 +148,7 @@ def _hold_queues(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> So
             book.now_ms,
             rewrites=wanted.rewrites,
             own=own,
-            said=Said(
-                given["ttl_ms"], given["to_exchange"], given["to_key"], given["whole_time"], given["believe_timestamps"]
-            ),
+            said=Said(given["ttl_ms"], given["to_exchange"], given["to_key"], given["believe_timestamps"]),
         )
     except ValueError as error:
         raise BadSource(f"the source's {error}") from None

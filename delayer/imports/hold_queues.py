@@ -7,8 +7,7 @@ arguments or its policy say, as the management API tells them; or a person says 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -16,73 +15,13 @@ from typing import Any, Final
 from delayer.amqp.properties import Properties, splice
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused, BrokerUnreachable
-from delayer.broker.management_api import ExchangeTold, Management
-from delayer.broker.route_check import Stop, queues_of
+from delayer.broker.management_api import Management
 from delayer.core import hold as core_hold
 from delayer.core.importing import CONSUMED, OWN, UNHELD, Item, Meant, Rewrite
-from delayer.core.message import Delivery, Parcel, Target, Timestamp
-from delayer.core.topology import Binding
+from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.brokers import address_of, asked
-from delayer.imports.queues import X_DEATH, Queues, Reader, decoded
+from delayer.imports.queues import X_DEATH, Queues, Reader
 from delayer.imports.state_machine import ImportImpossible, SourceLost
-
-Death = Mapping[str, object]
-"""An entry of ``x-death``, decoded."""
-
-
-class Leads:
-    """``queues``: the arguments of every queue, a policy's among them."""
-
-    def __init__(
-        self,
-        queues: Mapping[str, Mapping[str, Any]],
-        exchanges: Iterable[ExchangeTold],
-        bindings: Sequence[tuple[Binding, Mapping[str, Any]]],
-    ) -> None:
-        out_of: dict[str, list[tuple[Binding, Mapping[str, Any]]]] = defaultdict(list)
-        for binding, arguments in bindings:
-            out_of[binding.source].append((binding, arguments))
-        self._queues = queues
-        # The default exchange is bound to every queue by its name, and the queues are known.
-        self._stops = {told.name: Stop.of(told, out_of[told.name]) for told in exchanges if told.name}
-        self._known: dict[tuple[str, bytes], frozenset[str]] = {}
-
-    def came_at(self, death: Death, queue: str) -> int | None:
-        """The second, rounded down, in which a message came into ``queue`` whose last note this is; None where the note
-        does not tell.
-
-        What expired before was let out of a queue such as this one and sent again since, by nobody knows whom; and of
-        what happened several times only the first time is noted.
-        """
-        at, given_up_by = death.get("time"), death.get("queue")
-        if death.get("reason") == "expired" or death.get("count") != 1:
-            return None
-        if not isinstance(at, Timestamp) or not isinstance(given_up_by, str):
-            return None
-        return int(at) if queue in self._next(given_up_by, death) else None
-
-    def _next(self, queue: str, death: Death) -> frozenset[str]:
-        """Where this queue's dead letters go."""
-        arguments = self._queues.get(queue, {})
-        exchange = arguments.get("x-dead-letter-exchange")
-        if not isinstance(exchange, str):
-            return frozenset()
-        key = arguments.get("x-dead-letter-routing-key")
-        keys = [key] if isinstance(key, str) else death.get("routing-keys")
-        if not isinstance(keys, list):
-            return frozenset()
-        return frozenset().union(*(self._reached(exchange, one) for one in keys if isinstance(one, str)))
-
-    def _reached(self, exchange: str, key: str) -> frozenset[str]:
-        if not exchange:
-            return frozenset({key})
-        raw = key.encode("utf-8", "surrogateescape")
-        if len(self._known) > 10_000:
-            self._known.clear()
-        if (exchange, raw) not in self._known:
-            self._known[exchange, raw] = frozenset(queues_of(exchange, raw, self._stops))
-        return self._known[exchange, raw]
-
 
 NAME: Final = "hold-queues"
 COPIES: Final = b"CC"
@@ -92,15 +31,13 @@ SENT_AGAIN: Final = "_retry"
 
 @dataclass(slots=True)
 class Hold:
-    """Satisfies queues.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``leads``:
-    what is known of the way that dead letters go; None where that is not asked. ``stamped``: whether the timestamps of
-    messages say when they came."""
+    """Satisfies queues.Reader: one queue. ``ttl_ms``: None where only the messages' expiration counts. ``stamped``:
+    whether the timestamps of messages say when they came."""
 
     queue: str
     exchange: bytes
     routing_key: bytes | None
     ttl_ms: int | None
-    leads: Leads | None = None
     stamped: bool = False
     last_ms: int = 0
     """The latest due instant that a message of it told: those behind it came later, and are due later."""
@@ -157,24 +94,16 @@ class Hold:
         return due_ms
 
     def _came_ms(self, properties: Properties | None) -> int | None:
-        """The latest of what the message says about when it came, at the end of that second.
+        """When the message came, at the end of that second: its timestamp, where a person says that publishers set it.
 
-        The broker's last note of it counts where it can be about the way into this queue; where it is about another
-        one somebody sent the message again since, with all that it had, and nothing notes when. Its timestamp counts
-        where a person says so: many publishers put the instant of what the message tells there, and those who fill
-        Symfony's queues of retries leave the one of the first time.
+        The timestamp of a message that was dead-lettered before, or that fills Symfony's queues of retries, is that of
+        its first sending.
         """
-        if properties is None:
+        if not self.stamped or self.queue.endswith(SENT_AGAIN) or properties is None:
             return None
-        told = []
-        if last := _last_death(properties):
-            noted = None if self.leads is None else self.leads.came_at(last, self.queue)
-            if noted is None:
-                return None
-            told.append(noted)
-        if self.stamped and properties.timestamp is not None and (last or not self.queue.endswith(SENT_AGAIN)):
-            told.append(properties.timestamp)
-        return (max(told) + 1) * 1000 if told else None
+        if properties.timestamp is None or properties.get(X_DEATH) is not None:
+            return None
+        return (properties.timestamp + 1) * 1000
 
 
 async def _shown(admin: Admin, queue: str) -> int:
@@ -183,11 +112,6 @@ async def _shown(admin: Admin, queue: str) -> int:
         return (await admin.depths([queue]))[queue] or 0
     except BrokerRefused:
         return 0
-
-
-def _last_death(properties: Properties) -> Mapping[str, object]:
-    deaths = decoded(properties, (X_DEATH,)).get(X_DEATH)
-    return deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else {}
 
 
 def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool) -> bytes:
@@ -208,8 +132,6 @@ class Said:
     ttl_ms: int | None = None
     exchange: str | None = None
     routing_key: str | None = None
-    whole_time: bool = False
-    """Each message waits its whole time again, whatever it says about when it came."""
     timestamps: bool = False
     """A message's timestamp is when it came."""
 
@@ -218,7 +140,6 @@ class Said:
             "ttl_ms": self.ttl_ms,
             "to_exchange": self.exchange,
             "to_key": self.routing_key,
-            "whole_time": self.whole_time or None,
             "believe_timestamps": self.timestamps or None,
         }
         return {name: value for name, value in said.items() if value is not None}
@@ -248,7 +169,6 @@ class HoldQueues(Queues):
         self._patterns = patterns
         self._said = said
         self._own = own or {}
-        self._leads: Leads | None = None
 
     def more_parameters(self) -> Mapping[str, object]:
         """See Queues."""
@@ -298,8 +218,6 @@ class HoldQueues(Queues):
             return {name: {} for name in self._patterns}
         try:
             told = await self._management.queues()
-            if not self._said.whole_time:
-                self._leads = Leads(told, await self._management.exchanges(), await self._management.bindings())
         except (BrokerUnreachable, BrokerRefused) as error:
             raise SourceLost(str(error)) from error
         return {
@@ -323,6 +241,5 @@ class HoldQueues(Queues):
             str(exchange).encode(),
             None if key is None else str(key).encode(),
             None if ttl is None else int(ttl),
-            leads=self._leads,
             stamped=said.timestamps,
         )

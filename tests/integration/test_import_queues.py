@@ -12,20 +12,17 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 
 from delayer.amqp.envelopes import enveloped
 from delayer.broker.admin import Admin
-from delayer.broker.management_api import Management
 from delayer.config import Settings
 from delayer.config.topology import topology_of
 from delayer.core.cascade import Cascade, routing_key
-from delayer.core.message import Parcel, Target, Timestamp
+from delayer.core.message import Parcel, Target
 from delayer.core.nservicebus import wire_instant
 from delayer.core.topology import Binding, Exchange, Queue, Topology, arguments
-from delayer.imports.hold_queues import Leads
 from tests.conformance.store_contract import claim_when_due, owned
 from tests.faults.place import eventually
 from tests.integration.test_cli import Run, delayer
@@ -312,8 +309,6 @@ async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, da
     believing = (*by_hand, "--ttl", "1h", "--believe-timestamps")
     report = json.loads(delayer("import", "hold-queues", "run", *believing, "--limit", "2").stdout)
     assert report["parked"] == 2
-    told = delayer("import", "hold-queues", "run", *believing, "--whole-time", expect=2).stderr
-    assert "found both" in told
     async with await Admin.connect(vhost) as admin:
         assert (await admin.depths(["hold"]))["hold"] == 3
     assert set(await rows_of(database)) == {b"0", b"1"}
@@ -323,26 +318,3 @@ async def test_hold_queues_by_hand_and_what_is_left(delayer: Run, vhost: str, da
     for n, row in sorted((await rows_of(database)).items()):
         waits = half if n in (b"0", b"1") else 2 * half
         assert began + waits - 1_000 <= row["due_at"] <= ended + waits + 1_000, n
-
-
-async def test_the_broker_tells_where_dead_letters_go(vhost: str, rabbitmq: RabbitMQ) -> None:
-    """By a policy as well; and a message that somebody sent on with its notes waits its whole time."""
-    pair = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "hold"}
-    made = tuple(
-        Queue(name, arguments(of)) for name, of in {"work": pair, "orders": {}, "hold": {}, "plain": {}}.items()
-    )
-    dlx = Topology((Exchange("dlx", "topic"),), made, (Binding("dlx", "hold", "queue", "order.#"),))
-    await declared(vhost, dlx)
-    name = vhost.rsplit("/", 1)[1]
-    definition = {"pattern": "^orders$", "definition": {"dead-letter-exchange": "dlx"}, "apply-to": "queues"}
-    rabbitmq.api("PUT", f"/api/policies/{name}/dlx", definition)
-    management = Management(rabbitmq.management_url, unquote(name))
-
-    async def came() -> dict[tuple[str, str], int | None]:
-        leads = Leads(await management.queues(), await management.exchanges(), await management.bindings())
-        noted = {"reason": "rejected", "count": 1, "time": Timestamp(7)}
-        asked = [("work", "any"), ("orders", "order.new"), ("orders", "mail"), ("plain", "hold")]
-        return {one: leads.came_at({**noted, "queue": one[0], "routing-keys": [one[1]]}, "hold") for one in asked}
-
-    told = {("work", "any"): 7, ("orders", "order.new"): 7, ("orders", "mail"): None, ("plain", "hold"): None}
-    await eventually(came, lambda found: found == told)
