@@ -163,7 +163,7 @@ file_argument = click.argument("file", type=click.Path(path_type=Path, dir_okay=
     file_argument,
 )
 def _jsonl(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
-    return JsonLines(given["file"], wanted.meant, wanted.rewrites).noting(book)
+    return JsonLines(given["file"], book, wanted.meant, wanted.rewrites)
 
 
 def _pairs(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[bytes, Target]:
@@ -204,7 +204,7 @@ def _delayed_exchange(wanted: Wanted, given: dict[str, Any], book: ImportStore) 
     if vhost is None:
         vhost = Address.parse(wanted.settings.broker_url).vhost
     plan = Plan(vhost.encode("utf-8", "surrogateescape"), _by_routes(wanted.settings) | given["exchanges"])
-    return DelayedExchange(given["file"], plan, wanted.meant, wanted.rewrites).noting(book)
+    return DelayedExchange(given["file"], book, plan, wanted.meant, wanted.rewrites)
 
 
 _reply_option = click.option(
@@ -267,5 +267,5 @@ def _nservicebus_nhibernate(wanted: Wanted, given: dict[str, Any], _book: Import
 )
 def _nservicebus_raven(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
     return RavenExport(
-        given["file"], wanted.meant, wanted.rewrites, endpoint=given["endpoint"], replies=given["replies"]
-    ).noting(book)
+        given["file"], book, wanted.meant, wanted.rewrites, endpoint=given["endpoint"], replies=given["replies"]
+    )

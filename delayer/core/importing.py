@@ -209,9 +209,6 @@ class Rewrite:
         return self.pattern.sub(self.replacement, name, count=0 if self.everywhere else 1)
 
 
-_BACK_REFERENCE: Final = re.compile(r"&|\\(.)", re.DOTALL)
-
-
 REPLIES: Final = "rewrite_reply_to"
 
 
@@ -253,44 +250,30 @@ def read_rewrite(text: str) -> Rewrite:
     'sales'
     """
     expected = "an expression such as s/@.*//"
-    if len(text) < 4 or text[0] != "s" or text[1].isalnum() or text[1] in "\\\n":
-        raise NotARewrite(expected)
-    parts = _split(text[2:], text[1])
-    if len(parts) != 3 or set(parts[2]) - {"g", "i", "I"}:
+    found = _EXPRESSION.fullmatch(text)
+    if found is None:
         raise NotARewrite(f"{expected}, with flags of g and i only")
-    pattern, replacement, flags = parts
+    delimiter = found["delimiter"]
+    pattern, replacement = (found[name].replace(f"\\{delimiter}", delimiter) for name in ("pattern", "replacement"))
     try:
-        compiled = re.compile(pattern, re.IGNORECASE if "i" in flags.lower() else 0)
+        compiled = re.compile(pattern, re.IGNORECASE if "i" in found["flags"].lower() else 0)
         template = _BACK_REFERENCE.sub(_in_python, replacement)
         # Whether its groups exist; of a pattern that matches nothing this is not seen otherwise.
         re.compile(f"(?:{pattern})|").sub(template, "")
     except (re.error, IndexError) as error:
         raise NotARewrite(f"{expected}; this one does not compile: {error}") from None
-    return Rewrite(compiled, template, "g" in flags, text)
+    return Rewrite(compiled, template, "g" in found["flags"], text)
+
+
+_EXPRESSION: Final = re.compile(
+    r"s(?P<delimiter>[^a-zA-Z0-9\\\n])(?P<pattern>(?:\\.|(?!(?P=delimiter))[^\\])*)(?P=delimiter)"
+    r"(?P<replacement>(?:\\.|(?!(?P=delimiter))[^\\])*)(?P=delimiter)(?P<flags>[giI]*)",
+    re.DOTALL,
+)
+_BACK_REFERENCE: Final = re.compile(r"&|\\(.)", re.DOTALL)
 
 
 def _in_python(found: re.Match[str]) -> str:
     if found[0] == "&":
         return r"\g<0>"
     return rf"\g<{found[1]}>" if found[1].isdigit() else found[1].replace("\\", "\\\\")
-
-
-def _split(text: str, delimiter: str) -> list[str]:
-    """At every delimiter that no backslash stands before; the backslash of one that does goes."""
-    parts, current = [], ""
-    at = 0
-    while at < len(text):
-        if text[at] == "\\" and text[at + 1 : at + 2] == delimiter:
-            current += delimiter
-            at += 2
-        elif text[at] == "\\":
-            current += text[at : at + 2]
-            at += 2
-        elif text[at] == delimiter:
-            parts.append(current)
-            current = ""
-            at += 1
-        else:
-            current += text[at]
-            at += 1
-    return [*parts, current]

@@ -18,58 +18,56 @@ import binascii
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
+from heapq import nsmallest
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, entry, long_string, splice
 from delayer.core import lines
-from delayer.core.hold import Hold, unfit
+from delayer.core.hold import unfit
 from delayer.core.importing import UNREADABLE, Batch, Item, Meant, Rewrite, Run, Survey, redirected, rewriting
-from delayer.core.lines import End, Line, NotALine
+from delayer.core.lines import End, NotALine
 from delayer.core.message import Parcel, Target
 from delayer.core.plan import LATEST_MS
 from delayer.imports.state_machine import ImportImpossible, Notes, SourceLost
 from delayer.store.rows.envelope import checksum
 
+T = TypeVar("T")
 
-def opened(path: Path) -> BufferedReader:
-    """At its beginning."""
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors of the file are SourceLost."""
     try:
-        return path.open("rb")
+        yield
     except OSError as error:
         raise SourceLost(f"{path}: {error.strerror}") from error
 
 
 def lines_in(path: Path) -> Iterator[bytes]:
     """All of them, with their ends."""
-    with opened(path) as file:
-        try:
-            yield from file
-        except OSError as error:
-            raise SourceLost(f"{path}: {error.strerror}") from error
+    with reading(path), path.open("rb") as file:
+        yield from file
 
 
 def seen_now(path: Path) -> tuple[int, int, int]:
     """What differs where the file is another one, or was written to."""
-    try:
+    with reading(path):
         found = path.stat()
-    except OSError as error:
-        raise SourceLost(f"{path}: {error.strerror}") from error
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def digest(path: Path) -> str:
-    """By which it is known again."""
-    with opened(path) as file:
-        try:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise SourceLost(f"{path}: {error.strerror}") from error
+def portions(records: Iterable[T]) -> Iterator[list[T]]:
+    """So many at a time as are noted, or asked about, at once."""
+    records = iter(records)
+    while some := list(islice(records, 10_000)):
+        yield some
 
 
 BATCH: Final = 2_000
@@ -92,189 +90,178 @@ class Skipped(NamedTuple):
     why: str
 
 
-Reading = Item | Skipped | None
-"""What a line is; None for one that says nothing."""
+Reading = Item | Skipped | int | None
+"""What a line is: a number is how many messages the file has, by its last line; None for a line that says nothing."""
 
 
 class FileSource(ABC):
-    """Satisfies ports.Source, but for :meth:`read`. ``more``: the parameters that reading depends on."""
+    """Satisfies state_machine.Source, but for :meth:`read`. ``notes``: where the order of the records is noted;
+    ``more``: the parameters that reading depends on."""
+
+    counted = True
+    """Whether the last line of a file tells how many messages it has."""
 
     def __init__(
         self,
         name: str,
         path: Path,
+        notes: Notes,
         meant: Meant,
         rewrites: Sequence[Rewrite] = (),
+        *,
         more: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.path = path
-        self.records = 0
-        """Lines that are not empty, as the last look found them."""
+        self._notes = notes
         self._meant = meant
         self._rewrites = rewrites
         self._more = {**more, **rewriting(rewrites)}
         self._parameters: dict[str, object] | None = None
         self._state: tuple[int, int, int] | None = None
-        self._notes: Notes | None = None
         self._file: BufferedReader | None = None
         self._run: Run | None = None
         self._after = _BEFORE
         self._survey: Survey | None = None
+        self._messages = 0
+        """Messages in the file, unreadable ones among them, as far as the last reading came."""
+        self._ends: list[int] = []
+        """How many there should be, as that reading found: the last lines of the dumps in the file."""
 
     @abstractmethod
     def read(self, line: bytes) -> Reading:
         """The message of a line, without its end. Raises Unreadable."""
-
-    def noting(self, notes: Notes) -> FileSource:
-        """With the place where the order of the records is noted; a survey needs none."""
-        self._notes = notes
-        return self
 
     @property
     def parameters(self) -> dict[str, object]:
         """Raises SourceLost."""
         if self._parameters is None:
             self._state = seen_now(self.path)
-            self._parameters = {
-                "file": str(self.path.resolve()),
-                "sha256": digest(self.path),
-                **self._more,
-                **self._meant.as_dict(),
-            }
+            with reading(self.path), self.path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            said = {"file": str(self.path.resolve()), "sha256": digest}
+            self._parameters = {**said, **self._more, **self._meant.as_dict()}
         return self._parameters
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """See the port. What cannot be read is left, and told. Every line is read at any rate."""
+        """See Source. What cannot be read is left, and told. Every line is read at any rate."""
         if self._survey is None:
-            self._survey = self.look()
-            if unfinished is None and self._notes is not None:
+            self._survey = self._look()
+            if unfinished is None:
                 for earlier, messages in await self._notes.brought(self.name, str(self.parameters["sha256"])):
                     self._survey.brought.append(earlier)
                     self._survey.doubt(
                         f"import {earlier} brought {messages:,} messages of this very file: what both are meant to "
                         "bring comes in twice, and is delivered twice"
                     )
-            if thorough and self._notes is not None:
-                await self._add_superseded(self._survey, self._notes, unfinished)
+            if thorough:
+                await self._add_superseded(self._survey, unfinished)
         return self._survey
 
-    async def _add_superseded(self, survey: Survey, notes: Notes, unfinished: Run | None) -> None:
+    async def _add_superseded(self, survey: Survey, unfinished: Run | None) -> None:
         """Count what would not be parked, as a message waits under its key; of a limit all of the file."""
         done = _BEFORE if unfinished is None or unfinished.progress is None else tuple(json.loads(unfinished.progress))
-        portion: list[tuple[int, bytes]] = []
-        for number, position, _, reading in self._records(None):
-            if not isinstance(reading, Item) or reading.hold is not None or reading.parcel.key is None:
-                continue
-            parcel = reading.parcel
-            if self._meant.includes(parcel.due_ms) and (parcel.due_ms, position) > done:
-                portion.append((number, reading.parcel.key))
-            # Records that are noted at once.
-            if len(portion) == 10_000:
-                await self._supersede(survey, notes, portion)
-                portion = []
-        await self._supersede(survey, notes, portion)
+        keyed = (
+            (number, item.parcel.key)
+            for number, position, _, item in self._meant_records()
+            if item.hold is None and item.parcel.key is not None and (item.parcel.due_ms, position) > done
+        )
+        for portion in portions(keyed):
+            waiting = await self._notes.waiting_under({key for _, key in portion})
+            found = [(number, key) for number, key in portion if key in waiting]
+            survey.remarks += [
+                f"line {number}: will not be imported: a message waits under its key {key.decode(errors='replace')!r}"
+                for number, key in found[: max(0, NAMED - survey.superseded)]
+            ]
+            survey.superseded += len(found)
 
-    async def _supersede(self, survey: Survey, notes: Notes, portion: Sequence[tuple[int, bytes]]) -> None:
-        waiting = await notes.waiting_under({key for _, key in portion}) if portion else set()
-        found = [(number, key) for number, key in portion if key in waiting]
-        for number, key in found[: max(0, NAMED - survey.superseded)]:
-            survey.remarks.append(f"line {number}: will not be imported: a message waits under its key {_shown(key)}")
-        survey.superseded += len(found)
-
-    def look(self) -> Survey:
-        """Read it all, and count."""
-        survey = Survey()
-        limit = self._meant.limit
-        soonest: list[_Seen] = []
-        found = self.records = 0
-        for number, position, _, reading in self._records(survey):
-            if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
-                found += 1
-                parcel = reading.parcel
-                seen = _Seen(-parcel.due_ms, -position, number, parcel.target, reading.hold)
-                # Records that a look keeps in mind at most, to tell of the soonest only. Of a limit beyond that it
-                # tells what all of the file has.
-                if limit is None or limit > 100_000:
-                    seen.tell(survey)
-                elif len(soonest) < limit:
-                    heappush(soonest, seen)
-                else:
-                    heappushpop(soonest, seen)
-            elif isinstance(reading, Item):
-                survey.leave(BEFORE_DUE)
-            elif reading is not None:
-                survey.leave(reading.why)
-        for seen in sorted(soonest, reverse=True):
-            seen.tell(survey)
-        if limit is not None and found > limit:
-            survey.leave(BEYOND_LIMIT, found - limit)
+    def _look(self) -> Survey:
+        """Read it all, and count. Raises ImportImpossible for a file that was cut."""
+        survey, limit = Survey(), self._meant.limit
+        seen: Iterable[tuple[int, int, int, Target, str]] = (
+            (item.parcel.due_ms, position, number, item.parcel.target, "" if item.hold is None else item.hold.text)
+            for number, position, _, item in self._meant_records(survey)
+        )
+        # Of a limit beyond what may be in memory, all of the file is told.
+        if limit is not None and limit <= 100_000:
+            seen = nsmallest(limit, seen)
+        for due_ms, _, number, target, problem in seen:
+            survey.add(target, due_ms, problem=problem)
+            if problem and len(survey.remarks) < NAMED:
+                survey.remarks.append(f"line {number}: will be held: {problem}")
+        meant = self._messages - sum(survey.left.values())
+        if limit is not None and meant > limit:
+            survey.leave(BEYOND_LIMIT, meant - limit)
             survey.messages = limit
+        if self.counted and not self._ends:
+            survey.doubt("the file does not say how many messages it has: whether it was cut is not known")
+        elif self.counted and sum(self._ends) != self._messages:
+            raise ImportImpossible(
+                f"{self.path}: expected {sum(self._ends)} messages by its last line, found {self._messages}: it was "
+                "cut, or lines are missing"
+            )
         return survey
 
-    def _records(self, survey: Survey | None) -> Iterator[tuple[int, int, int, Reading]]:
-        """Every line's number, place, length, and what it is. ``survey`` hears of the unreadable ones."""
-        position = 0
-        unreadable = 0
+    def _meant_records(self, survey: Survey | None = None) -> Iterator[tuple[int, int, int, Item]]:
+        """Each message that is meant, with the number, place and length of its line. ``survey`` hears of the others."""
+        survey = Survey() if survey is None else survey
+        self._messages, self._ends = 0, []
+        position = unreadable = 0
         for number, line in enumerate(lines_in(self.path), 1):
-            self.records += bool(line.strip())
             try:
-                yield number, position, len(line), self._checked(line)
+                found = self._checked(line)
             except Unreadable as why:
+                found = Skipped(UNREADABLE)
                 unreadable += 1
-                if survey is not None:
-                    survey.leave(UNREADABLE)
-                    if unreadable <= NAMED:
-                        survey.doubt(f"line {number} is unreadable: {why}")
+                if unreadable <= NAMED:
+                    survey.doubt(f"line {number} is unreadable: {why}")
+            self._messages += isinstance(found, Item | Skipped)
+            if isinstance(found, int):
+                self._ends.append(found)
+            elif isinstance(found, Skipped):
+                survey.leave(found.why)
+            elif found is not None and self._meant.includes(found.parcel.due_ms):
+                yield number, position, len(line), found
+            elif found is not None:
+                survey.leave(BEFORE_DUE)
             position += len(line)
 
     def _checked(self, line: bytes) -> Reading:
-        reading = self.read(line.rstrip(b"\r\n"))
-        if not isinstance(reading, Item):
-            return reading
-        if not 0 <= reading.parcel.due_ms <= LATEST_MS:
-            raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {reading.parcel.due_ms}")
-        return redirected(reading, self._rewrites)
+        found = self.read(line.rstrip(b"\r\n"))
+        if not isinstance(found, Item):
+            return found
+        if not 0 <= found.parcel.due_ms <= LATEST_MS:
+            raise Unreadable(f"expected a due instant of 0 to {LATEST_MS} ms, found {found.parcel.due_ms}")
+        return redirected(found, self._rewrites)
 
     async def stage(self, run: Run) -> int:
-        """See the port."""
-        notes = self._noted()
-        count = await notes.write_items(run, self._portions())
+        """See Source."""
+        records = ((item.parcel.due_ms, position, size) for _, position, size, item in self._meant_records())
+        count = await self._notes.write_items(run, portions(records))
         if self._meant.limit is not None and count > self._meant.limit:
-            count = await notes.keep_items(run, self._meant.limit)
+            count = await self._notes.keep_items(run, self._meant.limit)
         return count
 
-    async def _portions(self) -> AsyncIterator[Sequence[tuple[int, int, int]]]:
-        portion: list[tuple[int, int, int]] = []
-        for _, position, size, reading in self._records(None):
-            if isinstance(reading, Item) and self._meant.includes(reading.parcel.due_ms):
-                portion.append((reading.parcel.due_ms, position, size))
-                if len(portion) == 10_000:
-                    yield portion
-                    portion = []
-        if portion:
-            yield portion
-
     async def resume(self, run: Run) -> None:
-        """See the port. Nothing is removed: what is committed is passed over."""
+        """See Source. Nothing is removed: what is committed is passed over."""
         self._run = run
         if run.progress is not None:
             due_ms, position = json.loads(run.progress)
             self._after = (due_ms, position)
 
     async def next_batch(self) -> Batch | None:
-        """See the port."""
+        """See Source."""
         assert self._run is not None
-        places = await self._noted().read_items(self._run, self._after, BATCH)
+        places = await self._notes.read_items(self._run, self._after, BATCH)
         if not places:
             return None
         items: list[Item] = []
         size = 0
         for due_ms, position, length in places:
-            reading = self._read_at(position, length)
-            if not isinstance(reading, Item) or reading.parcel.due_ms != due_ms:
+            found = self._read_at(position, length)
+            if not isinstance(found, Item) or found.parcel.due_ms != due_ms:
                 raise ImportImpossible(f"{self.path}: it changed since it was staged (at byte {position})")
-            items.append(reading)
+            items.append(found)
             self._after = (due_ms, position)
             size += length
             if size >= BATCH_BYTES:
@@ -284,113 +271,59 @@ class FileSource(ABC):
         return Batch(items, json.dumps(self._after))
 
     def _read_at(self, position: int, length: int) -> Reading:
-        if self._file is None:
-            self._file = opened(self.path)
-        try:
+        with reading(self.path):
+            if self._file is None:
+                self._file = self.path.open("rb")
             self._file.seek(position)
-            return self._checked(self._file.read(length))
+            line = self._file.read(length)
+        try:
+            return self._checked(line)
         except Unreadable:
             return None
-        except OSError as error:
-            raise SourceLost(f"{self.path}: {error.strerror}") from error
 
     async def remove(self, batch: Batch) -> int:
-        """See the port. The file stays as it is."""
+        """See Source. The file stays as it is."""
         return len(batch.items) + batch.again
 
     async def finish(self) -> dict[str, int]:
-        """See the port."""
+        """See Source."""
         return dict((await self.survey()).left)
 
     async def put_back(self, run: Run) -> int:
-        """See the port. Nothing was taken."""
+        """See Source. Nothing was taken."""
         return (run.staged or 0) - run.committed
 
     async def close(self) -> None:
-        """See the port."""
+        """See Source."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _noted(self) -> Notes:
-        if self._notes is None:
-            raise RuntimeError("a source of a file was staged without a place for its notes")
-        return self._notes
-
-
-def _shown(key: bytes) -> str:
-    return repr(key.decode(errors="replace"))
-
-
-class _Seen(NamedTuple):
-    """A record that is meant; the least of several is the one that is due last."""
-
-    minus_due_ms: int
-    minus_position: int
-    number: int
-    target: Target
-    hold: Hold | None
-
-    def tell(self, survey: Survey) -> None:
-        problem = "" if self.hold is None else self.hold.text
-        survey.add(self.target, -self.minus_due_ms, problem=problem)
-        if problem and len(survey.remarks) < NAMED:
-            survey.remarks.append(f"line {self.number}: will be held: {problem}")
 
 
 JSONL = "jsonl"
 NOT_SOUND = unfit("the bytes do not fit the checksum that was exported with them")
 
 
-def read_exported(text: bytes) -> Item | End | None:
-    """The message of one line. Raises Unreadable."""
-    if not text.strip():
-        return None
-    try:
-        line = lines.read(text)
-        if isinstance(line, End):
-            return line
-        Properties.parse(line.parcel.properties)
-    except (NotALine, MalformedProperties) as error:
-        raise Unreadable(str(error)) from error
-    return Item(line.parcel, _hold(line))
-
-
-def _hold(line: Line) -> Hold | None:
-    parcel = line.parcel
-    if line.crc not in (None, checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)):
-        return NOT_SOUND.after(line.held)
-    return line.held
-
-
 class JsonLines(FileSource):
-    """The file, and what its last line says of it."""
+    """A file of `delayer export`."""
 
-    def __init__(self, path: Path, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
-        super().__init__(JSONL, path, meant, rewrites)
-        self._ends: list[int] = []
+    def __init__(self, path: Path, notes: Notes, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
+        super().__init__(JSONL, path, notes, meant, rewrites)
 
     def read(self, line: bytes) -> Reading:
         """See FileSource."""
-        found = read_exported(line)
-        if isinstance(found, End):
-            self._ends.append(found.messages)
+        if not line.strip():
             return None
-        return found
-
-    def look(self) -> Survey:
-        """See FileSource. Raises ImportImpossible for a file that was cut."""
-        self._ends.clear()
-        survey = super().look()
-        found = self.records - len(self._ends)
-        if not self._ends:
-            survey.doubt("the file does not say how many messages it has: whether it was cut is not known")
-        elif sum(self._ends) != found:
-            raise ImportImpossible(
-                f"{self.path}: expected {sum(self._ends)} messages by its last line, found {found}: it was cut, or "
-                "lines are missing"
-            )
-        return survey
+        try:
+            found = lines.read(line)
+            if isinstance(found, End):
+                return found.messages
+            parcel = found.parcel
+            Properties.parse(parcel.properties)
+        except (NotALine, MalformedProperties) as error:
+            raise Unreadable(str(error)) from error
+        crc = checksum(parcel.exchange, parcel.routing_key, parcel.properties, parcel.body)
+        return Item(parcel, found.held if found.crc in (None, crc) else NOT_SOUND.after(found.held))
 
 
 DELAYED_EXCHANGE: Final = "delayed-exchange"
@@ -412,17 +345,15 @@ class Plan:
         return {"vhost": _text(self.vhost), "exchanges": to}
 
     def target(self, exchange: bytes, routing_key: bytes) -> Target:
-        found = self.exchanges.get(exchange)
-        return (
-            Target(exchange, routing_key) if found is None else Target(found.exchange, found.routing_key or routing_key)
-        )
+        found = self.exchanges.get(exchange, Target(exchange, routing_key))
+        return Target(found.exchange, found.routing_key or routing_key)
 
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def read_dumped(line: bytes, plan: Plan) -> Item | Skipped | int | None:
+def read_dumped(line: bytes, plan: Plan) -> Reading:
     """The message of a line; the number that the last one says; None for one that says nothing. Raises Unreadable."""
     if line.strip() in _NOTHING:
         return None
@@ -430,7 +361,7 @@ def read_dumped(line: bytes, plan: Plan) -> Item | Skipped | int | None:
         return int(line)
     fields = line.split(b" ")
     if len(fields) != 6:
-        raise Unreadable(f"expected {6} fields between blanks, found {len(fields)}")
+        raise Unreadable(f"expected 6 fields between blanks, found {len(fields)}")
     if not fields[0].isdigit():
         raise Unreadable("expected the due instant in milliseconds in the first field")
     try:
@@ -441,7 +372,7 @@ def read_dumped(line: bytes, plan: Plan) -> Item | Skipped | int | None:
         return Skipped(f"of virtual host {_text(vhost)!r}")
     routing_keys = keys.split(b"\0")
     if max(map(len, (exchange, *routing_keys))) > 255:
-        raise Unreadable(f"expected names of at most {255} bytes")
+        raise Unreadable("expected names of at most 255 bytes")
     try:
         properties = _with_blind_copies(properties, routing_keys[1:])
     except (MalformedProperties, MalformedTable) as error:
@@ -466,28 +397,10 @@ def _with_blind_copies(properties: bytes, more_keys: Sequence[bytes]) -> bytes:
 class DelayedExchange(FileSource):
     """The dump; several of several nodes may be put one behind the other."""
 
-    def __init__(self, path: Path, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
-        super().__init__(DELAYED_EXCHANGE, path, meant, rewrites, plan.as_dict())
+    def __init__(self, path: Path, notes: Notes, plan: Plan, meant: Meant, rewrites: Sequence[Rewrite] = ()) -> None:
+        super().__init__(DELAYED_EXCHANGE, path, notes, meant, rewrites, more=plan.as_dict())
         self._plan = plan
-        self._ends: list[int] = []
 
     def read(self, line: bytes) -> Reading:
         """See FileSource."""
-        found = read_dumped(line, self._plan)
-        if isinstance(found, int):
-            self._ends.append(found)
-            return None
-        return found
-
-    def look(self) -> Survey:
-        """See FileSource. Raises ImportImpossible for a dump that was cut."""
-        self._ends.clear()
-        survey = super().look()
-        found = (survey.messages or 0) + sum(survey.left.values())
-        if not self._ends:
-            survey.doubt("the dump does not say how many messages it has: whether it was cut is not known")
-        elif sum(self._ends) != found:
-            raise ImportImpossible(
-                f"{self.path}: expected {sum(self._ends)} messages by its last line, found {found}: it was cut"
-            )
-        return survey
+        return read_dumped(line, self._plan)

@@ -16,6 +16,7 @@ from typing import Any, Final
 from delayer.core.delay_headers import UnreadableDelay, read_instant_ms
 from delayer.core.importing import REPLIES, Item, Meant, Rewrite, rewriting
 from delayer.imports.files import FileSource, Reading, Skipped, Unreadable
+from delayer.imports.state_machine import Notes
 from delayer.imports.timeouts import Timeout, item_of
 
 NAME: Final = "nservicebus-raven"
@@ -101,9 +102,12 @@ def _body(found: Mapping[str, Any]) -> bytes:
 class RavenExport(FileSource):
     """The file; ``endpoint``: whose timeouts are meant."""
 
+    counted = False
+
     def __init__(
         self,
         path: Path,
+        notes: Notes,
         meant: Meant,
         rewrites: Sequence[Rewrite] = (),
         *,
@@ -111,7 +115,7 @@ class RavenExport(FileSource):
         replies: Sequence[Rewrite] = (),
     ) -> None:
         more = {} if endpoint is None else {"endpoint": endpoint}
-        super().__init__(NAME, path, meant, rewrites, more | rewriting(replies, REPLIES))
+        super().__init__(NAME, path, notes, meant, rewrites, more=more | rewriting(replies, REPLIES))
         self._endpoint = endpoint
         self._replies = replies
 

@@ -9,7 +9,7 @@ has of the batch, and nothing is parked twice. See core/importing.py for the sta
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -97,7 +97,7 @@ class Book(Protocol):
 class Notes(Protocol):
     """Where a source of records in a file notes their order. Satisfied by store.importing.ImportStore."""
 
-    async def write_items(self, run: Run, items: AsyncIterable[Sequence[tuple[int, int, int]]]) -> int: ...
+    async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int: ...
 
     async def keep_items(self, run: Run, limit: int) -> int: ...
 

@@ -79,16 +79,15 @@ MUTANTS: Sequence[Mutant] = (
     Mutant(
         "import-of-a-cut-file",
         "delayer/imports/files.py",
-        "elif sum(self._ends) != found:",
+        "elif self.counted and sum(self._ends) != self._messages:",
         "elif False:",
         ["tests/integration/test_import_jsonl.py::test_files_that_are_none"],
-        times=2,
     ),
     Mutant(
         "import-makes-damage-sound",
         "delayer/imports/files.py",
-        "        return NOT_SOUND",
-        '        return ""',
+        "NOT_SOUND.after(found.held)",
+        "found.held",
         ["tests/integration/test_import_jsonl.py::test_what_was_damaged_is_held_and_not_made_sound"],
     ),
     Mutant(

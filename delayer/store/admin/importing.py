@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -223,14 +223,14 @@ class ImportStore:
             )
         return [(row["id"], row["messages"]) for row in rows]
 
-    async def write_items(self, run: Run, items: AsyncIterable[Sequence[tuple[int, int, int]]]) -> int:
+    async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int:
         """Note what there is to read: (due instant, where it begins, its length), by portions. How many; whatever was
         noted before is gone. All of it, or nothing."""
         count = 0
         with translated("import"):
             async with pool.transaction(self._connection):
                 await self._connection.execute("TRUNCATE import_item")
-                async for some in items:
+                for some in items:
                     await self._connection.copy_records_to_table(
                         "import_item",
                         records=[(run.id, *one) for one in some],
