@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import pytest
 
 from tests.acceptance.place import Place, delayed
@@ -137,11 +136,3 @@ def _hold(row: dict[str, Any]) -> tuple[str, str, bool, bool, bool]:
 
 def _outcomes(arrivals: Any) -> dict[str, str]:
     return {one.props.correlation_id.decode(): json.loads(one.delivery.body)["outcome"] for one in arrivals}
-
-
-async def _execute(store: str, statement: str) -> None:
-    connection = await asyncpg.connect(store)
-    try:
-        await connection.execute(statement)
-    finally:
-        await connection.close()
