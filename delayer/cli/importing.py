@@ -14,12 +14,10 @@ from delayer.cli.errors import DONE, FOUND, Failure, Misused, Off, Unreached
 from delayer.cli.options import agreed, as_json, dry_run_option, fixed_instant, request_of, whoami, yes_option
 from delayer.cli.output import note, print_json, print_table, progress
 from delayer.config import Settings
-from delayer.core.importing import OTHER_REASONS, Goal, Meant, NotARewrite, Rewrite, Run, Survey, read_rewrite
-from delayer.core.message import Target
+from delayer.core.importing import OTHER_REASONS, Meant, NotARewrite, Rewrite, Run, read_rewrite
 from delayer.imports import state_machine
 from delayer.imports.brokers import Destinations
 from delayer.imports.state_machine import (
-    Aborted,
     BadSource,
     CountMismatch,
     ImportImpossible,
@@ -53,6 +51,7 @@ MOST_GOALS = 20
 
 def tell_preview(seen: Preview, as_json: bool) -> None:
     survey = seen.survey
+    goals = sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
     if as_json:
         print_json(
             {
@@ -68,7 +67,7 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
                         "problem": seen.problems.get(target),
                         "unfit": goal.unfit,
                     }
-                    for target, goal in _by_size(survey)
+                    for target, goal in goals
                 ],
                 "would_be_held": seen.to_hold,
                 "held_because": seen.reasons,
@@ -82,19 +81,15 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
         return
     for line in lines_of(seen):
         click.echo(line)
-    if survey.goals:
-        rows = [
-            (
-                address(*target),
-                f"{goal.messages:,}",
-                _when(goal.first_due_ms),
-                _problem(goal, seen.problems.get(target)),
-            )
-            for target, goal in _by_size(survey)[:MOST_GOALS]
-        ]
+    if goals:
+        rows = []
+        for target, goal in goals[:MOST_GOALS]:
+            first_due = "?" if goal.first_due_ms is None else iso(goal.first_due_ms)
+            problem = seen.problems.get(target) or (f"{goal.unfit:,} unfit" if goal.unfit else "")
+            rows.append((address(*target), f"{goal.messages:,}", first_due, _short(problem)))
         print_table(["destination", "messages", "first due", "problem"], rows, right=(1,))
-        if len(survey.goals) > MOST_GOALS:
-            note(f"… and {len(survey.goals) - MOST_GOALS:,} destinations more; --json has all of them.")
+        if len(goals) > MOST_GOALS:
+            note(f"… and {len(goals) - MOST_GOALS:,} destinations more; --json has all of them.")
     if seen.unfinished is not None:
         one = seen.unfinished
         note(f"Import {one.id} from {one.source} is not finished: {one.committed:,} messages are committed.")
@@ -102,23 +97,8 @@ def tell_preview(seen: Preview, as_json: bool) -> None:
         note(f"A run would be refused: {seen.refusal}.")
 
 
-def _problem(goal: Goal, why: str | None) -> str:
-    """What is wrong with a destination, or else with some of what goes there."""
-    if why is not None:
-        return _short(why)
-    return f"{goal.unfit:,} unfit" if goal.unfit else ""
-
-
-def _when(first_due_ms: int | None) -> str:
-    return "?" if first_due_ms is None else iso(first_due_ms)
-
-
 def _short(problem: str) -> str:
     return problem.removeprefix("import: ")
-
-
-def _by_size(survey: Survey) -> list[tuple[Target, Goal]]:
-    return sorted(survey.goals.items(), key=lambda one: (-one[1].messages, one[0]))
 
 
 def lines_of(seen: Preview) -> list[str]:
@@ -149,18 +129,8 @@ def _reasons(reasons: Mapping[str, int]) -> list[tuple[int, str]]:
 
 
 def _json_of(run: Run) -> dict[str, Any]:
-    return {
-        "id": run.id,
-        "source": run.source,
-        "parameters": run.parameters,
-        "phase": run.phase.value,
-        "staged": run.staged,
-        "parked": run.parked,
-        "held": run.held,
-        "superseded": run.superseded,
-        "who": run.who,
-        "began_ms": run.began_ms,
-    }
+    names = ("id", "source", "parameters", "phase", "staged", "parked", "held", "superseded", "who", "began_ms")
+    return {name: getattr(run, name) for name in names}
 
 
 def tell_report(report: Report, as_json: bool) -> None:
@@ -198,14 +168,6 @@ def tell_report(report: Report, as_json: bool) -> None:
         note(f"Left where they are: {count:,} {why}.")
     for doubt in report.doubts:
         note(f"Note: {doubt}.")
-
-
-def tell_aborted(done: Aborted, as_json: bool) -> None:
-    if as_json:
-        print_json({**_json_of(done.run), "put_back": done.put_back})
-        return
-    back = "the rest is where it was" if done.put_back is None else f"{done.put_back:,} are where they were"
-    click.echo(f"Import {done.run.id} is aborted: {done.run.committed:,} messages stay in the store, {back}.")
 
 
 T = TypeVar("T")
@@ -329,8 +291,12 @@ def _abort(context: click.Context, make: Make, given: dict[str, Any]) -> None:
     if not agreed("Abort the unfinished import?", yes=yes):
         note("Nothing was done.")
         return
-    done = _with(context, make, given, lambda source, book, _: state_machine.abort(source, book))
-    tell_aborted(done, json)
+    run, put_back = _with(context, make, given, lambda source, book, _: state_machine.abort(source, book))
+    if json:
+        print_json({**_json_of(run), "put_back": put_back})
+        return
+    back = "the rest is where it was" if put_back is None else f"{put_back:,} are where they were"
+    click.echo(f"Import {run.id} is aborted: {run.committed:,} messages stay in the store, {back}.")
 
 
 def _with(

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.broker.admin import Admin
@@ -85,28 +85,13 @@ def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: b
     return digest.hexdigest()[:32]
 
 
-class Taken(NamedTuple):
-    """A message in hand; the digest is empty where it has no identity."""
-
-    tag: int
-    digest: str
-
-
-class _Acknowledged(NamedTuple):
-    """A batch whose acknowledgements the broker may not have heard of: how many, and the digests of what has one."""
-
-    messages: int
-    digests: list[str]
-
-
 class Doubt:
     """``falling``: whether messages go from one of the queues to another by themselves."""
 
     def __init__(self, *, falling: bool) -> None:
         self._falling = falling
         self._known: Counter[str] = Counter()
-        self._in_doubt: deque[_Acknowledged] = deque()
-        self._heard = 0
+        self._in_doubt: deque[str] = deque()
 
     def read(self, note: str) -> None:
         """What another run noted."""
@@ -124,20 +109,18 @@ class Doubt:
         self._known[digest] -= 1
         return True
 
-    def note(self, queue: str, both: Sequence[Taken], heard: int) -> str:
-        """The digests of what may be delivered again: of this batch, of those before whose acknowledgements the broker
-        may not have, and of those that another run committed and that were not met again. ``heard``: how many it must
-        have heard of."""
-        self._in_doubt.append(_Acknowledged(len(both), [one.digest for one in both if one.digest]))
-        while len(self._in_doubt) > 1 and self._heard + self._in_doubt[0].messages <= heard:
-            self._heard += self._in_doubt.popleft().messages
-        digests = sorted([*(one for of in self._in_doubt for one in of.digests), *self._known.elements()])
-        return json.dumps({"queue": queue, "digests": digests})
+    def note(self, queue: str, digests: Sequence[str], prefetch: int) -> str:
+        """The digests of what may be delivered again: of this batch; of what another run committed and was not met
+        again; and of what was acknowledged before, as far as the broker may not have heard of it. It has heard of all
+        but the last ``prefetch``, or it would not have sent these."""
+        self._in_doubt.extend(digests)
+        while len(self._in_doubt) > prefetch:
+            self._in_doubt.popleft()
+        return json.dumps({"queue": queue, "digests": sorted(filter(None, [*self._in_doubt, *self._known.elements()]))})
 
     def over(self) -> None:
         """The broker has ended the consumer, in order behind its acknowledgements."""
         self._in_doubt.clear()
-        self._heard = 0
 
 
 def queue_of(note: str) -> str:
@@ -229,17 +212,6 @@ class Visits:
         """It is committed."""
         self._acknowledged = True
         subscription.ack(tag, multiple=False)
-
-    def heard(self) -> int:
-        """How many acknowledgements the broker must have heard of."""
-        assert self.subscription is not None
-        return self.subscription.received - self.subscription.prefetch
-
-    def check(self) -> None:
-        """Raises SourceLost where acknowledgements may have gone nowhere."""
-        assert self.subscription is not None
-        if self.subscription.lost:
-            raise SourceLost(f"queue {self.reader.queue}: {_UNHEARD}")
 
     async def next_subscription(self) -> RelaySubscription | None:
         """The subscription of the queue that is read; None when there is no queue left."""
@@ -339,8 +311,8 @@ class Queues(ABC):
         self._rewrites = rewrites
         self._doubt = Doubt(falling=self.falling)
         self._visits = Visits(url, meant, now, self.readers, self._doubt)
-        self._taken: list[Taken] = []
-        self._repeated: list[Taken] = []
+        self._tags: list[int] = []
+        """Of the batch that was given out last: what it has, and what was met again."""
         self._count = 0
         self.passed_over: dict[str, tuple[str, int]] = {}
         """Queues that were met and are not meant: why, and how many messages stand there."""
@@ -355,7 +327,7 @@ class Queues(ABC):
 
     @property
     def parameters(self) -> dict[str, object]:
-        """See the port."""
+        """See Source."""
         return {
             "broker": str(address_of(self._url)),
             **self.more_parameters(),
@@ -364,7 +336,7 @@ class Queues(ABC):
         }
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """See the port. Looking into a queue counts as a delivery, so only the numbers are asked for, always."""
+        """See Source. Looking into a queue counts as a delivery, so only the numbers are asked for, always."""
         survey = Survey()
         now_ms = await self._now()
         async with await admin_of(self._url) as admin:
@@ -392,11 +364,11 @@ class Queues(ABC):
         return survey
 
     async def stage(self, run: Run) -> None:
-        """See the port. The queues are read as they are."""
+        """See Source. The queues are read as they are."""
         return
 
     async def resume(self, run: Run) -> None:
-        """See the port."""
+        """See Source."""
         self._count = run.committed
         if run.progress is not None:
             self._doubt.read(run.progress)
@@ -404,58 +376,60 @@ class Queues(ABC):
             await self._remove_known(run)  # no batch comes any more that would meet them
 
     async def next_batch(self) -> Batch | None:
-        """See the port."""
-        self._taken, self._repeated = [], []
+        """See Source."""
+        self._tags = []
         while not self._full():
             subscription = await self._visits.next_subscription()
             if subscription is None:
                 return None
             deliveries = await self._visits.deliveries(subscription)
-            if deliveries:
-                items = await self._items(deliveries)
-                if items or self._repeated:
-                    return Batch(items, self._note(), len(self._repeated))
+            if deliveries and (batch := await self._batch(deliveries, subscription.prefetch)):
+                return batch
         return None
 
-    async def _items(self, deliveries: Sequence[Delivery]) -> list[Item]:
-        """Those that are meant, and new. What is not meant stays unacknowledged."""
+    async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> Batch | None:
+        """What is meant, and new. What is not meant stays unacknowledged."""
         reader = self._visits.reader
         now_ms = await self._now()
         items: list[Item] = []
+        digests: list[str] = []
         for delivery in deliveries:
             properties = parsed(delivery.properties)
             digest = fingerprint(delivery, properties, falling=self.falling)
-            if self._doubt.met_again(delivery, properties, digest):
-                self._repeated.append(Taken(delivery.tag, digest))
-                continue
-            item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
-            if not self._meant.includes(item.parcel.due_ms):
-                self._visits.keep(BEFORE_CUTOFF)
-            elif self._full(len(items)):
-                self._visits.keep("beyond the limit")
-            else:
+            if not self._doubt.met_again(delivery, properties, digest):
+                item = redirected(reader.item(delivery, properties, now_ms), self._rewrites)
+                if not self._meant.includes(item.parcel.due_ms):
+                    self._visits.keep(BEFORE_CUTOFF)
+                    continue
+                if self._full(len(items)):
+                    self._visits.keep("beyond the limit")
+                    continue
                 items.append(item)
-                self._taken.append(Taken(delivery.tag, digest))
+            self._tags.append(delivery.tag)
+            digests.append(digest)
         self._count += len(items)
-        items.sort(key=_due_ms)
-        return items
+        items.sort(key=lambda item: item.parcel.due_ms)
+        if not digests:
+            return None
+        return Batch(items, self._doubt.note(reader.queue, digests, prefetch), len(digests) - len(items))
 
     async def remove(self, batch: Batch) -> None:
-        """See the port."""
+        """See Source."""
         subscription = self._visits.subscription
         assert subscription is not None
-        for taken in (*self._taken, *self._repeated):
-            self._visits.acknowledge(subscription, taken.tag)
-        self._visits.check()
+        for tag in self._tags:
+            self._visits.acknowledge(subscription, tag)
+        if subscription.lost:
+            raise SourceLost(f"queue {self._visits.reader.queue}: {_UNHEARD}")
 
     async def finish(self) -> dict[str, int]:
-        """See the port."""
+        """See Source."""
         await self._visits.leave()
         passed_over = (Counter({why: depth}) for why, depth in self.passed_over.values())
         return dict(sum([*self._visits.left.values(), *passed_over], Counter()))
 
     async def put_back(self, run: Run) -> None:
-        """See the port. What is not committed is in its queue; what is committed and still there goes now."""
+        """See Source. What is not committed is in its queue; what is committed and still there goes now."""
         await self.resume(run)
         await self._remove_known(run)
 
@@ -479,19 +453,11 @@ class Queues(ABC):
         return [reader for reader in readers if reader.queue == queue]
 
     async def close(self) -> None:
-        """See the port."""
+        """See Source."""
         await self._visits.close()
 
     def _full(self, more: int = 0) -> bool:
         return self._meant.limit is not None and self._count + more >= self._meant.limit
-
-    def _note(self) -> str:
-        both = [*self._taken, *self._repeated]
-        return self._doubt.note(self._visits.reader.queue, both, self._visits.heard())
-
-
-def _due_ms(item: Item) -> int:
-    return item.parcel.due_ms
 
 
 def _until(latest_ms: int | None) -> str:

@@ -189,14 +189,6 @@ class Report:
         return not (self.run.held or self.run.superseded) and FOR_PEOPLE.isdisjoint(self.left)
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """``put_back``: None where the source cannot count."""
-
-    run: Run
-    put_back: int | None
-
-
 async def preview(source: Source, book: Book, judge: Judge, *, again: bool = False) -> Preview:
     """Look, and change nothing. ``again`` as for a run. Raises SourceLost, ImportImpossible, StoreLost."""
     unfinished = await book.unfinished()
@@ -313,15 +305,16 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
     return Batch(items, batch.progress, batch.again)
 
 
-async def abort(source: Source, book: Book) -> Aborted:
-    """End an unfinished run: what is committed stays, the rest goes back. Raises ImportImpossible if there is none."""
+async def abort(source: Source, book: Book) -> tuple[Run, int | None]:
+    """End an unfinished run: what is committed stays, the rest goes back. The run, and how many went back; None where
+    the source cannot count. Raises ImportImpossible if there is none."""
     found = await book.unfinished()
     if found is None:
         raise ImportImpossible("there is no unfinished import to abort")
     current = same(found, source)
     back = await source.put_back(current)
     reach("import.emptied")
-    return Aborted(await book.finish(current, Phase.ABORTED), back)
+    return await book.finish(current, Phase.ABORTED), back
 
 
 def same(found: Run, source: Source) -> Run:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 
@@ -103,21 +103,29 @@ class ImportStore:
 
     async def staged(self, run: Run, messages: int | None) -> Run:
         """Staging is over: so many are to come; None where the source cannot know."""
-        await self._set(run, "phase = 'running', staged = $2", messages)
+        with translated("import"):
+            await self._connection.execute(
+                "UPDATE import_run SET phase = 'running', staged = $2 WHERE id = $1", run.id, messages
+            )
         return replace(run, phase=Phase.RUNNING, staged=messages)
 
     async def commit(self, run: Run, batch: Batch) -> Run:
         """Park and hold the batch, with its progress: all of it, or nothing."""
         await self._make_days({item.parcel.due_ms // DAY_MS for item in batch.items if item.hold is None})
-        for _ in range(ATTEMPTS - 1):
+        attempts = 0
+        while True:
+            attempts += 1
             try:
-                return await self._commit(run, batch)
-            except (LaneLost, *WORTH_REPEATING):
-                continue
-        try:
-            return await self._commit(run, batch)
-        except WORTH_REPEATING as error:
-            raise StoreLost(f"import: {describe(error)}, {ATTEMPTS} times") from error
+                parked, held, superseded = await self._transact(run, batch)
+                break
+            except LaneLost:
+                if attempts == ATTEMPTS:
+                    raise
+            except DRIVER_ERRORS as error:
+                if attempts == ATTEMPTS or not isinstance(error, WORTH_REPEATING):
+                    raise StoreLost(f"import: {describe(error)}") from error
+        reach("import.committed")
+        return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
 
     async def finish(self, run: Run, phase: Phase) -> Run:
         """It is done, or aborted."""
@@ -128,20 +136,6 @@ class ImportStore:
                     "UPDATE import_run SET phase = $2, ended_at = now() WHERE id = $1", run.id, phase.value
                 )
         return replace(run, phase=phase)
-
-    async def _set(self, run: Run, what: str, *values: Any) -> None:
-        with translated("import"):
-            await self._connection.execute(f"UPDATE import_run SET {what} WHERE id = $1", run.id, *values)
-
-    async def _commit(self, run: Run, batch: Batch) -> Run:
-        try:
-            parked, held, superseded = await self._transact(run, batch)
-        except WORTH_REPEATING:
-            raise
-        except DRIVER_ERRORS as error:
-            raise StoreLost(f"import: {describe(error)}") from error
-        reach("import.committed")
-        return replace(run, parked=parked, held=held, superseded=superseded, progress=batch.progress)
 
     async def _transact(self, run: Run, batch: Batch) -> tuple[int, int, int]:
         """One transaction. How many messages the run has parked, held and superseded by now.
@@ -155,15 +149,8 @@ class ImportStore:
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             parcels, superseded = await self._not_waiting(parcels)
-            row = await self._connection.fetchrow(
-                _COMMIT,
-                run.id,
-                len(parcels),
-                len(held),
-                len(superseded),
-                batch.progress,
-                run.progress,
-            )
+            counts = len(parcels), len(held), len(superseded)
+            row = await self._connection.fetchrow(_COMMIT, run.id, *counts, batch.progress, run.progress)
             if row is None:
                 raise StoreLost(f"import {run.id}: somebody else went on with it")
             if superseded:

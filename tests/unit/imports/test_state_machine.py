@@ -112,7 +112,8 @@ async def test_a_run_behind_an_abort_that_was_killed_says_to_abort() -> None:
     for _ in range(2):
         with pytest.raises(ImportImpossible, match="Next: `abort`, with the same parameters"):
             await run_once(shelf, book)
-    assert (await state_machine.abort(FakeSource(shelf, Switch(), PARAMETERS), book)).run.phase is Phase.ABORTED
+    aborted, _ = await state_machine.abort(FakeSource(shelf, Switch(), PARAMETERS), book)
+    assert aborted.phase is Phase.ABORTED
     left = sorted(item.parcel for item in shelf.there.values())
     assert sorted([*left, *(item.parcel for item in book.parked)]) == sorted(item.parcel for item in items)
 
