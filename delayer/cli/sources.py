@@ -15,7 +15,7 @@ from delayer.cli.options import duration, url_of
 from delayer.config import Settings
 from delayer.config.topology import queues_at_work
 from delayer.config.values import broker_url, management_url
-from delayer.core.cascade import KINDS, LEVELS, Cascade
+from delayer.core.cascade import KINDS, Cascade
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.imports.cascade import CascadeLevels
 from delayer.imports.draining import carried
@@ -61,14 +61,6 @@ def _from_url(given: dict[str, Any]) -> str | None:
         help="The due queue of the delayer whose cascade it is: only what is on its way there is opened. "
         "[default: native.due_queue]",
     ),
-    click.option(
-        "--levels-from",
-        type=click.IntRange(0, LEVELS - 1),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Only this level and those above: below it, messages wait for less than 2^N seconds.",
-    ),
     *_broker_options,
 )
 def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source:
@@ -94,7 +86,6 @@ def _cascade(wanted: Wanted, given: dict[str, Any], book: ImportStore) -> Source
         wanted.rewrites,
         open=opened,
         to_exchange=None if to is None else to.encode("utf-8", "surrogateescape"),
-        lowest=given["levels_from"],
     )
 
 

@@ -84,17 +84,15 @@ class CascadeLevels(Queues):
         *,
         open: Open,
         to_exchange: bytes | None = None,
-        lowest: int = 0,
     ) -> None:
         super().__init__(NAME, url, meant, now, rewrites)
         self._cascade = cascade
         self._open = open
         self._to_exchange = to_exchange
-        self._lowest = lowest
 
     def more_parameters(self) -> Mapping[str, object]:
         """See Queues."""
-        said: dict[str, object] = {"cascade": self._cascade.kind, "levels_from": self._lowest}
+        said: dict[str, object] = {"cascade": self._cascade.kind}
         if self._cascade.kind == "delayer":
             said["prefix"] = self._cascade.prefix
         elif self._cascade.owner:
@@ -111,5 +109,5 @@ class CascadeLevels(Queues):
 
     async def readers(self, admin: Admin) -> list[Reader]:
         """See Queues."""
-        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(self._lowest, LEVELS)]
+        up = [Level(self._cascade, number, self._to_exchange, self._open) for number in range(LEVELS)]
         return [*up, *reversed(up[:-1])]

@@ -8,7 +8,7 @@ arguments or its policy say, as the management API tells them; or a person says 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -130,19 +130,13 @@ class Said:
     """What a person says about all the queues, where nobody else does."""
 
     ttl_ms: int | None = None
-    exchange: str | None = None
-    routing_key: str | None = None
-    timestamps: bool = False
+    to_exchange: str | None = None
+    to_key: str | None = None
+    believe_timestamps: bool = False
     """A message's timestamp is when it came."""
 
     def as_dict(self) -> dict[str, object]:
-        said = {
-            "ttl_ms": self.ttl_ms,
-            "to_exchange": self.exchange,
-            "to_key": self.routing_key,
-            "believe_timestamps": self.timestamps or None,
-        }
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None and value is not False}
 
 
 class HoldQueues(Queues):
@@ -180,16 +174,11 @@ class HoldQueues(Queues):
         meant = {name: of for name, of in sorted(told.items()) if not await self._passed_over(admin, name, of)}
         holds = [self._hold(name, arguments) for name, arguments in meant.items()]
         if not holds:
-            others = f", but for queues that are passed over: {self._others()}" if self.passed_over else ""
+            others = "; ".join(f"{name}, {why}" for name, (why, _) in self.passed_over.items())
+            others = others and f", but for queues that are passed over: {others}"
             raise ImportImpossible(f"no queue matches {', '.join(self._patterns)}{others}")
         holds.sort(key=lambda hold: (hold.ttl_ms is None, hold.ttl_ms or 0))
         return list(holds)
-
-    def _others(self) -> str:
-        """What was passed over, by its reasons."""
-        reasons = dict.fromkeys(why for why, _ in self.passed_over.values())
-        by_reason = {why: [name for name, (of, _) in self.passed_over.items() if of == why] for why in reasons}
-        return "; ".join(f"{', '.join(names)}, {why}" for why, names in by_reason.items())
 
     async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
         """Whether a queue is none that holds messages: delayer's own; or, where only a pattern names it, a work queue,
@@ -228,8 +217,8 @@ class HoldQueues(Queues):
 
     def _hold(self, name: str, arguments: Mapping[str, Any]) -> Hold:
         said = self._said
-        exchange = said.exchange if said.exchange is not None else arguments.get("x-dead-letter-exchange")
-        key = said.routing_key if said.routing_key is not None else arguments.get("x-dead-letter-routing-key")
+        exchange = said.to_exchange if said.to_exchange is not None else arguments.get("x-dead-letter-exchange")
+        key = said.to_key if said.to_key is not None else arguments.get("x-dead-letter-routing-key")
         ttl = said.ttl_ms if said.ttl_ms is not None else arguments.get("x-message-ttl")
         if exchange is None:
             raise ImportImpossible(
@@ -241,5 +230,5 @@ class HoldQueues(Queues):
             str(exchange).encode(),
             None if key is None else str(key).encode(),
             None if ttl is None else int(ttl),
-            stamped=said.timestamps,
+            stamped=said.believe_timestamps,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
 from delayer.core.faultpoint import reach
 from delayer.core.hold import Hold, HoldKind
@@ -330,15 +330,12 @@ def same(found: Run, source: Source) -> Run:
     differences = [
         f"{name}: begun with {found.parameters.get(name, 'nothing')!r}, now {source.parameters.get(name, 'nothing')!r}"
         for name in names
-        if found.parameters.get(name, _NOTHING) != source.parameters.get(name, _NOTHING)
+        if found.parameters.get(name) != source.parameters.get(name)
     ]
     raise ImportImpossible(
         f"import {found.id} from {found.source} is not finished, and was begun with other parameters ("
         f"{'; '.join(differences)}). Next: `run` with those, to go on, or `abort` with them"
     )
-
-
-_NOTHING: Final = object()
 
 
 def _shown(parameters: Mapping[str, object]) -> str:
