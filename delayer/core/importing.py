@@ -49,10 +49,6 @@ class Phase(StrEnum):
     DONE = "done"
     ABORTED = "aborted"
 
-    @property
-    def open(self) -> bool:
-        return self in (Phase.STAGING, Phase.RUNNING)
-
 
 class Item(NamedTuple):
     """One message. ``hold``: why the import holds it; None where it waits like others."""
@@ -69,10 +65,6 @@ class Batch:
     items: Sequence[Item]
     progress: str
     again: int = 0
-
-    @property
-    def empty(self) -> bool:
-        return not self.items and not self.again
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 from delayer.amqp.address import Address
 from delayer.broker.admin import Admin
 from delayer.broker.errors import BrokerRefused
-from delayer.broker.route_check import Asked, Limits, Target, Verdict, ask
+from delayer.broker.route_check import Limits, Target, Verdict, ask
 from delayer.core.errors import BrokerLost
 from delayer.core.importing import MOST_GOALS, Goal
 from delayer.core.message import Target as Destination
@@ -75,13 +75,10 @@ class Destinations:
         )
         self.remarks += [remark for remark in asked.remarks if remark not in self.remarks]
         if any(route.verdict is Verdict.NOT_ASKED for _, route in asked.routes):
+            why = "; ".join(asked.remarks) or "the broker did not answer"
             raise ImportImpossible(
-                f"whether the broker would take the messages is not known: {_reasons(asked)}. Nothing was moved. Next: "
+                f"whether the broker would take the messages is not known: {why}. Nothing was moved. Next: "
                 "see that broker.url is right and the broker runs, or say --unverified"
             )
         for target, route in asked.routes:
             self._known[wanted[target]] = f"import: {_WORDS[route.verdict]}" if route.verdict.bad else ""
-
-
-def _reasons(asked: Asked) -> str:
-    return "; ".join(asked.remarks) or "the broker did not answer"

@@ -123,11 +123,6 @@ class Doubt:
         self._in_doubt.clear()
 
 
-def queue_of(note: str) -> str:
-    """Which queue was read when that was noted."""
-    return str(json.loads(note)["queue"])
-
-
 BATCH: Final = 1_000
 PREFETCH: Final = 2 * BATCH
 KEPT: Final = 50_000
@@ -437,7 +432,7 @@ class Queues(ABC):
         """Acknowledge what is committed and still in the queue that was read last."""
         if not self._doubt.total():
             return
-        queue = queue_of(str(run.progress))
+        queue = str(json.loads(str(run.progress))["queue"])
         async with await admin_of(self._url) as admin:
             self._visits.only(self.reached_from(queue, await self._visits.readers(admin)))
         while self._doubt.total() and (subscription := await self._visits.next_subscription()) is not None:

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from contextlib import aclosing
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
@@ -322,7 +322,12 @@ class SqlTimeouts:
             tables = await self._tables(connection, "" if unfinished is None else unfinished.token)
             there = await connection.run_sync(self._names)
             if unfinished is None:
-                await self._refuse_leftovers(connection, tables, there)
+                for name in chain.from_iterable(staged_beside(one.name, there) for one in tables):
+                    rows = select(func.count()).select_from(Table(name, MetaData(), schema=self._schema))
+                    if (await connection.execute(rows)).scalar_one():
+                        raise ImportImpossible(
+                            f"table {name} holds timeouts of another store's import: finish or abort that one"
+                        )
             else:
                 for one in tables:
                     if one.staged.name in there:
@@ -483,18 +488,6 @@ class SqlTimeouts:
         await connection.run_sync(lambda sync: metadata.reflect(sync, only=found, resolve_fks=False))
         tables = sorted(metadata.tables.values(), key=lambda one: one.name)
         return [TimeoutTable(one, token, self._endpoint) for one in tables]
-
-    async def _refuse_leftovers(
-        self, connection: AsyncConnection, tables: Sequence[TimeoutTable], there: Sequence[str]
-    ) -> None:
-        """Raises ImportImpossible where an import of another store has staged rows."""
-        for one in tables:
-            for name in staged_beside(one.name, there):
-                staged = Table(name, MetaData(), schema=self._schema)
-                if (await connection.execute(select(func.count()).select_from(staged))).scalar_one():
-                    raise ImportImpossible(
-                        f"table {name} holds timeouts of another store's import: finish or abort that one"
-                    )
 
     async def _count(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
         """How many rows are staged."""

@@ -322,8 +322,9 @@ def same(found: Run, source: Source) -> Run:
     if found.source == source.name and dict(found.parameters) == dict(source.parameters):
         return found
     if found.source != source.name:
+        said = ", ".join(f"{name}={value}" for name, value in sorted(found.parameters.items())) or "no parameters"
         raise ImportImpossible(
-            f"import {found.id} from {found.source} is not finished ({_shown(found.parameters)}). Next: `delayer "
+            f"import {found.id} from {found.source} is not finished ({said}). Next: `delayer "
             f"import {found.source} run` with its parameters, to go on, or `abort` with them"
         )
     names = sorted(found.parameters.keys() | source.parameters.keys())
@@ -336,7 +337,3 @@ def same(found: Run, source: Source) -> Run:
         f"import {found.id} from {found.source} is not finished, and was begun with other parameters ("
         f"{'; '.join(differences)}). Next: `run` with those, to go on, or `abort` with them"
     )
-
-
-def _shown(parameters: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in sorted(parameters.items())) or "no parameters"

@@ -69,9 +69,7 @@ def item_of(timeout: Timeout, source: bytes, queue: bytes, replies: Sequence[Rew
     if not _is_name(queue):
         raw = raw or queue
         queue = queue[:SHORT_STRING]
-    due_ms = _due_ms(timeout.due_ms, headers)
-    if not 0 <= due_ms <= LATEST_MS:
-        due_ms = min(max(due_ms, 0), LATEST_MS)
+    due_ms = min(max(_due_ms(timeout.due_ms, headers), 0), LATEST_MS)
     properties = _properties(timeout.id, headers, raw, replies)
     address = timeout.address.encode("utf-8", "surrogateescape")[:SHORT_STRING]
     return Item(Parcel(due_ms, source, b"", address, Target(b"", queue), properties, timeout.body), hold)

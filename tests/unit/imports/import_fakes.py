@@ -45,7 +45,7 @@ class FakeBook:
         return 0
 
     async def unfinished(self) -> Run | None:
-        return self.run if self.run is not None and self.run.phase.open else None
+        return self.run if self.run is not None and self.run.phase in (Phase.STAGING, Phase.RUNNING) else None
 
     async def begin(self, source: str, parameters: Mapping[str, object], who: str) -> Run:
         assert await self.unfinished() is None
