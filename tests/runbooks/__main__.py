@@ -1,17 +1,15 @@
-"""Carry runbooks out: all, or those that are named. ``--write`` puts what was seen into docs/operations.md."""
+"""Carry out the runbooks of docs/operations.md: all, or those that are named."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from tests.runbooks import brokers, destinations, stores
 from tests.runbooks.carrying import Steps, asked, carry_out
 
 APART = "RUNBOOKS_APART"
 """Set where we are in a mount namespace of our own. For root only."""
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 RUNBOOKS: Steps = {
     "stuck-destination": destinations.stuck_destination,
     "postgres-failover": stores.postgres_failover,
@@ -26,13 +24,13 @@ RUNBOOKS: Steps = {
 
 
 def main() -> int:
-    names, write = asked("tests.runbooks", __doc__, RUNBOOKS, PAGE)
+    names = asked("tests.runbooks", __doc__, RUNBOOKS)
     if APART not in os.environ:
         # What is mounted (a disk to fill) goes with the processes, however they end.
         argv = ["unshare", "--mount", sys.executable, "-m", "tests.runbooks", *sys.argv[1:]]
         os.execvpe(argv[0], argv, os.environ | {APART: "1"})
     for name in names:
-        carry_out(name, RUNBOOKS, PAGE if write else None)
+        carry_out(name, RUNBOOKS)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Coming from another system, and going back to it: the steps of docs/coming-from.md, carried out.
 
-`python -m tests.runbooks.coming [NAME …]`; with ``--write`` what was seen goes into the page. The plugin's needs the
+`python -m tests.runbooks.coming [NAME …]`. The plugin's needs the
 plugin: RUNBOOKS_PLUGINS names the directory that it is in, unpacked or as a file .ez.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from tests.runbooks import old_brokers, old_worlds
 from tests.runbooks.carrying import Steps, asked, carry_out
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 STEPS: Steps = {
     "celery": old_worlds.celery,
     "plugin": old_brokers.plugin,
@@ -23,12 +21,12 @@ STEPS: Steps = {
 
 
 def main() -> int:
-    names, write = asked("tests.runbooks.coming", __doc__, STEPS, PAGE)
+    names = asked("tests.runbooks.coming", __doc__, STEPS)
     for name in names:
         if name == "plugin" and old_brokers.PLUGINS not in os.environ:
             print(f"== {name}: left out, {old_brokers.PLUGINS} names no directory with the plugin", flush=True)
             continue
-        carry_out(name, STEPS, PAGE if write else None)
+        carry_out(name, STEPS)
     return 0
 
 
