@@ -25,6 +25,7 @@ from pamqp.common import FieldTable
 from delayer.cli import send
 from delayer.cli.main import cli
 from delayer.config import Settings
+from tests.integration.test_store_lane import sql
 from tests.support.servers import Postgres, RabbitMQ
 
 Run = Callable[..., Result]
@@ -425,27 +426,26 @@ def test_status(delayer: Run) -> None:
 async def test_segments_are_counted_and_a_broken_one_is_off(delayer: Run, database: str) -> None:
     delayer("db", "upgrade")
     delayer("topology", "apply")
-    connection = await asyncpg.connect(database)
-    await connection.execute(
-        "INSERT INTO segment (lane, first_due, last_due, first_id, last_id, messages, cancelled, raw_bytes, format,"
-        " digest, packed) SELECT 1, now() + n * interval '30 hours', now() + interval '40 days', 1, 9, 9, 2, 1, 1, '',"
-        " '' FROM generate_series(1, 2) AS n"
-    )
-    told = delayer("status").stdout
-    assert "compacted: 14 in 2 segments   next due: 2" in told
-    assert "(in 29h)" in told
-    assert "BROKEN" not in told
-    await connection.execute("UPDATE segment SET first_due = now() + interval '10 minutes' WHERE id = 2")
-    assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout
-    found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
-    assert (found["late"], found["late_messages"]) == (1, 7)
-    checks = json.loads(delayer("check", "--json", expect=1).stdout)["checks"]
-    assert [row["found"] for row in checks if row["what"] == "segments"] == [
-        "1 with 7 messages should be restored by now"
-    ]
-    await connection.execute("UPDATE segment SET first_due = now() + interval '30 hours' WHERE id = 2")
-    await connection.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
-    await connection.close()
+    async with sql(database) as connection:
+        await connection.execute(
+            "INSERT INTO segment (lane, first_due, last_due, first_id, last_id, messages, raw_bytes, format,"
+            " digest, packed) SELECT 1, now() + n * interval '30 hours', now() + interval '40 days', 1, 9, 7, 1, 1, '',"
+            " '' FROM generate_series(1, 2) AS n"
+        )
+        told = delayer("status").stdout
+        assert "compacted: 14 in 2 segments   next due: 2" in told
+        assert "(in 29h)" in told
+        assert "BROKEN" not in told
+        await connection.execute("UPDATE segment SET first_due = now() + interval '10 minutes' WHERE id = 2")
+        assert "LATE: 1 segments with 7 messages should be restored by now" in delayer("status").stdout
+        found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
+        assert (found["late"], found["late_messages"]) == (1, 7)
+        checks = json.loads(delayer("check", "--json", expect=1).stdout)["checks"]
+        assert [row["found"] for row in checks if row["what"] == "segments"] == [
+            "1 with 7 messages should be restored by now"
+        ]
+        await connection.execute("UPDATE segment SET first_due = now() + interval '30 hours' WHERE id = 2")
+        await connection.execute("UPDATE segment SET broken_at = now(), broken = 'why' WHERE id = 1")
     assert "BROKEN: 1 segments with 7 messages do not read back" in delayer("status").stdout
     found = json.loads(delayer("status", "--json").stdout)["store"]["segments"]
     assert (found["count"], found["messages"], found["broken"], found["broken_messages"]) == (2, 14, 1, 7)
