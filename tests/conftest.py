@@ -6,6 +6,7 @@ Servers are started by the first test that asks for one: the unit tests alone st
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
 import os
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from hypothesis import HealthCheck, settings
 from tests.support.servers import Postgres, RabbitMQ
 
 DEADLINE_SECONDS = 60.0
+CLOSE_SECONDS = 30.0
+"""How long the loop of a test may take to close."""
 WITH_SPARK = "tests/audit/"
 # What does not fit into the ten minutes of `make test`, but into `make test-slow`. One list: what counts is the sum.
 SLOW = (
@@ -134,8 +137,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                 pytest.fail(f"took longer than {seconds:g} s; where it stood is above")
             raise
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            try:
+                runner.run(run())
+            finally:
+                # uvloop waits without end for a connection that a failed test left open: better a worker that ends.
+                faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     for context in unheard:
         error = context.get("exception")
         raise AssertionError(f"nobody heard of this: {context['message']}: {error!r}") from error
