@@ -9,6 +9,7 @@ import asyncio
 import faulthandler
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                 runner.run(run())
             finally:
                 # uvloop waits without end for a connection that a failed test left open: better a worker that ends.
-                faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True)
+                faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=sys.__stderr__)
     finally:
         faulthandler.cancel_dump_traceback_later()
     for context in unheard:
