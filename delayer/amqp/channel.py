@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pamqp import commands
 from pamqp.base import Frame
 
-from delayer.amqp import framing, methods
+from delayer.amqp import framing
 from delayer.amqp.errors import (
     REPLY_SUCCESS,
     UNEXPECTED_FRAME,
@@ -265,7 +265,7 @@ class Channel:
 
     async def call(self, method: Frame, reply: type[_Reply]) -> _Reply:
         """Any method that is answered. Calls may overlap: they go out in the order in which they begin."""
-        return await self._request(methods.marshal(method, self.number), reply)
+        return await self._request(framing.marshal(method, self.number), reply)
 
     def ack(self, tag: int, multiple: bool = False) -> None:
         """Acknowledge the delivery, or all unsettled ones up to it."""
@@ -349,8 +349,8 @@ class Channel:
         """Close from our side, without waiting. The number stays taken until the broker answers."""
         if self._loss is None:
             self._connection.numbers.release(self.number)
-            close = commands.Channel.Close(loss.code or REPLY_SUCCESS, methods.clipped(loss.text), 0, 0)
-            self._connection.write(methods.marshal(close, self.number))
+            close = commands.Channel.Close(loss.code or REPLY_SUCCESS, framing.clipped(loss.text), 0, 0)
+            self._connection.write(framing.marshal(close, self.number))
             self.fail(loss)
 
     def fail(self, loss: ChannelClosed | ConnectionLost) -> None:
@@ -374,9 +374,9 @@ class Channel:
     # What the parser calls.
 
     def on_method(self, frame: bytes) -> None:
-        method = methods.unmarshal(frame)
+        method = framing.unmarshal(frame)
         if isinstance(method, commands.Channel.Close):
-            self._connection.write(methods.marshal(commands.Channel.CloseOk(), self.number))
+            self._connection.write(framing.marshal(commands.Channel.CloseOk(), self.number))
             self._connection.numbers.forget(self.number)
             self.fail(ChannelClosed(method.reply_code or 0, method.reply_text))
         elif isinstance(method, commands.Basic.Cancel):
@@ -392,7 +392,7 @@ class Channel:
         tag = method.consumer_tag or ""
         if not method.nowait:
             answer = commands.Basic.CancelOk(consumer_tag=tag)
-            self._connection.write(methods.marshal(answer, self.number))
+            self._connection.write(framing.marshal(answer, self.number))
         on_cancelled = self._forget(tag.encode())
         if on_cancelled is not None:
             on_cancelled()
@@ -447,7 +447,7 @@ class ClosingChannel:
         self._answer = answer
 
     def on_method(self, frame: bytes) -> None:
-        method = methods.unmarshal(frame)
+        method = framing.unmarshal(frame)
         if isinstance(method, commands.Channel.Close):
             self._answer()  # both sides closed at once: each answers, and each waits for its answer
         elif isinstance(method, commands.Channel.CloseOk):

@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Self, cast
 
-from delayer.amqp import handshake, methods
+from pamqp import commands
+
+from delayer.amqp import framing, handshake
 from delayer.amqp.address import Address
 from delayer.amqp.channel import Channel, ClosingChannel
 from delayer.amqp.errors import (
@@ -25,7 +27,6 @@ from delayer.amqp.errors import (
 )
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, HEARTBEAT_FRAME, Outlet, Parser, Receiver, ReturnedMessage
 from delayer.amqp.handshake import Dialogue
-from delayer.amqp.methods import commands
 from delayer.core.message import Delivery
 
 
@@ -98,7 +99,7 @@ class Numbers:
         self.receivers[number] = ClosingChannel(
             number,
             on_closed=lambda: self.forget(number),
-            answer=lambda: self._write(methods.marshal(commands.Channel.CloseOk(), number)),
+            answer=lambda: self._write(framing.marshal(commands.Channel.CloseOk(), number)),
         )
 
     def forget(self, number: int) -> None:
@@ -372,7 +373,7 @@ class Connection(asyncio.Protocol):
             self._gone.set_result(None)
 
     def on_method(self, frame: bytes) -> None:
-        method = methods.unmarshal(frame)
+        method = framing.unmarshal(frame)
         if isinstance(method, commands.Connection.Close):
             self._on_close(method)
         elif isinstance(method, commands.Connection.CloseOk) and self._loss is not None:
@@ -397,7 +398,7 @@ class Connection(asyncio.Protocol):
             refused = not self._opened and close.reply_code in handshake.REFUSALS
             kind = AccessRefused if refused else ConnectionLost
             self._fail(kind(close.reply_code or 0, close.reply_text))
-        self._outlet.write(methods.marshal(commands.Connection.CloseOk(), 0))
+        self._outlet.write(framing.marshal(commands.Connection.CloseOk(), 0))
         self._hang_up()
 
     def _on_protocol_error(self, error: ProtocolError) -> None:
@@ -427,7 +428,7 @@ class Connection(asyncio.Protocol):
         """Close from our side, without waiting."""
         self._fail(loss)
         self.resume_reading()  # or the answer would never be seen
-        self._outlet.write(methods.marshal(commands.Connection.Close(loss.code, methods.clipped(loss.text), 0, 0), 0))
+        self._outlet.write(framing.marshal(commands.Connection.Close(loss.code, framing.clipped(loss.text), 0, 0), 0))
         self._abort_soon()
 
     def _hang_up(self) -> None:

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from pamqp import commands
 from pamqp.base import Frame
 
 import delayer
-from delayer.amqp import methods
+from delayer.amqp import framing
 from delayer.amqp.address import Address
 from delayer.amqp.errors import AccessRefused, ConnectionLost, again
 from delayer.amqp.framing import DEFAULT_FRAME_MAX, MIN_FRAME_MAX, PROTOCOL_HEADER
-from delayer.amqp.methods import commands
 
 # Reply codes with which a broker turns us away for good: bad path, access refused, not allowed (no such vhost).
 REFUSALS = frozenset({402, 403, 530})
@@ -85,14 +85,14 @@ class Dialogue:
         """Say who we are; the name of the broker's cluster, and the limits. Raises AccessRefused."""
         start = await self._ask(PROTOCOL_HEADER, commands.Connection.Start)
         hello = start_ok(start, address, name)
-        tune = await self._ask(methods.marshal(hello, 0), commands.Connection.Tune)
+        tune = await self._ask(framing.marshal(hello, 0), commands.Connection.Tune)
         return cluster_of(start), agree(tune, heartbeat)
 
     async def enter(self, limits: Limits, vhost: str) -> None:
         """Agree to the limits, and open the virtual host."""
-        self._write(methods.marshal(tune_ok(limits), 0))
+        self._write(framing.marshal(tune_ok(limits), 0))
         wish = commands.Connection.Open(virtual_host=vhost)
-        await self._ask(methods.marshal(wish, 0), commands.Connection.OpenOk)
+        await self._ask(framing.marshal(wish, 0), commands.Connection.OpenOk)
 
     async def _ask(self, frame: bytes, reply: type[_Reply]) -> _Reply:
         self._write(frame)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from delayer.amqp.envelopes import Names
+from delayer.amqp.edits import Names
 from delayer.core.hold import Hold, Limits
 from delayer.core.message import Delivery, Due, Outcome, Outgoing, Parcel
 from delayer.core.plan import Policy

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from delayer.amqp.envelopes import Names
+from delayer.amqp.edits import Names
 from delayer.broker.publisher import RelayPublisher
 from delayer.config import Retry as RetryTable
 from delayer.config import Settings

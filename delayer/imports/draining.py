@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol
 
-from delayer.amqp import envelopes
+from delayer.amqp import edits
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties, value_at
 from delayer.core import cascade
 from delayer.core.cascade import MAX_SECONDS, Cascade
@@ -85,7 +85,7 @@ def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Ou
     seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     token = b"%d" % due.id
     key = cascade.routing_key(seconds, due_queue)
-    return Outgoing(levels.entry(seconds).encode(), key, envelopes.enveloped(due.parcel, token), due.parcel.body, token)
+    return Outgoing(levels.entry(seconds).encode(), key, edits.enveloped(due.parcel, token), due.parcel.body, token)
 
 
 def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel | None:
@@ -97,8 +97,8 @@ def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel
     if not cascade.leads_to(delivery.routing_key, due_queue):
         return None
     try:
-        return envelopes.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
-    except (envelopes.NoEnvelope, MalformedProperties, MalformedTable):
+        return edits.opened(Properties.parse(delivery.properties), delivery.body, max_properties).parcel
+    except (edits.NoEnvelope, MalformedProperties, MalformedTable):
         return None
 
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from delayer.amqp import edits
-from delayer.amqp.envelopes import Envelope, Held, Names, NoEnvelope, into_cascade, opened
+from delayer.amqp.edits import Envelope, Held, Names, NoEnvelope, into_cascade, opened
 from delayer.amqp.properties import MalformedProperties, MalformedTable, Properties
 from delayer.broker.ports import Live, Parking, Publisher
 from delayer.broker.retry import raise_first

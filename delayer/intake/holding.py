@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from delayer.amqp.envelopes import Held, into_cascade, to_strays
+from delayer.amqp.edits import Held, into_cascade, to_strays
 from delayer.broker.ports import Holder, Live, Publisher
 from delayer.core.backoff import pause_ms
 from delayer.core.counters import Counters

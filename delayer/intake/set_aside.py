@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from delayer.amqp import reading
 from delayer.amqp.address import Address
-from delayer.amqp.envelopes import Envelope, Held, enveloped, stray
+from delayer.amqp.edits import Envelope, Held, enveloped, stray
 from delayer.broker.admin import Admin
 from delayer.broker.connection import Relay
 from delayer.broker.consumer import RelayConsumer, RelaySubscription

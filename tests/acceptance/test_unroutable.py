@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from delayer.amqp import envelopes
+from delayer.amqp import edits
 from delayer.core.cascade import delivery_binding
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
@@ -161,11 +161,11 @@ async def test_after_ten_attempts_it_waits_for_a_person(place: Place, tmp_path: 
     place.write(config, "native", {})
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in.missing", b"in.missing", b"inbox", Target(b"missing", b"inbox"), b"\0\0", b"doomed")
-    held = envelopes.Held(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
+    held = edits.Held(Hold(HoldKind.RETURNED, "returned: 312 NO_ROUTE"), 9, now_ms)
     async with DaemonProcess(place.environ("native")) as daemon, await place.raw() as raw:
         inbox = await raw.inbox("inbox")
         await daemon.ready()
-        await raw.publish(Message("", b"delays.due", envelopes.enveloped(parcel, b"0815", held), parcel.body))
+        await raw.publish(Message("", b"delays.due", edits.enveloped(parcel, b"0815", held), parcel.body))
 
         async def listed() -> list[dict[str, Any]]:
             return list(json.loads(await command(config, "strays", "list", "--json"))["messages"])

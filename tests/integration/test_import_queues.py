@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from delayer.amqp.envelopes import enveloped
+from delayer.amqp.edits import enveloped
 from delayer.broker.admin import Admin
 from delayer.config import Settings
 from delayer.config.topology import topology_of

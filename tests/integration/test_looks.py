@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from delayer.amqp import envelopes
+from delayer.amqp import edits
 from delayer.core import cascade
 from delayer.core.message import Parcel, Target
 from tests.faults.place import eventually
@@ -25,7 +25,7 @@ COUNT = 5
 
 def stray(number: int) -> Message:
     parcel = Parcel(1, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", b"%d" % number)
-    properties = envelopes.enveloped(parcel, b"%032x" % number)
+    properties = edits.enveloped(parcel, b"%032x" % number)
     return Message("", b"delayer.delay-strays", properties, parcel.body)
 
 

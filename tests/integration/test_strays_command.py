@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from delayer.amqp import envelopes
+from delayer.amqp import edits
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Delivery, Parcel, Target
 from delayer.intake import set_aside
@@ -24,8 +24,8 @@ def envelope(number: int, reason: str, body: bytes = b"body") -> tuple[Parcel, b
     """A message that is held, and the properties that it stands among the strays with."""
     now_ms = time.time_ns() // 1_000_000
     parcel = Parcel(now_ms, b"in", b"in", b"k", Target(b"out", b"k"), b"\0\0", body, None)
-    held = envelopes.Held(Hold(HoldKind.RETURNED, reason), 10, None)
-    return parcel, envelopes.enveloped(parcel, b"%032x" % number, held)
+    held = edits.Held(Hold(HoldKind.RETURNED, reason), 10, None)
+    return parcel, edits.enveloped(parcel, b"%032x" % number, held)
 
 
 async def test_what_it_does_not_look_at_it_says(delayer: Run, vhost: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_store_mode_has_none(delayer: Run) -> None:
 def test_of_a_large_one_it_keeps_the_beginning() -> None:
     parcel, properties = envelope(1, "312", b"x" * 1_000_000)
     delivery = Delivery(1, False, b"", QUEUE, properties, parcel.body)
-    read = envelopes.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
+    read = edits.stray(delivery, b"delayer.delay-delivery", b"delays.due", 10_000)
     shown = set_aside.Stray.of(delivery, read)
     assert len(pickle.dumps(shown)) < 1_000
     assert (shown.size, shown.hold.text) == (1_000_000, "312")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from delayer.amqp.edits import ID
-from delayer.amqp.envelopes import Names
+from delayer.amqp.edits import ID, Names
 from delayer.amqp.properties import encode_headers, entry, long_string
 from delayer.core.cascade import Cascade
 from delayer.core.errors import BrokerLost

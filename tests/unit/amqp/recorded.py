@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pamqp import body, commands, frame, header, heartbeat
 from pamqp.base import Frame
 
-from delayer.amqp import methods
+from delayer.amqp import framing
 from delayer.amqp.framing import Parser, ReturnedMessage
 from delayer.core.message import Delivery
 from tests.unit.amqp.tables import table_of_everything
@@ -96,7 +96,7 @@ class Recorder:
         self.events.append((self.channel, delivery))
 
     def on_method(self, whole: bytes) -> None:
-        found = methods.unmarshal(whole)
+        found = framing.unmarshal(whole)
         self.events.append((self.channel, found.name, dict(found)))
 
     def on_confirm(self, tag: int, *, multiple: bool, positive: bool) -> None:

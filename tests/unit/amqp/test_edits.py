@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pamqp import commands, header
 
-from delayer.amqp import edits, envelopes
-from delayer.amqp.edits import DUE, ID, ROOM
-from delayer.amqp.envelopes import ID_BYTES
+from delayer.amqp import edits
+from delayer.amqp.edits import DUE, ID, ID_BYTES, ROOM
 from delayer.amqp.properties import (
     MalformedTable,
     Properties,
@@ -283,8 +282,8 @@ def test_the_room_that_edits_need() -> None:
     longest = b"n" * 255
     raw = with_headers(entry(b"x", byte_array(bytes(1000))))
     parcel = Parcel(DUE_MS, longest, longest, longest, Target(longest, longest), raw, b"")
-    note = envelopes.Held(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
-    assert len(envelopes.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
+    note = edits.Held(Hold(HoldKind.CLOSED_CONNECTION, "ü" * 600), 1, DUE_MS)
+    assert len(edits.enveloped(parcel, b"i" * ID_BYTES, note)) <= len(raw) + ROOM
     raw = b"\x20\x10" + sized(b"") + b"\xff" + bytes(255)
     assert len(edits.released(Properties.parse(raw), b"i" * ID_BYTES, DUE_MS)) <= len(raw) + ROOM
     every = delivered(raw)._replace(exchange=longest, routing_key=longest)

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp import envelopes
-from delayer.amqp.edits import ROOM
-from delayer.amqp.envelopes import ID_BYTES, NoEnvelope
+from delayer.amqp import edits
+from delayer.amqp.edits import ID_BYTES, ROOM, NoEnvelope
 from delayer.amqp.properties import Properties, byte_array, encode_headers, entry, int64, long_string
 from delayer.core.hold import Hold, HoldKind
 from delayer.core.message import Parcel, Target
@@ -46,8 +45,8 @@ FORMAT_1 = bytes.fromhex(
 PLAIN = Parcel(DUE_MS, b"orders.in", b"orders.in", b"a.b", Target(b"orders.out", b"a.b"), b"\x20\x00\0\0\0", b"body")
 
 
-def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> envelopes.Envelope:
-    return envelopes.opened(Properties.parse(raw), body, max_properties)
+def opened(raw: bytes, body: bytes = b"body", max_properties: int = MAX) -> edits.Envelope:
+    return edits.opened(Properties.parse(raw), body, max_properties)
 
 
 short = st.binary(max_size=5) | st.just(b"s" * 255)
@@ -66,7 +65,7 @@ parcels = st.builds(
 
 
 held = st.none() | st.builds(
-    envelopes.Held,
+    edits.Held,
     st.builds(Hold, st.sampled_from(HoldKind), st.text(max_size=600), st.booleans(), st.booleans()),
     st.integers(1, (1 << 31) - 1),
     st.none() | st.integers(0, LATEST_MS),
@@ -74,8 +73,8 @@ held = st.none() | st.builds(
 
 
 @given(parcels, st.binary(max_size=ID_BYTES), held)
-def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: envelopes.Held | None) -> None:
-    raw = envelopes.enveloped(parcel, id, held)
+def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, held: edits.Held | None) -> None:
+    raw = edits.enveloped(parcel, id, held)
     envelope = opened(raw, parcel.body)
     assert envelope[:2] == (id, parcel)
     found = envelope.held
@@ -89,7 +88,7 @@ def test_what_goes_into_an_envelope_comes_out_of_it(parcel: Parcel, id: bytes, h
 
 
 def test_the_format() -> None:
-    assert envelopes.enveloped(PLAIN, b"id") == FORMAT_1
+    assert edits.enveloped(PLAIN, b"id") == FORMAT_1
     assert opened(FORMAT_1) == (b"id", PLAIN, None)
 
 

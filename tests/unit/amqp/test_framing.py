@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pamqp import body, commands, frame
 from pamqp.base import Frame
 
-from delayer.amqp import methods
+from delayer.amqp import framing
 from delayer.amqp.errors import FRAME_ERROR, UNEXPECTED_FRAME, ProtocolError
 from delayer.amqp.framing import ReturnedMessage
 from delayer.core.message import Delivery
@@ -131,8 +131,8 @@ def test_a_text_clipped_in_the_middle_of_a_letter() -> None:
     arguments = {"reply_code": 404, "reply_text": "n" * 254 + "\ufffd", "class_id": 50, "method_id": 10}
     assert events_of(wire) == [(1, "Channel.Close", arguments)]
     long = "ü" * 200
-    assert methods.unmarshal(methods.marshal(commands.Channel.Close(1, methods.clipped(long), 0, 0), 1))
-    assert methods.clipped(long) == "ü" * 127
+    assert framing.unmarshal(framing.marshal(commands.Channel.Close(1, framing.clipped(long), 0, 0), 1))
+    assert framing.clipped(long) == "ü" * 127
 
 
 def frame_of(kind: int, channel: int, payload: bytes, end: bytes = b"\xce") -> bytes:

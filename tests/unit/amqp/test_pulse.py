@@ -12,9 +12,8 @@ from pamqp.heartbeat import Heartbeat
 
 from delayer.amqp import handshake
 from delayer.amqp.connection import Pulse
-from delayer.amqp.framing import Outlet
+from delayer.amqp.framing import Outlet, commands
 from delayer.amqp.handshake import Limits
-from delayer.amqp.methods import commands
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from pamqp import body, commands, frame, header
 from pamqp.base import Frame
 
-from delayer.amqp import framing, methods
+from delayer.amqp import framing
 from delayer.amqp.framing import OVERHEAD
 from delayer.amqp.properties import encode_headers
 from delayer.core.message import Outgoing
@@ -122,6 +122,6 @@ ASKED: list[Frame] = [
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: asked.name)
 def test_every_method_that_we_send(asked: Frame) -> None:
-    wire = methods.marshal(asked, 4)
-    assert dict(methods.unmarshal(wire)) == dict(asked)
+    wire = framing.marshal(asked, 4)
+    assert dict(framing.unmarshal(wire)) == dict(asked)
     assert frames(wire)[0][0] == 4

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from delayer.amqp.errors import ChannelClosed
-from delayer.amqp.methods import commands
+from delayer.amqp.framing import commands
 from delayer.core.message import Outgoing
 from tests.unit.amqp.conversing import message, publishes
 from tests.unit.amqp.scripted import scripted

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.amqp import edits, envelopes
-from delayer.amqp.envelopes import Names
+from delayer.amqp import edits
+from delayer.amqp.edits import Names
 from delayer.amqp.properties import Properties, array, encode_headers, entry, int64, long_string, table
 from delayer.core.cascade import Cascade, routing_key
 from delayer.core.message import Delivery, KeyGroup, Parcel, Target
@@ -104,7 +104,7 @@ def test_into_the_cascade_towards_the_daemon() -> None:
     outgoing = publication.outgoing
     assert outgoing.exchange == b"delayer.delay-level-02"
     assert outgoing.routing_key == routing_key(5, b"delays.due")
-    envelope = envelopes.opened(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
+    envelope = edits.opened(Properties.parse(outgoing.properties), outgoing.body, NAMES.max_properties)
     assert envelope.id == outgoing.token == b"id-0"
     assert envelope.parcel.properties == one.properties
     assert envelope.parcel.due_ms == NOW + 5000

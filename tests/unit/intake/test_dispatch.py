@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delayer.amqp import envelopes
+from delayer.amqp import edits
 from delayer.amqp.properties import Properties
 from delayer.core.cascade import routing_key
 from delayer.core.counters import Counters
@@ -156,9 +156,9 @@ async def test_without_a_store_it_goes_back_into_the_cascade_in_its_envelope() -
     assert (again.exchange, again.routing_key) == (
         it.live.places.levels.entry(10).encode(), routing_key(10, b"delays.due"),
     )  # fmt: skip
-    envelope = envelopes.opened(Properties.parse(again.properties), again.body, 10_000)
+    envelope = edits.opened(Properties.parse(again.properties), again.body, 10_000)
     assert (envelope.id, envelope.parcel) == (b"7", PARCEL)
-    assert envelope.held == envelopes.Held(hold_for(Unanswered(8.0, b"x", b"gone")), 1, NOW + 10_000)
+    assert envelope.held == edits.Held(hold_for(Unanswered(8.0, b"x", b"gone")), 1, NOW + 10_000)
     assert (it.acks.acked, it.counted()) == ([(7, True)], {"held": 1})
 
 
@@ -180,8 +180,8 @@ async def test_what_waits_for_a_person_goes_to_the_strays_at_once(kind: HoldKind
     await it.dispatch.hold([Objection(delivery(1), PARCEL, Hold(kind, "why"))], it.tracker)
     [stray] = it.publisher.published
     assert stray.exchange == b"delayer.delay-strays"
-    held = envelopes.opened(Properties.parse(stray.properties), stray.body, 10_000).held
-    assert held == envelopes.Held(Hold(kind, "why"), 1, None)
+    held = edits.opened(Properties.parse(stray.properties), stray.body, 10_000).held
+    assert held == edits.Held(Hold(kind, "why"), 1, None)
 
 
 async def test_a_cascade_that_does_not_take_it_gives_the_delivery_back() -> None:

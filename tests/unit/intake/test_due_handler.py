@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from delayer.amqp import edits, envelopes
-from delayer.amqp.envelopes import Held
+from delayer.amqp import edits
+from delayer.amqp.edits import Held
 from delayer.amqp.properties import Properties, encode_headers, entry, int64, long_string
 from delayer.core.cascade import MAX_SECONDS, Cascade, routing_key
 from delayer.core.counters import Counters
@@ -63,7 +63,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Make:
 def carried(tag: int, due_ms: int, key: bytes = b"k", held: Held | None = None) -> Delivery:
     parcel = Parcel(due_ms, b"orders.in", b"orders.in", b"k", Target(b"orders.out", key), INNER, b"")
     return delivery(tag, body=b"body")._replace(
-        properties=envelopes.enveloped(parcel, b"id", held), exchange=b"delayer.delivery"
+        properties=edits.enveloped(parcel, b"id", held), exchange=b"delayer.delivery"
     )
 
 
@@ -129,11 +129,11 @@ JUNK = [
     b"\xff\xff",
     encode_headers(b"\x03bad"),
     encode_headers(entry(b"x-delayer-envelope", int64(2))),
-    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
-    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
-    envelopes.enveloped(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
-    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
-    envelopes.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), b"\xff", b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), encode_headers(b"\x03bad"), b""), b"id"),
+    edits.enveloped(Parcel(1 << 62, b"", b"", b"", Target(b"", b""), b"\0\0", b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"x" * 256, b""), b"\0\0", b""), b"id"),
+    edits.enveloped(Parcel(NOW, b"", b"", b"", Target(b"", b""), bytes(9_000), b""), b"id"),
 ]
 
 
@@ -155,8 +155,8 @@ async def test_what_its_destination_does_not_take_is_held(scene: Make, answer: R
     assert it.acks.acked[-1] == (2, True)
 
 
-def opened(raw: bytes) -> envelopes.Envelope:
-    return envelopes.opened(Properties.parse(raw), b"body", 10_000)
+def opened(raw: bytes) -> edits.Envelope:
+    return edits.opened(Properties.parse(raw), b"body", 10_000)
 
 
 @pytest.mark.parametrize("attempts", range(MOST_ATTEMPTS))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from delayer.amqp.envelopes import Names
+from delayer.amqp.edits import Names
 from delayer.core.cascade import Cascade
 from delayer.core.errors import StoreLost
 from delayer.core.message import Delivery, Target
