@@ -290,6 +290,16 @@ class Connection(asyncio.Protocol):
         await channel.open()
         return channel
 
+    async def confirming_channel(self) -> Channel:
+        """Open a channel in confirm mode. Raises NoFreeChannel, ChannelClosed, ConnectionLost."""
+        channel = await self.channel()
+        try:
+            await channel.confirm_select()
+        except BaseException:
+            channel.abandon()  # No caller knows this channel: its number would never be free again.
+            raise
+        return channel
+
     def pause_reading(self) -> None:
         """Take nothing from the socket, so that the broker stops when its buffers are full. Idempotent."""
         transport = self._transport

@@ -53,14 +53,12 @@ class CircuitBreaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, most: int = 10_000) -> None:
         self._clock = clock
         self._most = most
-        self._breakers: dict[Destination, _Breaker] = {}  # the one that failed longest ago stands first
+        self.table: dict[Destination, _Breaker] = {}
+        """The breakers that are not closed; the one that failed longest ago stands first."""
         self._of_exchange: Counter[bytes] = Counter()
         self._open_of_exchange: Counter[bytes] = Counter()
         self._fine: dict[Destination, float] = {}  # answered lately, beside open breakers of its exchange
         self._turn = self._granted = 0.0  # no batch waits for probes until then; the last one that did
-
-    def __len__(self) -> int:
-        return len(self._breakers)
 
     def sort(self, batch: Sequence[Outgoing], indexes: Iterable[int]) -> tuple[dict[int, Outcome], list[int]]:
         """Of these messages: the ones that an open breaker holds, with their outcome, and the ones that are doubtful: a
@@ -70,7 +68,7 @@ class CircuitBreaker:
         held: dict[int, Outcome] = {}
         doubtful: list[int] = []
         for one, group in self.groups(batch, (i for i in indexes if batch[i].exchange in self._of_exchange)).items():
-            breaker = self._breakers.get(one)
+            breaker = self.table.get(one)
             if breaker is None:
                 if self.doubts(one) and one not in self._fine:
                     doubtful += group
@@ -86,14 +84,14 @@ class CircuitBreaker:
         found: dict[Destination, list[int]] = {}
         for index in indexes:
             one = Destination(batch[index].exchange, None)
-            if one not in self._breakers:
+            if one not in self.table:
                 one = destination(batch[index])
             found.setdefault(one, []).append(index)
         return found
 
     def opened(self, one: Destination, outcome: Outcome) -> None:
         """A probe failed: the breaker is open, longer each time."""
-        earlier = self._breakers.pop(one, None)
+        earlier = self.table.pop(one, None)
         failures = 1 + (earlier.failures if earlier is not None else 0)
         # A probe of a silent queue takes a second, one that closes a channel some milliseconds.
         first, longest = (5.0, 30.0) if isinstance(outcome, Unanswered) else (1.0, 10.0)
@@ -102,16 +100,16 @@ class CircuitBreaker:
 
     def suspect(self, one: Destination) -> None:
         """The destination did not answer, and nothing else was confirmed meanwhile: its next message is a probe."""
-        if one not in self._breakers:
+        if one not in self.table:
             self._enter(one, None, _Breaker(None, 0, self._clock()))
 
     def knows(self, one: Destination) -> bool:
         """Whether an earlier probe of this destination got no answer."""
-        return one in self._breakers
+        return one in self.table
 
     def doubts(self, one: Destination) -> bool:
         """Whether a short wait for its answer is enough: it was silent before, or its exchange leads to silent ones."""
-        breaker = self._breakers.get(one)
+        breaker = self.table.get(one)
         return breaker.outcome is not None if breaker is not None else self._open_of_exchange[one.exchange] >= MANY
 
     def answered(self, one: Destination) -> None:
@@ -141,12 +139,12 @@ class CircuitBreaker:
         if breaker.outcome is not None and (earlier is None or earlier.outcome is None):
             self._open_of_exchange[one.exchange] += 1
         self._fine.pop(one, None)
-        self._breakers[one] = breaker
-        if len(self._breakers) > self._most:
-            self._close(next(iter(self._breakers)))
+        self.table[one] = breaker
+        if len(self.table) > self._most:
+            self._close(next(iter(self.table)))
 
     def _close(self, one: Destination) -> None:
-        breaker = self._breakers.pop(one, None)
+        breaker = self.table.pop(one, None)
         if breaker is None:
             return
         for counter, counts in ((self._of_exchange, True), (self._open_of_exchange, breaker.outcome is not None)):
@@ -156,7 +154,7 @@ class CircuitBreaker:
 
     def _forget(self, now: float) -> None:
         """Close what nobody published to for ten minutes."""
-        while self._breakers and self._breakers[first := next(iter(self._breakers))].until + 600.0 < now:
+        while self.table and self.table[first := next(iter(self.table))].until + 600.0 < now:
             self._close(first)
         while self._fine and self._fine[fine := next(iter(self._fine))] <= now:
             del self._fine[fine]

@@ -47,6 +47,8 @@ BRIEF: Final = 1.0
 """The same beside open breakers: the whole batch waits for it."""
 CONNECTING: Final = 2.0
 """Seconds for the second connection, and for an answer of the broker itself."""
+WARY: Final = 10.0
+"""Seconds after a message ended a connection in which every batch is published here."""
 SPARE: Final = 0.1
 """Seconds before a batch's deadline in which no probe waits any longer."""
 FEW: Final = 8
@@ -108,17 +110,12 @@ class Isolation:
         self._sharing = 0
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
-        self._refused = self._ended = self._heard = -math.inf
-
-    @property
-    def wary(self) -> bool:
-        """Whether a message ended a connection in the last ten seconds. Such messages come in company, so every batch
-        is published here meanwhile."""
-        return self._ended + 10.0 > _now()
-
-    def heard(self, began: float) -> None:
-        """A publish that began then (seconds of the loop) was confirmed: the broker answers."""
-        self._heard = max(self._heard, began)
+        self.wary_until = -math.inf
+        """Seconds of the loop. A message ended a connection less than WARY seconds before. Such messages come in
+        company."""
+        self.heard = -math.inf
+        """When the last confirmed publish began, in seconds of the loop: since then the broker has answered."""
+        self._refused = -math.inf
 
     def close(self) -> None:
         """End the second connection. Safe to call twice."""
@@ -197,7 +194,7 @@ class Isolation:
         """Do ``work`` beside other callers; again where the broker ends the connection for a message: each of its steps
         then has the connection for itself, and callers take turns."""
         try:
-            if not self.wary:
+            if self.wary_until <= _now():
                 try:
                     return await work()
                 except ConnectionLost as lost:
@@ -259,7 +256,7 @@ class Isolation:
         """All on one channel. Enters what is known, also when it raises."""
         began = _now()
         async with self._using(case.deadline, 1, own=case.own) as connection:
-            channel = await confirming(connection)
+            channel = await connection.confirming_channel()
             case.written.update(some)
             said: Sequence[Outcome | None] = ()
             try:
@@ -273,13 +270,13 @@ class Isolation:
                 known = zip(some, said, strict=bool(said))
                 case.outcomes.update((index, outcome) for index, outcome in known if outcome is not None)
                 if CONFIRMED in said:
-                    self.heard(began)
+                    self.heard = max(self.heard, began)
 
     def _objected(self, case: _Case, index: int, lost: ChannelClosed | ConnectionLost, indexes: Sequence[int]) -> None:
         """The broker closed something for this one message. A missing exchange concerns all messages for it, a missing
         permission those with the same key."""
         if isinstance(lost, ConnectionLost):
-            self._ended = _now()
+            self.wary_until = _now() + WARY
             case.outcomes[index] = ClosedConnection(lost.code, lost.text)
             return
         said = case.outcomes[index] = ClosedChannel(lost.code, lost.text)
@@ -326,7 +323,7 @@ class Isolation:
                 one, group = waiting.popleft()
                 if not (group := case.unknown(group)):
                     continue
-                channel = channel or await confirming(connection)
+                channel = channel or await connection.confirming_channel()
                 patience = min(left(until), BRIEF if self.breaker.doubts(one) else PATIENCE)
                 case.written.add(group[0])
                 try:
@@ -343,7 +340,7 @@ class Isolation:
                     case.outcomes[group[0]] = said
                     self._answered(one)
                     if said is CONFIRMED:
-                        self.heard(began)
+                        self.heard = max(self.heard, began)
                 began = _now()
         finally:
             if channel is not None:
@@ -362,7 +359,7 @@ class Isolation:
             case.in_doubt.update(index for one in silent for index in one.group)
             return
         unproven = [one for one in silent if not self._proven(case, one)]
-        again = [one for one in unproven if self.breaker.knows(one.where) or self._heard >= case.began]
+        again = [one for one in unproven if self.breaker.knows(one.where) or self.heard >= case.began]
         answers = bool(again) and await self._answers()
         for one in unproven:
             if answers and one in again:
@@ -383,9 +380,9 @@ class Isolation:
 
     def _proven(self, case: _Case, one: _Silent) -> bool:
         """Hold its messages if the broker confirmed something that was published later. Whether it did."""
-        if self._heard >= one.began:
+        if self.heard >= one.began:
             self._hold(case, one)
-        return self._heard >= one.began
+        return self.heard >= one.began
 
     def _hold(self, case: _Case, one: _Silent) -> None:
         said = Unanswered(self._timeout, one.where.exchange, one.where.routing_key or b"")
@@ -398,7 +395,7 @@ class Isolation:
         message = Outgoing(b"", token, encode_headers(entry(TOKEN_HEADER, long_string(token))), b"", token)
         try:
             async with asyncio.timeout(CONNECTING), self._using(_now() + CONNECTING, 1) as connection:
-                channel = await confirming(connection)
+                channel = await connection.confirming_channel()
                 try:
                     await channel.publish([message], timeout=CONNECTING)
                 finally:
@@ -457,17 +454,6 @@ class Isolation:
                 if not left(deadline):
                     raise
                 await asyncio.sleep(0.05)
-
-
-async def confirming(connection: Connection) -> Channel:
-    """A new channel that confirms."""
-    channel = await connection.channel()
-    try:
-        await channel.confirm_select()
-    except BaseException:
-        channel.abandon()  # nobody else knows of it, and its number would never be free again
-        raise
-    return channel
 
 
 def left(deadline: float) -> float:

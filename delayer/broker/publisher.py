@@ -20,7 +20,7 @@ from delayer.amqp.channel import Channel
 from delayer.amqp.connection import Connection
 from delayer.amqp.errors import ChannelClosed, ConfirmTimeout, ConnectionLost
 from delayer.broker.connection import Relay
-from delayer.broker.isolation import Isolation, confirming, left
+from delayer.broker.isolation import Isolation
 from delayer.core.errors import BrokerLost, Unconfirmed
 from delayer.core.message import CONFIRMED, Outcome, Outgoing, is_direct_reply
 
@@ -78,7 +78,8 @@ class RelayPublisher:
         """
         if not batch:
             return []
-        deadline = asyncio.get_running_loop().time() + self._timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout
         outcomes: dict[int, Outcome] = {}
         lost: Exception | None = None
         try:
@@ -89,10 +90,10 @@ class RelayPublisher:
         except TimeoutError:
             lost = BrokerLost(f"the broker did not take {len(batch)} messages within {self._timeout:g} s")
         if len(outcomes) == len(batch):
-            if left(deadline) > self._timeout * 3 / 4:
+            if deadline - loop.time() > self._timeout * 3 / 4:
                 self.batch_limit = min(BATCH, 2 * self.batch_limit)
             return [outcomes[index] for index in range(len(batch))]
-        if left(deadline) <= self._timeout * (1 - SHARED):
+        if deadline - loop.time() <= self._timeout * (1 - SHARED):
             self.batch_limit = max(1, min(self.batch_limit, len(batch)) // 4)
         raise _unconfirmed(batch, outcomes, lost) from lost
 
@@ -110,7 +111,7 @@ class RelayPublisher:
         if tasks:
             await asyncio.sleep(0)  # a confirm of the others then says that the broker answered after these began
         try:
-            if self._isolation.wary:
+            if self._isolation.wary_until > asyncio.get_running_loop().time():
                 await self._isolation.closed(batch, list(ordinary), outcomes, deadline)
             else:
                 await self._together(batch, ordinary, outcomes, deadline)
@@ -132,7 +133,7 @@ class RelayPublisher:
         if special := [index for index, one in enumerate(batch) if one.isolated or _is_reply(one)]:
             besides.append((isolation.special, special))
             ordinary = sorted({*ordinary}.difference(special))
-        if isolation.breaker:
+        if isolation.breaker.table:
             held, doubtful = isolation.breaker.sort(batch, ordinary)
             outcomes |= held
             besides.append((isolation.unanswered, doubtful))
@@ -179,8 +180,8 @@ class RelayPublisher:
     async def _settle(
         self, batch: Sequence[Outgoing], indexes: Sequence[int], outcomes: dict[int, Outcome], deadline: float
     ) -> None:
-        connection = await self._relay.connection(left(deadline))
         began = asyncio.get_running_loop().time()
+        connection = await self._relay.connection(deadline - began)
         lost: ChannelClosed | ConnectionLost | None = None
         try:
             channel = await self._shared(connection)
@@ -191,7 +192,7 @@ class RelayPublisher:
         answered = zip(indexes, said, strict=bool(said))
         outcomes.update((index, outcome) for index, outcome in answered if outcome is not None)
         if CONFIRMED in said:
-            self._isolation.heard(began)
+            self._isolation.heard = max(self._isolation.heard, began)
         if lost is None:
             return
         unknown = [index for index in indexes if index not in outcomes]
@@ -209,7 +210,7 @@ class RelayPublisher:
             if self._channel is None or self._channel.closed.done():
                 try:
                     async with asyncio.timeout(self._timeout * SHARED):
-                        self._channel = await confirming(connection)
+                        self._channel = await connection.confirming_channel()
                 except TimeoutError as late:
                     await self._isolation.replace(connection)
                     raise BrokerLost("the broker opened no channel in time") from late

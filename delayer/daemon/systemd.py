@@ -140,11 +140,11 @@ class Watchdog:
         self._last: dict[str, float] = {}
 
     def beat(self, loop: str) -> None:
-        """See services.ports.Heartbeat."""
+        """See broker.ports.Heartbeat."""
         self._last[loop] = time.monotonic()
 
     def forget(self, loop: str) -> None:
-        """See services.ports.Heartbeat."""
+        """See broker.ports.Heartbeat."""
         self._last.pop(loop, None)
 
     def stalled(self) -> list[str]:

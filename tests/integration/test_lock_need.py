@@ -10,10 +10,10 @@ import pytest
 
 from delayer.cli.check import _locks
 from delayer.store import pool, upgrades
+from delayer.store import postgres as parking
 from delayer.store.admin import server_checks
 from delayer.store.admin.server_checks import LockNeed
 from delayer.store.rows import keys
-from delayer.store.rows import park as parking
 from tests.conformance.store_contract import parcel
 from tests.integration.test_store_lane import sql
 from tests.support.postgres import Postgres

@@ -13,8 +13,8 @@ import asyncpg
 import pytest
 
 from delayer.store import pool as session
-from delayer.store import upgrades
-from delayer.store.rows import keys, park, partitions
+from delayer.store import postgres, upgrades
+from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS
 from tests.conformance.store_contract import owned, parcel, release_all
 from tests.integration.test_store_lane import opened, sql
@@ -53,7 +53,7 @@ async def test_nobody_raises_the_epoch_before_a_park_is_committed(database: str)
         await taker.execute("SET lock_timeout = '200ms'")
         take = "UPDATE lane SET epoch = epoch + 1 WHERE number = 1"
         async with open_transaction(database) as parker:
-            await park.park_plain(parker, park.Placement(1, {}, 0), [parcel(4_000_000_000_000)])
+            await postgres.park_plain(parker, postgres.Placement(1, {}, 0), [parcel(4_000_000_000_000)])
             with pytest.raises(asyncpg.LockNotAvailableError):
                 await taker.execute(take)
         await taker.execute(take)

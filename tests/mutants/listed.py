@@ -309,7 +309,7 @@ MUTANTS: Sequence[Mutant] = (
     ),
     Mutant(
         "cursor-from-the-later-clock",
-        "delayer/store/lanes/claims.py",
+        "delayer/store/lanes/lane.py",
         "    before = clock.lower_ms()",
         "    before = clock.now_ms()",
         ["tests/integration/test_store_mutants.py::test_the_next_owner_begins_no_later_than_the_stores_clock"],

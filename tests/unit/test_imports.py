@@ -105,7 +105,7 @@ def _complaint_about_packages(name: str, package: str) -> str | None:
 
 
 def _layer_of(module: str) -> str:
-    """`delayer.store.rows.park` -> "store"; the package itself -> ""."""
+    """`delayer.store.postgres` -> "store"; the package itself -> ""."""
     return module.partition(".")[2].partition(".")[0]
 
 

@@ -23,10 +23,10 @@ from delayer.core.errors import LaneLost, StoreLost
 from delayer.core.faultpoint import reach
 from delayer.core.importing import Batch, Phase, Run
 from delayer.core.message import Parcel
-from delayer.store import pool, schema
+from delayer.store import pool, postgres, schema
 from delayer.store.admin import audit_log
 from delayer.store.errors import DRIVER_ERRORS, WORTH_REPEATING, describe, translated
-from delayer.store.rows import keys, park, partitions
+from delayer.store.rows import keys, partitions
 from delayer.store.rows.partitions import DAY_MS, Days
 
 ATTEMPTS: Final = 20
@@ -145,7 +145,7 @@ class ImportStore:
         parcels = [item.parcel for item in batch.items if item.hold is None]
         held = [(item.parcel, item.hold) for item in batch.items if item.hold is not None]
         self._turn += 1
-        place = await park.anywhere(self._connection, self._turn)
+        place = await postgres.anywhere(self._connection, self._turn)
         async with pool.transaction(self._connection):
             now_ms = await self._connection.fetchval("SELECT statement_timestamp()")
             parcels, superseded = await self._not_waiting(parcels)
@@ -158,11 +158,11 @@ class ImportStore:
                 act = await audit_log.begin(self._connection, run.who, SUPERSEDED, {"import": run.id, "keys": named})
                 await audit_log.add(self._connection, act, len(superseded))
             if any(parcel.key is not None for parcel in parcels):
-                await park.park_keyed(self._connection, place, parcels, [])
+                await postgres.park_keyed(self._connection, place, parcels, [])
             elif parcels:
-                await park.park_plain(self._connection, place, parcels)
+                await postgres.park_plain(self._connection, place, parcels)
             if held:
-                await park.hold_new(self._connection, place, held, now_ms)
+                await postgres.hold_new(self._connection, place, held, now_ms)
         return tuple(row)
 
     async def _not_waiting(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[bytes]]:

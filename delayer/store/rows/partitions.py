@@ -210,7 +210,8 @@ class Days:
     """Which days have a partition, as far as this process knows, so that a park need not ask."""
 
     def __init__(self, known: Iterable[int], *, again_seconds: float = 60.0, longest: float = 4 * 3600.0) -> None:
-        self._known = set(known)
+        self.known = set(known)
+        """Days since 1970-01-01 that have a partition."""
         self._again_seconds = again_seconds
         self._vain = Rarer(again_seconds, longest)  # days; and SLOW, which is all of them
         self._said = Rarer(3600.0, 3600.0)
@@ -221,11 +222,11 @@ class Days:
         if at < self._locked_until or not self._vain.may(Making.SLOW, at):
             return []
         near = range(today - 1, today + FARTHEST_DAYS + 1)
-        return [day for day in sorted(set(days) - self._known) if day in near and self._vain.may(day, at)]
+        return [day for day in sorted(set(days) - self.known) if day in near and self._vain.may(day, at)]
 
     def learn(self, days: Iterable[int]) -> None:
         """What the catalog says is there."""
-        self._known = set(days)
+        self.known = set(days)
 
     async def ensure(self, pool: asyncpg.Pool, days: Collection[int], today: int, at: float) -> None:
         """Make what is missing, in about PARK_SECONDS. Never fails for a partition that cannot be made.
@@ -248,7 +249,7 @@ class Days:
                 return
             made = await make(connection, day, today)
             if made is Making.DONE:
-                self._known.add(day)
+                self.known.add(day)
                 self._vain.forget(Making.SLOW)
             elif made is Making.NOT_NOW:
                 self._vain.done(day, at)

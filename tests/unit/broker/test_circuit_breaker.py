@@ -47,7 +47,7 @@ def test_a_half_open_one_gives_one_batch_a_probe_and_pauses_longer_each_time() -
         it.opened(b"bad")
     assert pauses == [5, 10, 20, 30, 30]
     it.breaker.answered(Destination(X, b"bad"))
-    assert not it.breaker
+    assert not it.breaker.table
     assert it.sort(to(b"bad")) == ({}, [])
 
 
@@ -74,7 +74,7 @@ def test_keys_beside_many_silent_ones_are_doubtful_until_they_answer() -> None:
     assert it.sort(to(b"new"), to(b"newer")) == ({}, [1])
     it.now = 1000
     assert it.sort(to(b"newer")) == ({}, [])
-    assert not it.breaker
+    assert not it.breaker.table
 
 
 def test_a_missing_exchange_holds_all_its_keys_for_a_second() -> None:
@@ -97,5 +97,5 @@ def test_the_table_is_bounded() -> None:
     for number in range(1000):
         it.opened(b"%d" % number)
         it.breaker.answered(Destination(X, b"other %d" % number))
-    assert len(it.breaker) == 10
+    assert len(it.breaker.table) == 10
     assert len(it.breaker._fine) <= 10
