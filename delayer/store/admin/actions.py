@@ -26,7 +26,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 import asyncpg
 
 from delayer.core.filters import Filter, Token
-from delayer.core.seen import Seen
 from delayer.core.segment import Broken
 from delayer.store import pool, schema, statements
 from delayer.store.admin import audit_log, listing
@@ -396,3 +395,35 @@ async def _count_one_by_one(connection: asyncpg.Connection, wanted: Filter, test
         broken |= set(found.broken)
         after = found.after
     return Counted(messages, len(broken))
+
+
+PART: Final = 4096
+"""Ids that share a piece: half a kilobyte, so few that lie far apart cost little, and ten million in a row 1.3 MB."""
+
+
+class Seen:
+    """A set of ids from 0 on: a bit for each id, against some 80 bytes in a set. The ids of one command mostly lie
+    close together."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, bytearray] = {}
+
+    def update(self, ids: Iterable[int]) -> None:
+        """Add these.
+
+        >>> seen = Seen()
+        >>> seen.update([7, 4711])
+        >>> [number in seen for number in (6, 7, 4711, 8807)]
+        [False, True, True, False]
+        """
+        for number in ids:
+            part, bit = divmod(number, PART)
+            piece = self._parts.get(part)
+            if piece is None:
+                piece = self._parts[part] = bytearray(PART // 8)
+            piece[bit >> 3] |= 1 << (bit & 7)
+
+    def __contains__(self, number: int) -> bool:
+        part, bit = divmod(number, PART)
+        piece = self._parts.get(part)
+        return piece is not None and bool(piece[bit >> 3] & 1 << (bit & 7))

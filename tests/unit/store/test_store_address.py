@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from delayer.config import ConfigError, load, loading
-from delayer.config.checks import mistakes
+from delayer.config.loading import mistakes
 
 URL = "postgresql://user:hunter2@127.0.0.1:1/delayer"
 

@@ -7,7 +7,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delayer.core.seen import PART, Seen
+from delayer.store.admin.actions import PART, Seen
 
 IDS = st.integers(0, (1 << 63) - 1) | st.integers(0, 3 * PART)
 
