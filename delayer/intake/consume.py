@@ -23,11 +23,11 @@ log = structlog.get_logger(__name__)
 class AckTracker:
     """Turns accepted deliveries into acknowledgements, as few as possible.
 
-    Batches finish out of order (several parks are in flight), and ``basic.ack multiple`` settles everything up to a
-    tag; so an acknowledgement waits until everything before it is accepted too. The price is that a crash repeats the
-    finished batches behind the oldest unfinished one; what it buys is one frame for thousands of deliveries.
+    Several parks are in flight, so batches finish out of order, and ``basic.ack multiple`` settles everything up to a
+    tag. An acknowledgement therefore waits until every delivery before it is accepted. One frame settles thousands of
+    deliveries that way. In return, a crash repeats the finished batches behind the oldest unfinished one.
 
-    What is never accepted is given back: by closing the channel, which is the broker's own way to requeue.
+    Deliveries that are never accepted return to the queue when the channel closes.
     """
 
     def __init__(self, subscription: Subscription, progress: Callable[[], None] = lambda: None) -> None:
@@ -60,8 +60,8 @@ class AckTracker:
             reach("intake.acked")
 
     def flush(self) -> None:
-        """Acknowledge one by one what was accepted behind something that was not. The session is over after this:
-        without it, closing the channel would requeue, and so repeat, messages that are safe already."""
+        """Acknowledge one by one the accepted deliveries behind an unaccepted one, at the end of a session. Otherwise
+        the closing channel would requeue messages that are safe already."""
         for tag in sorted(self._accepted):
             self._subscription.ack(tag, multiple=False)
         self._order = deque(tag for tag in self._order if tag not in self._accepted)
@@ -75,16 +75,15 @@ returns the rest to the queue."""
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What a session reads: the queue, and how much of it at a time.
+    """How a session reads its queue.
 
-    ``gather`` is how long the first delivery of a batch may wait for company, in seconds: with a commit for every
-    few messages the time of daemon, broker and database goes into the commits. Later by it is what is due sooner than
-    that, and a relative delay that no broker's timestamp goes with: it counts from when the batch is read.
-    ``in_flight`` batches overlap each other's waiting.
+    The first delivery of a batch waits up to ``gather`` seconds for others, because a commit costs the same for one
+    message as for many. A message that is due sooner is late by that time. A relative delay without a broker's
+    timestamp counts from the reading of the batch. ``in_flight`` batches overlap each other's waiting.
 
-    RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. So after
-    ``give_back_after`` seconds in which fewer deliveries than ``prefetch`` were begun, and more wait, the subscription
-    ends: what waits here returns to the queue. No delivery is older than twice that when its turn comes.
+    RabbitMQ closes the channel of a consumer that leaves a delivery unacknowledged for 30 minutes. So the subscription
+    ends after ``give_back_after`` seconds in which fewer deliveries than ``prefetch`` were begun while more wait. Its
+    deliveries return to the queue. No delivery is older than twice that when its turn comes.
     """
 
     queue: str
@@ -128,7 +127,7 @@ class QueueConsumer:
                 await self._consume(subscription, stopping, retry)
             except LOSSES as lost:
                 if stopping.is_set() and not self.consuming.is_set():
-                    break  # told to stop while something was still missing: that is no news, and perhaps not true
+                    break  # A daemon that stops while it starts logs no loss.
                 if self.consuming.is_set():
                     sparing.over()
                 if sparing.worth(str(lost), asyncio.get_running_loop().time()):
@@ -167,26 +166,26 @@ class QueueConsumer:
             await subscription.stop_deliveries()
             await self._reap(running, at_most=0)
         except asyncio.CancelledError:
-            # The time to stop in is over: what is in flight is given back, as after a crash.
+            # The time to stop in is over. Deliveries in flight return to the queue, as after a crash.
             for task in running:
                 task.cancel()
             raise
         except NotTaken:
-            # Some wait for room (the refused queue is full, say): no reason for the others to wait any longer.
+            # Some messages wait for room, in a full refused queue for example. The others need not wait longer.
             if acks.accepted_any:
                 retry.succeeded()
             raise
         finally:
-            # Shutdown and loss may end the waiting for new deliveries, never the settling of those in flight:
-            # each carry has deadlines of its own.
+            # A stop or a loss ends the wait for new deliveries. Deliveries in flight are settled first.
+            # Each handler has deadlines of its own.
             if running:
                 await asyncio.wait(running)
             acks.flush()
             await subscription.close()
-            raise_first(take_failures(running), unless=LOSSES)  # losses of a session that is over are no news
+            raise_first(take_failures(running), unless=LOSSES)  # The session is over: its losses are expected.
 
     async def _reap(self, running: set[asyncio.Task[None]], at_most: int) -> bool:
-        """Wait until at most ``at_most`` carries run. Whether one of them was carried out; raises the first failure."""
+        """Wait until at most ``at_most`` handlers run. Returns whether one finished. Raises the first failure."""
         carried = False
         while running:
             waiting = None if len(running) > at_most else 0

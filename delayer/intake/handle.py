@@ -1,7 +1,7 @@
-"""The handlers of the intake queue and of the due queue: each carries batches out, and accepts what is safe.
+"""The handlers of the intake queue and of the due queue.
 
-A batch of the intake queue is classified first: its work is what it writes to the store (parcels, cancels), and what it
-publishes (cascade, destination, refused queue). Of what is published the broker's confirm accepts the delivery.
+The intake handler classifies a batch first. Then it writes parcels and cancels to the store, and publishes the other
+messages to the cascade, their destination or the refused queue. A delivery is accepted after the commit or the confirm.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Step:
     cancels: list[bytes] = field(default_factory=list)
     keys: set[bytes] = field(default_factory=set)
     asked: list[replies.Asked] = field(default_factory=list)
-    """Cancels that want to hear what became of them."""
+    """Cancels with a ``reply_to``."""
 
 
 @dataclass(slots=True)
 class Work:
-    """All that one batch asks for. ``steps`` one after another; nearly always there is one at most."""
+    """The work of one batch. ``steps`` run one after another; nearly every batch has one at most."""
 
     steps: list[Step] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Work:
             step.keys.add(parcel.key)
 
     def cancel(self, delivery: Delivery, key: bytes, ask: replies.Asked | None = None) -> None:
-        """A cancel that follows a parcel of its key is for the next step: within one it would act first."""
+        """Add a cancel. Behind a parcel of its key it begins a new step, because cancels of a step act first."""
         step = self._step()
         if key in step.keys or (isinstance(key, KeyGroup) and any(one.startswith(key) for one in step.keys)):
             step = Step()
@@ -117,7 +117,7 @@ class Work:
 def classify(
     delivery: Delivery, policy: Policy, now_ms: int, max_properties: int, sure_ms: int | None = None
 ) -> Sorted:
-    """Read what the message asks for and decide. Broken bytes are a reason to refuse, never an exception."""
+    """Read the request of a message and plan it. The daemon refuses broken bytes; they raise nothing."""
     if len(delivery.properties) + edits.ROOM > max_properties:
         return _unusable(
             delivery,
@@ -145,7 +145,7 @@ def _unusable(delivery: Delivery, reason: str) -> Sorted:
 
 
 def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes]) -> Work:
-    """What the plans of a batch amount to."""
+    """The work that the plans of a batch ask for."""
     work = Work()
     for delivery, properties, plan in batch:
         match plan:
@@ -173,7 +173,7 @@ def work_for(batch: Sequence[Sorted], names: Names, new_id: Callable[[], bytes])
 
 
 def parcel(delivery: Delivery, due_ms: int, target: Target, key: bytes | None = None) -> Parcel:
-    """The delivery as it was received, and what was decided. A route is known by the exchange it is from."""
+    """The delivery as it was received, with its due instant and target. A route has the name of its exchange."""
     route = delivery.exchange
     return Parcel(
         due_ms, route, delivery.exchange, delivery.routing_key, target, delivery.properties, delivery.body, key
@@ -193,8 +193,7 @@ def to_refused(delivery: Delivery, plan: Refuse, names: Names, token: bytes) -> 
 
 
 class Dispatch:
-    """Publishes on behalf of deliveries: it accepts what the broker confirmed, and holds what a destination did not
-    take."""
+    """Publishes on behalf of deliveries. It accepts confirmed ones, and holds those that a destination did not take."""
 
     def __init__(self, publisher: Publisher, holding: Holding, live: Live, counters: Counters) -> None:
         self.publisher = publisher
@@ -206,7 +205,7 @@ class Dispatch:
     async def __call__(self, publications: Sequence[Publication], acks: AckTracker) -> None:
         """Accept or hold the delivery of every publication, in batches of the size that the publisher wants.
 
-        Raises BrokerLost, StoreLost; NotTaken after everything else is settled; Unconfirmed after what is known is.
+        Raises BrokerLost, StoreLost; NotTaken, and Unconfirmed, after every known outcome is settled.
         """
         stuck: list[str] = []
         begin = 0
@@ -231,7 +230,7 @@ class Dispatch:
         try:
             outcomes = await self.publisher.publish([publication.outgoing for publication in publications])
         except Unconfirmed as late:
-            # The known outcomes are true: those messages are not repeated because another one was not answered.
+            # Settle the known outcomes: an unanswered message must not repeat the others.
             pairs = zip(publications, late.outcomes, strict=True)
             await self._settle([(one, outcome) for one, outcome in pairs if outcome is not None], acks)
             raise
@@ -275,7 +274,7 @@ class Dispatch:
             self._counters.add_routes(
                 kind, [_route(one) for one, its in zip(through, kinds, strict=True) if its == kind]
             )
-        # Of a message that was held its destination was late, not the daemon.
+        # A held message was delayed by its destination: its lateness is not the daemon's.
         out = [
             (one.parcel.due_ms, one.parcel.route)
             for one in through
@@ -301,8 +300,8 @@ Before = asyncio.Future[bool] | None
 class Turns:
     """The order of batches with keys, while several batches are parked at a time.
 
-    "A later message with the same key replaces the waiting one" is about the order in the intake queue. Batches without
-    keys need no order; those with keys park one after another.
+    A later message with the same key replaces the waiting one, in the order of the intake queue. So batches with keys
+    park one after another. Batches without keys need no order.
     """
 
     def __init__(self) -> None:
@@ -323,8 +322,8 @@ class Turns:
 
 
 async def wait(before: Before) -> None:
-    """Return when the turn before is over. Raises StoreLost if it failed: its messages come again, and those of this
-    turn have to come after them."""
+    """Return when the turn before is over. Raises StoreLost if it failed, because its messages come again, and the
+    messages of this turn must come after them."""
     if before is not None and not await asyncio.shield(before):
         raise StoreLost("an earlier batch with keys could not be parked: this one is given back too, to keep the order")
 
@@ -354,7 +353,7 @@ class IntakeHandler:
                 await self._carry_out(work, acks, before)
 
     async def _carry_out(self, work: Work, acks: AckTracker, before: Before) -> None:
-        # All run to their end even if one fails: a parked message is accepted though the broker is blocked.
+        # All three run to their end even if one fails: a parked message is accepted though the broker is blocked.
         failures = await asyncio.gather(
             self._park(work, acks, before),
             self._dispatch(work.publications, acks),
@@ -365,7 +364,7 @@ class IntakeHandler:
             if any(failures):
                 raise_first(failures)
         finally:
-            del failures  # a failure must not be in a frame of its own traceback: see retry.py
+            del failures  # A failure must not be in a frame of its own traceback (see retry.py).
 
     async def _park(self, work: Work, acks: AckTracker, before: Before) -> None:
         await wait(before)
@@ -381,7 +380,7 @@ class IntakeHandler:
                 await self._reply(step.asked, taken_out)
 
     async def _reply(self, asked: Sequence[replies.Asked], taken_out: frozenset[bytes]) -> None:
-        """Answer cancels. No answer goes to delayer's own queues, where nobody reads it."""
+        """Answer cancels, except into delayer's own queues."""
         policy, names = self._live.policy(), self._live.names()
         ours = policy.own_queues | {policy.intake_queue, names.refused_exchange}
         counted = [(ask, replies.outcome(ask, taken_out)) for ask in asked]
@@ -392,8 +391,8 @@ class IntakeHandler:
 class DueHandler:
     """Carries out batches of the due queue: envelopes at the end of the cascade.
 
-    The cascade measures durations, by the broker's clock; a daemon's clock computed the due instant. Where they
-    disagree the later one rules: never early.
+    The cascade measures durations by the broker's clock. A daemon's clock computed the due instant. The later of both
+    decides, so no message is early.
     """
 
     def __init__(self, live: Live, dispatch: Dispatch) -> None:
@@ -425,17 +424,17 @@ class DueHandler:
                 last_ms = max(last_ms, envelope.next_ms)
         while (early_ms := last_ms - now_ms) > 0:
             await asyncio.sleep(early_ms / 1000)
-            now_ms = self._live.sure_ms()  # again: event loops round sleeps to milliseconds, some of them down
+            now_ms = self._live.sure_ms()  # Event loops round sleeps to milliseconds, some of them down.
             if last_ms - now_ms > MOMENT_MS:
-                # The clock was set back meanwhile, perhaps by hours, and later batches must not wait for that.
+                # The clock was set back, perhaps by hours. Later batches must not wait for that.
                 return await self(batch, acks)
         await self._dispatch.hold(late, acks)
         await self._dispatch(publications, acks)
 
 
 def _next(delivery: Delivery, envelope: Envelope, now_ms: int, names: Names) -> Publication:
-    """The next publish of a message: to its destination, or once more through the cascade where its instant is too far
-    away. Raises MalformedProperties, MalformedTable."""
+    """The next publish of a message: to its destination, or through the cascade again if its instant is too far away.
+    Raises MalformedProperties, MalformedTable."""
     id, parcel, held = envelope
     released = edits.released(Properties.parse(parcel.properties), id, parcel.due_ms)
     if envelope.next_ms - now_ms > MOMENT_MS:

@@ -1,11 +1,11 @@
-"""Refused messages once more: what they say of themselves, and how they go back to where they came in. Pure.
+"""Refused messages: the reason and the origin that their headers tell, and the way back to the intake. Pure.
 
-What the refusal added is taken off again (edits.refused), and what it took out, the expiration, is put back. The id
-that it gave stays: the publish is known by it, and the daemon takes it off at its next edit.
+A retry undoes the refusal (edits.refused): it removes the added headers and restores the expiration. The added id
+stays, because it names the publish; the daemon removes it at its next edit.
 
-Two write where a message came in: the daemon, into headers of ours, when it refuses; and the broker, into ``x-death``,
-where the intake queue itself gave the message up. A publisher may have written either. So nothing goes back but through
-a door of the intake, and where the two say different things neither is believed.
+The daemon writes the origin of a message into headers of ours when it refuses the message. The broker writes it into
+``x-death`` when the intake queue itself gives the message up. A publisher may forge both. So a message goes back only
+through a door of the intake, and never where the two disagree.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Doors(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """What a message in the refused queue says: why it is there, and where it came in (None: it does not say)."""
+    """The headers of a message in the refused queue: the reason, and the origin (None: unknown)."""
 
     id: str
     reason: str
@@ -57,7 +57,7 @@ class Refusal(NamedTuple):
 
 
 def told(delivery: Delivery, doors: Doors) -> Refusal:
-    """What ``delivery``, a message of the refused queue, says of itself."""
+    """The reason and origin of a message of the refused queue, as its headers tell them."""
     try:
         properties = Properties.parse(delivery.properties)
         fields = {one.name: one for one in reversed(properties.headers_items())}
@@ -78,7 +78,7 @@ def _said(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None
     reason, exchange, key = _text(fields[_REASON].content), _content(fields, _EXCHANGE), _content(fields, _ROUTING_KEY)
     if death is None:
         return reason, exchange, key
-    # Either the daemon refused one that says it died in the intake queue, or one died there that says it was refused.
+    # Both notes stand in the message. One of them may be forged.
     both = f"{death[0]}, and by its own headers: {reason}"
     return (both, exchange, key) if exchange == death[1] else (both, None, None)
 
@@ -97,7 +97,7 @@ def again(delivery: Delivery, doors: Doors) -> Outgoing | str:
     given = properties.get(ID) if was_refused else None
     token = uuid.uuid4().hex.encode() if given is None else given.content[:_LONGEST_ID]
     append, remove = header(ID, long_string(token)), _GAINED | {ID} if was_refused else {ID}
-    if properties.user_id is not None:  # the broker would not take it from us
+    if properties.user_id is not None:  # The broker refuses a user_id of another user.
         append, remove = append + header(USER_ID, long_string(properties.user_id)), remove | {USER_ID}
     raw = splice(properties, remove=remove, append=append, drop=("user_id",))
     expiration = _expiration(properties) if was_refused else None
@@ -107,8 +107,8 @@ def again(delivery: Delivery, doors: Doors) -> Outgoing | str:
 
 
 def _expiration(properties: Properties) -> bytes | None:
-    """What the refusal took out: the last header of that name. One that the broker would not take, and would close the
-    channel for, was never a message's expiration."""
+    """The expiration that the refusal removed: the last header of that name. The broker closes the channel for an
+    invalid expiration, so an invalid value was never one."""
     said = [one.content for one in properties.headers_items() if one.name == EXPIRATION]
     return said[-1] if said and re.fullmatch(rb"[0-9]{1,10}", said[-1]) and int(said[-1]) < 1 << 32 else None
 
@@ -124,8 +124,8 @@ def with_short(raw: bytes, name: str, value: bytes) -> bytes:
 
 
 def _death(fields: Mapping[bytes, Any], intake: bytes) -> tuple[str, bytes | None, bytes | None] | None:
-    """Of a message that the broker put there: why, and where it came in, by the note of the intake queue; None where
-    there is none. Notes of other queues are of other trips, or a publisher's own."""
+    """The reason and the origin of a message that the broker dead-lettered, from the note of the intake queue. None
+    without such a note. Notes of other queues belong to other trips, or to a publisher."""
     deaths = fields[b"x-death"].value if b"x-death" in fields else None
     for death in deaths if isinstance(deaths, list) else ():
         if isinstance(death, dict) and _bytes(death.get("queue")) == intake:

@@ -1,7 +1,7 @@
 """Replies to cancels with a ``reply_to``: the outcome of each.
 
-``cancelled``   a message waited under the key, and is not delivered
-``too late``    no message waits under the key: delivered, cancelled before, or never there
+- ``cancelled``: a message waited under the key, and is not delivered.
+- ``too late``: no message waits under the key. It was delivered or cancelled before, or never there.
 
 The daemon publishes a reply after the cancel is committed and acknowledged. A fault in between costs the reply.
 """
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
 
 def asked(properties: Properties, key: bytes) -> Asked | None:
-    """Where a cancel wants its outcome; None without a ``reply_to``."""
+    """The reply that a cancel asks for; None without a ``reply_to``."""
     reply_to = properties.short("reply_to")
     if not reply_to:
         return None

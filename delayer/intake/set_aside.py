@@ -1,7 +1,7 @@
 """Queues of messages that wait for an operator: the refused queue, and the strays queue of native mode.
 
-A look consumes the queue and acknowledges what it published again or dropped. When it ends, the broker returns the
-other messages to where they stood.
+A look consumes the queue and acknowledges the messages that it published again or dropped. When it ends, the broker
+returns the other messages to their places.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNKNOWN: Final = Hold(HoldKind.RETURNED, "the broker found no queue for it at th
 
 
 def _head(delivery: Delivery) -> bytes:
-    # One byte more than anybody shows, so that a cut is seen. A copy: a piece of the body would keep all of it.
+    # One byte more than is shown, so that a cut is seen. A copy, since a slice would keep the whole body in memory.
     return bytes(delivery.body[: reading.PREVIEW + 1])
 
 

@@ -1,9 +1,9 @@
-"""Taking over another system's cascade: what stands in its upper levels is parked, and released to where that cascade
-would have let it out.
+"""Takes over another system's cascade: the daemon parks the messages of its upper levels, and releases each one to the
+exchange where that cascade ends.
 
-Its level queues are not ours: their arguments cannot be changed, and RabbitMQ 4 gives up (here: lets out early) what
-was delivered from them about twenty times. So a delivery is parked within moments or given back, nothing is consumed
-while there is no store to park into, and a message that comes again and again ends the consuming of its level.
+The arguments of its level queues cannot be changed. RabbitMQ 4 dead-letters, and so delivers early, a message that was
+delivered from them about twenty times. So a delivery is parked within moments or returned to its queue. Without a store
+the daemon does not consume the levels. A message that returns again and again ends the consumption of its level.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from delayer.intake.consume import AckTracker, Intake, QueueConsumer
 log = structlog.get_logger(__name__)
 
 PREFETCH: Final = 500
-"""Messages read ahead from one level; so many are delivered once more when the store or the broker is lost."""
+"""Messages read ahead from one level. The broker delivers these again when the store or the connection is lost."""
 IN_FLIGHT: Final = 2
 """Batches of one level that are parked at the same time; there are many levels."""
 GIVE_BACK_AFTER: Final = 30.0
@@ -82,7 +82,7 @@ class LevelTakeover:
         for delivery in batch:
             headers = _headers(delivery)
             if self._too_often(delivery, headers):
-                return  # nothing of this batch is settled: it goes back, and the level is left alone
+                return  # The batch returns to its queue, and the daemon leaves the level alone.
             parcels.append(self._parcel(delivery, headers, now_ms))
         await self._parking.park(parcels, [])
         self._counters.add("parked", len(parcels))
@@ -91,7 +91,7 @@ class LevelTakeover:
 
     def _parcel(self, delivery: Delivery, headers: dict[bytes, object], now_ms: int) -> Parcel:
         due_ms = due_at_level(self._cascade, self._level, delivery.routing_key, headers, now_ms)
-        # With its digits, as the cascade's owner would see it: his bindings begin with "#.".
+        # With its digits, because the bindings of that cascade begin with "#.".
         target = Target(self._cascade.delivery.encode(), delivery.routing_key)
         return Parcel(
             due_ms,
@@ -105,7 +105,7 @@ class LevelTakeover:
 
     def _too_often(self, delivery: Delivery, headers: dict[bytes, object]) -> bool:
         if not (delivery.redelivered and self._cascade.counts_deliveries):
-            return False  # what it says is of another queue: whoever passed it on kept the headers
+            return False  # The count is of another queue: a shovel or client passed the headers on.
         deliveries = headers.get(_DELIVERIES)
         if not isinstance(deliveries, int) or deliveries < MOST_DELIVERIES:
             return False
@@ -116,8 +116,8 @@ class LevelTakeover:
 
 
 def _headers(delivery: Delivery) -> dict[bytes, object]:
-    """What the message tells of its due instant and its deliveries; nothing, where its bytes are broken. Such a message
-    is parked too, and held when it is due: only there can people see it."""
+    """The headers about the due instant and the deliveries of a message; none if its bytes are broken. Such a message
+    is parked too. It is held when it is due, so operators can see it."""
     found: dict[bytes, object] = {}
     try:
         properties = Properties.parse(delivery.properties)

@@ -40,9 +40,9 @@ UPKEEP_LOOKS: Final = 60
 """Looks between two rounds of partition upkeep."""
 BULK: Final = 128
 BULK_BYTES: Final = 1 << 20
-"""Messages, or bytes, of a park that goes to the lanes in turn, so that all of them release it side by side: with one
-lane a process releases a fifth less in bulk. Smaller parks stay in one lane: what comes due of them at a time is one
-claim, publish and commit instead of two half as large, which spares CPU (docs/performance.md, punctuality)."""
+"""Messages, or bytes, of a park that goes to the lanes in turn, so that all lanes release in parallel. With one lane a
+process releases a fifth less in bulk. Smaller parks stay in one lane, so that messages that are due together share one
+claim, publish and commit."""
 STAY_SECONDS: Final = 300.0
 """How long small parks stay in one lane while it keeps up: what gathers for one instant is in all lanes by then."""
 
@@ -87,10 +87,10 @@ class LaneManager:
         self._away_since: float | None = None
         self._connect: Callable[[], Awaitable[Store]] | None = None
         self._store: Store | None = None
-        self._lanes: list[Lane] = []  # to park into
+        self._lanes: list[Lane] = []  # Lanes to park into.
         self._releases: dict[asyncio.Task[None], tuple[Lane, Release]] = {}
         self._upkeep: asyncio.Task[None] | None = None
-        self._others: list[int] = []  # lanes whose owners publish to another broker
+        self._others: list[int] = []  # Lanes whose owners publish to another broker.
         self._turn = count()
         self._began = time.monotonic()
 
@@ -194,13 +194,13 @@ class LaneManager:
     async def run(self, stopping: asyncio.Event) -> None:
         """Look once a second until stopping is set; then wait for the release loops to drop their lanes.
 
-        Raises whatever the store says that waiting does not mend (its schema is too old), and bugs.
+        Raises errors of the store that waiting does not mend (its schema is too old), and bugs.
         """
         try:
             await self._look_on(stopping)
             await self._all_dropped()
         finally:
-            # After a bug, and when the time to stop in is over, the loops were not told.
+            # After a bug, and after the time to stop in, the loops still run.
             for loop in self._releases:
                 loop.cancel()
             await self._all_dropped()
@@ -208,7 +208,7 @@ class LaneManager:
             self._heartbeat.forget("lanes")
             ended = set() if self._upkeep is None else {self._upkeep}
             for upkeep in ended:
-                upkeep.cancel()  # half of an upkeep is as good as none
+                upkeep.cancel()  # The next upkeep does the rest.
                 await asyncio.wait([upkeep])
             if self._store is not None:
                 await self._store.close()
@@ -286,7 +286,7 @@ class LaneManager:
         ):
             ours = [lane for lane in self._lanes_held() if lane.number in numbers]
             self._drop(ours[wanted:], "shared with another process")
-            # Each process begins at another one: fewer of them try to take the same.
+            # Each process begins at another lane, so fewer of them try to take the same one.
             begin = look.rank * len(numbers) // look.live
             for number in numbers[begin:] + numbers[:begin]:
                 if len(ours) >= wanted or stopping.is_set():

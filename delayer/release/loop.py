@@ -1,4 +1,4 @@
-"""Releasing one lane: claim what is due, publish it, and forget it only when every confirm is here."""
+"""Releases one lane: it claims due rows, publishes them, and commits their deletion when every confirm is here."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from delayer.core.rate_limit import TokenBucket
 log = structlog.get_logger(__name__)
 
 SLICE: Final = 1.0
-"""Longest single sleep, in seconds: how soon a stop is noticed, and how often the watchdog is fed."""
+"""Longest single sleep, in seconds. After each one the loop notices a stop and feeds the watchdog."""
 
 COMPANY: Final = 0.002
-"""Seconds between a portion that took all that was due and the next claim: what comes due meanwhile shares its
-transaction, write and confirm. Without it a daemon at 5,000 messages a second makes a turn for every dozen of them;
-with more, every message is later by it (docs/performance.md, punctuality)."""
+"""Seconds between a claim that took all due rows and the next one. Rows that become due meanwhile share a transaction,
+a write and a confirm. Without this rest a daemon at 5,000 messages a second makes a turn for every dozen of them. Every
+message is later by it."""
 
 BEHIND: Final = 2.0
-"""Seconds without having taken all that was due, after which a lane does not keep up. A broker that begins a new log
-confirms nothing for almost one."""
+"""Seconds after which a lane that has not taken all due rows counts as behind. A broker that begins a new log file
+confirms nothing for almost one second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """How much one claim takes: large enough to share a commit, small enough to confirm well within the deadline, and
-    to come over a slow line to the store before the server ends an idle transaction (4 s). A claim takes one message at
-    least, however large: so a lane has ``body_bytes`` and one message in hand at most."""
+    """The bounds of one claim. It must be confirmed well within the deadline. It must also cross a slow line to the
+    store before the server ends an idle transaction (4 s). A claim takes at least one message, however large. So a lane
+    has at most ``body_bytes`` and one message in memory."""
 
     messages: int = 1000
     body_bytes: int = 256 << 10
@@ -144,7 +144,7 @@ class Release:
         return await self._throttled(max(self._bucket.wait(time.monotonic()), COMPANY))
 
     async def _throttled(self, seconds: float) -> float:
-        """Rest until there are tokens, whatever is due meanwhile."""
+        """Rest until there are tokens."""
         await asyncio.sleep(min(seconds, SLICE))
         if not self._lane.held_by_us:
             raise LaneLost(f"lane {self._lane.number}: the connection that holds its lock is gone")
@@ -161,7 +161,7 @@ class Release:
         try:
             released, held = await self._send(rows)
         except BaseException:
-            # Whatever it was, cancellation included: nothing of this portion is known to be out, so the rows go back.
+            # No message of this portion is known to be published, so the rows go back. That includes a cancellation.
             await self._lane.give_up()
             raise
         out_ms, sent = self._live.sure_ms(), time.perf_counter()
@@ -172,7 +172,7 @@ class Release:
         self._counters.took("publish", sent - claimed)
         self._counters.took("settle", time.perf_counter() - sent)
         self._counters.add_routes("released", [row.parcel.route for row in released])
-        # Not those that were held: their destination was late, not we.
+        # Without messages that were held: their destination delayed them, not the daemon.
         self._counters.delivered([(row.due_ms, row.parcel.route) for row in released if not row.attempts], out_ms)
         self._report(held)
         return len(rows)
@@ -186,7 +186,7 @@ class Release:
             began = time.monotonic()
             await self._lane.wait(slice_)
             if time.monotonic() - began < slice_:
-                return  # woken: something was parked that is due by now, or the lane is lost
+                return  # A row was parked that is due by now, or the lane is lost.
 
     async def _send(self, rows: Sequence[Due]) -> tuple[list[Due], list[tuple[Due, Hold]]]:
         sendable: list[Due] = []

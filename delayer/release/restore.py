@@ -1,10 +1,10 @@
 """Restoring segments ahead of time: their messages wait in their lane again long before they are due.
 
-Any daemon restores any segment, the soonest first; several share them, since each is locked while it is restored. One
-segment at a time, with a rest after each, so that the traffic has the machine for most of the time; only what is due
-at any moment, because every daemon was down when it should have been restored, is restored without a rest.
+Any daemon restores any segment, the soonest first. A daemon locks a segment while it restores it, so several daemons
+share the work. After each segment a daemon rests, to leave the machine to the traffic. It does not rest while a
+segment is due within minutes, as after a time when every daemon was down.
 
-A segment that does not read back is marked and stands in nobody's way. After the repair an operator tries it again, by
+The daemon marks a segment that does not read back, and goes on with the next. After the repair an operator runs
 `delayer restore --all`.
 """
 
@@ -26,13 +26,13 @@ from delayer.release.lane_manager import LaneManager
 log = structlog.get_logger(__name__)
 
 LOOK: Final = 60.0
-"""Seconds between two looks that found nothing to restore. Packing takes what is due in days, so nothing is missed."""
+"""Seconds between two looks that found nothing to restore. Compaction packs messages that are due in days."""
 LOOK_AGAIN: Final = 2.0
-"""Seconds until the next look while others are restoring what is due: one of them may die at it."""
+"""Seconds until the next look while other daemons restore the due segments. One of them may die at it."""
 REST: Final = 3.0
 """How much longer than the restoring of a segment the rest after it takes."""
 URGENT_MS: Final = 300_000
-"""What is due within this time is restored without rests."""
+"""Segments that are due within this time are restored without rests."""
 
 _MEMORY: Final = "not enough memory to unpack a segment"
 
@@ -48,14 +48,14 @@ class Restoring:
         self._sparing = Sparing()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look, and restore what is found, until stopping is set. Raises what is a bug."""
+        """Look, and restore, until stopping is set. Raises bugs only."""
         work = asyncio.create_task(self._work(stopping), name="restoring: work")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         try:
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
-            work.cancel()  # half of a segment is rolled back: it is a segment again
+            work.cancel()  # The server rolls back the restore of half a segment.
             await asyncio.wait([work])
         raise_first(take_failures({work}), unless=LOSSES)
 
@@ -92,7 +92,7 @@ class Restoring:
                 return 0.0
 
     def _tell_interrupted(self, error: StoreLost | MemoryError) -> None:
-        """A lack of memory too is rolled back; what is released meanwhile must not end with it."""
+        """The store rolled the restore back, after a lack of memory too. The release loops go on."""
         reason = str(error) if isinstance(error, StoreLost) else _MEMORY
         advice = {"next_step": error.advice} if isinstance(error, StoreLost) and error.advice else {}
         if self._sparing.worth(reason, asyncio.get_running_loop().time()):
@@ -118,4 +118,4 @@ class Restoring:
 
 
 def _unwatched() -> None:
-    """The watchdog is about the traffic, which goes on without us; each of our statements has its own deadline."""
+    """The watchdog watches the traffic, which goes on without restores. Each statement here has its own deadline."""
