@@ -1,1 +1,1 @@
-"""What the daemon shows over HTTP: health, metrics, and the page. Nothing here is on the way of a message."""
+"""The HTTP side of the daemon: health, metrics, and the page. No message passes through here."""

@@ -50,8 +50,8 @@ HEADERS: Final = {
 
 
 def host_is_ours(host: str, listen: str) -> bool:
-    """Whether a request's ``Host`` can be meant for us. Where we listen on loopback only a loopback name can: any other
-    one was pointed here by somebody who wants a browser to read what is not his. Pure."""
+    """Whether a request's ``Host`` names this server. On loopback only loopback names do: another name may point a
+    browser here that should not read these pages. Pure."""
     if not is_loopback(listen.rpartition(":")[0]):
         return True
     try:
@@ -71,7 +71,7 @@ def from_our_page(method: str, site: str, origin: str, host: str) -> bool:
 
 
 def cookie_name(host: str) -> str:
-    """What the cookie is called at this ``Host``: of two daemons at two ports of it each has its own. Pure."""
+    """The name of the cookie at this ``Host``. Daemons at two ports of one host have a cookie each. Pure."""
     try:
         port = urlsplit(f"//{host}").port
     except ValueError:
@@ -80,9 +80,10 @@ def cookie_name(host: str) -> str:
 
 
 def _program(request: Request) -> str:
-    """Who acts by a program: from where, and who it says it is. The token is one for all; this is for the trail only.
+    """The client that changes something by a program: its address, and the name that it gives itself. All clients share
+    one token, so this name serves the audit log only.
 
-    The header's bytes are whatever was sent: they stand in a log and in a table, so what shows nothing is left out.
+    The header's bytes come from the client and go into a log and a table, so invisible characters are left out.
     """
     host = "" if request.client is None else f", {request.client.host}"
     said = "".join(one for one in request.headers.get(WHO, "") if one.isprintable()).strip()[:80]
@@ -90,7 +91,7 @@ def _program(request: Request) -> str:
 
 
 class Session(NamedTuple):
-    """Who has said the token. ``token`` is a hash of the one that it was."""
+    """A browser that gave the token. ``token`` is a hash of it."""
 
     who: str
     token: bytes
@@ -156,7 +157,7 @@ class Sessions:
         return found
 
     async def who(self, request: Request) -> str | None:
-        """Who wants to change something; None if he did not say the token."""
+        """The client that wants to change something; None without the token."""
         kind, _, said = request.headers.get("authorization", "").partition(" ")
         if kind:
             if kind.lower() == "bearer" and self._is_token(said.strip()):

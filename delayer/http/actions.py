@@ -241,7 +241,7 @@ class Actions:
 
 
 def _first(facts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """What a question names; it counts the others."""
+    """The messages that a question names, and the number of the others."""
     more = len(facts) - SHOWN
     return [*facts[:SHOWN], *([("and", f"{more} more")] if more > 0 else [])]
 

@@ -29,7 +29,7 @@ PREFIX: Final = "delayer_"
 
 
 class Kind(NamedTuple):
-    """One metric: its type, its unit, its labels, and what it means."""
+    """One metric: its type, unit, labels and meaning."""
 
     type: str
     unit: str
@@ -78,7 +78,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "settle_seconds": _histogram("", "seconds", "settling and committing a release"),
     "park_seconds": _histogram("", "seconds", "writing and committing a batch of new messages"),
     "publish_seconds": _histogram("", "seconds", "publishing a batch, until the last confirm"),
-    # of the store, the same from every daemon that looks at it
+    # Of the store. Every daemon that looks at it reports the same.
     "store_up": _gauge("", "0 or 1", "whether the store could be looked at"),
     "store_schema_current": _gauge("", "0 or 1", "whether it has the schema that this version needs"),
     "waiting_messages": _gauge("", "messages", "rows that wait in the store; exact"),
@@ -93,7 +93,7 @@ METRICS: Final[Mapping[str, Kind]] = {
     "store_messages_total": _counter("kind", "what happened to messages since the store was made, by all daemons"),
     "segments": _gauge("state", "segments", "segments: all, broken ones, and those not restored in time"),
     "segment_messages": _gauge("state", "messages", "the messages in them"),
-    # of the broker, the same from every daemon that looks at it
+    # Of the broker. Every daemon that looks at it reports the same.
     "broker_up": _gauge("", "0 or 1", "whether its queues could be looked at"),
     "queue_messages": _gauge("queue role", "messages", "messages ready in delayer's own queues, and what each is for"),
     "cascade_messages": _gauge("level", "messages", "messages waiting in a level of the cascade"),
@@ -178,7 +178,7 @@ def _of_process(state: State) -> Iterator[Sample]:
         yield "lanes", [], len(state["lanes"])
         yield "lanes_lost_total", [], figures["lanes_lost"]
     for kind in BY_ROUTE:
-        # A counter that begins at 0 and not with its first message: else nobody sees that one.
+        # The counter begins at 0, because a counter that begins with its first message hides that one.
         counts = dict.fromkeys(state["routes"], 0) | figures["routes"][kind]
         yield from ((f"{kind}_total", [route], n) for route, n in counts.items())
     yield "restored_total", [], figures["counts"]["restored"]

@@ -20,8 +20,8 @@ KINDS: Final = ("parked", "released", "cascaded", "refused", "held")
 
 
 class Note(NamedTuple):
-    """The counts of this process at the end of a step. ``below``, ``late`` and ``total``, of all routes together: the
-    messages within each bound of LATENESS, all delivered messages, and the sum of their lateness in seconds."""
+    """The counts of this process at the end of a step, of all routes together. ``below``: messages within each bound of
+    LATENESS. ``late``: all delivered messages. ``total``: the sum of their lateness in seconds."""
 
     step: int
     counts: tuple[int, ...]

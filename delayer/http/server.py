@@ -155,8 +155,8 @@ class HttpPart:
 class Connections:
     """The connections of a server that wait for their client: for a request, for the rest of one, or for a reader.
 
-    uvicorn's own limit of time begins with the end of the first answer. :meth:`sweep` ends connections that keep the
-    server waiting before that, so that no client holds connections for long.
+    uvicorn's own time limit begins with the end of the first answer. :meth:`sweep` ends connections that keep the
+    server waiting before that. So no client holds connections for long.
     """
 
     def __init__(self, quiet: float = 10.0, most: int = AT_ONCE // 2) -> None:

@@ -22,14 +22,14 @@ State = Mapping[str, Any]
 """The state of this process:
 
     mode         "native" or "store"
-    routes       the exchanges that the configured routes are from
-    started_ms   when it began
-    consuming    queue -> whether it is consumed now
+    routes       the exchanges of the configured routes
+    started_ms   its start, epoch milliseconds
+    consuming    queue -> whether the daemon consumes it
     connections  use -> {"connected", "blocked", "connects"}
-    store        whether one is configured
-    lanes        numbers of the lanes that it releases from
+    store        whether a store is configured
+    lanes        numbers of the lanes that it releases
     usable       whether there is a lane to park into
-    stalled      names of the loops that stand still
+    stalled      names of the loops without progress
     recent       http.recent.Recent.notes
     figures      core.counters.Counters.figures()
 """

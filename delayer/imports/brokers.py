@@ -34,7 +34,7 @@ async def admin_of(url: str) -> Admin:
 
 
 def address_of(url: str) -> Address:
-    """Where a source's broker is. Raises BadSource, never showing the URL."""
+    """The address of a source's broker. Raises BadSource, never showing the URL."""
     try:
         return Address.parse(url)
     except ValueError as error:
@@ -49,7 +49,7 @@ _WORDS = {
 
 
 class Destinations:
-    """Satisfies ports.Judge. ``verified`` False: ask nobody, and believe in every destination."""
+    """Satisfies ports.Judge. ``verified`` False: ask no broker, and take every destination for good."""
 
     def __init__(self, broker_url: str, management_url: str | None, *, verified: bool = True) -> None:
         self._broker_url = broker_url

@@ -69,8 +69,8 @@ class Level:
 
 
 class CascadeLevels(Queues):
-    """From the lowest level up, so that the soonest due come first; and then down again, the way that messages go: so
-    what slipped by meanwhile is met too."""
+    """Reads the levels from the lowest up, so that the soonest messages come first. Then it reads them downwards, as
+    messages fall, so that it meets messages that fell meanwhile."""
 
     falling = True
 

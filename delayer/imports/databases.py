@@ -44,32 +44,32 @@ _PASSWORD: Final = re.compile("pass|pwd|secret|token")
 def database_url(text: str) -> URL:
     """The URL with an asynchronous driver. Raises BadSource, never showing the text."""
     if text.count("@") > 1 or not text.isprintable():
-        # What is behind the first @ of a password would be taken for the host.
+        # The rest of a password behind its first @ would be taken for the host.
         raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}; {_ESCAPES}")
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
         raise BadSource(f"the source's URL cannot be read: expected {_EXPECTED}") from None
-    if "odbc_connect" in url.normalized_query:  # it may hold a password in any form
+    if "odbc_connect" in url.normalized_query:  # It may hold a password in any form.
         raise BadSource("the source's URL: expected the server, the database and the driver in it, found odbc_connect")
-    if url.port is not None and not 0 < url.port <= 65_535:  # the network takes it modulo 65536
+    if url.port is not None and not 0 < url.port <= 65_535:  # The network takes it modulo 65536.
         raise BadSource("the source's URL: expected a port from 1 to 65535")
     url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
     if url.drivername == DRIVERS["postgresql"] and (
         mode := url.query.get("sslmode")
-    ):  # every tool's name but asyncpg's
+    ):  # Every driver has these parameters but asyncpg.
         url = url.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
     return url
 
 
 def shown(url: URL) -> str:
-    """Where it is, without anything that may be a password."""
+    """The URL without its password, and without parameters that may hold one."""
     query = {name: values for name, values in url.normalized_query.items() if name.lower() in SHOWN}
     return url.set(password=None, query=query).render_as_string(hide_password=True)
 
 
 def secrets(url: URL) -> set[str]:
-    """What a driver must not quote: the password, and parameters whose names say that they are one."""
+    """Texts that a driver must not quote: the password, and parameters whose names say that they are one."""
     found = [values for name, values in url.normalized_query.items() if _PASSWORD.search(name.lower())]
     return {str(url.password or ""), *chain.from_iterable(found)} - {""}
 
@@ -101,7 +101,7 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """Where it is, without a password."""
+        """The URL without its password."""
         return shown(self._url)
 
     @asynccontextmanager
@@ -129,7 +129,7 @@ class Database:
                 self._engine = create_async_engine(self._url)
             return await self._engine.connect()
         except ModuleNotFoundError as error:
-            if self._url.drivername not in DRIVERS.values():  # whoever names one may name one that would not do
+            if self._url.drivername not in DRIVERS.values():  # A driver in the URL may be one that does not work here.
                 raise BadSource(
                     f"the source's URL: expected {_EXPECTED}; its driver {self._url.drivername} is not installed"
                 ) from error
@@ -137,7 +137,7 @@ class Database:
             raise SourceLost(f"the driver for {self._url.get_backend_name()} is missing: {advice}") from error
         except (ArgumentError, InvalidRequestError) as error:
             raise BadSource(f"the source's URL: expected {_EXPECTED}; {self._described(error)}") from error
-        except (TypeError, ValueError) as error:  # the drivers' words for a parameter that they do not know
+        except (TypeError, ValueError) as error:  # A driver says this of a parameter that it does not know.
             raise BadSource(
                 f"the source's URL has a parameter that its driver cannot use: {self._described(error)}"
             ) from error

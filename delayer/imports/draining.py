@@ -18,7 +18,7 @@ AGAIN: Final = "the same once more"
 
 
 class Left(NamedTuple):
-    """Messages that stay, and why. ``next_step``: what gets them away; ``by_itself``: nobody has to do anything."""
+    """Messages that stay, and why. ``next_step``: how they leave. ``by_itself``: they leave without help."""
 
     messages: int
     where: str
@@ -28,7 +28,7 @@ class Left(NamedTuple):
 
 
 class Standing(Protocol):
-    """What waits in a store; see store.draining."""
+    """The backlog of a store; see store.admin.draining."""
 
     @property
     def rows(self) -> int: ...
@@ -45,7 +45,7 @@ class Standing(Protocol):
 
 
 def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
-    """What a drain into the cascade leaves, or would leave; ``unsound``: rows whose bytes nobody may send."""
+    """The messages that a drain into the cascade leaves, or would leave. ``unsound``: rows with a wrong checksum."""
     keyed = Left(
         now.keyed,
         "store",
@@ -67,7 +67,8 @@ def left_in_store(now: Standing, unsound: int, *, keys_too: bool) -> list[Left]:
 
 
 def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: int) -> list[Left]:
-    """What a drain into the store leaves: ``levels`` are depths by number, those from ``lowest`` on were emptied."""
+    """The messages that a drain into the store leaves. ``levels`` are depths by number; the drain emptied those from
+    ``lowest`` on."""
     below = sum(depth for level, depth in levels.items() if level < lowest)
     above = sum(depth for level, depth in levels.items() if level >= lowest)
     found = [
@@ -80,8 +81,8 @@ def left_in_cascade(levels: Mapping[int, int], due: int, strays: int, lowest: in
 
 
 def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Outgoing:
-    """A row, in an envelope, towards the daemon's due queue. It keeps its id; what is due later than the cascade is
-    long comes by there, and goes in once more."""
+    """A row, in an envelope, towards the daemon's due queue. It keeps its id. A message that is due later than the
+    cascade is long passes the due queue and enters the cascade again."""
     seconds = min(seconds_until(due.due_ms, now_ms), MAX_SECONDS)
     token = b"%d" % due.id
     key = cascade.routing_key(seconds, due_queue)
@@ -89,10 +90,10 @@ def into_cascade(due: Due, levels: Cascade, due_queue: bytes, now_ms: int) -> Ou
 
 
 def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel | None:
-    """What the envelope holds of a message that was met in a level of our own cascade; None where it is none.
+    """The message in an envelope that was met in a level of our own cascade; None where it is no envelope.
 
-    Only what is on its way to the daemon's own due queue is one. Anything else is a message that the broker was to
-    bring to its queue, and what its headers look like is its publisher's word.
+    Only a message on its way to the daemon's own due queue is an envelope. Any other is a publisher's message for some
+    queue, whatever its headers look like.
     """
     if not cascade.leads_to(delivery.routing_key, due_queue):
         return None
@@ -105,8 +106,8 @@ def carried(delivery: Delivery, due_queue: bytes, max_properties: int) -> Parcel
 def into_store(
     delivery: Delivery, levels: Cascade, level: int, now_ms: int, *, due_queue: bytes, max_properties: int
 ) -> Parcel:
-    """A message that was met in a level of our own cascade: what its envelope holds; and where the broker was to finish
-    it, a message that is let out where the cascade ends, by its own key."""
+    """The message that was met in a level of our own cascade: the content of its envelope. A message without an
+    envelope goes where the cascade ends, by its own key."""
     inside = carried(delivery, due_queue, max_properties)
     if inside is not None:
         return inside

@@ -1,14 +1,13 @@
-"""Sources that are files, a record a line, read twice, in constant memory: `jsonl` (our own export, core/lines.py) and
-`delayed-exchange` (a dump of what the delayed-message plugin holds).
+"""Sources that are files with a record in each line. They are read twice, in constant memory: `jsonl` (our own export,
+core/lines.py) and `delayed-exchange` (a dump of the delayed-message plugin).
 
-*Staging* reads the whole file once and notes in the store where each record stands and when it is due; the run then
-reads the records in that order. The file itself is never changed, and must stay as it is until the run is done: its
-digest stands among the parameters, and before a batch is given out its size and the time of its last change must be
-those of when the digest was made.
+*Staging* reads the whole file once. It notes in the store the place and the due instant of each record. The run then
+reads the records in the order of their instants. The file must not change until the run is done. Its digest is one of
+the parameters. Before each batch, its size and the time of its last change must be those of the digest.
 
-A dump is made on each node of the broker by one `rabbitmqctl eval` (docs/importing.md). A line is a message, fields
-between blanks: the due instant in epoch milliseconds, then base64 of virtual host, exchange, routing keys with NUL
-between them, property bytes, and body. The last line says how many there are.
+One `rabbitmqctl eval` makes a dump on each node of the broker (docs/importing.md). A line is a message, with blanks
+between its fields. They are the due instant in epoch milliseconds, then base64 of virtual host, exchange, routing keys
+with NUL between them, property bytes, and body. The last line has the number of messages.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def lines_in(path: Path) -> Iterator[bytes]:
 
 
 def seen_now(path: Path) -> tuple[int, int, int]:
-    """What differs where the file is another one, or was written to."""
+    """The inode, size and time of change (ns), which differ if the file is another one or was written to."""
     with reading(path):
         found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -91,7 +90,7 @@ class Skipped(NamedTuple):
 
 
 Reading = Item | Skipped | int | None
-"""What a line is: a number is how many messages the file has, by its last line; None for a line that says nothing."""
+"""The meaning of a line. A number is the count of messages from the last line. None is a line without content."""
 
 
 class FileSource(ABC):
@@ -144,7 +143,7 @@ class FileSource(ABC):
         return self._parameters
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """See Source. What cannot be read is left, and told. Every line is read at any rate."""
+        """See Source. It skips and reports unreadable records. It always reads every line."""
         if self._survey is None:
             self._survey = self._look()
             if unfinished is None:
@@ -182,7 +181,7 @@ class FileSource(ABC):
             (item.parcel.due_ms, position, number, item.parcel.target, "" if item.hold is None else item.hold.text)
             for number, position, _, item in self._meant_records(survey)
         )
-        # Of a limit beyond what may be in memory, all of the file is told.
+        # A limit beyond what fits in memory reports the whole file.
         if limit is not None and limit <= 100_000:
             seen = nsmallest(limit, seen)
         for due_ms, _, number, target, problem in seen:
@@ -243,7 +242,7 @@ class FileSource(ABC):
         return count
 
     async def resume(self, run: Run) -> None:
-        """See Source. Nothing is removed: what is committed is passed over."""
+        """See Source. It removes nothing, and passes over committed records."""
         self._run = run
         if run.progress is not None:
             due_ms, position = json.loads(run.progress)
@@ -332,8 +331,8 @@ _NOTHING: Final = (b"", b"ok")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What of a dump is meant, and where it goes: messages of ``vhost``; those of an exchange in ``exchanges`` to the
-    target there (an empty key keeps the message's own), those of any other to the exchange of the same name."""
+    """The messages of a dump to import, and their targets. Only messages of ``vhost`` are imported. ``exchanges`` names
+    targets by exchange; an empty key keeps the message's own. Other messages go to the exchange of the same name."""
 
     vhost: bytes
     exchanges: Mapping[bytes, Target] = field(default_factory=dict)

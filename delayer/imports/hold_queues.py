@@ -1,8 +1,8 @@
-"""Source `hold-queues`: queues that hold messages for a time and dead-letter them then, one queue for each duration.
+"""Source `hold-queues`: queues that hold messages for a time and then dead-letter them, one queue for each duration.
 
-Symfony's ``delay_…``, Laravel's ``….delay.<ms>``, enqueue's ``….delayed``, EasyNetQ's, MailerQ's powers of two, the
-classic pair of a work queue and a retry queue. Where a message goes, and for how long a queue holds it, the queue's
-arguments or its policy say, as the management API tells them; or a person says it.
+Examples are Symfony's ``delay_…``, Laravel's ``….delay.<ms>``, enqueue's ``….delayed``, EasyNetQ's, MailerQ's powers of
+two, and the pair of a work queue and a retry queue. The queue's arguments or its policy say where a message goes and
+how long the queue holds it. The management API shows both; otherwise options of the command say it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from delayer.imports.state_machine import ImportImpossible, SourceLost
 NAME: Final = "hold-queues"
 COPIES: Final = b"CC"
 SENT_AGAIN: Final = "_retry"
-"""What Symfony's names of queues end with whose messages its workers sent once more, with the timestamp they had."""
+"""The end of the name of Symfony's queues whose messages its workers sent again, with their old timestamp."""
 
 
 @dataclass(slots=True)
@@ -79,10 +79,11 @@ class Hold:
         return min(said, default=None)
 
     def _due_ms(self, properties: Properties | None, wait_ms: int, now_ms: int) -> int:
-        """Never early: what a message tells of when it came is believed between now and the whole wait from now.
+        """The due instant, epoch milliseconds. Never early: a timestamp counts only if it puts the instant between now
+        and the whole wait from now.
 
-        A message that came when it says would be gone if its time were over: then it does not say when it came here,
-        but when it was first sent, and it may have come just now.
+        A message whose time is over by its timestamp would be gone. So that timestamp is of its first publish, and the
+        message may have come just now.
         """
         latest_ms = now_ms + wait_ms
         came = self._came_ms(properties)
@@ -115,8 +116,8 @@ async def _shown(admin: Admin, queue: str) -> int:
 
 
 def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool) -> bytes:
-    """As the broker dead-letters: an expiration has acted, and does not act again; and where the queue says the key,
-    further keys of the message do not act either."""
+    """The properties as the broker dead-letters them. An expiration has acted, and does not act again. Where the queue
+    sets the key, further keys of the message do not act either."""
     if properties is None:
         return raw
     remove = (COPIES,) if rerouted and properties.get(COPIES) is not None else ()
@@ -127,7 +128,7 @@ def _dead_lettered(raw: bytes, properties: Properties | None, *, rerouted: bool)
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a person says about all the queues, where nobody else does."""
+    """The options about all queues, for queues whose arguments and policy do not say it."""
 
     ttl_ms: int | None = None
     to_exchange: str | None = None
@@ -154,7 +155,7 @@ class HoldQueues(Queues):
         said: Said = Said(),
         own: Mapping[str, str] | None = None,
     ) -> None:
-        """``own``: names of queues that are never taken, and what they are in delayer's configuration."""
+        """``own``: names of queues that are never read, and their role in delayer's configuration."""
         super().__init__(NAME, url, meant, now, rewrites)
         self._management = None
         if management_url:
@@ -181,8 +182,8 @@ class HoldQueues(Queues):
         return list(holds)
 
     async def _passed_over(self, admin: Admin, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Whether a queue is none that holds messages: delayer's own; or, where only a pattern names it, a work queue,
-        which may be called like the one that holds its retries."""
+        """Whether a queue holds no messages to import: delayer's own, or a work queue that the pattern matches as
+        well."""
         own = self._own.get(name)
         if own is None and name in self._patterns:
             return False

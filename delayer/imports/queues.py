@@ -35,7 +35,7 @@ from delayer.imports.state_machine import SourceLost
 X_DEATH: Final = b"x-death"
 DEATHS: Final = (b"x-first-death-", b"x-last-death-")
 COUNTED: Final = frozenset({b"x-delivery-count", b"x-acquired-count"})
-"""What the broker adds of its own to a message that it delivers again; the second from 4.3 on."""
+"""Headers that the broker adds to a message that it delivers again; the second from 4.3 on."""
 
 
 def parsed(raw: bytes) -> Properties | None:
@@ -67,9 +67,9 @@ def fell(properties: Properties | None) -> bool:
 
 
 def fingerprint(delivery: Delivery, properties: Properties | None, *, falling: bool = False) -> str:
-    """What a message is known again by: its bytes, but for the broker's count of deliveries. "" for one that has no
-    identity of its own, neither a message id nor Celery's header ``id``. ``falling``: it may have gone on to another
-    queue of its cascade meanwhile, with the notes that the broker makes of that."""
+    """The identity of a message: its bytes without the broker's count of deliveries. "" for a message with neither a
+    message id nor Celery's header ``id``. ``falling``: it may have moved to another queue of its cascade, with the
+    broker's notes."""
     if properties is None or (properties.message_id is None and properties.get(b"id") is None):
         return ""
     digest = hashlib.sha256()
@@ -94,7 +94,7 @@ class Doubt:
         self._in_doubt: deque[str] = deque()
 
     def read(self, note: str) -> None:
-        """What another run noted."""
+        """Read the note of another run."""
         self._known.update(json.loads(note)["digests"])
 
     def total(self) -> int:
@@ -110,9 +110,9 @@ class Doubt:
         return True
 
     def note(self, queue: str, digests: Sequence[str], prefetch: int) -> str:
-        """The digests of what may be delivered again: of this batch; of what another run committed and was not met
-        again; and of what was acknowledged before, as far as the broker may not have heard of it. It has heard of all
-        but the last ``prefetch``, or it would not have sent these."""
+        """The digests of messages that may be delivered again: those of this batch, those that another run committed
+        and this one has not met, and those acknowledged before. Of these the broker has heard all but the last
+        ``prefetch``, because it sent new ones since."""
         self._in_doubt.extend(digests)
         while len(self._in_doubt) > prefetch:
             self._in_doubt.popleft()
@@ -141,7 +141,7 @@ class Reader(Protocol):
 
     @property
     def target(self) -> Target | None:
-        """Where all of its messages go; None where that is each one's own."""
+        """The target of all its messages; None where each has its own."""
 
     def latest_ms(self, now_ms: int) -> int | None:
         """The latest due instant that a message in it can have; None where its messages say."""
@@ -174,7 +174,7 @@ class Visits:
         self._kept = 0
         self._unread = 0
         self.left: dict[str, Counter[str]] = {}
-        """By queue: what was left there, and why."""
+        """By queue: the messages that stay, with their reasons."""
 
     async def readers(self, admin: Admin) -> list[Reader]:
         """All of them."""
@@ -188,7 +188,7 @@ class Visits:
 
     @property
     def reader(self) -> Reader:
-        """Of the queue that is read."""
+        """The reader of the queue that is read."""
         assert self._readers is not None
         return self._readers[self._at]
 
@@ -218,10 +218,11 @@ class Visits:
             while self._at < len(readers):
                 reader = readers[self._at]
                 depth = (await asked(admin.depths([reader.queue])))[reader.queue] or 0
-                # Of two visits to a queue the second one counts: it meets again what the first one left.
+                # A second visit to a queue replaces the first one's list: it meets again the messages that the first
+                # one left.
                 self.left[reader.queue] = Counter()
                 if depth and not self.none_meant(reader, now_ms):
-                    # What is known may be on its way back into the queue, from whoever died.
+                    # A run that died may have messages in hand that are on their way back into the queue.
                     self._unread = depth + self._doubt.total()
                     break
                 self.left[reader.queue] += Counter({BEFORE_CUTOFF: depth})
@@ -241,7 +242,7 @@ class Visits:
     async def deliveries(self, subscription: RelaySubscription) -> list[Delivery]:
         """The next ones; empty where the queue is at its end, and then it is left."""
         try:
-            # Empty answers, a second each, after which the rest of a queue is in somebody else's hands.
+            # After three empty answers, a second each, another consumer holds the rest of the queue.
             for _ in range(3 if self._unread > 0 else 0):
                 if some := await subscription.next_batch(min(BATCH, self._unread), 0.05):
                     self._unread -= len(some)
@@ -257,12 +258,13 @@ class Visits:
         return []
 
     async def _ready(self) -> int:
-        """How many messages wait in the queue that is read, and nobody has in hand."""
+        """The number of messages that wait in the queue that is read, without those that a consumer holds."""
         async with await admin_of(self._url) as admin:
             return (await asked(admin.depths([self.reader.queue])))[self.reader.queue] or 0
 
     async def leave(self) -> None:
-        """What was not acknowledged is back in the queue; what was is out of it, or it is said that nobody knows."""
+        """Stop reading. Unacknowledged messages are back in the queue. Acknowledged ones are gone, or reported as
+        unknown."""
         subscription, self.subscription = self.subscription, None
         self._kept = 0
         if subscription is None:
@@ -307,7 +309,7 @@ class Queues(ABC):
         self._doubt = Doubt(falling=self.falling)
         self._visits = Visits(url, meant, now, self.readers, self._doubt)
         self._tags: list[int] = []
-        """Of the batch that was given out last: what it has, and what was met again."""
+        """Delivery tags of the last batch: its own, and those of messages that were met again."""
         self._count = 0
         self.passed_over: dict[str, tuple[str, int]] = {}
         """Queues that were met and are not meant: why, and how many messages stand there."""
@@ -318,7 +320,7 @@ class Queues(ABC):
 
     @abstractmethod
     def more_parameters(self) -> Mapping[str, object]:
-        """What besides the broker says what is meant."""
+        """Parameters besides the broker that choose the messages."""
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -368,7 +370,7 @@ class Queues(ABC):
         if run.progress is not None:
             self._doubt.read(run.progress)
         if self._full():
-            await self._remove_known(run)  # no batch comes any more that would meet them
+            await self._remove_known(run)  # No later batch would meet them.
 
     async def next_batch(self) -> Batch | None:
         """See Source."""
@@ -383,7 +385,7 @@ class Queues(ABC):
         return None
 
     async def _batch(self, deliveries: Sequence[Delivery], prefetch: int) -> Batch | None:
-        """What is meant, and new. What is not meant stays unacknowledged."""
+        """The new messages among these that are to be imported. The others stay unacknowledged."""
         reader = self._visits.reader
         now_ms = await self._now()
         items: list[Item] = []
@@ -424,12 +426,13 @@ class Queues(ABC):
         return dict(sum([*self._visits.left.values(), *passed_over], Counter()))
 
     async def put_back(self, run: Run) -> None:
-        """See Source. What is not committed is in its queue; what is committed and still there goes now."""
+        """See Source. Messages that are not committed are in their queue. Committed ones that are still there are
+        removed."""
         await self.resume(run)
         await self._remove_known(run)
 
     async def _remove_known(self, run: Run) -> None:
-        """Acknowledge what is committed and still in the queue that was read last."""
+        """Acknowledge the committed messages that are still in the queue that was read last."""
         if not self._doubt.total():
             return
         queue = str(json.loads(str(run.progress))["queue"])
@@ -444,7 +447,7 @@ class Queues(ABC):
         await self._visits.leave()
 
     def reached_from(self, queue: str, readers: Sequence[Reader]) -> list[Reader]:
-        """Where a message may be by now that stood in ``queue``."""
+        """The readers of queues that a message of ``queue`` may be in by now."""
         return [reader for reader in readers if reader.queue == queue]
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from delayer.imports.timeouts import Timeout, item_of
 NAME: Final = "nservicebus-raven"
 COLLECTION: Final = "TimeoutDatas"
 HIDDEN: Final = ("__hidden__", "__migrated__")
-"""What the vendor's own migration puts before the name of an owner whose timeouts it has in hand, or is done with."""
+"""The prefixes of an owner's name with which the vendor's own migration marks timeouts in hand and done."""
 
 
 def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = ()) -> Item | Skipped | None:
@@ -43,7 +43,7 @@ def read(line: bytes, endpoint: str | None = None, replies: Sequence[Rewrite] = 
     owner = str(found.get("OwningTimeoutManager") or "")
     if owner.startswith(HIDDEN):
         return Skipped("already taken by another migration")
-    # A timeout without an owner is anybody's: every timeout manager takes it.
+    # Every timeout manager takes a timeout without an owner.
     if endpoint is not None and owner not in ("", endpoint):
         return Skipped("of other endpoints")
     address = _address(found.get("Destination"))
@@ -72,7 +72,7 @@ def _address(said: object) -> str:
 def _due_ms(found: Mapping[str, Any]) -> int:
     said = found.get("Time")
     if isinstance(said, str):
-        for text in (said, f"{said}Z"):  # UTC, and older documents do not say so
+        for text in (said, f"{said}Z"):  # The text is in UTC; older documents leave out the zone.
             try:
                 return read_instant_ms(text)
             except UnreadableDelay:
@@ -92,7 +92,7 @@ def _body(found: Mapping[str, Any]) -> bytes:
     if said is None:
         return b""
     if isinstance(said, dict):
-        said = said.get("$value")  # Json.NET's way to write bytes with their type
+        said = said.get("$value")  # Json.NET writes bytes with their type in this form.
     try:
         return base64.b64decode(said, validate=True)
     except (TypeError, binascii.Error, ValueError):

@@ -52,7 +52,8 @@ from delayer.imports.timeouts import Timeout, epoch_ms, item_of, moment_of, prob
 
 TABLES: Final[Mapping[str, Sequence[str]]] = {
     "nservicebus-sql": ("*TimeoutData",),
-    "nservicebus-nhibernate": ("TimeoutEntity", "timeoutentity"),  # NHibernate quotes no name, PostgreSQL folds those
+    # NHibernate quotes no name, so PostgreSQL folds these to lower case.
+    "nservicebus-nhibernate": ("TimeoutEntity", "timeoutentity"),
 }
 """The sources, and the patterns of their tables."""
 CLOCKS: Final = {"postgresql": "timezone('UTC', clock_timestamp())", "mssql": "sysutcdatetime()"}
@@ -117,7 +118,7 @@ def staged_beside(name: str, names: Iterable[str]) -> list[str]:
 
 
 class Pick(NamedTuple):
-    """Which rows are meant: due later than ``after``, and at ``since`` or later."""
+    """The filter of rows: due later than ``after``, and at ``since`` or later."""
 
     after: datetime | None = None
     since: datetime | None = None
@@ -168,8 +169,8 @@ class TimeoutTable:
         return insert(self.staged).from_select([column.name for column in self.source.c], rows)
 
     def forget(self, dialect: Dialect) -> str:
-        """Delete the copied rows. MySQL would read the whole table for that, and wait for every locked row in it,
-        unless it is told to begin with the staging table."""
+        """Delete the copied rows. The statement tells MySQL to begin with the staging table. Otherwise MySQL reads the
+        whole table, and waits for every locked row in it."""
         prepare = dialect.identifier_preparer
         source, staged = prepare.format_table(self.source), prepare.format_table(self.staged)
         id_ = prepare.quote(self._spelled["id"])
@@ -187,7 +188,7 @@ class TimeoutTable:
         return rows if limit is None else rows.order_by(*self._order(self.source)).limit(limit)
 
     def looks_staged(self) -> Select[Any]:
-        """Of each row its destination, due instant and headers."""
+        """Destination, due instant and headers of each row."""
         return self._looks(self.staged)
 
     def dues(self, pick: Pick, limit: int) -> Select[Any]:
@@ -248,8 +249,8 @@ class TimeoutTable:
         return select(*(self.of(table, name) for name in ("destination", "time", "headers")))
 
     def _instant(self, place: Place) -> ColumnElement[Any]:
-        """An instant as the column has it. SQL Server's datetime counts in thirds of 10 ms: the .003 that it gives is
-        less than its .00333, as long as the parameter is a datetime2."""
+        """An instant in the type of the column. SQL Server's datetime counts in thirds of 10 ms. Its .003 is less than
+        the true .00333 if the parameter is a datetime2."""
         return cast(place[0], self.of(self.staged, "time").type)
 
 
@@ -332,7 +333,7 @@ class SqlTimeouts:
                 for one in tables:
                     if one.staged.name in there:
                         await self._look(connection, one, one.staged, one.looks_staged(), survey)
-                if survey.messages:  # the move is one transaction: all of it is staged
+                if survey.messages:  # The move is one transaction, so either all rows are staged or none.
                     survey.remarks.append("this is what the run that was interrupted staged and did not remove yet")
                 if survey.messages or unfinished.phase is Phase.RUNNING:
                     return survey
@@ -412,7 +413,7 @@ class SqlTimeouts:
                     yield Batch(items, write_places(upto))
                     items, size = [], 0
                 elif not len(items) % 250:
-                    await asyncio.sleep(0)  # the commit of the batch before has to go on meanwhile
+                    await asyncio.sleep(0)  # Let the commit of the last batch go on.
         if items:
             yield Batch(items, write_places(upto))
 
@@ -521,8 +522,8 @@ class SqlTimeouts:
         return shares
 
     async def _move(self, connection: AsyncConnection, tables: Sequence[TimeoutTable]) -> int:
-        """Move the rows that are meant, in one transaction. Until its commit a timeout manager sees them all, as it
-        reads without locks: so none of them may be due by then, however long it took."""
+        """Move the chosen rows in one transaction. A timeout manager reads without locks and sees all of them until the
+        commit. So none of them may be due by then."""
         ahead_ms = SOON_MS
         for _ in range(3):
             began = time.monotonic()
@@ -562,7 +563,7 @@ class SqlTimeouts:
                 for destination, due, headers in some:
                     target = self._target(destination or "")
                     survey.add(target, epoch_ms(due), problem=problem_of(headers, target.routing_key))
-                await asyncio.sleep(0)  # heartbeats and signals are served
+                await asyncio.sleep(0)  # Let heartbeats and signals be served.
 
     async def _fitting(
         self, connection: AsyncConnection, one: TimeoutTable, table: Table, *names: str, share: int = 1

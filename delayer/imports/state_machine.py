@@ -1,9 +1,9 @@
-"""The state machine of an import: preview, run (stage, batches, resume), abort; and what it needs of a source.
+"""The state machine of an import: preview, run (stage, batches, resume), abort; and the port of a source.
 
-Every step is safe to repeat, and what has to be remembered between two steps is in the store: a run that is killed
-anywhere goes on where its last commit stands. A batch is committed together with the source's own note of how far it
-is; only then does the source remove it. So after a kill between the two the source removes, by that note, what it still
-has of the batch, and nothing is parked twice. See core/importing.py for the states.
+Every step is safe to repeat, and the store keeps everything that the next step needs. So a killed run goes on behind
+its last commit. A batch is committed together with the source's note of its progress; only then does the source remove
+it. After a kill between the two, the source removes the rest of the batch by that note, and no message is parked twice.
+See core/importing.py for the states.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ImportImpossible(Exception):
 
 
 class BadSource(ImportImpossible):
-    """What was said of the source cannot be right, whatever is there."""
+    """The description of the source is wrong, whatever the source holds."""
 
 
 class SourceLost(Exception):
-    """The source is out of reach. Nothing is lost: what was committed is here, the rest is there."""
+    """The source is out of reach. No message is lost: committed ones are here, the others are there."""
 
 
 class CountMismatch(Exception):
@@ -36,10 +36,10 @@ class CountMismatch(Exception):
 
 
 class Source(Protocol):
-    """What another system still holds. May raise SourceLost everywhere, ImportImpossible where it says so.
+    """The messages that another system holds. Every method may raise SourceLost, and ImportImpossible where it says so.
 
-    ``name`` is what `delayer import` calls it; ``parameters`` say what is meant of it, without any password: a run is
-    resumed only with equal ones.
+    ``name`` is its name in `delayer import`. ``parameters`` choose the messages, without any password: a run is resumed
+    only with equal ones.
     """
 
     @property
@@ -49,17 +49,17 @@ class Source(Protocol):
     def parameters(self) -> Mapping[str, object]: ...
 
     async def survey(self, unfinished: Run | None = None, *, thorough: bool = False) -> Survey:
-        """What is there, changing nothing that lasts. ``unfinished``: this very import, interrupted: what it staged is
-        its own, and still to come. ``thorough``: every message is looked at that can be, however long that takes: a run
-        will do so anyhow, and who looks wants to know before. Raises ImportImpossible for what no run could read."""
+        """Count and check the messages without lasting changes. ``unfinished``: this import was interrupted, and its
+        staged messages still come. ``thorough``: look at every message, however long that takes, as a run does. Raises
+        ImportImpossible for a source that no run could read."""
 
     async def stage(self, run: Run) -> int | None:
-        """Take what is meant out of everybody else's reach, or note what there is to read. Safe to repeat. How many
-        messages; None where only the run can tell. Raises ImportImpossible; then nothing is staged."""
+        """Take the chosen messages out of reach of others, or note their places. Safe to repeat. Returns their number;
+        None where only the run can tell. Raises ImportImpossible; then no message is staged."""
 
     async def resume(self, run: Run) -> None:
-        """Begin, or go on behind ``run.progress``: what is committed by it and still there is removed, now or when it
-        is met again."""
+        """Begin, or go on behind ``run.progress``. The source removes committed messages that it still has, now or when
+        it meets them again."""
 
     async def next_batch(self) -> Batch | None:
         """The next messages, soonest due first as far as the source can tell; None when nothing is left."""
@@ -71,14 +71,14 @@ class Source(Protocol):
         """Nothing is left: clean up. Safe to repeat. Why messages stay there, and how many."""
 
     async def put_back(self, run: Run) -> int | None:
-        """What is staged and not committed goes back to where it was. How many. Safe to repeat."""
+        """Put staged messages back that are not committed. Returns their number. Safe to repeat."""
 
     async def close(self) -> None:
         """Let go of connections and files. Safe to call twice."""
 
 
 class Book(Protocol):
-    """Where runs are written down, and batches committed. Satisfied by store.importing.ImportStore."""
+    """The store of runs, which also commits batches. Satisfied by store.admin.importing.ImportStore."""
 
     async def now_ms(self) -> int: ...
 
@@ -95,7 +95,8 @@ class Book(Protocol):
 
 
 class Notes(Protocol):
-    """Where a source of records in a file notes their order. Satisfied by store.importing.ImportStore."""
+    """The place where a source of records in a file notes their order. Satisfied by
+    store.admin.importing.ImportStore."""
 
     async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int: ...
 
@@ -106,25 +107,25 @@ class Notes(Protocol):
     async def brought(self, source: str, sha256: str) -> list[tuple[int, int]]: ...
 
     async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
-        """Those of these keys under which a message waits already."""
+        """The keys among these under which a message waits already."""
 
 
 class Judge(Protocol):
-    """Who knows which destinations the broker would take."""
+    """Knows which destinations the broker would take."""
 
     async def problems(self, goals: Mapping[Target, Goal]) -> Mapping[Target, str]:
-        """Of these destinations those that messages would be held for, and why. Raises ImportImpossible where the
+        """The destinations among these whose messages would be held, with the reason. Raises ImportImpossible if the
         broker could not be asked."""
 
 
 Say = Callable[[str, int, int | None], None]
-"""Told what is being done, how much of it is done, and how much there is, where that is known."""
+"""Reports progress: the step, the amount done, and the whole amount where it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What a run would do. ``problems``: the destinations whose messages would be held, and why. ``own``: whether
-    ``unfinished`` is this import. ``refusal``: why a run would not even begin; "" where it would."""
+    """The effects of a run. ``problems``: destinations whose messages would be held, and why. ``own``: whether
+    ``unfinished`` is this import. ``refusal``: why a run would not begin; "" where it would."""
 
     survey: Survey
     problems: Mapping[Target, str]
@@ -157,9 +158,9 @@ class Preview:
 
 @dataclass(slots=True)
 class Report:
-    """What a run did, this time (``parked``, ``held``, ``superseded``, ``again``) and altogether (``run``). ``again``:
-    messages that were committed before the last interruption, and only had to be removed. ``left``: why others stay.
-    ``doubts``: the survey's, where one was made; before a run that is resumed there is none."""
+    """The effects of a run, this time (``parked``, ``held``, ``superseded``, ``again``) and altogether (``run``).
+    ``again``: messages that were committed before the last interruption and only had to be removed. ``left``: why
+    others stay. ``doubts``: those of the survey; a resumed run makes none."""
 
     run: Run
     resumed: bool
@@ -204,7 +205,7 @@ async def preview(source: Source, book: Book, judge: Judge, *, again: bool = Fal
 
 
 def _brought(survey: Survey, again: bool) -> str:
-    """Why a run would not begin with what was brought before."""
+    """The reason not to import again the messages of an earlier import; "" if there is none."""
     if again or not survey.brought:
         return ""
     return (
@@ -214,13 +215,13 @@ def _brought(survey: Survey, again: bool) -> str:
 
 
 async def run(source: Source, book: Book, judge: Judge, who: str, say: Say, *, again: bool = False) -> Report:
-    """Begin, or go on. What an earlier import brought is brought only if ``again`` is said. Raises SourceLost,
-    ImportImpossible, CountMismatch, StoreLost; run it again then."""
+    """Begin, or go on. ``again``: import also messages that an earlier import brought. Raises SourceLost,
+    ImportImpossible, CountMismatch, StoreLost; then run it again."""
     began = time.monotonic()
     found = await book.unfinished()
     doubts: list[str] = []
     if found is None:
-        # Before anything moves: what nobody can read, or nobody could be asked about, stops it here.
+        # An unreadable source, or a broker that cannot be asked, stops the import before any message moves.
         survey = await source.survey()
         doubts = survey.doubts
         if refusal := _brought(survey, again):
@@ -290,7 +291,8 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
     for item in batch.items:
         parcel = item.parcel
         if (goal := goals.get(parcel.target)) is None:
-            goals[parcel.target] = Goal(1, parcel.due_ms)  # the soonest of them: that is their order
+            # The first parcel is the soonest, because they come in that order.
+            goals[parcel.target] = Goal(1, parcel.due_ms)
         else:
             goal.messages += 1
     problems = await judge.problems(goals)
@@ -306,8 +308,8 @@ async def _judged(batch: Batch, judge: Judge) -> Batch:
 
 
 async def abort(source: Source, book: Book) -> tuple[Run, int | None]:
-    """End an unfinished run: what is committed stays, the rest goes back. The run, and how many went back; None where
-    the source cannot count. Raises ImportImpossible if there is none."""
+    """End an unfinished run. Committed messages stay, the others go back. Returns the run, and how many went back; None
+    where the source cannot count. Raises ImportImpossible if there is no run."""
     found = await book.unfinished()
     if found is None:
         raise ImportImpossible("there is no unfinished import to abort")

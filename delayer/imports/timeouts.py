@@ -18,9 +18,9 @@ from delayer.core.message import SHORT_STRING, Parcel, Target
 from delayer.core.plan import LATEST_MS
 
 RELATED: Final = "NServiceBus.RelatedToTimeoutId"
-"""What the timeout manager adds when it dispatches."""
+"""The header that the timeout manager adds when it dispatches."""
 SAVED_REPLY_TO: Final = "NServiceBus.Timeout.ReplyToAddress"
-"""Where timeout managers of core 3 to 5 kept the address for answers; they put it back as they dispatched."""
+"""The header where timeout managers of core 3 to 5 kept the reply address; they restored it when they dispatched."""
 UNREAD: Final = b"x-delayer-import-headers"
 """Carries a headers column that cannot be read, as it is."""
 NET_TYPE: Final = "$type"
@@ -61,8 +61,8 @@ def moment_of(epoch: int) -> datetime:
 
 
 def item_of(timeout: Timeout, source: bytes, queue: bytes, replies: Sequence[Rewrite] = ()) -> Item:
-    """The message, for ``queue`` through the default exchange; ``replies`` rename the address that answers go to.
-    What is wrong with it becomes its Hold."""
+    """The message, for ``queue`` through the default exchange. ``replies`` rename the reply address. A defect of the
+    timeout becomes the message's Hold."""
     headers, unread = _read(timeout.headers)
     raw = str(timeout.headers).encode("utf-8", "surrogateescape") if unread else b""
     hold = _hold(unread, queue)
@@ -113,7 +113,7 @@ def _headers(given: str | Mapping[str, object] | None) -> Mapping[str, object]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {type(found).__name__}")  # noqa: TRY004 - of data, not of code
-    if NET_TYPE in found:  # Json.NET's, where it is told to say what it wrote; no header
+    if NET_TYPE in found:  # Json.NET writes its type on request; it is no header.
         found = {name: value for name, value in found.items() if name != NET_TYPE}
     longest = max(map(len, found), default=0)
     if longest > SHORT_STRING // 4 and any(len(name.encode("utf-8", "surrogatepass")) > SHORT_STRING for name in found):
@@ -135,7 +135,8 @@ def _due_ms(column_ms: int, headers: Mapping[str, object]) -> int:
 
 
 def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Sequence[Rewrite]) -> bytes:
-    """As NServiceBus's transport for RabbitMQ fills them in: headers as strings, and what has a property as one too."""
+    """The properties as NServiceBus's transport for RabbitMQ fills them in: headers as strings, and properties as well
+    where AMQP has one."""
     texts: dict[str, str] = {name: value if type(value) is str else _text(value) for name, value in headers.items()}
     texts.setdefault(RELATED, id_)
     if SAVED_REPLY_TO in texts and (saved := texts.pop(SAVED_REPLY_TO)):
@@ -146,7 +147,7 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Se
         texts[_REPLY_TO_ADDRESS] = answer
     parts: list[bytes] = []
     for name, text in texts.items():
-        value = text.encode("utf-8", "surrogatepass")  # JSON can spell half of a pair of surrogates
+        value = text.encode("utf-8", "surrogatepass")  # JSON can contain half of a surrogate pair.
         parts += (_head(name), _U32.pack(len(value)), value)
     if raw:
         parts.append(entry(UNREAD, long_string(raw)))
@@ -174,7 +175,7 @@ def _properties(id_: str, headers: Mapping[str, object], raw: bytes, replies: Se
 
 @lru_cache(maxsize=1 << 12)
 def _head(name: str) -> bytes:
-    """What stands before the length of a string header of this name; a system uses a few dozen of them."""
+    """The bytes before the length of a string header of this name. A system uses a few dozen names."""
     key = name.encode("utf-8", "surrogatepass")
     return b"%c%bS" % (len(key), key)
 
