@@ -1,4 +1,4 @@
-"""What is coming: how much is due when, from which routes, for which destinations, and the peaks among it."""
+"""The forecast: how much is due when, from which routes, for which destinations, and the peaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delayer.store.rows.partitions import DAY_MS
 
 RELEASE_RATE: Final = 14_000.0
 """Messages a second that one daemon released on two cores shared with broker and database, 512 bytes each
-(docs/performance.md). Whoever knows the own rate says so."""
+(docs/performance.md). An operator gives the own rate by ``--release-rate``."""
 SECOND_MS, MINUTE_MS, HOUR_MS = 1_000, 60_000, 3_600_000
 
 
@@ -65,7 +65,7 @@ def _bars(rows: list[Any], width: int, first: int, last: int) -> tuple[Bar, ...]
 
 
 def _days(store: Extract) -> tuple[Bar, ...]:
-    """A bar for each day; what is farther than years away is in the bars at the edges."""
+    """A bar for each day. The bars at the edges hold everything that is farther away."""
     first, last = ((store.now_ms + days * DAY_MS) // DAY_MS * DAY_MS for days in (-400, 4000))
     rows = store.rows(f"""
         SELECT least(greatest(due_ms - pmod(due_ms, {DAY_MS}), {first}), {last}) AS start_ms, count(*) AS messages,
@@ -104,7 +104,7 @@ def _figures(row: Any) -> tuple[int, int, int, int]:
 
 
 def targets(store: Extract, limit: int) -> list[Target]:
-    """The distinct destinations of what waits and what is held, the ``limit`` soonest due of them."""
+    """The distinct destinations of waiting and held messages, the ``limit`` soonest due of them."""
     rows = store.rows(f"""
         SELECT to_exchange, to_key, count(*) AS messages, min(due_ms) AS first_due_ms, count_if(kind = '{HELD}') AS held
         FROM messages GROUP BY to_exchange, to_key ORDER BY first_due_ms, to_exchange, to_key LIMIT {limit}""")

@@ -1,8 +1,8 @@
 """`delayer compact`: rows that are due in the far future become segments.
 
-The driver cuts the backlog into windows, executors make segments of them (:func:`work`), and in the end the
-partitions that lost their rows give their room back (store/segments/shrink.py). Nothing is kept beside the store: a
-job that was killed is simply started again, and so is a task.
+The driver cuts the backlog into windows, and executors make segments of them (:func:`work`). At the end the partitions
+that lost their rows give their room back (store/segments/compact.py). The store alone keeps the state, so a killed job
+or task is simply started again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class Packed(NamedTuple):
-    """What became of a window. ``lost`` and ``broken`` are reasons: the store was out of reach; a segment did not read
-    back and was not kept. What was committed before stays."""
+    """The result of a window. ``lost`` and ``broken`` are reasons: the store was out of reach, or a segment did not
+    read back and was not kept. Segments committed before stay."""
 
     window: Window
     segments: int
@@ -63,7 +63,7 @@ async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
         for window in windows:
             packed.append(await pack_window(connection, window, rows, ours))
         await pool.flush(connection)
-    except DRIVER_ERRORS as error:  # of the flush, mostly: perhaps the last of them are undone
+    except DRIVER_ERRORS as error:  # Mostly of the flush: the last segments may be undone.
         told = {one.window: one for one in packed}
         return [_perhaps(told.get(window, Packed(window, 0, 0, 0, 0)), describe(error)) for window in windows]
     else:
@@ -73,7 +73,7 @@ async def _work(url: str, rows: int, windows: Sequence[Window]) -> list[Packed]:
 
 
 def _perhaps(one: Packed, reason: str) -> Packed:
-    """What is not sure to be kept is in no total, but its day is looked at."""
+    """A window whose commit is uncertain counts in no total. Its day is checked for room to give back."""
     lost = one.lost or (f"{reason}; perhaps {one.messages} messages more were packed" if one.messages else reason)
     return Packed(one.window, 0, 0, 0, 0, lost, one.broken, one.messages)
 
@@ -95,7 +95,7 @@ async def pack_window(connection: asyncpg.Connection, window: Window, rows: int,
                 # Seconds after each portion.
                 one = await compact.compact_one(connection, window, rows=rows, portion=portion, pause=0.01)
                 if one is not None:
-                    made.append(one)  # whatever happens to the turn
+                    made.append(one)  # Committed, even if the turn then fails.
         except WORTH_REPEATING as error:
             attempts += 1
             lost = describe(error)
@@ -136,7 +136,7 @@ _RIGHTS: Final = "run it with a URL of the role that owns the schema (docs/secur
 
 
 class Plan(NamedTuple):
-    """What a job is about to do. Instants are epoch milliseconds by the store's clock."""
+    """The work ahead of a job. Instants are epoch milliseconds by the store's clock."""
 
     now_ms: int
     after_ms: int
@@ -149,7 +149,7 @@ class Plan(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a dry run tells, counted row by row."""
+    """The figures of a dry run, counted row by row."""
 
     messages: int
     keyed: int
@@ -158,12 +158,12 @@ class Numbers(NamedTuple):
     """Further ones of more than compacting.LARGEST bytes, which do as well."""
     raw_bytes: int
     disk_bytes: int
-    """Of all waiting rows, near ones too, with their indexes."""
+    """Bytes of all waiting rows, near ones too, with their indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a job did. ``seconds`` is the packing, without the start of Spark and without giving room back."""
+    """The result of a job. ``seconds`` is the packing, without the start of Spark and without giving room back."""
 
     packed: Sequence[Packed]
     shrunk: Shrunk
@@ -194,7 +194,7 @@ def check_after(after_ms: int, restore_ahead_ms: int) -> None:
 
 
 async def plan(url: str, after_ms: int, rows: int) -> Plan:
-    """Cut what is due later than ``after_ms`` from now into windows.
+    """Cut the messages that are due later than ``after_ms`` from now into windows.
 
     Raises StoreLost, also where this role may not compact, before a JVM is started for it; BadStoreUrl, SchemaOutdated.
     """
@@ -226,11 +226,12 @@ async def numbers(url: str, planned: Plan) -> Numbers:
 
 
 def run(spark: SparkSession, url: str, planned: Plan, rows: int, say: Say) -> Done:
-    """Do what is ``planned``. ``say`` hears what is being done, and how far it is. Raises JobFailed, StoreLost."""
+    """Do the ``planned`` work. ``say`` hears the step and its progress. Raises JobFailed, StoreLost."""
     from delayer.audit import tasks  # noqa: PLC0415 - Spark, which a plan needs none of
 
     began = time.monotonic()
-    # What a worker that dies does again, at most; a task costs some 50 ms beside its work, a window half a second.
+    # Windows that a worker repeats at most after its death. A task costs some 50 ms beside its work, a window half a
+    # second.
     portions = tasks.portions(planned.windows, 4)
     packed = tasks.run(spark, "packing", portions, partial(work, url, rows), say)
     return _finish(url, planned, packed, time.monotonic() - began, partial(say, "giving room back"))

@@ -1,7 +1,7 @@
 """An executor's connection to the store: on the snapshot, streaming Arrow batches, its errors translated.
 
-The driver is used below its dbapi, which imports pandas: most of a second for every Python process that Spark starts,
-and it starts several for each table that is read.
+It uses the driver below its dbapi. The dbapi imports pandas, which takes most of a second in every Python process that
+Spark starts, and Spark starts several for each table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from delayer.core import errors
 from delayer.core.errors import StoreLost
 from delayer.core.secret import SecretUrl, mask
 
-# Parameters that both understand. What asyncpg does not know it sets in the session, and so does libpq by "options".
+# Parameters of both drivers. asyncpg sets unknown ones in the session, and so does libpq by "options".
 _SHARED: Final = (
     "host port user password passfile dbname service servicefile connect_timeout client_encoding options"
     " application_name fallback_application_name keepalives keepalives_idle keepalives_interval keepalives_count"
@@ -33,7 +33,7 @@ _OTHERWISE: Final = {"database": "dbname"}
 
 def libpq_url(store_url: str, application: str) -> str:
     """``store_url`` for libpq, with our name and deadlines where it has none of its own. Holds the password."""
-    base, _, query = store_url.partition("?")  # put together again, a URL without a host would lose a slash
+    base, _, query = store_url.partition("?")  # Parsing and joining a URL without a host would lose a slash.
     ours = {
         "application_name": application,
         "connect_timeout": str(10),
@@ -70,8 +70,8 @@ _SESSION: Final = (
     "SELECT set_config(name, '0', true) FROM pg_settings WHERE name = 'transaction_timeout'",  # since Postgres 17
 )
 _DAMAGED: Final = ("XX", "58030", "58P01")
-"""SQLSTATEs, or their beginnings: internal errors (those of corrupted data and indexes are among them), and files that
-the disk does not give or that are not there."""
+"""SQLSTATEs, or their beginnings: internal errors (corrupted data and indexes among them), and files that are missing
+or that the disk does not give."""
 
 
 _SEE: Final = 'see "Damage" in docs/backlog.md'
@@ -103,7 +103,7 @@ class Reading:
                 self._execute(statement)
 
     def _execute(self, sql: str, **options: str) -> None:
-        """Run a statement, whatever it gives. Raises the driver's errors."""
+        """Run a statement and ignore its rows. Raises the driver's errors."""
         with closing(adbc.AdbcStatement(self._connection)) as statement:
             statement.set_options(**options)
             statement.set_sql_query(sql)
@@ -112,7 +112,7 @@ class Reading:
 
     @contextmanager
     def _stream(self, sql: str) -> Iterator[pa.RecordBatchReader]:
-        """Raises the driver's errors, and Arrow's in the middle of what it gives."""
+        """Raises the driver's errors, and Arrow's in the middle of the rows."""
         with closing(adbc.AdbcStatement(self._connection)) as statement:
             statement.set_options(**{_BATCH_HINT: str(self._batch_bytes)})
             statement.set_sql_query(sql)
@@ -121,21 +121,21 @@ class Reading:
                 yield reader
 
     def batches(self, sql: str) -> Iterator[pa.RecordBatch]:
-        """What the statement gives. Raises Unreadable, after which this can be read from as before; StoreLost, and the
+        """The rows of a statement. Raises Unreadable, after which the connection still works; StoreLost, and the
         driver's errors."""
         try:
             with self._stream(sql) as reader:
                 for batch in reader:
                     if batch.num_rows:
                         yield batch
-        except (adbc.Error, pa.ArrowException, OSError) as error:  # the last two in the middle of a stream
+        except (adbc.Error, pa.ArrowException, OSError) as error:  # The last two occur in the middle of a stream.
             text, state = first_line(error), getattr(error, "sqlstate", None)
         else:
             return
         try:
             self._again()
             state = state or self._state(sql)
-        except adbc.Error:  # the connection is gone, which is what the first error was about
+        except adbc.Error:  # The connection is gone, as the first error said.
             state = ""
         if state.startswith(_DAMAGED):
             raise Unreadable(text)
@@ -147,8 +147,8 @@ class Reading:
         self.begin()
 
     def _state(self, sql: str) -> str:
-        """The SQLSTATE that a statement fails with; empty where it does not, this time. What fails in the middle of a
-        stream has none, so it is run once more without one. Raises as :meth:`_again` does."""
+        """The SQLSTATE that a statement fails with; empty if it succeeds this time. An error in the middle of a stream
+        has no SQLSTATE, so the statement runs again without a stream. Raises as :meth:`_again` does."""
         try:
             self._execute(sql, **{_COPY: "false"})
         except (adbc.Error, pa.ArrowException, OSError) as error:
@@ -206,13 +206,13 @@ def translated(doing: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What a driver says, without passwords."""
+    """The first line of a driver's error, without passwords."""
     first, *_ = str(error).strip().splitlines() or [""]
     return mask(first)
 
 
 def advice_for(text: str) -> str:
-    """What a person can do about a driver's error, or nothing."""
+    """The next step after a driver's error; empty if there is none."""
     if "conflict with recovery" in text:
         return (
             "the replica gave up our snapshot to catch up with its primary: set hot_standby_feedback = on there, or "

@@ -1,4 +1,4 @@
-"""What the answers about destinations mean for the report. Pure."""
+"""The report about destinations, from the broker's answers. Pure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def with_destinations(report: Report, asked: Asked) -> Report:
 
 
 def findings(routes: Iterable[_Row]) -> list[Finding]:
-    """A violation for what would be held; a warning for what only an alternate exchange would take, and where all that
-    is for a destination is held already."""
+    """Violations for messages that would be held. Warnings for messages that only an alternate exchange would take, and
+    for destinations whose messages are all held already."""
     told = [(target, answer) for target, answer in routes if answer.verdict.bad or answer.verdict is Verdict.ALTERNATE]
     told.sort(key=lambda row: (row[1].verdict.value, row[0].exchange, row[0].first_due_ms, row[0].routing_key))
     found: list[Finding] = []
@@ -77,7 +77,7 @@ def _judged(share: Share, answers: dict[tuple[bytes, bytes], Route]) -> Share:
 
 
 def _skipped(asked: Asked) -> str:
-    """What was not asked or is not known, and why; empty where every question has its answer."""
+    """The questions without an answer, and why; empty if every question has its answer."""
     counts = asked.counts
     parts = []
     for verdict in (Verdict.NOT_ASKED, Verdict.UNKNOWN, Verdict.DEPENDS):

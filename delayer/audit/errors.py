@@ -1,4 +1,5 @@
-"""What can keep a Spark job from being done, beside the losses of a store. No pyspark in here: the edge reads it."""
+"""The errors of a Spark job beside the losses of a store. This module imports no pyspark, so that the command line can
+read it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ async def _begin(connection: asyncpg.Connection) -> Exported:
         await schema.check(connection)
         await connection.execute(_NO_TIMEOUT)
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        await connection.execute(_LOCK)  # before the snapshot, so that no partition goes in between
+        await connection.execute(_LOCK)  # Before the snapshot, so that no partition goes in between.
         id_, now_ms, replica = await connection.fetchrow(_EXPORT)
         at_ms = min(now_ms, await connection.fetchval(_COME_TO)) if replica else now_ms
     return Exported(id_, at_ms, now_ms - at_ms)
@@ -148,7 +148,7 @@ _SAID: Final = {
     "segment": "reading segments",
     "message_key": "reading keys",
 }
-"""What progress calls the reading of each relation (source.RELATIONS)."""
+"""The name of the reading of each relation (source.RELATIONS) in the progress."""
 _SAMPLED: Final = ("message", "segment_message")
 """Relations of which a share is enough for a sample."""
 
@@ -162,25 +162,23 @@ _VIEWS: Final = {
     f" UNION ALL SELECT {_COLUMNS} FROM held WHERE damage IS NULL"
     f" UNION ALL SELECT {_COLUMNS} FROM packed WHERE id IS NOT NULL",
 }
-"""What the rules ask, by name, over the files that were read.
+"""The views that the rules ask, by name, over the files that were read.
 
-damage    places that Postgres cannot read
-segments  what segments say of themselves (source.SEGMENTS)
-keys      which message each key stands for
-packed    what came out of segments (source.MESSAGES)
-messages  everything that is here: waiting, held, and in segments
+damage    places that Postgres cannot read segments  the headers of segments (source.SEGMENTS) keys      the message
+that each key stands for packed    the messages unpacked from segments (source.MESSAGES) messages  all messages:
+waiting, held, and in segments
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Extract:
-    """The store of one instant: what the driver read, and views of the rest, which lies in files. All of it comes from
-    one snapshot, so its figures fit each other.
+    """The store of one instant: values that the driver read, and views of files with the rest. All of it comes from one
+    snapshot, so its figures agree.
 
-    now_ms     the store's clock at the snapshot; on a replica that is behind, the instant that it had come to
-    sample     the share of the pages of ``message`` and of the segments that was read, 0 < sample <= 1. Below 1 nothing
-               can be said about sums, keys that dangle and repeats
-    behind_ms  how far a replica was behind its primary
+    - now_ms: the store's clock at the snapshot. On a replica that is behind, the instant that it had reached.
+    - sample: the share of the pages of ``message`` and of the segments that was read, 0 < sample <= 1. Below 1 the
+      audit does not check sums, dangling keys and repeats.
+    - behind_ms: the lag of a replica behind its primary.
     """
 
     spark: SparkSession
@@ -208,8 +206,8 @@ class Extract:
 
 @contextmanager
 def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[str]:
-    """A fresh directory below ``work`` (a path, or a URL of what the cluster shares), removed at the end; on this
-    machine also what killed runs left there.
+    """A fresh directory below ``work`` (a path, or a URL of shared storage), removed at the end. On this machine the
+    directories of killed runs are removed as well.
 
     None: below the system's directory for temporary files. ``spark`` is needed for a URL.
     """
@@ -235,7 +233,7 @@ def workplace(work: str | None, spark: SparkSession | None = None) -> Iterator[s
 
 
 def _make(spark: SparkSession, url: str) -> None:
-    """A directory for this user only, by whatever file system Spark has for it; those without rights have none."""
+    """Make a directory for this user only, by Spark's file system. File systems without permissions ignore that."""
     jvm, (files, path) = spark._jvm, _found(spark, url)
     assert jvm is not None
     files.mkdirs(path, jvm.org.apache.hadoop.fs.permission.FsPermission("700"))

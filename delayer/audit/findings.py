@@ -1,11 +1,11 @@
-"""What an audit found: findings, and the report around them. Pure values that go to JSON.
+"""The findings of an audit, and the report around them. Pure values that go to JSON.
 
 Sizes (``size``) are bytes of bodies and properties, instants epoch milliseconds.
 
-A *violation* is something that must never be so: a promise is broken, or will be when the message is due. It makes
-`delayer audit` exit with 1. A *warning* is worth a look and may be right as it is. docs/backlog.md says which is which.
+A *violation* is a broken promise, or one that will break when the message is due. It makes `delayer audit` exit with 1.
+A *warning* is worth a look and may be right as it is. docs/backlog.md says which is which.
 
-Names that came over AMQP are bytes and need not be UTF-8: they travel through JSON by ``surrogateescape``, and
+Names that came over AMQP are bytes and need not be UTF-8. They travel through JSON by ``surrogateescape``, and
 :func:`shown` makes them fit to print.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 Severity = Literal["violation", "warning"]
 VERSION: Final = 1
-"""Of the JSON form."""
+"""The version of the JSON form."""
 
 
 WAITING, HELD, PACKED = "waiting", "held", "segment"
@@ -27,7 +27,7 @@ WAITING, HELD, PACKED = "waiting", "held", "segment"
 
 
 def shown(name: bytes) -> str:
-    """A name as text: what is not UTF-8 as \\xNN."""
+    """A name as text, with bytes that are not UTF-8 as \\xNN."""
     return name.decode("utf-8", "backslashreplace")
 
 
@@ -61,9 +61,9 @@ class LaneFigures:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the whole store. ``expected`` is the waiting messages by the counters (the law of conservation), ``waiting``
-    the rows found; ``packed`` live messages in ``segments``. ``size``: bytes of all
-    their bodies and properties; ``packed_bytes``: of the segments as they lie."""
+    """Sums of the whole store. ``expected``: waiting messages by the counters (the law of conservation). ``waiting``:
+    rows found. ``packed``: live messages in ``segments``. ``size``: bytes of all their bodies and properties.
+    ``packed_bytes``: bytes of the segments as stored."""
 
     waiting: int
     expected: int
@@ -100,10 +100,11 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What waits for one route, or for one destination (then ``exchange`` and ``routing_key`` are set).
+    """The messages of one route, or of one destination (then ``exchange`` and ``routing_key`` are set).
 
-    ``verdict``: what the broker would do with it now, a ``Verdict`` (broker.route_check); ``way``: by what way, or why;
-    empty as long as nobody asked (audit.destination_findings)."""
+    ``verdict``: a ``Verdict`` (broker.route_check), how the broker would treat them now. ``way``: the route, or the
+    reason; empty without an answer of the broker (audit.destination_findings).
+    """
 
     messages: int
     size: int
@@ -154,9 +155,9 @@ def run_of(rule: str, found: Iterable[Finding], skipped: str = "") -> tuple[Rule
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An audit. ``store_now_ms`` is the store's clock when the snapshot was taken, or on a replica that was behind by
-    ``behind_ms`` the instant that it had come to. ``sample``: the share of rows read (None: all). ``seconds`` is how
-    long the audit took."""
+    """An audit. ``store_now_ms``: the store's clock at the snapshot; on a replica that was ``behind_ms`` behind, the
+    instant that it had reached. ``sample``: the share of rows read (None: all). ``seconds``: the time that the audit
+    took."""
 
     store_now_ms: int
     seconds: float

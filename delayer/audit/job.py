@@ -65,10 +65,9 @@ class Broker:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an audit is to do. ``work``, ``out``: a path, or a URL of what the cluster shares. ``sample``: the share of
-    the store to read, above 0 and up to 1. ``release_rate``: messages a second.
-    ``restored_ms``: how long before its first message is due a segment should have been restored. ``paced``: messages a
-    second that routes may release, where that is limited."""
+    """The options of an audit. ``work``, ``out``: a path, or a URL of shared storage. ``sample``: the share of the
+    store to read, above 0 and up to 1. ``release_rate``: messages a second. ``restored_ms``: the time between a
+    segment's restore and its first due instant. ``paced``: messages a second of each limited route."""
 
     store: SecretUrl
     broker: Broker | None = None
@@ -92,7 +91,7 @@ class Audited:
 
 
 def check(options: Options) -> None:
-    """Look before a JVM is started: can the store be read, and has it our schema? Is there a place for what is kept?
+    """Check before a JVM starts that the store can be read and has our schema, and that there is a place for results.
 
     Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused.
     """
@@ -104,7 +103,7 @@ def check(options: Options) -> None:
 def run(spark: SparkSession, options: Options, say: Say) -> Audited:
     """One audit. Raises StoreLost, BadStoreUrl, SchemaOutdated, JobMisused, JobFailed."""
     began = time.monotonic()
-    sessions.check_work(spark.sparkContext.master, options.work)  # spark-submit's master is known only now
+    sessions.check_work(spark.sparkContext.master, options.work)  # Only now is spark-submit's master known.
     watching = Watching(spark, say)
     with extract.workplace(options.work, spark) as place:
         store = extract.take(spark, options.store, place, watching, sample=options.sample, seed=options.seed)

@@ -1,4 +1,4 @@
-"""The audit on a terminal, or in a journal: what is wrong first, then what is coming, then where it goes."""
+"""The audit on a terminal or in a journal: first the findings, then the forecast, then the destinations."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def sparkline(hours: Sequence[Bar], now_ms: int) -> str:
     top = max(counts)
     if not top:
         return ""
-    # Rounded up: whatever is due shows.
+    # Rounded up, so that every due message shows.
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // top)] for count in counts)
 
 
@@ -124,7 +124,7 @@ def _destinations(report: Report, console: Console) -> None:
     if not at.destinations:
         return
     table = _table("destination", "messages", "first due", "the broker would", right=(1,))
-    # What would not be taken stands first, however little it is.
+    # Destinations that would not take their messages stand first, even the smallest.
     rows = sorted(at.destinations, key=lambda one: not _bad(one.verdict))
     for one in rows[:12]:
         verdict = Text(one.verdict or "not asked", _VERDICTS.get(one.verdict, "dim"))

@@ -1,7 +1,7 @@
-"""The audit as one page that needs nothing else: no script, no request, readable offline, on paper and on a telephone.
+"""The audit as one page without scripts and requests. It can be read offline, on paper and on a telephone.
 
-What comes over AMQP (exchanges, keys, routes) is other people's bytes. It reaches the page through ``words.name``,
-which leaves nothing that does not print, and through the template's escaping; the page's policy forbids scripts.
+Exchanges, keys and routes come over AMQP, so their bytes are not ours. ``words.name`` removes everything that does not
+print, the template escapes the rest, and the page's policy forbids scripts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def page(report: Report) -> str:
         groups=list(words.groups(report)),
         charts=list(_charts(report)),
         asked=words.name(next((run.skipped for run in report.rules if run.rule == "destinations"), ""), ""),
-        # What would not be taken stands first, however little it is.
+        # Destinations that would not take their messages stand first, even the smallest.
         destinations=sorted(at.destinations, key=lambda one: _badge(one).tone != "bad"),
         peaks=words.peaks(report),
         badges=_badge,
@@ -104,7 +104,7 @@ def _template() -> Template:
 
 
 def _code(text: str) -> Markup:
-    """What stands between backticks as code; all of it escaped."""
+    """Text between backticks as code; all of it escaped."""
     parts = [escape(part) for part in text.split("`")]
     return Markup("").join(Markup(f"<code>{part}</code>") if n % 2 else part for n, part in enumerate(parts))
 
@@ -179,7 +179,7 @@ def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Char
         slot = (bar.start_ms - start) // width // together
         heights[slot] = max(heights.get(slot, 0), bar.messages)
     top = max(bars, key=lambda bar: bar.messages)
-    late = (now_ms - start) // width // together  # this slot and those after it are not over yet
+    late = (now_ms - start) // width // together  # This slot and the later ones are not over yet.
     paths = {"--bad": "", "--bar": ""}
     for slot, messages in sorted(heights.items()):
         paths["--bad" if slot < late else "--bar"] += f"M{slot} 100V{100 - 100 * messages / top.messages:.1f}h.9V100z"
@@ -198,7 +198,7 @@ def chart(title: str, bars: Sequence[Bar], now_ms: int, room: int = 240) -> Char
 def _badge(share: Share) -> Tone:
     try:
         return Tone(*_TONES[Verdict(share.verdict)])
-    except ValueError:  # empty: the audit was made without asking; or the word of a newer version
+    except ValueError:  # The audit was made without asking, or by a newer version.
         return Tone("", share.verdict or "not asked")
 
 

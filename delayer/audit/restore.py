@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Back(NamedTuple):
-    """What became of a segment. ``gone``: a daemon, or another job, was quicker. ``lost``, ``broken``: reasons."""
+    """The result of a segment. ``gone``: a daemon or another job was quicker. ``lost``, ``broken``: reasons."""
 
     segment: int
     messages: int
@@ -45,7 +45,8 @@ class Back(NamedTuple):
 
 
 def work(url: str, portion: Iterable[tuple[int, int]]) -> list[Back]:
-    """On an executor: restore segments (id, first due instant), one after the other; in a hurry what is due soon."""
+    """On an executor: restore segments (id, first due instant) one after the other. Segments that are due soon take no
+    turns."""
     return asyncio.run(_work(url, list(portion)))
 
 
@@ -57,10 +58,10 @@ async def _work(url: str, portion: Sequence[tuple[int, int]]) -> list[Back]:
     back: list[Back] = []
     try:
         for one, first_due_ms in portion:
-            soon = first_due_ms < time.time() * 1000 + 600_000  # this machine's clock will do for that
+            soon = first_due_ms < time.time() * 1000 + 600_000  # This machine's clock is exact enough for that.
             back.append(await restore_segment(connection, one, Turns(connection, hurried=soon)))
         await pool.flush(connection)
-    except DRIVER_ERRORS as error:  # of the flush: perhaps the last of them are undone
+    except DRIVER_ERRORS as error:  # Mostly of the flush: the last restores may be undone.
         return [_perhaps(one, describe(error)) if one.restored else one for one in back]
     else:
         return back
@@ -79,11 +80,11 @@ async def restore_segment(connection: asyncpg.Connection, segment: int, ours: Tu
             return Back(segment, 0, gone=True) if found is None else _back(segment, found)
         except WORTH_REPEATING as error:
             lost = describe(error)
-        except DAMAGED as error:  # it ends nobody else's work
+        except DAMAGED as error:  # One damaged segment does not end the others' work.
             return Back(segment, 0, broken=f"the store cannot read it, or write its rows: {describe(error)}")
         except DRIVER_ERRORS as error:
             return Back(segment, 0, lost=describe(error))
-        except StoreLost as error:  # the store is gone
+        except StoreLost as error:  # The store is gone.
             return Back(segment, 0, lost=str(error))
     return Back(segment, 0, lost=lost)
 
@@ -96,7 +97,7 @@ async def _restored(connection: asyncpg.Connection, segment: int, beside_traffic
 
 
 def _perhaps(one: Back, reason: str) -> Back:
-    """What is not sure to be kept is in no total."""
+    """A segment whose commit is uncertain counts in no total."""
     return Back(one.segment, 0, lost=f"{reason}; perhaps its {one.messages} messages are restored")
 
 
@@ -121,7 +122,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a job did. ``seconds`` without the start of Spark."""
+    """The result of a job. ``seconds`` without the start of Spark."""
 
     back: Sequence[Back]
     seconds: float
@@ -148,7 +149,8 @@ class Done:
 
 
 async def plan(url: str, within_ms: int | None) -> Plan:
-    """What is due within ``within_ms`` from now, or all of it. Raises StoreLost, BadStoreUrl, SchemaOutdated."""
+    """The segments that are due within ``within_ms`` from now, or all. Raises StoreLost, BadStoreUrl,
+    SchemaOutdated."""
     connection = await pool.connect(url, "delayer restore plan")
     try:
         with translated("plan"):
@@ -161,8 +163,8 @@ async def plan(url: str, within_ms: int | None) -> Plan:
 
 
 def run(spark: SparkSession, url: str, planned: Plan, say: Say) -> Done:
-    """Restore what is ``planned``, some hundred segments at a time, until the store is lost. ``say`` hears how far it
-    is, in segments. Raises JobFailed, StoreLost."""
+    """Restore the ``planned`` segments, some hundred at a time, until the store is lost. ``say`` hears the progress in
+    segments. Raises JobFailed, StoreLost."""
     began = time.monotonic()
     back: list[Back] = []
     for start in range(0, len(planned.segments), 240):

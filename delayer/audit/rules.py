@@ -1,16 +1,16 @@
-"""The rules: each asks the extract a question in SQL, and says what its answer means.
+"""The rules of the audit. Each rule asks the extract a question in SQL and makes findings of the answer.
 
-conservation  everything that came in is out or still here
-segments      each reads back and holds what it says
-integrity     a row's bytes, format and partition; pages that Postgres cannot read
-overdue       messages past their due instant
-lanes         lanes without an owner
-repeats       one message, or one id, more than once
-keys          each key stands for one waiting message
-peaks         much is due at one time
+- conservation: every message that came in is out, or still here.
+- segments: each segment reads back, and holds the messages that its header names.
+- integrity: a row's bytes, format and partition; pages that Postgres cannot read.
+- overdue: messages past their due instant.
+- lanes: lanes without an owner.
+- repeats: one message, or one id, more than once.
+- keys: each key stands for one waiting message.
+- peaks: many messages are due at one time.
 
-docs/backlog.md says what each rule means, and what is a violation. The rows of an answer are few, however many
-messages there are: Spark counts them where they lie.
+docs/backlog.md explains each rule and its violations. Answers have few rows, whatever the number of messages, because
+Spark counts the messages in its own tasks.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def judge(
 
 
 def _figures(store: Extract, places: list[Any], of_segments: list[Any]) -> list[LaneFigures]:
-    """Every lane that the table of lanes, a counter or a row names. Of a sample ``packed`` is what was unpacked of it,
-    as ``waiting`` is, and not what all segments say."""
+    """Every lane that the table of lanes, a counter or a row names. In a sample ``packed`` counts unpacked messages,
+    not the headers of all segments."""
     known = {lane.number: lane for lane in store.lanes}
     counts = {(place.lane, place.kind): place.messages for place in places}
     packed = {row.lane: row.packed for row in of_segments}
@@ -143,7 +143,7 @@ def _totals(figures: list[LaneFigures], places: list[Any], of_segments: list[Any
 
 
 def _skipped(store: Extract, unread: Mapping[str, str]) -> dict[str, str]:
-    """Which rules are not run, and why. Rows that the database could not read are no rows that are missing."""
+    """The rules that are not run, and why. Rows that the database could not read are not missing rows."""
     if not store.whole:
         return dict.fromkeys(OF_THE_WHOLE, "a sample was read: this is asked of the whole")
     found = {}
@@ -166,9 +166,9 @@ def _grouped(store: Extract, rows: str, by: str) -> list[Any]:
 
 
 def conservation(figures: list[LaneFigures]) -> list[Finding]:
-    """parked + restored = released + cancelled + compacted + held + waiting, for each lane: held and waiting are
-    counted row by row and compared with what the counters say. If it holds for each, it holds for all; if not, all of
-    them together say whether messages are missing, or only in another lane than the counters have them in."""
+    """parked + restored = released + cancelled + compacted + held + waiting, for each lane. The rule counts held and
+    waiting rows and compares them with the counters. If the sum of all lanes agrees, no message is missing: some stand
+    in another lane than the counters say."""
     found = [one for lane in figures for one in _off(f"lane {lane.number}", lane.waiting, lane.held, lane.counters)]
     if found and len(figures) > 1:
         counters = {kind: sum(lane.counters[kind] for lane in figures) for kind in KINDS}
@@ -192,7 +192,7 @@ MARKED: Final = "a daemon could not restore it"
 
 
 def segments(store: Extract, restored_ms: int) -> list[Finding]:
-    """What segments say of themselves against what came out of them."""
+    """The headers of segments against their unpacked messages."""
     rows = f"""
         WITH found AS (
             SELECT segment, max(id) IS NULL AS unreadable, min(id) AS first_id, max(id) AS last_id,
@@ -236,7 +236,7 @@ def _law_of_segments(store: Extract, figures: list[LaneFigures], unread: Mapping
 
 
 def damage(store: Extract) -> list[Finding]:
-    """What the database cannot read: a finding for each table, with some of the places and reasons."""
+    """Places that the database cannot read: a finding for each table, with some of the places and reasons."""
     rows = store.rows("""
         SELECT relation, count(DISTINCT place) AS places, slice(array_sort(collect_set(place)), 1, 20) AS some,
                slice(array_sort(collect_set(reason)), 1, 3) AS reasons
@@ -252,7 +252,7 @@ def damage(store: Extract) -> list[Finding]:
 
 
 def integrity(store: Extract) -> list[Finding]:
-    """What is wrong with messages by themselves: whoever read them looked (source.look)."""
+    """Defects of single messages, which the readers found (source.look)."""
     faults = "SELECT lane, kind, explode(faults) AS fault, id, due_ms, 1 AS messages FROM messages"
     return [
         Finding(
@@ -268,7 +268,7 @@ def integrity(store: Extract) -> list[Finding]:
 
 
 PACED: Final = "paced"
-"""Overdue rows of a route with ``max_rate`` are counted apart: they wait because somebody wants them to."""
+"""Overdue rows of a route with ``max_rate`` count apart, because an operator limited their rate."""
 _SUBJECTS: Final = {
     WAITING: "lane {}",
     PACKED: "segments of lane {}",
@@ -278,8 +278,8 @@ _SUBJECTS: Final = {
 
 
 def overdue(store: Extract, figures: list[LaneFigures], paced: Mapping[bytes, int]) -> list[Finding]:
-    """Overdue messages: of a lane without an owner nobody will release them. Those with an owner may be on their way:
-    a violation only from STUCK_MS on. Segments are restored by any daemon, so one owner anywhere will do for them."""
+    """Overdue messages. Without an owner of their lane no daemon releases them. With an owner they may be on their way:
+    a violation from STUCK_MS on. Any daemon restores segments, so one owner of any lane is enough for them."""
     limited = ", ".join(f"X'{route.hex()}'" for route in paced) or "NULL"
     late = f"""
         SELECT * FROM (

@@ -4,22 +4,22 @@
     spark.read.format("delayer").option("relation", "message").load()
 
 =============  =========================================================================================================
-relation       one of RELATIONS: what is read of which table
+relation       one of RELATIONS: a table and its columns
 snapshot       an exported snapshot (delayer/audit/extract.py). Without one each task sees the store of its own moment
 sample         the share of the pages to read, 0 to 1; ``seed`` chooses other ones
-split_bytes    what one task reads; ``batch_bytes`` what it has in memory at a time
+split_bytes    bytes that one task reads; ``batch_bytes`` bytes that it has in memory at a time
 =============  =========================================================================================================
 
-Neither bodies nor headers leave the executor that reads them: each message is looked at there (:func:`look`), and what
-the rules want to know of it becomes columns.
+Neither bodies nor headers leave the executor that reads them. It makes columns of the facts that the rules use
+(:func:`look`).
 
 Spark shows options in plans, pages and logs, so no password may stand in one: :func:`bound` makes a class that carries
 the URL inside. Spark keeps it as a pickle, and shows it nowhere.
 
-A page or a value that Postgres cannot read ends the reading of its piece (some megabytes) alone: a row that has nothing
-but the column ``damage`` names the piece and the reason.
+A page or a value that Postgres cannot read ends the reading of its piece (some megabytes) alone. A row with only the
+column ``damage`` names the piece and the reason.
 
-Memory is bounded by a batch, or by one row where that is larger: libpq streams, nothing is gathered.
+Memory is bounded by a batch, or by one larger row, because libpq streams.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _FINGERPRINT = Struct(">qIII")
 
 
 class Looked(NamedTuple):
-    """What the rules want to know of a message. ``size``: bytes of body and properties. ``faults``: nearly always none.
-    ``fingerprint``: 16 bytes that two messages share if they are the same one; None if that cannot be said. A message
-    with a key has none: there the key says what is the same."""
+    """The facts of a message that the rules use. ``size``: bytes of body and properties. ``faults``: nearly always
+    none. ``fingerprint``: 16 bytes that equal messages share; None if equality cannot be told. A message with a key has
+    none, because the key identifies it."""
 
     size: int
     faults: list[str]
@@ -66,7 +66,7 @@ class Looked(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What :func:`look` needs of a message; ``checksum`` as stored."""
+    """The input of :func:`look`; ``checksum`` as stored."""
 
     format: int
     checksum: int
@@ -84,7 +84,7 @@ def look(message: Message) -> Looked:
     """Look at one message."""
     format_, stored, due_ms, exchange, routing_key, to_exchange, to_key, key, properties, body = message
     size = len(properties) + len(body)
-    if not 1 <= format_ <= FORMAT:  # what its columns mean is not known either
+    if not 1 <= format_ <= FORMAT:  # The meaning of its columns is unknown too.
         return Looked(size, [UNKNOWN_FORMAT], None)
     faults = [] if checksum(exchange, routing_key, properties, body) == stored else [CHECKSUM]
     try:
@@ -117,7 +117,7 @@ SEGMENTS: Final = _schema(
     id=_LONG, lane=_INT, first_due_ms=_LONG, last_due_ms=_LONG, first_id=_LONG, last_id=_LONG, messages=_LONG,
     raw_bytes=_LONG, packed_bytes=_LONG, broken_ms=_LONG,
 )  # fmt: skip
-"""What segments say of themselves. ``broken_ms``: when a daemon marked it as broken."""
+"""The headers of segments. ``broken_ms``: when a daemon marked it as broken."""
 KEYS: Final = _schema(key=_BYTES, lane=_INT, due_ms=_LONG, id=_LONG)
 
 
@@ -134,7 +134,7 @@ _CONTENT: Final = (
 
 
 class Relation(NamedTuple):
-    """What is read of ``table``: ``columns`` of it in SQL; rows of ``schema`` are made of them."""
+    """The reading of ``table``: its ``columns`` in SQL, and the ``schema`` of the rows made of them."""
 
     table: str
     columns: str
@@ -202,9 +202,9 @@ def _unpacked(found: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 SPLIT_BYTES: Final = 64 << 20
-"""What one task reads: seconds of work, and thousands of tasks for a terabyte."""
+"""The bytes that one task reads: seconds of work, and thousands of tasks for a terabyte."""
 CHUNK_BYTES: Final = 1 << 20
-"""What a sample takes at a time: neighbours were parked together, so a sample needs many places."""
+"""The bytes that a sample reads at one place. Neighbours were parked together, so a sample needs many places."""
 
 
 class Heap(NamedTuple):
@@ -238,7 +238,7 @@ class Piece(NamedTuple):
 
 
 Split = tuple[Piece, ...]
-"""What one task reads, on one connection."""
+"""The pieces that one task reads, on one connection."""
 
 
 def plan_splits(
@@ -261,8 +261,8 @@ def plan_splits(
 
 
 def _pieces(heap: Heap, split_bytes: int, sample: float, seed: int) -> Iterator[tuple[Piece, float]]:
-    """The pieces of a table, each with its bytes. Of a sample each chunk has the same chance; the seed is the caller's,
-    so that a task that is repeated reads the same pages."""
+    """The pieces of a table, each with its bytes. In a sample each chunk has the same chance. The caller gives the
+    seed, so that a repeated task reads the same pages."""
     if heap.pages == 0:
         return
     chance = random.Random(f"{seed} {heap.name}")
@@ -310,7 +310,7 @@ def bound(url: SecretUrl) -> type[StoreSource]:
     class Bound(StoreSource):
         pass
 
-    Bound.url = url  # not in the class's body, where a traceback could show it
+    Bound.url = url  # Not in the class's body, where a traceback could show it.
     return Bound
 
 
@@ -348,7 +348,7 @@ class Asked:
 
 @dataclass
 class Task(InputPartition):
-    """What one task reads. ``days`` have partitions: whoever reads the default partition needs to know."""
+    """The input of one task. ``days`` have partitions; the reader of the default partition uses them."""
 
     split: Split
     days: frozenset[int]

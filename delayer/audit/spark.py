@@ -1,7 +1,7 @@
-"""The Spark session of a job: on this machine unless told otherwise, quiet, and refused with a reason if it cannot be.
+"""The Spark session of a job: on this machine by default, quiet, and refused with a reason if it cannot start.
 
-Nothing here or in what is handed to Spark may contain the store's URL: Spark shows its settings in its pages, its event
-log and its plans. See delayer/audit/source.py for how the URL travels.
+No setting here may contain the store's URL, because Spark shows its settings in its pages, its event log and its plans.
+delayer/audit/source.py says how the URL travels.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def scratch_directory(parent: Path, prefix: str) -> Iterator[Path]:
     """
     boot = _boot()
     for left in (*parent.glob(f"{EXTRACT}{boot}-*"), *parent.glob(f"{SCRATCH}{boot}-*")):
-        with suppress(OSError):  # held by a living run, or another user's
+        with suppress(OSError):  # A living run holds it, or it belongs to another user.
             os.close(_locked(left))
             shutil.rmtree(left, ignore_errors=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{prefix}{boot}-", dir=parent))
     lock = _locked(fresh)
-    made = fresh.rename(fresh.with_name(fresh.name.removeprefix(".")))  # locked before anybody sweeps it
+    made = fresh.rename(fresh.with_name(fresh.name.removeprefix(".")))  # It is locked before another run can sweep it.
     try:
         yield made
     finally:
@@ -60,11 +60,11 @@ def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     except OSError:
-        return uuid.uuid4().hex[:8]  # nobody knows it again
+        return uuid.uuid4().hex[:8]  # No later run needs the name.
 
 
 def _locked(directory: Path) -> int:
-    """Raises OSError where somebody else holds it."""
+    """Lock a directory. Raises OSError if another process holds it."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,8 +77,7 @@ def _locked(directory: Path) -> int:
 JAVA_NEEDED: Final = 17
 _LOGGING: Final = Path(__file__).with_name("log4j2.properties")
 
-# A JVM that hands out tasks, and works on none of their rows, is done before compiling it well has paid for itself; and
-# that takes the cores which the tasks want.
+# A JVM that only hands out tasks ends before thorough compilation pays, and compilers take cores from the tasks.
 _BRIEF: Final = "-XX:TieredStopAtLevel=1"
 
 _EVERYWHERE: Final[Mapping[str, str]] = {
@@ -88,15 +87,15 @@ _EVERYWHERE: Final[Mapping[str, str]] = {
     "spark.sql.execution.arrow.maxBytesPerBatch": str(16 << 20),
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.ui.showConsoleProgress": "false",
-    # Spark's own default, and URLs: whoever puts one into a setting of Spark's must not find it on a page.
+    # Spark's own default, and URLs, so that a URL in a setting of Spark's never shows on a page.
     "spark.redaction.regex": "(?i)secret|password|passwd|token|credential|access[.]?key|url",
 }
 _HERE: Final[Mapping[str, str]] = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
-    "spark.ui.enabled": "false",  # a page that anybody who reaches the machine can read; --conf turns it on
+    "spark.ui.enabled": "false",  # Every client that reaches the machine can read that page. --conf turns it on.
     "spark.sql.catalogImplementation": "in-memory",
-    "spark.sql.shuffle.partitions": "32",  # to judge 3,000 messages took 17 s, and 26 s with Spark's own 200
+    "spark.sql.shuffle.partitions": "32",  # The rules took 17 s for 3,000 messages, and 26 s with Spark's own 200.
 }
 
 
@@ -156,7 +155,7 @@ def session(
     """
     check_machine()
     more = more or {}
-    if "spark.master" in more:  # it would win, behind the back of everything that depends on where the tasks run
+    if "spark.master" in more:  # It would decide where the tasks run, against the checks above.
         raise JobMisused("--conf spark.master: expected --master")
     chosen = None if master is None and submitted() else with_retries(master)
     _point_to_python(chosen, more)
@@ -222,12 +221,12 @@ def _stop(spark: SparkSession) -> None:
 def end_machine(spark: SparkSession) -> None:
     """End the JVM that this process started, tasks and all, and wait until it is gone; spark-submit's is not ours."""
     gateway = spark.sparkContext._gateway
-    process = getattr(gateway, "proc", None)  # a subprocess.Popen, where launch_gateway made it
+    process = getattr(gateway, "proc", None)  # A subprocess.Popen, if launch_gateway made it.
     if process is None:
         return
-    process.terminate()  # not kill: its hooks remove what it spilled
+    process.terminate()  # A kill would leave the JVM's spilled files behind.
     try:
-        # What a JVM has to end by itself.
+        # Seconds for a JVM to end by itself.
         process.wait(10.0)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -236,7 +235,7 @@ def end_machine(spark: SparkSession) -> None:
 
 @contextmanager
 def _orderly() -> Iterator[None]:
-    """Let SIGTERM (systemd's stop) end the block like any exception, so that what it wrote is removed."""
+    """Let SIGTERM (systemd's stop) end the block like an exception, so that the block removes its files."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -261,7 +260,7 @@ def check_machine() -> None:
 def check_packages() -> None:
     """Raise SparkMissing unless the extra is installed."""
     for module in ("pyspark", "pyarrow", "pandas", "adbc_driver_postgresql"):
-        if find_spec(module) is None:  # to import pandas takes most of a second, and not every job needs it
+        if find_spec(module) is None:  # Importing pandas takes most of a second, and not every job needs it.
             raise SparkMissing(module)
 
 
@@ -288,7 +287,7 @@ def version_of(told: str) -> int | None:
 
 
 def _java(environ: Mapping[str, str]) -> str | None:
-    """As Spark's own scripts look for it: JAVA_HOME, if it is set, and nothing else then."""
+    """The program java, found as Spark's scripts do: only in JAVA_HOME where that is set."""
     if home := environ.get("JAVA_HOME"):
         java = Path(home, "bin", "java")
         return str(java) if os.access(java, os.X_OK) else None

@@ -1,8 +1,8 @@
 """Work on executors: items in portions, each portion a task of Spark, which may be repeated.
 
-What became of an item is a value that the task returns. A task that dies (its Python worker killed, its executor
-lost) is started again by Spark, from the beginning of its portion, as often as ``spark.task.maxFailures`` says: so the
-work on an item must be one transaction, and doing it again must be harmless.
+A task returns a value for each item. Spark starts a dead task again (its worker killed, its executor lost) from the
+beginning of its portion, up to ``spark.task.maxFailures`` times. So the work on an item must be one transaction, and
+harmless when repeated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 Say = Callable[[str, int, int], None]
-"""Told what is being done, how many of its tasks are done, and how many there are so far."""
+"""Reports progress: the step, the number of its finished tasks, and the number of tasks so far."""
 
 _STORE_LOST: Final = re.compile(r"delayer\.core\.errors\.StoreLost: (.*)")
 _PYTHON: Final = re.compile(r"^((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Lost)\b.*)$", re.MULTILINE)
 
-# What Spark says of a task that it gave up; behind it the reason, of the executor or of Java.
+# Spark's words for a task that it gave up; the reason follows, from the executor or from Java.
 _LOST_TASK: Final = re.compile(r"most recent failure: Lost task \S+ in stage \S+ \(TID \d+\) \([^)]*\):\s*(\S.*)")
 _NO_PYTHON: Final = (
     ". Next: is there a Python with delayer[spark] at this path on every machine? "
@@ -63,8 +63,8 @@ class Watching:
             with translated(name):
                 yield
         except BaseException:
-            # An interruption: its tasks hold connections. In a thread with a connection to the JVM of its own, for on
-            # ours the answer to what was interrupted comes first, when all is done.
+            # The tasks of an interrupted job hold connections, so they are cancelled. The thread has its own connection
+            # to the JVM, because ours answers only when the job is done.
             cancelling = threading.Thread(target=self._cancel, args=(name,), daemon=True)
             cancelling.start()
             cancelling.join(5.0)
@@ -76,13 +76,13 @@ class Watching:
     def _cancel(self, name: str) -> None:
         from py4j.protocol import Py4JError  # noqa: PLC0415
 
-        with suppress(Py4JError, OSError):  # the JVM may have gone first
+        with suppress(Py4JError, OSError):  # The JVM may have ended first.
             self._context.cancelJobGroup(name)
 
     def _look(self, name: str, over: threading.Event) -> None:
         from py4j.protocol import Py4JError  # noqa: PLC0415
 
-        with suppress(Py4JError, OSError):  # the JVM is gone, which whoever waits for the tasks hears as well
+        with suppress(Py4JError, OSError):  # The JVM is gone. The caller that waits for the tasks gets that error too.
             while not over.wait(0.25):
                 self._say(name, *self._tasks(name))
 
@@ -142,17 +142,17 @@ _traffic = Traffic()
 
 
 def step_back() -> None:
-    """Let this process, and what it starts, have the processor when nobody else wants it. What the database does for it
-    is not meant: see :class:`Turns`."""
+    """Lower the priority of this process and its children. The database's work for it keeps its priority: see
+    :class:`Turns`."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
 class Turns:
-    """The turns of the executor behind ``connection``: beside traffic one executor works at a time, a piece after
-    another, and rests after each for as long as the piece took."""
+    """The turns of the executor behind ``connection``. Beside traffic one executor works at a time, and rests after
+    each piece for as long as the piece took."""
 
     def __init__(self, connection: asyncpg.Connection, seen: Traffic | None = None, *, hurried: bool = False) -> None:
-        """``hurried``: its work is the traffic of the next minutes, and gives way to nobody."""
+        """``hurried``: its segments are due within minutes, so it waits for no turn."""
         self._connection = connection
         self._seen = seen or _traffic
         self._hurried = hurried
@@ -172,7 +172,7 @@ class Turns:
                 await traffic.end_turn(self._connection)
 
     async def _wait(self) -> bool:
-        """Whether the turn is ours; not where nobody needs to wait for it."""
+        """Whether the turn is ours; False where no turns are needed."""
         while await self._seen.look(self._connection):
             if await traffic.take_turn(self._connection):
                 return True

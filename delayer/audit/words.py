@@ -99,7 +99,7 @@ def name(raw: bytes | str, empty: str = "(empty)") -> str:
 
 
 def destination(exchange: bytes, key: bytes) -> str:
-    """Where messages go, in words."""
+    """A destination in words."""
     return f"{name(exchange)} · {name(key)}" if exchange else f"queue {name(key)}"
 
 
@@ -134,7 +134,7 @@ def verdict(report: Report) -> str:
 
 
 def behind(report: Report) -> str:
-    """What a replica that lags means for the report; empty where none does."""
+    """The note about a replica that lags; empty without a lag."""
     if report.behind_ms < 1_000:
         return ""
     lag = duration(report.behind_ms / 1000)
@@ -142,7 +142,7 @@ def behind(report: Report) -> str:
 
 
 def sampled(report: Report) -> str:
-    """What a sample is of; empty where the whole was read."""
+    """The note about a sample; empty if the whole store was read."""
     if report.sample is None:
         return ""
     read = report.totals.waiting + report.totals.packed
@@ -153,7 +153,7 @@ def sampled(report: Report) -> str:
 
 
 def details(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The details of a finding as rows of words; what is empty is left out."""
+    """The details of a finding as rows of words, without empty ones."""
     for key, value in table.items():
         if value in (None, "", [], (), {}):
             continue

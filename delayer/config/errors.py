@@ -56,9 +56,9 @@ def show(value: object, *, is_url: bool = False) -> str:
             return "a text that is no URL (not shown)" if value else '""'
         value = concealed(value)
     try:
-        text = json.dumps(value)  # escapes every character that could forge a line of its own
+        text = json.dumps(value)  # It escapes every character that could forge a line.
     except TypeError:
-        text = str(value)  # TOML's dates and times
+        text = str(value)  # A date or time of TOML.
     return text if len(text) <= 80 else text[:79] + "…"
 
 

@@ -57,7 +57,7 @@ def config_file(config: Path | None, environ: Mapping[str, str]) -> Path | None:
     try:
         return SYSTEM_FILE if SYSTEM_FILE.exists() else None
     except PermissionError:
-        return SYSTEM_FILE  # in a directory that is closed to us: reading it reports that
+        return SYSTEM_FILE  # The directory is closed to us, and reading the file reports that.
 
 
 def load(
@@ -65,8 +65,8 @@ def load(
 ) -> Settings:
     """Read every source and build the settings. ``flags`` maps dotted keys to texts, as ``--set`` takes them.
 
-    systemd gives credentials to the daemon, and not to the commands that a unit runs at a reload. If ``sealed`` is
-    given, it collects the credential files that this process may not read; their values are left out unchecked.
+    systemd gives credentials to the daemon, but not to the commands that a unit runs at a reload. If ``sealed`` is
+    given, it collects the credential files that this process may not read. Their values stay unchecked.
 
     Raises ConfigError with every mistake of every source.
     """
@@ -193,7 +193,7 @@ def _origin(merged: Merged, key: str) -> str:
 
 
 def _tables(merged: Merged, name: str) -> list[Mapping[str, Any]]:
-    """The tables of a list; an empty one in place of what is no table, which the model reports."""
+    """The tables of a list, with an empty one for each value that is no table. The model reports those."""
     found = merged.values.get(name, [])
     return [one if isinstance(one, dict) else {} for one in found] if isinstance(found, list) else []
 
@@ -220,7 +220,7 @@ def _of_routes(routes: Routes, queues: Mapping[str, str], merged: Merged) -> Ite
         key = route.get("routing_key")
         if not route.get("to", "") and key == queues["intake.queue"]:
             yield "", f"{at}.routing_key", "a queue other than the intake queue", show(key)
-        with suppress(Expected):  # the tables report it
+        with suppress(Expected):  # The tables report it.
             longest_ms = duration_ms(value_at(merged.values, ("intake", "max_delay")) or "3650d")
             if duration_ms(route.get("default_delay", "0s")) > longest_ms:
                 limit = f"at most intake.max_delay, {duration_text(longest_ms)}"
@@ -250,7 +250,7 @@ def _in_the_cascade(routes: Routes, queues: Mapping[str, str], merged: Merged) -
     try:
         cascade = Cascade(prefix=value_at(merged.values, ("native", "prefix")) or "delayer.")  # type: ignore[arg-type]
     except (TypeError, ValueError, AttributeError):
-        return  # the table reports it
+        return  # The table reports it.
     taken = {level.name for level in cascade.levels()} | {cascade.delivery, cascade.strays}
     named = list(queues.items())
     for index, route in enumerate(routes):
@@ -273,7 +273,7 @@ def _takeovers(routes: Routes, queues: Mapping[str, str], merged: Merged, *, sea
         try:
             cascade = Cascade(kind if kind in KINDS else "delayer", owner=_text(one.get("prefix")) or "")
         except ValueError:
-            continue  # the table reports it
+            continue  # The table reports it.
         if cascade.kind == "delayer":
             continue  # as above
         if cascade in seen:
@@ -293,7 +293,7 @@ def broker_address(merged: Merged, settings: Settings) -> list[Problem]:
     """Mistakes of the whole broker address: its parameters, certificates and keys."""
     try:
         Address.parse(settings.broker_url)
-    except ValueError as error:  # names what was expected, and never shows the URL
+    except ValueError as error:  # The error names the expected form and never shows the URL.
         expected, _, found = str(error).removeprefix("broker URL: ").removeprefix("expected ").partition(", found ")
         found = found or show(str(settings.broker.url))
         return [Problem(merged.origin(("broker", "url")), "broker.url", expected, found)]
@@ -308,9 +308,9 @@ def store_address(merged: Merged, settings: Settings, environ: Mapping[str, str]
 
 
 def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The mistakes in the parameters of a store's URL: what was expected, and what was found."""
+    """The mistakes in the parameters of a store's URL: expected and found."""
     query = urlsplit(url).query
-    if urlsplit(url).netloc.count("@") > 1:  # the driver takes the host to begin behind the first
+    if urlsplit(url).netloc.count("@") > 1:  # The driver takes the host to begin behind the first @.
         return [("a URL in which an @ of user or password is written %40", "another one (not shown)")]
     try:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
@@ -335,7 +335,7 @@ def mistakes(url: str, environ: Mapping[str, str]) -> list[tuple[str, str]]:
 def _has_own_root() -> bool:
     try:
         return not _unreadable(Path.home() / _OWN_ROOT)
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # The user has no home directory.
         return False
 
 

@@ -1,11 +1,11 @@
-"""Logs: one event name for each thing that happens, one line for each event, and no secret in any of them.
-docs/events.md has every name with its meaning; a test compares that page with the code.
+"""Logs: one event name for each kind of event, one line for each event, and no secret in any of them. docs/events.md
+explains every name; a test compares that page with the code.
 
-Everybody logs through ``structlog.get_logger(__name__)``; :func:`configure` decides what becomes of it, and sends the
-libraries' own logging the same way. Logs go to stderr: stdout belongs to what a command was asked for.
+All modules log through ``structlog.get_logger(__name__)``. :func:`configure` sets the format, and sends the logs of
+libraries the same way. Logs go to stderr, because stdout belongs to the result of a command.
 
-Whatever came from outside (header values, names, the broker's texts) may hold line ends and terminal codes. Values are
-cleaned before they are written, so that no message can forge a line of the log.
+Texts from outside (header values, names, the broker's texts) may hold line ends and terminal codes. Values are cleaned
+before they are written, so that no message can forge a line of the log.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from delayer.config.errors import readable
 __all__ = ["clean_values", "configure", "finish", "log_in_background", "readable"]
 
 _DEEPEST = 6
-# What these report below a warning is about themselves, and at debug level it is whole frames: bodies, and the login.
+# Below a warning these libraries log about themselves. At debug level they log whole frames, with bodies and the login.
 _LIBRARIES = ("aio_pika", "aiormq", "pamqp", "alembic", "sqlalchemy", "asyncio")
-# They log, with tracebacks, what they also raise or what the next caller meets: we say so in better words, and once.
+# These libraries log errors that they also raise, with tracebacks. delayer logs each error once.
 _TALKATIVE = ("aiormq.connection", "asyncpg.pool")
 
 Event = MutableMapping[str, Any]
@@ -72,9 +72,8 @@ def _ordered(_logger: object, _method: str, event: Event) -> Event:
 class _Background(QueueHandler):
     """A bounded queue of formatted lines. A thread writes them to stderr, and may wait there for the reader.
 
-    A pipe that has no reader takes 64 KiB; the writer of the next line waits, as long as the reader likes. When the
-    queue is full the handler drops lines and counts them, until the thread has written all others: one gap, and behind
-    it a line with the count.
+    A pipe without a reader takes 64 KiB, and then its writer waits. When the queue is full the handler drops lines and
+    counts them, until the thread has written all others. So there is one gap, with a line behind it that has the count.
     """
 
     queue: queue.Queue[logging.LogRecord]
@@ -174,5 +173,5 @@ def configure(
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=False,  # a cached logger would keep its old level after SIGHUP
+        cache_logger_on_first_use=False,  # A cached logger would keep its old level after SIGHUP.
     )

@@ -31,7 +31,7 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 DEFAULT_BROKER_URL = "amqp://guest:guest@localhost:5672/"
 DEFAULT_STORE_URL = "postgresql://localhost/delayer"
 
-# What a running daemon takes over at SIGHUP; everything else needs a restart. A section stands for all of its keys.
+# The keys that a running daemon takes over at SIGHUP. All others need a restart. A section stands for all of its keys.
 LIVE_KEYS = frozenset(
     {
         "mode",
@@ -108,7 +108,7 @@ class Retry(Table):
 
 
 class Route(Table):
-    """What happens to messages that came through the exchange ``from_``; ``""`` is straight to the intake queue."""
+    """The rules for messages that came through the exchange ``from_``. ``""`` is straight to the intake queue."""
 
     from_: values.Exchange = Field(alias="from")
     to: values.Exchange = ""
@@ -173,7 +173,7 @@ class Takeover(Table):
 
 
 class Destination(Table):
-    """An exchange and a queue that is bound to it, which nobody else declares."""
+    """An exchange with a queue bound to it, which delayer declares for its users."""
 
     exchange: values.Exchange = ""
     type: Literal["topic", "direct", "fanout"] = "topic"
@@ -284,7 +284,7 @@ def _leaves(table: Table, at: str = "") -> dict[str, object]:
 
 
 def service_of(settings: Settings) -> str:
-    """The same for all that work with one virtual host of one broker, whoever they log in as.
+    """A name that all processes of one virtual host of one broker share, with any login.
 
     >>> urls = "amqp://a:b@host/orders", "amqp://host:5672/orders", "amqp://a:b@host/mail"
     >>> one, same, other = (service_of(Settings.model_validate({"broker": {"url": url}})) for url in urls)

@@ -1,7 +1,7 @@
 """The sources of the settings: the TOML file, the environment, and the flags of the command line.
 
-pydantic-settings asks the sources in the order of their priority and merges their tables key by key. A list (the
-routes) is replaced as a whole. Each source keeps its mistakes, so that all of them are reported together.
+pydantic-settings asks the sources in the order of their priority, and merges their tables key by key. It replaces a
+list (the routes) as a whole. Each source keeps its mistakes, so that all of them are reported together.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Source(PydanticBaseSettingsSource):
         return True
 
     def place(self, key: Key) -> str:
-        """Where this source sets ``key``, for people."""
+        """The place where this source sets ``key``, for people."""
         raise NotImplementedError
 
 
@@ -132,7 +132,7 @@ class File(Source):
             expected, found = "TOML in UTF-8", f"other bytes from position {error.start} on"
         except RecursionError:
             found = "thousands of brackets"
-        except ValueError as error:  # a number of thousands of digits, which TOML allows and Python does not convert
+        except ValueError as error:  # TOML allows a number of thousands of digits, and Python does not convert it.
             found = str(error).partition(":")[0]
         except OSError as error:
             expected, found = "a readable configuration file", error.strerror or str(error)
@@ -148,7 +148,8 @@ class Texts(Source):
         super().__init__()
         self._places: dict[Key, str] = {}
         known = known_keys()
-        for key, text, place in sorted(texts):  # a section before its keys: the text of a key has priority
+        # A section comes before its keys, because the text of a key has priority.
+        for key, text, place in sorted(texts):
             value = _read_text(known[key], text)
             if value is None:
                 kind = "table" if section_of(known[key]) else "list"
@@ -221,7 +222,7 @@ class Merged:
         self._contents: dict[Key, str] = {}
 
     def origin(self, key: Key) -> str:
-        """Where the value at ``key`` was set; for a value inside a list, where the list was."""
+        """The place where the value at ``key`` was set; for a value inside a list, the place of the list."""
         for length in range(len(key), 0, -1):
             part = key[:length]
             if part in self._contents:
@@ -254,5 +255,5 @@ def _read_text(field: FieldInfo, text: str) -> object:
         try:
             return json.loads(text.strip().lower())
         except ValueError:
-            return text  # the model reports it
+            return text  # The model reports it.
     return text

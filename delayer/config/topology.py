@@ -23,16 +23,16 @@ def without_effect(settings: Settings) -> list[str]:
 
 
 def own_names(settings: Settings) -> tuple[frozenset[bytes], frozenset[bytes]]:
-    """Queues and exchanges that no message may name as its destination, whichever mode is in force: messages may be on
-    their way through a cascade that new delays do not take any more."""
-    # The exchanges of other systems' cascades are theirs, and delivering into them may be what somebody wants.
+    """Queues and exchanges that no message may name as its destination, in either mode: messages may be on their way
+    through a cascade that new delays do not take any more."""
+    # The exchanges of other systems' cascades belong to them, and an application may want to deliver there.
     ours = [native_of(settings), *(cascade.topology() for cascade in _cascades(settings))]
     exchanges = {exchange.name for one in ours for exchange in one.exchanges if not exchange.shared}
     return frozenset(map(str.encode, queues_at_work(settings))), frozenset(map(str.encode, exchanges))
 
 
 def _cascades(settings: Settings) -> dict[Cascade, str]:
-    """Those that a daemon may fill or empty, and the key of the configuration that names each."""
+    """The cascades that a daemon may fill or empty, and the key of the configuration that names each."""
     cascades = {cascade_of(settings): "native.prefix"}
     for table in settings.takeovers:
         cascades.setdefault(Cascade(table.cascade, owner=table.prefix), "takeover.cascade")
@@ -53,14 +53,15 @@ def queues_at_work(settings: Settings) -> dict[str, str]:
 
 
 def intake_of(settings: Settings) -> Topology:
-    """What every mode needs: the intake queue, the refused queue, the exchanges of the routes, the ends of retries."""
+    """The topology of every mode: the intake queue, the refused queue, the exchanges of the routes, the ends of
+    retries."""
     intake = intake_topology(settings.intake.queue, settings.refused.queue, [route.from_ for route in settings.routes])
     ends = dict.fromkeys(route.retry.exhausted for route in settings.routes if route.retry is not None)
     return intake + Topology(queues=tuple(parking_queue(name) for name in ends))
 
 
 def destinations_of(settings: Settings) -> Topology:
-    """What the configuration asks to be declared for others; shared, so that it is never removed."""
+    """The topology that delayer declares for its users. It is shared, so delayer never removes it."""
     whole = Topology()
     for one in settings.destinations:
         exchanges = (Exchange(one.exchange, one.type, shared=True),) if one.exchange else ()
@@ -72,7 +73,7 @@ def destinations_of(settings: Settings) -> Topology:
 
 
 def native_of(settings: Settings) -> Topology:
-    """What native mode needs besides: the cascade, and the daemon's own queue at its end."""
+    """The further topology of native mode: the cascade, and the daemon's own queue at its end."""
     cascade = cascade_of(settings)
     return cascade.topology() + due_topology(cascade, settings.native.due_queue, settings.refused.queue)
 

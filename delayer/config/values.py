@@ -1,4 +1,4 @@
-"""The kinds of values that a configuration holds, each with the sentence that says what was expected.
+"""The types of values in a configuration, each with the sentence that says the expected form.
 
 Durations are read from texts like ``"250ms"`` and kept as whole milliseconds.
 """
@@ -172,8 +172,8 @@ def _url(value: object, schemes: tuple[str, ...], example: str) -> SecretUrl:
         # urllib's own words repeat pieces of the URL, and a password may be among them.
         raise Expected(f"{wanted}; {_ESCAPES}") from None
     if "@" in parts.path + parts.fragment or ("@" in parts.query and ("@" in parts.netloc or "amqp" in schemes)):
-        # User and password ended at a /, # or ? that was meant to be in them, and what is behind an @ of theirs would
-        # be taken for the host.
+        # A bare /, # or ? ended the user and password early. The text behind an @ of theirs would be taken for the
+        # host.
         raise Expected(f"{wanted}; {_ESCAPES}; so is an @ behind the host, %40")
     if not value.isprintable() or " " in value:
         raise Expected(f"{wanted}, without blanks and control characters; in a password they are written %20 and so on")

@@ -120,9 +120,9 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_daemon(load: Callable[[], Settings]) -> NoReturn:
-    """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again through ``load``.
+    """Run until SIGTERM or SIGINT. SIGHUP reads the configuration again through ``load``.
 
-    Ends the process with its exit code: 0 after an order to stop, 1 or 2 where a person has to decide first (the log
+    Ends the process with its exit code: 0 after an order to stop, 1 or 2 where an operator has to act first (the log
     has the reason), 1 after a bug. Raises ConfigError if the first ``load`` does.
     """
     settings = load()
@@ -134,8 +134,8 @@ def run_daemon(load: Callable[[], Settings]) -> NoReturn:
         log.critical("failed", exc_info=True)
         code = 1
     logs.finish()
-    # The interpreter's own end waits for a stuck reader of stderr, and for threads that look up a name (10 s beside a
-    # silent name server).
+    # The interpreter's own end waits for a stuck reader of stderr, and for threads that look up a name. A silent name
+    # server takes 10 s.
     os._exit(code)
 
 
@@ -197,8 +197,8 @@ def run_loop(main: Coroutine[Any, Any, T], *, leave: float = 0.5) -> T:
     """Run ``main`` in a new loop, and return its result.
 
     Tasks that ``main`` leaves behind are cancelled, and get ``leave`` seconds to end. asyncio's own runner waits
-    without limit, and a driver that closes connections to a server that hangs takes seconds (seen: five). The other
-    tasks end with the process. The loop stays open: closing it would wait for threads that look up names.
+    without limit, and a driver that closes connections to a hanging server took five seconds. The other tasks end with
+    the process. The loop stays open, because closing it would wait for threads that look up names.
     """
     loop = uvloop.new_event_loop()
     try:

@@ -49,8 +49,8 @@ class ServiceGroup:
     async def run(self) -> None:
         """Return when every part has stopped. Raises the first failure of a part, after stopping the others.
 
-        Parts that have not stopped when the grace is over are cancelled; what they had in flight is given back by
-        the broker and rolled back by the store, as after a crash.
+        Parts that have not stopped when the grace is over are cancelled. The broker requeues their deliveries, and the
+        store rolls their transactions back, as after a crash.
         """
         while not self.stopping.is_set() and not self._failures:
             await self._changed.wait()

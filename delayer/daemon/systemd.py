@@ -96,7 +96,7 @@ class Notifier:
     def _send(self, state: str, status: str = "") -> None:
         lines = [state] if state else []
         if status:
-            lines.append(f"STATUS={' '.join(status.split())}")  # a line end would begin a new key
+            lines.append(f"STATUS={' '.join(status.split())}")  # A line end would begin a new key.
         if not self._address or not lines:
             return
         try:

@@ -137,7 +137,7 @@ class Relays:
         return any(relay.blocked for relay in self._relays.values())
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """Of each: whether it is connected and blocked, and the number of connects."""
+        """For each connection: connected, blocked, and the number of connects."""
         return {
             use: {
                 "connected": relay.current is not None,
@@ -287,7 +287,7 @@ class Daemon:
         self.services.add("due", self._due.run)
 
     async def _declare_again(self) -> None:
-        """Declare as at the start, but a mismatch does not stop a daemon that has begun: it keeps releasing and tries
+        """Declare as at the start. After the start a mismatch does not stop the daemon: it goes on releasing and tries
         again until an operator resolves the mismatch. Raises BrokerLost; TopologyMismatch at the start."""
         try:
             await self.declare()
@@ -301,11 +301,11 @@ class Daemon:
         if self.settings.mode == "store":
             await self.lanes.wait_usable(STORE_WAIT)
         else:
-            await self.lanes.wait_known(5.0)  # without a lane, native mode refuses every key
+            await self.lanes.wait_known(5.0)  # Without a lane, native mode refuses every key.
 
     async def _announce(self, stopping: asyncio.Event) -> None:
-        """Report READY to systemd once the daemon consumes, or has no share of the store's lanes: a spare process has
-        started as well, and waits for a lane."""
+        """Report READY to systemd when the daemon consumes. A spare process reports READY as well: it has no share of
+        the lanes and waits for one."""
         consuming = asyncio.create_task(self._intake.consuming.wait(), name="consuming")
         spare = asyncio.create_task(self.lanes.spare.wait(), name="spare")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
@@ -329,7 +329,7 @@ class Daemon:
             queue, self.settings.intake.prefetch, give_back_after=self.settings.intake.give_back_after_ms / 1000
         )
         if use == "due":
-            intake = replace(intake, gather=0.005)  # all of it is due, and late by this
+            intake = replace(intake, gather=0.005)  # All its messages are due, and late by this.
         prepare = self._prepare if use == "intake" else self._declare_again
         consumer = RelayConsumer(self.relays[use], fitting=Fitting(BUFFER_BYTES))
         return QueueConsumer(intake, consumer, handle, prepare=prepare, heartbeat=self._watchdog)
