@@ -1,8 +1,8 @@
-"""The store's clock, estimated from here: what relative delays count from, and what a sleeper sleeps towards.
+"""An estimate of the store's clock: relative delays count from it, and sleepers sleep towards it.
 
-A *sample* is one question ``clock_timestamp()``: the server read its clock somewhere between our sending and our
-receiving, so at any later moment its clock stands between two lines. The upper one serves :meth:`StoreClock.now_ms` (a
-delay counted from it is never short), the lower one serves sleeping (a sleeper that wakes by it never wakes early).
+A *sample* is one question ``clock_timestamp()``. The server read its clock between our sending and our receiving, so at
+any later moment its clock stands between two lines. The upper line serves :meth:`StoreClock.now_ms`: a delay counted
+from it is never short. The lower line serves sleeping: a sleeper that wakes by it never wakes early.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ def uptime() -> float:
 
 
 DRIFT = 500e-6
-"""Seconds that two clocks may drift apart in a second: the most that ntpd slews one by, while the other runs true. A
-sample is taken every second or so, so that this widens the estimate by half a millisecond.
+"""Seconds that two clocks may drift apart in a second: ntpd slews a clock by at most that much. The daemon takes a
+sample about every second, so the drift widens the estimate by half a millisecond.
 
 chrony may slew faster, by up to 83,333 ppm (``maxslewrate``), while it corrects a large offset. A sample that
-contradicts the last one by that is taken for a step (:func:`better`), so for a second the estimate may be wrong by what
-the clock gained or lost in it: 83 ms at the worst. docs/guarantees.md names this."""
+contradicts the last one by that counts as a step (:func:`better`). So for a second the estimate may be wrong by 83 ms
+at the worst. docs/guarantees.md names this.
+"""
 
 
 class Sample(NamedTuple):
@@ -43,8 +44,8 @@ class Bounds(NamedTuple):
 
 
 def bounds(sample: Sample, at: float) -> Bounds:
-    """Where the server's clock stands at the local monotonic instant ``at``, judged by ``sample``."""
-    shortest, longest = at - sample.after, at - sample.before  # since the server read its clock, seconds
+    """The bounds of the server's clock at the local monotonic instant ``at``, by ``sample``."""
+    shortest, longest = at - sample.after, at - sample.before  # Seconds since the server read its clock.
     return Bounds(
         lower=sample.server_ms + (shortest - DRIFT * abs(shortest)) * 1000,
         upper=sample.server_ms + (longest + DRIFT * abs(longest)) * 1000,
@@ -52,7 +53,8 @@ def bounds(sample: Sample, at: float) -> Bounds:
 
 
 def better(kept: Sample, new: Sample) -> tuple[Sample, bool]:
-    """Which sample to go by, and whether the server's clock was stepped (then the new one, whatever its width)."""
+    """The better sample, and whether the server's clock was stepped. After a step the new sample counts, whatever its
+    width."""
     old, fresh = bounds(kept, new.after), bounds(new, new.after)
     if fresh.lower > old.upper or fresh.upper < old.lower:
         return new, True
@@ -66,7 +68,7 @@ class StoreClock:
     def __init__(self, monotonic: Callable[[], float] = uptime) -> None:
         self.monotonic = monotonic
         self.steps = 0
-        """How often the server's clock was found stepped: whatever was derived from it before must be dropped."""
+        """The number of steps of the server's clock. Values derived from the clock before a step must be dropped."""
         self._sample: Sample | None = None
 
     def observe(self, before: float, server_ms: float, after: float) -> None:

@@ -1,9 +1,9 @@
-"""What can go wrong with a store, beside the losses that every layer knows, and the one place that translates.
+"""Errors of a store beside the losses that every layer knows, and their translation from the driver's errors.
 
 core.StoreLost        out of reach, or it refused the transaction: try again later
-└─ core.LaneLost      the lane is somebody else's by now
-SchemaOutdated        the store lacks a schema upgrade (or has one that this program does not know): a human must act
-BadStoreUrl           the URL cannot be read: a human must act
+└─ core.LaneLost      the lane has another owner
+SchemaOutdated        the store lacks a schema upgrade, or has an unknown one: an operator must act
+BadStoreUrl           the URL cannot be read: an operator must act
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.Internal
 # The transaction was well-formed and lost against another one: the same again may well pass.
 WORTH_REPEATING = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 
-# What lies there cannot be read: a damaged page (XX000 and its kinds), a disk's error, a file that is gone. It concerns
-# what lies in that place and nothing else.
+# The data at one place cannot be read: a damaged page (XX000 and its kinds), a disk error, a missing file. Other places
+# can still be read.
 DAMAGED = (asyncpg.InternalServerError, asyncpg.PostgresIOError, asyncpg.UndefinedFileError)
 DAMAGE_ADVICE = 'see "Damage" in docs/backlog.md: REINDEX makes an index anew, a table comes from a backup'
 

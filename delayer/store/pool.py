@@ -1,4 +1,4 @@
-"""Connections to Postgres: how they are opened, what they are set to, and how instants travel over them."""
+"""Connections to Postgres: their opening, their settings, and the codec of instants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delayer.store.errors import DRIVER_ERRORS, BadStoreUrl, lost
 
 
 class _Asked(NamedTuple):
-    """What the driver wants to hear of the statement that it asked by: it has a name, and took no other's place."""
+    """The description of a statement that the driver expects: the statement has a name, and replaced no other."""
 
     name: str = "known"
 
@@ -36,7 +36,7 @@ KNOWN: Final[Mapping[int, dict[str, Any]]] = {
         _array(1185, 1184, "timestamptz", "timestamp with time zone"),
     )
 }
-"""What the server would answer, of each by its number; these numbers are the same in every Postgres."""
+"""The server's answers, by number of the type. These numbers are the same in every Postgres."""
 
 
 class Connection(asyncpg.Connection):  # type: ignore[misc]  # the driver has no types
@@ -55,18 +55,18 @@ STATEMENT_SECONDS = 30.0
 COMMAND_SECONDS = STATEMENT_SECONDS + 5.0
 
 GIVEN_UP = (asyncio.CancelledError, TimeoutError)
-"""Nobody waits for the server's answer any more, neither to the statement nor to what would undo it."""
+"""The caller waits no longer for the server's answer, neither to the statement nor to its cancellation."""
 
-POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01, Postgres's own zero, in microseconds after 1970
+POSTGRES_EPOCH_US = 946_684_800_000_000  # 2000-01-01, the zero of Postgres's instants, in microseconds after 1970.
 _FOREVER_US = (1 << 63) - 1
 BEGINNING_MS = -(1 << 62)
 """Before every instant: ``-infinity`` in Postgres."""
 
 
 LAZY: Mapping[str, str] = {"synchronous_commit": "off"}
-"""For a session whose transactions may come undone by a crash of the server, as each only moves what is there. They
-come undone whole, and the last ones first, since the log is read to where it ends. Nobody depends on one that is
-undone: whoever commits, and waits for that, has waited for all that was committed before. Ends with :func:`flush`."""
+"""For a session whose transactions only move data, so that a crash of the server may undo them. A crash undoes whole
+transactions, the last ones first, because the log is read up to its end. No other transaction depends on one that is
+undone: a synchronous commit waits for all earlier commits. Ends with :func:`flush`."""
 
 
 def _to_wire(due_ms: int) -> tuple[int]:
@@ -82,16 +82,17 @@ def _from_wire(wire: tuple[int]) -> int:
 
 
 def settings(application: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What every session is set to, over whatever server, database or role say."""
+    """The settings of every session, over those of server, database and role."""
     return {
         "application_name": application,
         "timezone": "UTC",
-        "jit": "off",  # its compiling costs more than any of our statements
+        "jit": "off",  # Its compilation costs more than any of our statements.
         "statement_timeout": f"{STATEMENT_SECONDS:.0f}s",
-        "synchronous_commit": "on",  # a promise, not a preference: G1
-        "default_transaction_isolation": "read committed",  # the fences and the cancels read what was just committed
+        "synchronous_commit": "on",  # Promise G1 needs it.
+        # The fences and the cancels read rows that were just committed.
+        "default_transaction_isolation": "read committed",
         "default_transaction_read_only": "off",
-        "plan_cache_mode": "force_custom_plan",  # a generic plan prunes no partition
+        "plan_cache_mode": "force_custom_plan",  # A generic plan prunes no partition.
         # A cable that was cut, seen from the server: it ends the session, and with it the locks.
         "tcp_keepalives_idle": "5",
         "tcp_keepalives_interval": "2",
@@ -133,12 +134,12 @@ async def connect_plain(
     except DRIVER_ERRORS as error:
         raise unreachable(error) from (None if isinstance(error, asyncpg.ClientConfigurationError) else error)
     except ValueError:
-        # From the parser, which quotes what it could not read: perhaps a piece of the password.
+        # The parser's text quotes the part that it could not read: perhaps a piece of the password.
         raise BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database") from None
 
 
 def unreachable(error: BaseException) -> Exception:
-    """What to raise when a connection could not be opened."""
+    """The error to raise when a connection could not be opened."""
     if isinstance(error, asyncpg.ClientConfigurationError):
         return BadStoreUrl("store.url cannot be read: expected postgresql://user@host:port/database")
     return lost("connect", error)
@@ -155,7 +156,7 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
             command_timeout=COMMAND_SECONDS,
             connection_class=Connection,
             init=prepare,
-            reset=_nothing,  # our transactions leave nothing behind; the default costs a round trip a park
+            reset=_nothing,  # Our transactions leave nothing behind, and the default costs a round trip for each park.
             server_settings=settings(application, more),
         )
     except DRIVER_ERRORS as error:
@@ -168,8 +169,8 @@ async def open_pool(url: str, application: str, size: int, more: Mapping[str, st
 async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[asyncpg.Connection]:
     """A connection of the pool, which ends with a caller that is cancelled.
 
-    The pool would first wait until the server has confirmed that it cancelled the statement, however long that takes:
-    a server that hangs kept a stopping daemon. The same for one whose statement timed out. Raises the driver's errors.
+    The pool would first wait until the server has confirmed the cancellation of the statement. A hanging server kept a
+    stopping daemon that way. The same holds for a statement that timed out. Raises the driver's errors.
     """
     async with pool.acquire() as connection:
         try:
@@ -181,7 +182,7 @@ async def borrowed(pool: asyncpg.Pool) -> AsyncIterator[asyncpg.Connection]:
 
 @asynccontextmanager
 async def transaction(connection: asyncpg.Connection) -> AsyncIterator[None]:
-    """The driver's transaction, without its wait for a rollback where nobody waits for that: see :func:`borrowed`."""
+    """The driver's transaction, without its wait for a rollback after a cancellation: see :func:`borrowed`."""
     started = connection.transaction()
     await started.start()
     try:

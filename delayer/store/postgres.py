@@ -42,7 +42,7 @@ CLOSE_SECONDS: Final = 5.0
 
 
 Changes = Counter[tuple[int, str]]
-"""What a transaction adds to the counters, by lane and kind."""
+"""The changes of the counters in a transaction, by lane and kind."""
 
 
 class Placement(NamedTuple):
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
     routes: Mapping[bytes, int]
     """The lanes of limited routes."""
     epoch: int | None = None
-    """Of lane ``number``, which this process owns; None if it owns no lane."""
+    """The epoch of lane ``number``, which this process owns; None if it owns no lane."""
 
     def of(self, parcel: Parcel) -> int:
         return self.routes.get(parcel.route, self.number)
@@ -92,17 +92,16 @@ class PostgresStore:
     ) -> PostgresStore:
         """Connect, compare the schema, and learn the store's time and partitions.
 
-        ``owner`` names this process in the table of lanes (default: host and process id), ``broker`` is the mark of the
-        one that it publishes to (lane_locks.broker_mark). ``idle_timeout`` (seconds) is
-        after how long the server takes the lanes of a process that hangs, ``transaction_timeout`` for how long a
-        release may take, and after how long a park that says nothing is rolled back: it must be longer than the slowest
-        publish. ``parkers`` is how many parks can run at once.
+        ``owner`` names this process in the table of lanes (default: host and process id). ``broker`` is the mark of the
+        broker that it publishes to (locks.broker_mark). After ``idle_timeout`` seconds the server takes the lanes of a
+        process that hangs. After ``transaction_timeout`` seconds it ends a release, and rolls back a silent park. That
+        must be longer than the slowest publish. ``parkers`` is the number of parallel parks.
 
         Raises StoreLost, BadStoreUrl, SchemaOutdated.
         """
         owner = owner or f"{socket.gethostname()}:{os.getpid()}"
         timeout = f"{transaction_timeout * 1000:.0f}ms"
-        size = parkers + 1  # and one that restores
+        size = parkers + 1  # One more for restores.
         pool = await session.open_pool(url, "delayer park", size, {"idle_in_transaction_session_timeout": timeout})
         clock = StoreClock()
         try:
@@ -221,7 +220,7 @@ class PostgresStore:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[asyncpg.Connection]:
-        """A transaction on a pooled connection; whatever goes wrong, the connection does not come back with it open."""
+        """A transaction on a pooled connection. After any failure the connection does not return with it open."""
         async with session.borrowed(self._pool) as connection:
             try:
                 await connection.execute("BEGIN")
@@ -292,11 +291,11 @@ async def park_plain(connection: asyncpg.Connection, place: Placement, parcels: 
 async def park_keyed(
     connection: asyncpg.Connection, place: Placement, parcels: Sequence[Parcel], cancels: Sequence[bytes]
 ) -> frozenset[bytes]:
-    """Messages of which some have keys, and keys or groups of keys to cancel. The cancels act before the messages.
-    Returns the keys whose waiting messages were taken out.
+    """Park messages, some of them with keys, and cancel keys or groups of keys. The cancels act before the messages.
+    Returns the keys whose waiting messages were cancelled.
 
-    Of several messages with one key the last is parked. The earlier ones count as parked and cancelled without being
-    written: they came in, and are not coming out.
+    Of several messages with one key the last is parked. The earlier ones count as parked and cancelled, and are not
+    written.
     """
     last = {parcel.key: parcel for parcel in parcels if parcel.key is not None}
     kept = [parcel for parcel in parcels if parcel.key is None or last[parcel.key] is parcel]

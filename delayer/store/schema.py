@@ -1,5 +1,5 @@
-"""Which schema a store has and which one this program needs, without Alembic: the daemon starts in half the time and
-with a third less memory when it does not import what only `delayer db` uses."""
+"""The schema of a store, and the one that this program needs, without Alembic. Without that import the daemon starts in
+half the time and with a third less memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def check(connection: asyncpg.Connection) -> None:
 
 
 def outdated(found: str | None) -> SchemaOutdated | None:
-    """What is wrong with a store of this revision, and what to do; None where it is ours."""
+    """The error for a store of this revision, with the next step; None if it is ours."""
     if found == HEAD:
         return None
     return SchemaOutdated(found, HEAD, newer=found is not None)
@@ -61,10 +61,10 @@ FAR: Final = 1_000_000_000
 """More than any store gives while a backup or a standby is behind, and nothing beside the 2^63 that there are."""
 
 LOCK_SECONDS: Final = 0.5
-"""How long we wait for the numbers, and everybody who needs one behind us."""
+"""Seconds that we wait for the numbers. Parks that need one wait behind us."""
 
-# Changes nothing, and keeps all others from taking numbers until it is committed: what they took between the asking and
-# the setting would be given once more. There is no LOCK for sequences.
+# This changes nothing, but its lock keeps all others from taking numbers until the commit. Numbers taken between the
+# reading and the setting would be given twice. There is no LOCK for sequences.
 _ALONE: Final = "ALTER SEQUENCE message_id NO CYCLE"
 _WAY_OUT: Final = (
     "run this again when what takes ids in long transactions (an import?) is over, or stop daemons and imports first; "
@@ -92,7 +92,7 @@ async def skip_ids(url: str, by: int) -> int:
 
 async def _skip(connection: asyncpg.Connection, by: int) -> int:
     async with pool.transaction(connection):
-        # Whoever took numbers has their lock until the commit, and an import's commit may take long.
+        # A transaction that took numbers holds their lock until the commit, and an import's commit may take long.
         await connection.execute(f"SET LOCAL lock_timeout = {LOCK_SECONDS * 1000:.0f}")
         await connection.execute(_ALONE)
         last: int = await connection.fetchval("SELECT setval('message_id', nextval('message_id') + $1)", by)
@@ -100,8 +100,8 @@ async def _skip(connection: asyncpg.Connection, by: int) -> int:
 
 
 async def patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Do ``work``, up to :data:`TRIES` times: a transaction that waits for its lock for a moment only, as the traffic
-    waits behind it. Raises what it raises; IN_THE_WAY only of the last time."""
+    """Do ``work``, up to :data:`TRIES` times. Its transaction waits only a moment for its lock, because the traffic
+    waits behind it. Raises the errors of ``work``; IN_THE_WAY only of the last time."""
     for _ in range(TRIES - 1):
         try:
             return await work()

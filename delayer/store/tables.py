@@ -1,20 +1,20 @@
-"""The store's tables, as SQLAlchemy sees them. The schema upgrades in migrations/ add up to exactly this (a test
-compares both catalogs).
+"""The store's tables, as SQLAlchemy sees them. The schema upgrades in migrations/ add up to exactly this; a test
+compares both catalogs.
 
-message      a waiting message, partitioned by the day that it is due; ``id`` is the order of arrival
-held         a message that its destination did not take: ``kind``, ``reason``, ``may_be_delivered``, ``isolated`` are
-             those of a Hold (core/hold.py), ``retry_at`` is the daemon's next attempt (null: a person decides), and
-             ``token`` is the x-delayer-id of a message that was published before it was held
-message_key  which message a key (header ``x-delay-key``) stands for at present
-lane         one row a lane; ``epoch`` grows with every change of owner and fences off the parks of the last one,
-             ``watermark`` is where the next owner begins, ``route`` the limited route whose messages it is for
-counter      what happened to how many messages, a row for each lane and kind
-segment      a run of far-future messages of one lane, compacted (segments/codec.py); ``broken`` says why one did
-             not read back
-audit_log    what people did to messages by hand: who, when, what, to how many, and what they asked for (as JSON)
-import_run   a legacy import: from what, by which parameters (JSON, without passwords), how far it is; ``progress`` is
-             what its source needs to go on behind the last commit. One at a time is open (``ended_at`` is null)
-import_item  records of a file that is being imported, by the order in which they are due: where they stand in it
+- message: a waiting message, partitioned by its due day; ``id`` is the order of arrival.
+- held: a message that its destination did not take. ``kind``, ``reason``, ``may_be_delivered`` and ``isolated`` are
+  those of a Hold (core/hold.py). ``retry_at`` is the daemon's next attempt (null: a person decides). ``token`` is the
+  x-delayer-id of a message that was published before it was held.
+- message_key: the message that a key (header ``x-delay-key``) stands for at present.
+- lane: one row for each lane. ``epoch`` grows with every change of owner and fences off the parks of the last one.
+  ``watermark`` is the instant where the next owner begins. ``route`` is the limited route that the lane belongs to.
+- counter: a number of messages for each lane and kind of event.
+- segment: a run of far-future messages of one lane, compacted (segments/codec.py). ``broken`` is the reason why it did
+  not read back.
+- audit_log: actions of people by hand: who, when, what, on how many messages, and the request (as JSON).
+- import_run: an import: its source, its parameters (JSON, without passwords), its progress. ``progress`` is the note by
+  which its source goes on behind the last commit. One at a time is open (``ended_at`` is null).
+- import_item: the places of records in a file that is being imported, in the order of their due instants.
 """
 
 from __future__ import annotations
@@ -213,10 +213,10 @@ import_item = Table(
     PrimaryKeyConstraint("run", "due_ms", "position", name="import_item_pkey"),
 )
 
-# Bodies are stored as they are. Postgres's default, pglz, costs the parking path more than the disk it spares: 4 KB of
-# JSON were parked at 13 k rows/s with it (3.1 KB a row on disk), at 26 to 35 k/s without (5.8 KB). lz4 is as fast as
-# none and as small as pglz, but not every server is built with it. What fits into 2 KB stays in its row in any case.
-# The partitions copy this from the parent.
+# Bodies are stored uncompressed. Postgres's default, pglz, costs more parking time than the disk is worth: 4 KB of JSON
+# were parked at 13 k rows/s with it (3.1 KB a row on disk), and at 26 to 35 k/s without (5.8 KB). lz4 is as fast as
+# none and as small as pglz, but not every server has it. Bodies under 2 KB stay in their row. Partitions copy this
+# setting.
 _AS_IS = "ALTER TABLE {} ALTER COLUMN body SET STORAGE EXTERNAL, ALTER COLUMN properties SET STORAGE EXTERNAL"
 
 

@@ -1,17 +1,17 @@
-"""Cancels and reschedules by hand: of messages by id, of held ones too, and of all that a filter means.
+"""Cancels and reschedules by hand: of waiting and held messages by id, and of all messages that match a filter.
 
-A message in a segment is restored first, with all messages of the segment; then it is a row like others.
+A message in a segment is restored first, with all messages of the segment. Then it is a row like others.
 
-A message is in one place at any moment, but may go from one to the next between two of our statements: compacted,
-restored, held, moved to another partition. The process that moves it holds a lock on its row or its segment. So a
-message that we locked stays; where one slipped away, a lock was waited for or the list of segments changed, and we
-look again. A message that is being released is waited for: then it is gone, or ours.
+A message is in one place at any moment, but may move between two of our statements: it may be compacted, restored,
+held, or moved to another partition. The process that moves it holds a lock on its row or its segment. So a message that
+we locked stays. After a wait for a lock, or a change in the list of segments, we look again for messages that slipped
+away. We wait for a message that is being released: then it is gone, or ours.
 
 Locks are taken in the order of keys.py: keys' advisory locks, messages' rows, held rows, rows of message_key, the
 counters.
 
-Many messages are changed in portions, each one transaction with its share in the audit log: an interruption leaves
-whole portions.
+Many messages are changed in portions. Each portion is one transaction with its share in the audit log, so an
+interruption leaves whole portions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOKS: Final = 10
 
 
 class Found(Enum):
-    """Where a cancel met a message."""
+    """The place where a cancel met a message."""
 
     WAITING = "waiting"
     HELD = "held"
@@ -61,19 +61,19 @@ _DELETE_HELD = (
 async def cancel(
     connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES, act: int | None = None
 ) -> dict[int, Found]:
-    """Cancel messages by id; where each was met.
+    """Cancel messages by id. Returns the place where each was met.
 
-    Finding a row by its id alone reads the index of every partition, and the ids of every segment whose range it is in:
-    ask for many at once, or say in ``dues`` when they are due. A message that is being released is waited for, and then
-    found NOWHERE, or waiting again. ``act``: what they are added to in the audit log (audit_log.py).
-    Raises the driver's errors; what was cancelled by then is in the audit log.
+    Finding a row by its id alone reads the index of every partition, and the ids of every segment with a range around
+    it. So ask for many at once, or give their due instants in ``dues``. The cancel waits for a message that is being
+    released, and then finds it NOWHERE, or waiting again. ``act``: the entry of the audit log (audit_log.py). Raises
+    the driver's errors; messages cancelled by then are in the audit log.
     """
     return await _until_quiet(connection, ids, dues, act, partial(_cancel_rows, dues=dues))
 
 
 Work = Callable[..., Awaitable[tuple[dict[int, Found], Changes, bool]]]
-"""Does something to the rows of some ids in an open transaction: what was met, what to count, and whether every row was
-still there when it was locked."""
+"""Changes the rows of some ids in an open transaction. Returns the places of the messages, the changes of the counters,
+and whether every row was still there when it was locked."""
 
 
 async def _until_quiet(
@@ -134,7 +134,7 @@ async def write_counters(connection: asyncpg.Connection, changes: Changes) -> No
 
 
 async def lock_keys_of(connection: asyncpg.Connection, places: listing.Places, more: Sequence[bytes] = ()) -> None:
-    """Take turns with everybody else about the keys of these rows, and ``more``. Raises the driver's errors."""
+    """Take turns with all other transactions on the keys of these rows, and on ``more``. Raises the driver's errors."""
     rows = await connection.fetch(statements.KEYS_OF_ROWS, *places[:3], *places.bounds)
     if keys := [*more, *(key for (key,) in rows)]:
         await lock_keys(connection, keys)
@@ -166,8 +166,8 @@ async def _cancel_rows(
     return {number: where for number, _, _, where in gone}, changes, quiet
 
 
-# An imported message may be held before it is due: then the new instant is its due instant as well. Where a person
-# decides there is no retry_at: "later by" counts from now, or from the due instant.
+# An imported message may be held before it is due. Then the new instant is its due instant as well. A message that
+# waits for an operator has no retry_at. There "later by" counts from now, or from a later due instant.
 _MOVE_HELD = (
     "UPDATE held SET retry_at = coalesce($2::timestamptz, coalesce(retry_at, greatest(due_at, statement_timestamp()))"
     " + $3::bigint * interval '1 millisecond'),"
@@ -178,8 +178,8 @@ _MOVE_HELD = (
 
 
 class When(NamedTuple):
-    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before (earlier, where it is negative). What would
-    be due before now is due now."""
+    """The new instant: ``at_ms`` (epoch ms), or ``by_ms`` later than before (negative: earlier). An instant in the past
+    becomes now."""
 
     at_ms: int | None = None
     by_ms: int = 0
@@ -192,8 +192,8 @@ async def reschedule(
     dues: Dues = NO_DUES,
     act: int | None = None,
 ) -> dict[int, Found]:
-    """Give messages another due instant; where each was met. ``dues`` and ``act`` as in cancel. Raises the driver's
-    errors; what was moved by then is in the audit log."""
+    """Give messages another due instant. Returns the place where each was met. ``dues`` and ``act`` as in cancel.
+    Raises the driver's errors; messages moved by then are in the audit log."""
     return await _until_quiet(connection, ids, dues, act, partial(_move_rows, when=when, dues=dues))
 
 
@@ -294,7 +294,7 @@ async def named(connection: asyncpg.Connection, do: Do, tokens: Sequence[Token],
 
 
 async def whereabouts(connection: asyncpg.Connection, tokens: Sequence[Token]) -> dict[int, Found]:
-    """Where :func:`named` would meet them; nothing is done to them. Raises the driver's errors."""
+    """The places where :func:`named` would meet them, without changing them. Raises the driver's errors."""
     found: dict[int, Found] = {}
     for start in range(0, len(tokens), PORTION):
         some = tokens[start : start + PORTION]
@@ -320,7 +320,7 @@ async def every(
     Raises the driver's errors.
     """
     done: Counter[Found] = Counter()
-    # What was moved to a later instant is met again.
+    # The loop meets a message again that it moved to a later instant.
     seen = Seen()
     after: tuple[int, int] | None = BEGINNING
     while after is not None:
@@ -353,7 +353,7 @@ async def count(connection: asyncpg.Connection, wanted: Filter, test: Test | Non
     last_ms = catalog.FOREVER_MS if wanted.due_before_ms is None else wanted.due_before_ms
     terms, given = listing.conditions(wanted, first=3)
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        # Ten million rows may have to be read, by whatever plan suits that.
+        # The statement may read ten million rows, so it takes any plan and any time.
         await connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL enable_seqscan = on")
         rows = await connection.fetchval(
             f"SELECT count(*) FROM message WHERE due_at >= $1 AND due_at < $2 AND {terms}",

@@ -1,7 +1,7 @@
-"""The audit trail: what people did to messages by hand.
+"""The audit log: messages that people changed by hand.
 
-An act is written when it begins, with nobody done yet, and its number grows in the transactions that do it: so it is
-exact whatever happens half way, and a crash leaves an act of as many messages as it reached.
+An act is written when it begins, with 0 messages. Its number grows in the transactions that change them. So the number
+is exact after a crash as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 
 LONGEST: Final = 2_000
-"""Characters of what was asked that are kept: thousands of ids are named by their number in ``messages``."""
+"""Characters of a request that are kept. Thousands of ids appear only as their number in ``messages``."""
 
 
 class Act(NamedTuple):

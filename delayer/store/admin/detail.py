@@ -46,8 +46,8 @@ class Held(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A message with its body, or the beginning of it. ``sound``: its format and checksum fit; else it will be held,
-    not sent; None: of less than the whole body nobody knows."""
+    """A message with its body, or the beginning of it. ``sound``: its format and checksum fit; else the daemon will
+    hold it. None: unknown, because only a part of the body was read."""
 
     where: Found
     entry: Entry
@@ -55,13 +55,13 @@ class Whole(NamedTuple):
     sound: bool | None
     held: Held | None
     owner: str
-    """Who has the lane, or had it last."""
+    """The owner of the lane, or its last one."""
     owned: bool
 
 
 async def show(connection: asyncpg.Connection, token: Token, most: int = (1 << 31) - 1) -> Whole | Found:
-    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE where a segment that may hold it does not read
-    back. Of a body larger than ``most`` only the beginning. Raises the driver's errors."""
+    """The message of this name, on one snapshot; NOWHERE, or UNREADABLE if a segment that may hold it does not read
+    back. Of a body larger than ``most`` bytes only the beginning. Raises the driver's errors."""
     dues = {} if token.due_ms is None else {token.id: token.due_ms}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         held = await connection.fetchrow(_HELD, token.id, most, BEGINNING)
@@ -135,9 +135,10 @@ async def _whole(
 
 
 def fate(found: Whole, to: str, owner: str, instant: Callable[[int], str]) -> str:
-    """What will happen to it, as a sentence without its capital and its end. Pure.
+    """The future of a message, as a sentence without its capital and its end. Pure.
 
-    ``to``: its destination, ``owner``: its lane's, as they are shown there; ``instant`` shows epoch milliseconds.
+    ``to``: its destination, ``owner``: the owner of its lane, as the caller shows them. ``instant`` shows epoch
+    milliseconds.
     """
     if found.sound is False:
         return "it is held when it is due: its bytes do not fit their checksum, or their format is of a newer delayer"
@@ -205,7 +206,7 @@ async def held_page(
 
 
 async def held_named(connection: asyncpg.Connection, ids: Collection[int]) -> list[HeldEntry]:
-    """Those of these ids that are held. Raises the driver's errors."""
+    """The held messages among these ids. Raises the driver's errors."""
     return [_read(row) for row in await connection.fetch(_NAMED, list(ids))]
 
 

@@ -29,7 +29,8 @@ RETURNING m.id, m.due_at, m.checksum, m.format, m.route, m.exchange, m.routing_k
 
 
 class Unsound(Exception):
-    """The messages of these ids do not fit their checksum, or their format is not known here: nobody may send them."""
+    """The messages of these ids do not fit their checksum, or their format is unknown here. Such messages must not be
+    sent."""
 
     def __init__(self, ids: frozenset[int]) -> None:
         super().__init__(f"{len(ids)} messages do not fit their checksum")
@@ -37,10 +38,10 @@ class Unsound(Exception):
 
 
 class Standing(NamedTuple):
-    """What waits, by what a drain makes of it.
+    """The backlog, by its treatment in a drain.
 
-    ``keyed`` and ``soon`` are of ``rows``, and no row is in both unless those with a key are to go too; ``soon`` is
-    bounded. ``packed`` and ``broken`` are messages in segments, ``held`` is what no destination took.
+    ``keyed`` and ``soon`` are parts of ``rows`` without overlap, unless rows with a key are drained too. ``soon`` is
+    bounded. ``packed`` and ``broken`` are messages in segments, ``held`` are held messages.
     """
 
     rows: int
@@ -80,8 +81,8 @@ async def standing(connection: asyncpg.Connection, soon_ms: int, *, keys_too: bo
 async def taken(
     connection: asyncpg.Connection, places: Sequence[Place], act: int, *, keys_too: bool = False
 ) -> AsyncIterator[list[Due]]:
-    """The messages at these places that are still there, and have no key or ``keys_too``: deleted, and counted as
-    released, when the block ends well; else they are there again. Raises Unsound, the driver's errors."""
+    """The messages that are still at these places, without a key unless ``keys_too``. They are deleted, and count as
+    released, if the block ends well; otherwise they stay. Raises Unsound, the driver's errors."""
     dues = [place.due_us for place in places]
     async with pool.transaction(connection):
         rows = await connection.fetch(

@@ -1,6 +1,8 @@
-"""Every message of one snapshot of a store, whole, for `delayer export`: rows and segments in the order of their due
-instants, then held messages. It reads page by page, as listing.py does, all in one transaction: a compaction, a
-restore, a reschedule or a release beside it changes nothing in the file.
+"""Every message of one snapshot of a store, for `delayer export`: rows and segments in the order of their due instants,
+then held messages.
+
+It reads page by page, as listing.py does, in one transaction. So a compaction, restore, reschedule or release beside it
+changes nothing in the file.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ FROM held WHERE id > $1 ORDER BY id LIMIT 100
 """
 
 
-# The first query takes the snapshot, after this. It does not cover the catalog: nobody may drop a partition (that locks
-# the parent), nor attach one after moving rows out of the default partition (that locks it).
+# The first query after this takes the snapshot. A snapshot does not cover the catalog. The lock on the parent prevents
+# that a partition is dropped. The lock on the default partition prevents that one is attached after its rows moved.
 _KEEP_PARTITIONS: Final = "LOCK TABLE ONLY message, ONLY message_default IN ACCESS SHARE MODE"
 _NO_TIMEOUTS: Final = """
 SELECT set_config(name, '0', false) FROM pg_settings
@@ -101,7 +103,7 @@ async def waiting(
         for places in await _portions(connection, found.places):
             rows = await _rows(connection, [place for place in places if place.segment is None])
             rows |= await reader.rows([place for place in places if place.segment is not None])
-            whole = [rows[place.id] for place in places]  # one snapshot: each is there
+            whole = [rows[place.id] for place in places]  # All places are of one snapshot.
             exported += len(whole)
             yield whole
         after = found.after

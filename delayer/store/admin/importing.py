@@ -50,10 +50,10 @@ class ImportBusy(Exception):
 
 
 class ImportStore:
-    """The state of imports over one connection, which has the lock of all of them. Made by :meth:`open`.
+    """The state of imports over one connection, which holds the lock of imports. Made by :meth:`open`.
 
-    Every method may raise StoreLost; then nothing of it is committed, or, if the connection broke at the commit, that
-    is in doubt and seen by the next :meth:`unfinished`.
+    Every method may raise StoreLost. Then its work is not committed. If the connection broke at the commit, the next
+    :meth:`unfinished` tells.
     """
 
     def __init__(self, connection: asyncpg.Connection, days: Days) -> None:
@@ -131,7 +131,7 @@ class ImportStore:
         """It is done, or aborted."""
         with translated("import"):
             async with pool.transaction(self._connection):
-                await self._connection.execute("TRUNCATE import_item")  # there is no other run that is open
+                await self._connection.execute("TRUNCATE import_item")  # No other run is open.
                 await self._connection.execute(
                     "UPDATE import_run SET phase = $2, ended_at = now() WHERE id = $1", run.id, phase.value
                 )
@@ -166,8 +166,8 @@ class ImportStore:
         return tuple(row)
 
     async def _not_waiting(self, parcels: Sequence[Parcel]) -> tuple[list[Parcel], list[bytes]]:
-        """The messages to park, and the keys of all others: under each a message waits, or an earlier one of these has
-        it. Locks the keys: nobody parks under them before this transaction ends."""
+        """The messages to park, and the keys of all others. A message waits under each of those keys, or is parked
+        here. Locks the keys: no other transaction parks under them before this one ends."""
         keyed = {parcel.key for parcel in parcels if parcel.key is not None}
         if not keyed:
             return list(parcels), []
@@ -195,7 +195,7 @@ class ImportStore:
                 await self._days.make(self._connection, missing, today, at, until - at)
 
     async def waiting_under(self, wanted: Collection[bytes]) -> set[bytes]:
-        """Those of these keys under which a message waits: an import would not park another one. Raises StoreLost."""
+        """The keys among these under which a message waits. An import would not park another one. Raises StoreLost."""
         with translated("import"):
             return await keys.waiting(self._connection, wanted)
 
@@ -206,13 +206,13 @@ class ImportStore:
                 "SELECT id, parked + held AS messages FROM import_run WHERE ended_at IS NOT NULL AND source = $1"
                 " AND parked + held > 0 AND strpos(parameters, $2) > 0 ORDER BY id",
                 source,
-                f'"sha256": "{sha256}"',  # as begin() writes it; a file's name need not be what Postgres takes as jsonb
+                f'"sha256": "{sha256}"',  # As begin() writes it. The name of a file may not be valid in jsonb.
             )
         return [(row["id"], row["messages"]) for row in rows]
 
     async def write_items(self, run: Run, items: Iterable[Sequence[tuple[int, int, int]]]) -> int:
-        """Note what there is to read: (due instant, where it begins, its length), by portions. How many; whatever was
-        noted before is gone. All of it, or nothing."""
+        """Note the records to read, in portions: (due instant, offset, length). Returns their number. Replaces all
+        notes from before, in one transaction."""
         count = 0
         with translated("import"):
             async with pool.transaction(self._connection):
@@ -227,10 +227,10 @@ class ImportStore:
         return count
 
     async def keep_items(self, run: Run, limit: int) -> int:
-        """Of what was noted, only the soonest ``limit``. How many are left."""
+        """Keep only the soonest ``limit`` notes. Returns how many are left."""
         with translated("import"):
             async with pool.transaction(self._connection):
-                await self._connection.execute("SET LOCAL statement_timeout = 0")  # of millions it may take a minute
+                await self._connection.execute("SET LOCAL statement_timeout = 0")  # It may take a minute for millions.
                 await self._connection.execute(
                     "DELETE FROM import_item WHERE run = $1 AND (due_ms, position) > (SELECT due_ms, position"
                     " FROM import_item WHERE run = $1 ORDER BY due_ms, position OFFSET $2 LIMIT 1)",

@@ -1,8 +1,8 @@
 """Waiting messages, page by page, in the order of (due instant, id), merged over the lanes and the segments.
 
-A page begins behind the last place of the one before, found by the primary key of the few partitions that it touches:
-it costs the same with ten million rows waiting as with ten. What no index knows (route, destination, headers) is found
-by reading on, and that is bounded: a page may end before it is full, and says so, and the next one goes on from there.
+A page begins behind the last place of the one before. The primary key of the few partitions that it touches finds that
+place, so a page costs the same with ten million rows as with ten. No index knows route, destination and headers. The
+page reads on to find them, up to a bound. A page that ends before it is full says so, and the next one goes on there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LANES: Final = (
     "SELECT lane FROM counter GROUP BY lane"
     " HAVING sum(CASE WHEN kind IN ('parked', 'restored') THEN n ELSE -n END) > 0 ORDER BY lane"
 )
-# $1 lanes, $2 and $3 bounds of due_at, which prune partitions while planning; the place behind which to begin is ($4
-# microseconds, $5 id); $6 rows of each lane at most. Where nothing but due_at is asked for, only the index is read.
+# $1: lanes. $2, $3: bounds of due_at, which prune partitions while planning. $4 (microseconds), $5 (id): the place
+# behind which to begin. $6: rows of each lane at most. A filter on due_at alone reads only the index.
 _NEXT: Final = """
 SELECT lane, (extract(epoch FROM due_at) * 1000000)::bigint AS due_us, id, {meant} AS meant, {properties} AS properties
 FROM unnest($1::smallint[]) AS l (number)
@@ -41,7 +41,7 @@ CROSS JOIN LATERAL (
 
 
 class Place(NamedTuple):
-    """Where a message waits. The order of a list is that of places."""
+    """The place where a message waits. Lists are in the order of places."""
 
     due_us: int
     id: int
@@ -88,7 +88,7 @@ class Rows:
         while lanes and low_ms < last_ms:
             high_ms = min(max(low_ms, now_ms) + width, last_ms)
             if high_ms > now_ms + 1000 * DAY_MS:
-                high_ms = last_ms  # behind every partition of a day
+                high_ms = last_ms  # Behind every partition of a day.
             stopped = await self._window(lanes, low_ms, high_ms, after)
             if stopped is not None:
                 after = stopped
@@ -135,7 +135,7 @@ class Rows:
 
 
 def conditions(wanted: Filter, first: int) -> tuple[str, list[bytes]]:
-    """What no index knows, as SQL with parameters from ``first`` on, and these parameters."""
+    """The filters without an index, as SQL with parameters from ``first`` on, and these parameters."""
     asked = {"route": wanted.route, "to_exchange": wanted.exchange, "to_key": wanted.routing_key}
     given = {column: value for column, value in asked.items() if value is not None}
     terms = [f"{column} = ${number}" for number, column in enumerate(given, first)]
@@ -147,7 +147,7 @@ SCAN: Final = 10_000
 SEGMENTS: Final = 4
 """Segments that one page unpacks at most: some 50 ms each."""
 SETTINGS: Final = {
-    # Plans must be ranges of the primary key, whatever the statistics say of a partition that was just filled.
+    # Plans must be ranges of the primary key, also with wrong statistics of a partition that was just filled.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "enable_hashjoin": "off",
@@ -166,7 +166,7 @@ CROSS JOIN LATERAL (
 ) AS m
 ORDER BY due_us, id
 """
-# Of which the due instant is known to the millisecond.
+# The due instant of these is known to the millisecond.
 _NAMED: Final = f"""{_COLUMNS}
 FROM unnest($1::smallint[], $2::timestamptz[], $3::bigint[]) AS w (lane, due, id)
 CROSS JOIN LATERAL (
@@ -205,7 +205,7 @@ class Found(NamedTuple):
 
     places: Sequence[Place]
     packed: dict[int, Entry]
-    """Of those that stand in segments: their entries, as they were unpacked anyway."""
+    """The entries of messages in segments, which were unpacked anyway."""
     after: tuple[int, int] | None
     bounded: bool
     broken: Sequence[int]
@@ -251,7 +251,8 @@ async def find(
 
 
 async def entries(connection: asyncpg.Connection, found: Found) -> list[Entry]:
-    """What was found, without the bodies. One that went meanwhile is left out. Raises the driver's errors."""
+    """The entries of found messages, without the bodies and without messages that went meanwhile. Raises the driver's
+    errors."""
     rows = [place for place in found.places if place.segment is None]
     read = [found.packed[place.id] for place in found.places if place.segment is not None]
     if rows:
@@ -269,8 +270,8 @@ def _entry(row: asyncpg.Record) -> Entry:
 
 
 async def named(connection: asyncpg.Connection, tokens: Sequence[Token]) -> tuple[list[Entry], list[int]]:
-    """Those of these names that wait, as rows or in segments; and segments that do not read back and may hold more.
-    Raises the driver's errors."""
+    """The messages of these names that wait, as rows or in segments; and segments that do not read back and may hold
+    more. Raises the driver's errors."""
     ids = {token.id for token in tokens}
     dues = {token.id: token.due_ms for token in tokens if token.due_ms is not None}
     async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -308,8 +309,8 @@ async def _in_segments(
     after: tuple[int, int],
     end: tuple[int, int] | None,
 ) -> tuple[list[Entry], list[int], tuple[int, int] | None]:
-    """The messages in segments that are meant, between two places; segments that do not read back; and the place up to
-    which segments were looked into, None for all of them."""
+    """The matching messages in segments between two places; segments that do not read back; and the place up to which
+    segments were read, None for all of them."""
     first_ms = max(after[0] // 1000, -(1 << 53) if wanted.due_from_ms is None else wanted.due_from_ms)
     last_ms = segments.FOREVER_MS if end is None else end[0] // 1000
     if wanted.due_before_ms is not None:
@@ -382,7 +383,7 @@ FROM segment
 
 _EVERY_LANE = "SELECT array(SELECT number FROM lane)"
 
-# As in sql/candidates.sql, without a look at their bytes.
+# As in sql/candidates.sql, without reading the bytes.
 _RANGES = (
     "SELECT s.id, s.first_id, s.last_id FROM segment AS s WHERE s.id > $2 AND s.first_due <= $5 AND s.last_due >= $4"
     " AND EXISTS (SELECT FROM unnest($1::bigint[]) AS wanted WHERE wanted BETWEEN s.first_id AND s.last_id)"
@@ -395,8 +396,8 @@ NO_DUES: Final[Dues] = {}
 
 
 class Seen(NamedTuple):
-    """Which segments there are. Another one whenever a segment came or went in between, also one that came *and* went:
-    ids are never used again, and who restores counts."""
+    """The state of the list of segments. It differs if a segment came or went in between, or came and went, because ids
+    are never used again and restores are counted."""
 
     newest: int
     segments: int
@@ -409,8 +410,8 @@ async def segments_seen(connection: asyncpg.Connection) -> Seen:
 
 
 class Places(NamedTuple):
-    """Where rows wait, as the statements take it: in the order that a release locks them in. Due instants travel as
-    milliseconds, and a row that somebody wrote by hand may lie between two of them; ``bounds`` of all of them."""
+    """The places of rows, as the statements take them, in the order in which a release locks them. Due instants travel
+    as milliseconds. A row written by hand may lie between two milliseconds; ``bounds`` cover all rows."""
 
     lanes: list[int]
     dues: list[int]
@@ -419,7 +420,7 @@ class Places(NamedTuple):
 
 
 async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Dues) -> Places | None:
-    """Where the rows among ``ids`` wait; None where none does. Raises the driver's errors."""
+    """The places of the rows among ``ids``; None if there is none. Raises the driver's errors."""
     known = [number for number in ids if number in dues]
     unknown = [number for number in ids if number not in dues]
     found = await connection.fetch(statements.FIND_ROWS, unknown, timeout=None) if unknown else []
@@ -434,10 +435,10 @@ async def find_rows(connection: asyncpg.Connection, ids: Sequence[int], dues: Du
 
 
 async def find_in_segments(connection: asyncpg.Connection, ids: Collection[int], dues: Dues = NO_DUES) -> InSegments:
-    """Which segments hold which of the messages ``ids``, those included that were cancelled there.
+    """The segments that hold messages ``ids``.
 
-    Reads some 70 KB of every segment whose range of ids one of them is in; where ``dues`` has all of them, only of
-    those that reach over such an instant. Raises the driver's errors.
+    Reads some 70 KB of every segment whose range of ids contains one. If ``dues`` has all of them, it reads only
+    segments around those instants. Raises the driver's errors.
     """
     wanted, last = set(ids), 0
     at = [dues[number] for number in wanted if number in dues]
@@ -472,7 +473,7 @@ async def _candidates(
     try:
         return await _heads(connection, wanted, last, IDS_AT_ONCE, dues), {}
     except DAMAGED:
-        pass  # one by one: it is some of them
+        pass  # One of several ids fails: try each alone.
     rows: list[asyncpg.Record] = []
     damaged: dict[int, tuple[int, int]] = {}
     for number, first, highest in await connection.fetch(_RANGES, wanted, last, IDS_AT_ONCE, *dues, timeout=None):
@@ -488,7 +489,7 @@ async def _heads(
 ) -> list[asyncpg.Record]:
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
-    async with pool.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+    async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
         rows: list[asyncpg.Record] = await connection.fetch(
             statements.CANDIDATES, wanted, codec.HEAD, codec.TAIL, last, count, *dues, timeout=None
         )

@@ -1,9 +1,9 @@
-"""What `delayer check` asks of the server: whose the tables are, and how many locks it can keep at once.
+"""Questions of `delayer check` to the server: the owner of the tables, and the number of locks that it can keep.
 
 One role may upgrade the store and another one run the daemon: docs/security.md.
 
-Postgres keeps the locks of a whole cluster in one table, of fixed size: max_locks_per_transaction for each connection
-or process of the server. When it is full, a transaction of any database may fail with "out of shared memory".
+Postgres keeps the locks of a whole cluster in one table of fixed size: max_locks_per_transaction for each connection or
+process of the server. When it is full, a transaction of any database may fail with "out of shared memory".
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class LockNeed(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """What max_locks_per_transaction must be, at the worst: every park has keys and messages of every day.
+        """The max_locks_per_transaction for the worst case: every park has keys, and messages of every day.
 
-        Postgres keeps one entry for each locked thing, and twice as many for each holder of one.
+        Postgres keeps one entry for each locked object, and twice as many for each holder of one.
         """
-        beside = 16  # locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment
-        of_days = 4 * self.partitions + beside  # table and primary key, and the same of out-of-line bodies
+        beside = 16  # Locks of a transaction on other tables and indexes: lane, counter, message_key, held, segment.
+        of_days = 4 * self.partitions + beside  # Table and primary key, and the same of out-of-line bodies.
         things = of_days + LOCKS + self.lanes
-        readers = 2 * of_days  # a dump or an export, and a command
+        readers = 2 * of_days  # A dump or an export, and a command.
         holders = self.lanes * (self.parks * (LOCKS + of_days) + of_days) + readers
         usual = 64  # Postgres's default
         return max(usual, math.ceil(max(things, holders / 2) / self.connections))

@@ -1,10 +1,9 @@
 """Statistics of the store: its lanes and counters, and a census by route and due time.
 
-overview     exact and cheap, from the counters and the ends of the indexes
-take_census  for metrics and the page, at a bounded price: messages due within the hour are counted by the index while
-             they are few, days from a sample of their pages where they are large, and the counters correct the sum of
-             the samples. With ten million rows some hundred megabytes are read at most, and the figures are right to
-             about a percent
+- overview: exact and cheap, from the counters and the ends of the indexes.
+- take_census: for metrics and the page, at a bounded price. It counts messages due within the hour by the index while
+  they are few. It counts large days by a sample of their pages, and corrects the sum by the counters. With ten million
+  rows it reads some hundred megabytes at most, and its figures are right to about a percent.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from delayer.store.segments import catalog as segments
 
 KINDS = ("parked", "restored", "released", "cancelled", "compacted", "held")
 RESTORED_MS = 3_600_000
-"""How long before its first message is due a segment should have been restored: daemons begin a day before, and take
-seconds for a million messages."""
+"""The time before its first due instant by which a segment should have been restored. Daemons begin a day before, and
+take seconds for a million messages."""
 NO_SEGMENTS = segments.Counted(segments=0, messages=0, broken=0, broken_messages=0, next_due_ms=None)
 
 
@@ -92,7 +91,7 @@ class StoreOverview:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Of all lanes together, every kind present."""
+        """The sums of all lanes; every kind is present."""
         return {kind: sum(lane.counters[kind] for lane in self.lanes) for kind in KINDS}
 
     @property
@@ -109,8 +108,8 @@ class StoreOverview:
 
 
 def waiting(counters: Mapping[str, int]) -> int:
-    """How many rows of ``message`` a lane has, by the law of conservation:
-    parked + restored = released + cancelled + compacted + held + waiting."""
+    """The rows of ``message`` in a lane, by the law of conservation: parked + restored = released + cancelled +
+    compacted + held + waiting."""
     out = sum(counters[kind] for kind in ("released", "cancelled", "compacted", "held"))
     return counters["parked"] + counters["restored"] - out
 
@@ -160,8 +159,8 @@ async def _overview(connection: asyncpg.Connection, restored_ms: int) -> StoreOv
 
 
 async def _next_dues(connection: asyncpg.Connection, lanes: Sequence[int]) -> dict[int, int]:
-    """The soonest due instant of each lane. Partitions are probed one by one, in the order of their days, and only
-    until every lane has its answer: one statement over all of them would open hundreds to read one entry."""
+    """The soonest due instant of each lane. It probes partitions one by one, in the order of their days, until every
+    lane has its answer. One statement over all of them would open hundreds to read one entry."""
     # The default one may have rows of any time, so it is always probed.
     found = await _probe(connection, "message_default", lanes)
     for day in sorted(await partitions.existing(connection)):
@@ -257,7 +256,7 @@ async def take_census(connection: asyncpg.Connection) -> Census:
 
 
 async def _in_partitions(connection: asyncpg.Connection, bounds: list[int], most: int = 2_000) -> tuple[Counts, Counts]:
-    """What samples of ``most`` pages at most say of whole partitions; and what was counted."""
+    """The counts of whole partitions, from samples of at most ``most`` pages; and the number of rows counted."""
     sizes = {name: pages for name, pages in await connection.fetch(_SIZES) if pages and _ours(name)}
     each = min(max(PAGES // max(len(sizes), 1), FEWEST), most)
     sampled: Counts = {}
@@ -281,7 +280,7 @@ async def _total(connection: asyncpg.Connection) -> int:
 
 
 async def _due_soon(connection: asyncpg.Connection, now_ms: int) -> Counts | None:
-    """What is due within the hour, row by row; None where it is too much for that."""
+    """The messages due within the hour, counted row by row; None if they are too many for that."""
     rows = await connection.fetch(NEAR_ROWS, horizon.bounds(now_ms), now_ms + horizon.HOUR, NEAR)
     if any(of_lane >= NEAR for _, _, _, of_lane in rows):
         return None
@@ -303,6 +302,6 @@ def corrected(sampled: Counts, certain: Counts, total: int) -> Counts:
 
 
 def with_near(counts: Counts, near: Counts) -> Counts:
-    """The buckets of the coming hour from ``near``, the others as they are; a difference goes to nobody. Pure."""
+    """The buckets of the coming hour from ``near``, and the others as they are. A difference is not spread. Pure."""
     last = horizon.OFFSETS.index(horizon.HOUR)
     return {place: count for place, count in counts.items() if place[1] > last} | near

@@ -1,12 +1,13 @@
-"""The release cursor of a lane: where its claims begin, and when its next row is due. No connection, no SQL.
+"""The release cursor of a lane: the place where its claims begin, and the instant of its next row. No connection, no
+SQL.
 
 The *watermark* is a due instant before which the lane has no rows. Claims begin there, so they never read dead index
-entries again: those slow other Postgres queues down. The watermark moves at three places:
+entries again, which slow other Postgres queues down. The watermark moves at three places:
 
-    settle   to the last row of the claim; after an empty claim to the next row that is due, or to the lower bound of
-             the store's clock if that is sooner
-    note     back to a row that was put before it; a note during a claim is kept until its end
-    scan     once a minute the lane is read from its beginning, on another connection, for rows that nobody announced
+- settle: to the last row of the claim. After an empty claim: to the next row, or to the lower bound of the store's
+  clock if that is sooner.
+- note: back to a row that was put before it. A note during a claim is kept until the claim ends.
+- scan: once a minute the lane is read from its beginning, on another connection, for unannounced rows.
 
 The lane writes the watermark into its row every few seconds, for the next owner.
 """
@@ -27,7 +28,7 @@ LOCKED_MS: Final = 1_000
 
 
 class Start(NamedTuple):
-    """What the new owner of a lane found in the store."""
+    """The state of a lane that its new owner found in the store."""
 
     epoch: int
     watermark: int
@@ -35,13 +36,13 @@ class Start(NamedTuple):
 
 
 class Turn(Enum):
-    """What a claim takes of the held rows that are due."""
+    """The share of due held rows in a claim."""
 
     NONE = "none"
     SHARE = "share"
     """A tenth, beside waiting rows."""
     SPARE = "spare"
-    """What is left if no row waits: the claim is of one row only, and it is the waiting rows' turn."""
+    """The rest of the claim if no row waits: the claim is of one row only, and it is the waiting rows' turn."""
 
 
 class ReleaseCursor:
@@ -53,12 +54,12 @@ class ReleaseCursor:
         self.woken = asyncio.Event()
         """Set when something is due sooner than was known."""
         self.watermark = start.watermark
-        self.noted = NEVER_MS  # the soonest row that was noted since the last claim began
-        self.retry_ms = NEVER_MS if start.retry_ms is None else start.retry_ms  # the soonest retry of a held row
+        self.noted = NEVER_MS  # The soonest row noted since the last claim began.
+        self.retry_ms = NEVER_MS if start.retry_ms is None else start.retry_ms  # The soonest retry of a held row.
         self.more = True
         """Whether rows may be due already: the last claim was full, or was rolled back."""
-        self.next: int | None = None  # when the next row is due that the last claim saw, if it took none
-        self._passed_over_ms = pool.BEGINNING_MS  # held rows are not asked for before this instant
+        self.next: int | None = None  # The next due instant that the last claim saw, if it took no row.
+        self._passed_over_ms = pool.BEGINNING_MS  # Claims take no held rows before this instant.
         self._held_turn = False
         self._crowded = False
 
@@ -80,10 +81,10 @@ class ReleaseCursor:
         self.noted, self.next = NEVER_MS, None
 
     def turn(self, limit: int) -> tuple[int, Turn]:
-        """How many rows a claim of ``limit`` takes, and its turn.
+        """The number of rows that a claim of ``limit`` takes, and its turn.
 
-        A claim of one row leaves nothing to share, so waiting and held rows take turns. Where the last claim left no
-        bytes for held rows, the next one takes a single held row.
+        A claim of one row cannot be shared, so waiting and held rows take turns. If the last claim left no bytes for
+        held rows, the next one takes a single held row.
         """
         if self.next_retry_ms() > self._clock.now_ms():
             return limit, Turn.NONE
@@ -103,7 +104,7 @@ class ReleaseCursor:
         self.next = next_ms
 
     def next_ms(self, soonest: int | None) -> int:
-        """When something is due next, if the next row that nobody noted is due at ``soonest``."""
+        """The next due instant, if the next unannounced row is due at ``soonest``."""
         return min(self.noted, self.next_retry_ms(), NEVER_MS if soonest is None else soonest)
 
     def next_retry_ms(self) -> int:

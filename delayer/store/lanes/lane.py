@@ -1,7 +1,8 @@
-"""A lane: a partition of the waiting messages, owned by this process for as long as one connection lives.
+"""A lane: a partition of the waiting messages that this process owns while one connection lives. Its claims: the
+statements of a release.
 
-That connection holds the lane's advisory lock and runs its release transactions. So losing the lock and rolling back
-the open release are one event: no release of ours can commit after another process took the lane.
+That connection holds the lane's advisory lock and runs its release transactions. So the loss of the lock also rolls
+back the open release. No release of ours can commit after another process took the lane.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class PostgresLane:
         self.cursor = ReleaseCursor(start, clock)
         self._clock = clock
         self._pool = pool
-        self._turn = asyncio.Lock()  # one statement or transaction of ours at a time
+        self._turn = asyncio.Lock()  # One statement or transaction of ours at a time.
         self._released = False
         self._releasing = asyncio.Event()
         self._claim: Claim | None = None
@@ -93,8 +94,8 @@ class PostgresLane:
                 await connection.execute("ROLLBACK")
                 self._claim = await self._claim_once(connection, limit, max_bytes)
             if self._claim.rows and self._clock.monotonic() - began > FEED_SECONDS:
-                # To the server the release was idle while its rows were on their way, perhaps for too long: then it is
-                # rolled back, and whatever is published of it comes twice.
+                # For the server the release was idle while its rows travelled, perhaps for too long. Then it is rolled
+                # back, and its published messages come twice.
                 await session.sample(connection, self._clock)
         if self._claim.rows:
             self._fed_until = self._clock.monotonic() + self._release_seconds
@@ -105,7 +106,8 @@ class PostgresLane:
         return await claim_due(connection, self._clock, self.number, self.cursor, limit=limit, max_bytes=max_bytes)
 
     async def settle(self, released: Sequence[Due], held: Sequence[tuple[Due, Hold]]) -> None:
-        """See the port. ``released`` and ``held`` together are what was claimed: committing less would lose some."""
+        """See the port. ``released`` and ``held`` together are the whole claim; committing a part would lose the
+        rest."""
         claim = self._claim
         if claim is None:
             raise LaneLost(f"lane {self.number}: its release was rolled back")
@@ -187,12 +189,10 @@ class PostgresLane:
 
     @asynccontextmanager
     async def _talking(self, doing: str) -> AsyncIterator[asyncpg.Connection]:
-        """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused
-        something.
+        """The connection, for one caller at a time. Raises LaneLost when it is gone, StoreLost when the store refused.
 
-        After a failure the transaction is rolled back. Where that is not certain the connection is cut, and the server
-        does it: a transaction that stayed open would be committed by the next one, with deletions that it does not
-        know of.
+        After a failure the transaction is rolled back. If that is uncertain, the connection is cut, and the server
+        rolls back. Otherwise the next transaction would commit deletions that it does not know of.
         """
         async with self._turn:
             if not self.held_by_us:
@@ -203,7 +203,7 @@ class PostgresLane:
             except DRIVER_ERRORS as error:
                 self._forget_claim()
                 if isinstance(error, TimeoutError):
-                    self.connection.terminate()  # the server is silent: what it did is not known
+                    self.connection.terminate()  # The server is silent, so the result of the statement is unknown.
                 await self._roll_back()
                 lost = StoreLost if self.held_by_us else LaneLost
                 raise lost(f"lane {self.number}: {doing}: {describe(error)}") from error
@@ -266,8 +266,8 @@ class PostgresLane:
                 log.warning("store unreachable", doing="scan", lane=self.number, error=describe(error))
 
     async def scan(self) -> None:
-        """Find rows that nobody announced: put here by hand, by another tool, by a commit in doubt. On a connection of
-        the pool, as it reads dead entries, at some 4 us each. Raises the driver's errors."""
+        """Find unannounced rows: written by hand, by another tool, or by a commit in doubt. It uses a connection of the
+        pool, because it reads dead entries, at some 4 us each. Raises the driver's errors."""
         watermark, horizon_ms = self.cursor.watermark, self._clock.now_ms() + HORIZON_MS
         async with session.borrowed(self._pool) as connection:
             first_ms = await connection.fetchval(statements.NEXT_DUE, self.number, session.BEGINNING_MS, horizon_ms)
@@ -285,7 +285,7 @@ class PostgresLane:
 
 LONGEST_SLEEP: Final = 60.0
 HORIZON_MS: Final = 61_000
-"""What can be due before an owner wakes that sleeps for LONGEST_SLEEP."""
+"""The time until an owner wakes that sleeps for LONGEST_SLEEP, and a second more."""
 
 
 @dataclass(slots=True)
@@ -293,10 +293,10 @@ class Claim:
     """The rows that an open release transaction took."""
 
     watermark: int
-    """Where the next claim begins."""
+    """The instant where the next claim begins."""
     rows: list[Due] = field(default_factory=list)
     size: int = 0
-    """Of ``rows`` as they were claimed; the caller may take the list apart."""
+    """The number of ``rows`` as claimed; the caller may take the list apart."""
     full: bool = False
     next_ms: int | None = None
     """When the next waiting row is due, if no waiting row was taken; NEVER_MS if none is by the horizon."""
@@ -313,15 +313,15 @@ async def claim_due(
     limit: int,
     max_bytes: int,
 ) -> Claim:
-    """Begin a transaction and take what is due in lane ``number``. Held rows come last, and are a tenth of ``limit`` at
-    most. A tenth of ``max_bytes`` is left for them, unless a single row is larger.
+    """Begin a transaction and take the due rows of lane ``number``. Held rows come last, and are a tenth of ``limit``
+    at most. A tenth of ``max_bytes`` is left for them, unless a single row is larger.
 
     Raises the driver's errors, and RuntimeError if a transaction is open already.
     """
     limit, turn = cursor.turn(limit)
     retries = max(1, limit // 10) if turn is Turn.SHARE else 0
     upper = clock.now_ms()
-    before = clock.lower_ms()  # before the statements are sent, so not after the instants that they judge by
+    before = clock.lower_ms()  # Before the statements are sent, so not after the instants that the statements use.
     if connection.is_in_transaction():
         raise RuntimeError(f"lane {number}: a transaction is open that no claim began")
     await connection.execute("BEGIN")
@@ -334,8 +334,8 @@ async def claim_due(
     taken = sum(len(due.parcel.body) + len(due.parcel.properties) for due in rows)
     made = Claim(watermark, full=len(rows) >= limit - retries or taken >= waiting_bytes, rows=rows)
     if rows:
-        # Also where there are fewer than could be: a row that was cancelled while the claim waited for it is missing,
-        # and there may be more behind it.
+        # This holds for a claim with fewer rows as well: a row may be missing because it was cancelled while the claim
+        # waited for it, and more rows may follow.
         made.watermark = rows[-1].due_ms
     elif not made.full:
         # A claim whose rows were all cancelled is empty as well. So the next row is asked for.
@@ -413,7 +413,7 @@ async def _find_next_retry(connection: asyncpg.Connection, number: int, cursor: 
         return
     if retry_ms <= made.passed_over_ms:
         cursor.pass_over_retries()
-    # Not just the answer: it may be older than what was held, and noted, meanwhile.
+    # The answer may be older than a row that was held and noted meanwhile.
     cursor.expect_retry(retry_ms)
 
 

@@ -1,8 +1,8 @@
 """Ownership of lanes: presence of live processes, the locks of lanes, and one look at both.
 
-Two advisory locks say everything. A process holds its *presence* on a connection of its own, shared by all processes:
-the number of its holders is the number of live processes. A lane's lock is held on the lane's connection. Both end with
-their session, which the server ends when a process dies, hangs or is cut off.
+There are two advisory locks. A process holds its *presence* on a connection of its own. The lock is shared by all
+processes, so the number of its holders is the number of live processes. A lane's lock is held on the lane's connection.
+Both end with their session. The server ends the session when a process dies, hangs or is cut off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ADD = (
     " SELECT coalesce(max(number), 0) + 1, 0, '', $1 FROM lane ON CONFLICT DO NOTHING"
 )
 # The server's idle timeouts do not act while it waits for the client in the middle of a statement: between Parse and
-# Bind, or in a COPY. A process that freezes there would keep its lanes, and its presence, for as long as it is frozen.
+# Bind, or in a COPY. A process that freezes there would keep its lanes and its presence.
 _END_FROZEN = (
     "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
     " WHERE datname = current_database() AND usename = current_user"
@@ -50,8 +50,8 @@ _ORDINARY = "SELECT count(*) FROM lane WHERE route IS NULL"
 
 
 def broker_mark(cluster: str, vhost: str) -> str:
-    """A short name of a broker and virtual host, by the name that a cluster gives itself, as its nodes, and ways to
-    them, have many; "" where that is not known."""
+    """A short name of a broker and virtual host, from the name that the cluster gives itself, because a cluster has
+    many nodes and addresses; "" if the name is unknown."""
     return hashlib.sha256(f"{cluster}\0{vhost}".encode()).hexdigest()[:8] if cluster else ""
 
 
@@ -115,8 +115,8 @@ class LaneLocks:
         }
         self._lane_settings = self._idle | {
             "idle_in_transaction_session_timeout": f"{idle * 1000:.0f}ms",
-            # The claim's plan must be an index range and a join by place, whatever the statistics say of a partition
-            # that was filled a second ago: a wrong guess was measured at 122 ms a claim instead of 4.
+            # The claim's plan must be an index range and a join by place, also with wrong statistics of a partition
+            # that was just filled. A wrong plan took 122 ms a claim instead of 4.
             "enable_seqscan": "off",
             "enable_bitmapscan": "off",
             "enable_hashjoin": "off",

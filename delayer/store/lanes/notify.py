@@ -60,7 +60,7 @@ class Inbox:
         await connection.add_listener(channel(lane), self._on_notification)
 
     def open(self, read: Callable[[Notification], None]) -> None:
-        """Pass on what was kept, and from now on each notification at once."""
+        """Pass on the kept notifications, and from now on each one at once."""
         self._read = read
         for one in self._kept:
             read(one)

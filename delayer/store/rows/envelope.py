@@ -1,13 +1,12 @@
-"""A message as the store keeps it: the row's columns, their checksum, and the version of their meaning. Pure.
+"""The stored form of a message: the row's columns, their checksum, and the version of their meaning. Pure.
 
-The rule for changing what stands in a row. A store outlives many versions of this program, and a row may wait ten
-years, so:
+The rule for changes: a store outlives many versions of this program, and a row may wait ten years. So:
 
-1. Never change what a column's bytes mean under a format number that was ever released. Raise FORMAT by one.
+1. Never change the meaning of a column's bytes under a format number that was ever released. Raise FORMAT by one.
 2. Keep reading every number from 1 on: add a branch to :func:`read`, never remove one.
 3. Add a fixture of stored bytes of the new format to tests/unit/store/test_envelope.py, and leave the old ones alone.
-4. A format that an older daemon cannot read is held by it, not sent (``sound`` is false): upgrade every daemon before
-   the first one writes the new number.
+4. An older daemon holds a message in a format that it cannot read (``sound`` is false). Upgrade every daemon before the
+   first one writes the new number.
 5. A new column, index or table is a schema upgrade (migrations/), and not a new format.
 """
 

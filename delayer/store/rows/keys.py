@@ -1,12 +1,12 @@
-"""Keys: a later message with the same key replaces the waiting one, and a cancel removes it. The rare path.
+"""Keys: a later message with the same key replaces the waiting one, and a cancel removes it. Few messages have keys.
 
-What must never happen is a ring of waiting transactions, so everybody takes locks in one order:
+All transactions take locks in one order, so that they never wait for each other in a ring:
 
-1. the keys' advisory locks, by number: two transactions on the same key take turns from here on, and some on different
-   keys. A batch takes :data:`LOCKS` at most: one lock a key filled the lock table of the whole cluster;
-2. the old messages' rows, by lane, due instant and id, the order that a release takes them in. A release in flight is
-   waited for: it either published the old message (too late) or rolled back, and then it is ours to cancel;
-3. the rows of message_key, by key. Nobody who holds one of them waits for a message's row;
+1. the keys' advisory locks, by number. From here on two transactions on the same key take turns, and some on different
+   keys. A batch takes at most :data:`LOCKS` of them. One lock for each key filled the lock table of the whole cluster.
+2. the old messages' rows, by lane, due instant and id, as a release takes them. This waits for a release in flight. It
+   either published the old message (too late) or rolled back, and then the message is ours to cancel.
+3. the rows of message_key, by key. The holder of such a row never waits for a message's row.
 4. the counters, by lane and kind.
 """
 
@@ -41,7 +41,7 @@ def lock_number(key: bytes) -> int:
 
 
 async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:
-    """Step 1: until the end of the transaction nobody else does anything about these keys."""
+    """Step 1: until the end of the transaction no other one changes these keys."""
     await connection.execute(
         "SELECT pg_advisory_xact_lock('message_key'::regclass::oid::int, number) FROM unnest($1::int[]) AS number",
         sorted({lock_number(key) for key in keys}),
@@ -49,8 +49,8 @@ async def lock_keys(connection: asyncpg.Connection, keys: Collection[bytes]) -> 
 
 
 async def of_groups(connection: asyncpg.Connection, groups: Sequence[KeyGroup]) -> set[bytes]:
-    """The keys in use that begin as one of ``groups`` does. Before step 1: what another transaction parks under such a
-    key at this moment is not seen; in one lane of one process that does not happen."""
+    """The keys in use that begin like one of ``groups``. This runs before step 1 and does not see keys that another
+    transaction parks at this moment. In one lane of one process that does not happen."""
     found: set[bytes] = set()
     for group in groups:
         after = group[:-1] + bytes((group[-1] + 1,)) if group[-1] < _LAST_BYTE else group + b"\xff" * 255
@@ -80,7 +80,7 @@ async def cancel_waiting(connection: asyncpg.Connection, keys: Collection[bytes]
 
 
 async def waiting(connection: asyncpg.Connection, keys: Collection[bytes]) -> set[bytes]:
-    """Those of ``keys`` that stand for a message that waits or is held. Raises the driver's errors."""
+    """The keys among these that stand for a waiting or held message. Raises the driver's errors."""
     there = await connection.fetch("SELECT key, lane, due_at, id FROM message_key WHERE key = ANY($1)", list(keys))
     return {key for key, *place in there if await _waits(connection, *place)}
 

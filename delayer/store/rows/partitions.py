@@ -1,13 +1,12 @@
 """Partitions by due day: made ahead of need, and dropped when passed and empty. One daemon at a time does the upkeep.
-days.py has their names.
 
-Nothing here may stop the traffic. DDL takes strong locks for a moment, so each step has a short lock timeout and is
-left for the next time if it does not get them; rows whose day has no partition go to the default one, where claims find
-them as well, only without the comfort of dropping a whole day.
+No step may stop the traffic. DDL takes strong locks for a moment. So each step has a short lock timeout, and is left
+for the next time if it does not get its locks. Rows of a day without a partition go to the default one. Claims find
+them there as well, but the whole day cannot be dropped at once.
 
-Attaching reads the whole default partition under a lock: 0.35 s with 2 M rows. An index on due_at does not help; a
-CHECK that excludes the day would (2 ms), but it would refuse that day's messages from its making to the attaching. So
-the reading is tried without the lock first, and bounded under it.
+Attaching reads the whole default partition under a lock: 0.35 s with 2 M rows. An index on due_at does not help. A
+CHECK that excludes the day would (2 ms), but it would refuse that day's messages until the attaching. So the reading is
+tried without the lock first, and is bounded under it.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ FARTHEST_DAYS = 400
 MOVED_AT_MOST = 30_000
 """Rows that making a partition may take over from the default one, under its lock: 70 k/s of 0.5 KB, 10 k/s of 4 KB."""
 READ_SECONDS = 1.0
-"""How long reading the default partition may take without the lock: 4 M small rows. Then nobody has waited for us. With
-more of them (due after FARTHEST_DAYS, or parked while no partition could be made) none is made any more: attaching one
-reads all of them under the lock. All is parked and released all the same, and vacuumed away instead of dropped."""
+"""Seconds for reading the default partition without the lock: 4 M small rows. If it takes longer, no partition is made,
+because attaching one reads all rows under the lock. Messages are parked and released all the same, and their rows are
+vacuumed away instead of dropped."""
 HELD_SECONDS = 2.0
 """How long the lock is held at most, for reading the default partition twice and moving rows out of it."""
 MADE_BY_A_PARK = 16
@@ -53,7 +52,7 @@ MAINTAIN_SECONDS = 10.0
 """After these no further partition is begun: the messages at hand, and the daemon's watchdog, are waiting for it."""
 
 _TODAY = "SELECT floor(extract(epoch FROM clock_timestamp() + interval '10 seconds') / 86400)::int"
-"""Of the store's clock, when the making will be over."""
+"""The day of the store's clock when the partition will be made."""
 _OWNER = """
 SELECT quote_ident(pg_get_userbyid(relowner)) FROM pg_class
 WHERE oid = 'message'::regclass AND relowner <> current_user::regrole
@@ -78,14 +77,14 @@ _SHRINK = "if message_default is large for its rows, VACUUM FULL it in a quiet h
 
 
 class Making(Enum):
-    """What became of the attempt to make a partition."""
+    """The result of an attempt to make a partition."""
 
     DONE = "done"
     NOT_NOW = "not now"
     LOCKED = "locked"
-    """Somebody holds a lock that every day's partition needs."""
+    """Another session holds a lock that every day's partition needs."""
     SLOW = "slow"
-    """The default partition takes too long to read, whatever the day."""
+    """The default partition takes too long to read for any day."""
 
 
 async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
@@ -95,12 +94,12 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
     """
     try:
         async with session.transaction(connection):
-            # Daemons that need the same day take turns, and nobody waits behind one that waits for its turn.
+            # Daemons that need the same day take turns. None waits behind another that waits for its turn.
             await connection.execute("SET LOCAL lock_timeout = '1s'")
             await connection.execute("SELECT pg_advisory_xact_lock('message'::regclass::oid::int, 1)")
             if day in await existing(connection):
                 return Making.DONE
-            # Who made several may have begun the day before.
+            # A caller that made several may have begun the day before.
             await _attach(connection, day, max(today, await connection.fetchval(_TODAY)))
     except _NotNow as error:
         log.warning("partition not made", partition=name_of(day), reason=str(error), next_step=_STAY)
@@ -120,7 +119,7 @@ async def make(connection: asyncpg.Connection, day: int, today: int) -> Making:
 async def make_ahead(connection: asyncpg.Connection, today: int, days: Days, at: float) -> None:
     """Make the partitions of the coming days, as many as the locks and MAINTAIN_SECONDS allow.
 
-    ``days`` learns what is there, and remembers what failed ``at`` (monotonic seconds).
+    ``days`` learns the existing ones, and remembers failures ``at`` (monotonic seconds).
     """
     days.learn(await existing(connection))
     coming = range(today, today + DAYS_AHEAD + 1)
@@ -139,8 +138,8 @@ async def _attach(connection: asyncpg.Connection, day: int, today: int) -> None:
     _check_rows(waiting, day, today)
     # From here on the traffic waits behind us while we wait for the releases that are under way.
     await connection.execute(f"CREATE TABLE {name} (LIKE message INCLUDING ALL) WITH ({CHURN_OPTIONS})")
-    # Whoever parks for somebody else (an import, a bulk restore, by the role that owns the schema) leaves it to the
-    # daemons, which read and drop it.
+    # An import or a bulk restore may run under the role that owns the schema. Its partitions must belong to the role of
+    # the daemons, which read and drop them.
     if owner := await connection.fetchval(_OWNER):
         await connection.execute(f"ALTER TABLE {name} OWNER TO {owner}")
     # Attaching wants the default partition for itself, and all of its rows of that day to be gone.
@@ -187,12 +186,12 @@ def _check_rows(waiting: int, day: int, today: int) -> None:
 
 
 class Rarer:
-    """What may be done again only after a time, which doubles from ``first`` to ``longest`` seconds. Pure."""
+    """Actions that may be repeated only after a time, which doubles from ``first`` to ``longest`` seconds. Pure."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
         self._longest = longest
-        self._done: dict[object, tuple[int, float]] = {}  # how often, and when to do it again
+        self._done: dict[object, tuple[int, float]] = {}  # The number of failures, and the time of the next attempt.
 
     def may(self, what: object, at: float) -> bool:
         """``at``: monotonic seconds, as everywhere here."""
@@ -207,13 +206,13 @@ class Rarer:
 
 
 class Days:
-    """Which days have a partition, as far as this process knows, so that a park need not ask."""
+    """The days that have a partition, as far as this process knows, so that a park need not ask."""
 
     def __init__(self, known: Iterable[int], *, again_seconds: float = 60.0, longest: float = 4 * 3600.0) -> None:
         self.known = set(known)
         """Days since 1970-01-01 that have a partition."""
         self._again_seconds = again_seconds
-        self._vain = Rarer(again_seconds, longest)  # days; and SLOW, which is all of them
+        self._vain = Rarer(again_seconds, longest)  # Days; and SLOW, which stands for all of them.
         self._said = Rarer(3600.0, 3600.0)
         self._locked_until = -math.inf
 
@@ -225,11 +224,11 @@ class Days:
         return [day for day in sorted(set(days) - self.known) if day in near and self._vain.may(day, at)]
 
     def learn(self, days: Iterable[int]) -> None:
-        """What the catalog says is there."""
+        """Learn the days of the catalog."""
         self.known = set(days)
 
     async def ensure(self, pool: asyncpg.Pool, days: Collection[int], today: int, at: float) -> None:
-        """Make what is missing, in about PARK_SECONDS. Never fails for a partition that cannot be made.
+        """Make the missing partitions, in about PARK_SECONDS. Never fails for a partition that cannot be made.
 
         Raises the driver's errors.
         """
@@ -256,7 +255,7 @@ class Days:
             elif made is Making.SLOW:
                 self._vain.done(made, at)
                 return
-            else:  # a lock_timeout for each day would stop the parking
+            else:  # A lock_timeout for each day would stop the parking.
                 self._locked_until = at + self._again_seconds
                 return
 
@@ -279,7 +278,8 @@ async def drop_passed(connection: asyncpg.Connection, today: int) -> list[str]:
             # A dump locks all of them, and each try keeps the traffic waiting for 200 ms.
             log.info("partition not dropped", partition=name, reason=describe(error), skipped=len(passed) - position)
             break
-        except asyncpg.InsufficientPrivilegeError as error:  # somebody made it by hand; the others are ours
+        # It was made by hand under another role; the others are ours.
+        except asyncpg.InsufficientPrivilegeError as error:
             log.warning("partition not dropped", partition=name, reason=describe(error), next_step=_OWNED.format(name))
     return dropped
 
@@ -297,7 +297,7 @@ async def drop_empty(
             await connection.execute(f"SET LOCAL lock_timeout = '{lock_ms}ms'")
             await connection.execute("LOCK TABLE ONLY message IN ACCESS EXCLUSIVE MODE")
             await connection.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
-            await bound(connection, look_seconds)  # many empty pages, which VACUUM did not cut off
+            await bound(connection, look_seconds)  # It has many empty pages, which VACUUM did not cut off.
             if await connection.fetchval(f"SELECT EXISTS (SELECT FROM {name})"):
                 return False
             await connection.execute(f"DROP TABLE {name}")
@@ -311,7 +311,7 @@ async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days)
     """One round, unless another daemon is at it. Raises the driver's errors."""
     await session.sample(connection, clock)
     try:
-        # The lock is the session's. A process that froze while it has it would keep the upkeep from everybody.
+        # The lock belongs to the session. A process that froze with it would stop the upkeep of all others.
         await connection.execute(f"SET idle_session_timeout = '{IDLE}'")
         if await connection.fetchval(f"SELECT pg_try_advisory_lock{_LOCK}"):
             await end_frozen(connection)
@@ -322,7 +322,7 @@ async def keep_up(connection: asyncpg.Connection, clock: StoreClock, days: Days)
             await connection.execute(f"SELECT pg_advisory_unlock{_LOCK}")
         await connection.execute("RESET idle_session_timeout")
     except BaseException:
-        session.end(connection)  # and with it the lock, and what was set
+        session.end(connection)  # This ends the lock and the settings, too.
         raise
 
 
@@ -350,7 +350,7 @@ def name_of(day: int) -> str:
 
 
 def day_of(name: str) -> int | None:
-    """The day of a partition's name; None for the default one, and for what is not ours."""
+    """The day of a partition's name; None for the default one, and for other names."""
     digits = name.removeprefix(_PREFIX)
     if digits == name or len(digits) != len("YYYYMMDD") or not (digits.isascii() and digits.isdigit()):
         return None

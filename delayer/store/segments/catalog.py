@@ -1,7 +1,7 @@
-"""Segments as they stand in the store: how many, which, and restoring them. What is in them: unpacking.py. Cancelling
-in them: actions.py.
+"""The segments of a store: their list, and their restore. segments/codec.py packs and unpacks them, and
+admin/actions.py cancels their messages.
 
-Whoever changes a segment, or what it holds, has its row locked (FOR UPDATE): so a cancel is exact against a restore.
+A process that changes a segment locks its row (FOR UPDATE). So a cancel is exact against a restore.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOREVER_MS = 1 << 50
 """Behind every due instant, as a bound: the year 37,648."""
 PORTION_BYTES = 1 << 20
 SMALL_PORTION_BYTES = 256 << 10
-"""What an event loop does at once beside releases, and the server as well."""
+"""Bytes that an event loop, or the server, handles at once beside releases."""
 # Without its bytes: a damaged page under them must not hide whose they are.
 _LOCK = (
     "SELECT id, lane, first_due, messages, format, digest FROM segment"
@@ -85,13 +85,13 @@ async def restore_one(
     portion_bytes: int = PORTION_BYTES,
     pause: float = 0.0,
 ) -> Restored | Broken | None:
-    """Restore the soonest segment that is due by ``horizon_ms`` and that nobody else has locked, in one transaction.
+    """Restore the soonest segment that is due by ``horizon_ms`` and not locked, in one transaction.
 
-    The rows go back into the lane that they came from, in portions of about ``portion_bytes`` with ``pause`` seconds
-    after each. Decoding and encoding are done in a thread. The owner of the lane is notified.
+    The rows go back into their lane, in portions of about ``portion_bytes`` with ``pause`` seconds after each. A thread
+    decodes and encodes. The owner of the lane is notified.
 
-    None: there is no such segment. Broken: it did not read back, and was marked so; then others come first, until
-    somebody asks for it by :func:`restore`. Raises the driver's errors; then nothing is committed.
+    None: there is no such segment. Broken: it did not read back, and was marked. Then others come first, until an
+    operator runs :func:`restore`. Raises the driver's errors; then nothing is committed.
     """
     return await _restore(connection, (_LOCK_SOONEST, horizon_ms), portion_bytes, pause)
 
@@ -123,7 +123,7 @@ async def _restore(
     try:
         return await _restore_at_once(connection, which, portion_bytes, pause)
     except _Unfit as unfit:
-        # That is rolled back. Left as it is, it would be tried for ever, and before all others.
+        # The attempt is rolled back. Without the mark it would be repeated for ever, and before all others.
         await mark_broken(connection, unfit.broken.segment, unfit.broken.reason)
         return unfit.broken
 
@@ -201,7 +201,7 @@ async def bytes_of(connection: asyncpg.Connection, segment: int) -> bytes | None
     from delayer.store.segments.codec import SegmentBroken  # noqa: PLC0415 - pyarrow
 
     try:
-        async with pool.transaction(connection):  # a savepoint: the damage ends what is inside, and no more
+        async with pool.transaction(connection):  # A savepoint: the damage ends only the statements inside.
             packed: bytes | None = await connection.fetchval("SELECT packed FROM segment WHERE id = $1", segment)
     except DAMAGED as error:
         raise SegmentBroken(f"the store cannot read its bytes: {describe(error)}") from error
@@ -216,8 +216,8 @@ def unpacked(segment: Mapping[str, Any]) -> Any:
 
 
 async def read(connection: asyncpg.Connection, segment: int) -> Any | None:
-    """The messages of the segment of this id (see :func:`unpacked`), for whoever lists them; None if it is gone.
-    Decoding is done in a thread: the page asks too, and its daemon has messages to release meanwhile.
+    """The messages of a segment (see :func:`unpacked`), for lists; None if it is gone. A thread decodes them, because
+    the daemon of the page releases messages meanwhile.
 
     Raises SegmentBroken, and the driver's errors.
     """
@@ -263,7 +263,7 @@ async def restore_soonest(pool: asyncpg.Pool, horizon_ms: int, ensure_days: Ensu
         soonest = await connection.fetchrow(statements.NEXT_SEGMENT, horizon_ms)
     if soonest is None:
         return None
-    # Perhaps another one is restored, if somebody has this one: then rows may go to the default partition.
+    # If another process restores this one, the call restores the next: then rows may go to the default partition.
     first_ms, last_ms = soonest
     work = partial(restore_one, horizon_ms=horizon_ms)
     return await _restore_with_days(pool, (first_ms, last_ms), ensure_days, work) or Locked(first_ms)

@@ -1,19 +1,19 @@
 """The codec of segments: a run of messages as one compressed file, as Arrow tables, and as rows of Postgres. Pure.
 
-Its users import it only when there is a segment: pyarrow costs a daemon memory that it rarely needs.
+Its users import it only when there is a segment, because pyarrow costs a daemon memory that it rarely needs.
 
-The rule for changing the packing is that of envelope.py: never change what the bytes mean under a number that was ever
-released, keep reading every number from 1 on, leave the stored bytes in the tests alone.
+The rule for changes of the packing is that of envelope.py: never change the meaning of bytes under a released number,
+keep reading every number from 1 on, and leave the stored bytes in the tests alone.
 
-Packing 1 (core.segment.FORMAT is the newest): CRC-32 of all that follows it and CRC-32 of the Parquet file's metadata
-and its length (big endian, 4 bytes each), then a Parquet file: the columns of :data:`SCHEMA`, sorted by (due_at, id),
-in one row group, compressed by zstd, with checksums of its pages. The checks come before the decoding: a decoder never
-sees bytes that are not what was written.
+Packing 1 (core.segment.FORMAT is the newest) begins with three numbers, big endian, 4 bytes each: the CRC-32 of all
+that follows it, the CRC-32 of the Parquet file's metadata, and the length of that metadata. A Parquet file follows: the
+columns of :data:`SCHEMA`, sorted by (due_at, id), in one row group, compressed by zstd, with checksums of its pages.
+The checks come first, so the decoder never sees changed bytes.
 
-Between Postgres and Arrow no Python object is made for a message. Out of Postgres a run of rows comes as one row, each
-column as one byte string (sql/lock_run.sql): numbers and instants in Postgres's own 8 bytes, big endian; of byte
-strings all the lengths in 4 bytes each, and all the bytes. Into Postgres it goes as the stream of a binary COPY, which
-is put together here: 10,000 rows in 0.15 s with 35 ms of CPU, against 0.36 s and 107 ms by copy_records_to_table.
+Between Postgres and Arrow no Python object is made for a message. A run of rows comes out of Postgres as one row, each
+column as one byte string (sql/lock_run.sql). Numbers and instants are Postgres's own 8 bytes, big endian. Of byte
+strings come first all lengths in 4 bytes each, then all bytes. The way back is the stream of a binary COPY, which is
+built here: 10,000 rows in 0.15 s with 35 ms of CPU, against 0.36 s and 107 ms by copy_records_to_table.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SCHEMA: Final = pa.schema(
 )
 
 LEVEL: Final = 6
-"""zstd's. 10,000 of bench/ (bodies of 594 bytes, properties of 131, a UUID in each), all columns, in bytes a
-message: level 1 129.3, 6 126.5, 9 121.3, 12 117.1."""
+"""The level of zstd. Measured with 10,000 messages of bench/ (bodies of 594 bytes, properties of 131, a UUID in each),
+in bytes a message: level 1 129.3, 6 126.5, 9 121.3, 12 117.1."""
 ENCODINGS: Final = {
     "id": "DELTA_BINARY_PACKED",
     "due_at": "DELTA_BINARY_PACKED",
@@ -63,13 +63,12 @@ ENCODINGS: Final = {
     "properties": "DELTA_BYTE_ARRAY",
     "body": "DELTA_LENGTH_BYTE_ARRAY",
 }
-"""What is the same in most messages goes by dictionary: 0.01 bytes a message each. Measured, in bytes a message:
-properties 17.3, with DELTA_LENGTH_BYTE_ARRAY 18.9; bodies 71.4, with DELTA_BYTE_ARRAY
-71.2 but a third longer to read, as PLAIN 73.1; ids 3.0, due instants 2.8, instants of parking 4.5 (sorted by id: 1.4,
-4.6 and 0.4, and 1 byte less in all); checksums 4.1. Pages of 1 MB take 0.4 % more than one a column, of 128 KB 2 %.
-"""
+"""Columns with few values use a dictionary: 0.01 bytes a message each. Measured, in bytes a message: properties 17.3,
+with DELTA_LENGTH_BYTE_ARRAY 18.9. Bodies 71.4, with DELTA_BYTE_ARRAY 71.2 but a third longer to read, as PLAIN 73.1.
+Ids 3.0, due instants 2.8, instants of parking 4.5, checksums 4.1. Pages of 1 MB take 0.4 % more than one for each
+column, pages of 128 KB 2 %."""
 _CHECKS = Struct(">II")
-_TAIL: Final = 8  # of a Parquet file: the length of its metadata (little endian, 4 bytes), then its name
+_TAIL: Final = 8  # The end of a Parquet file: the length of its metadata (little endian, 4 bytes), then its name.
 _LENGTH = Struct("<I4s")
 _MAGIC: Final = b"PAR1"
 
@@ -86,7 +85,7 @@ COPIED: Final = ("id", "due_at", "parked_at", "checksum", "lane", "format", *BYT
 _INSTANTS: Final = ("due_at", "parked_at")
 _COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_END: Final = b"\xff\xff"
-# What stands before the first byte string in every row: the number of fields, and each number behind its length.
+# The bytes before the first byte string in every row: the number of fields, and each number behind its length.
 _FIXED: Final = (
     len(COPIED).to_bytes(2, "big")
     + (b"\0\0\0\x08" + bytes(8)) * 4
@@ -96,7 +95,7 @@ _PLACES: Final = {"id": 6, "due_at": 18, "parked_at": 30, "checksum": 42, "lane"
 
 
 class SegmentBroken(Exception):
-    """A segment does not read back. ``reason`` says what was expected and found; it quotes no message."""
+    """A segment does not read back. ``reason`` has the expected and the found; it quotes no message."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -112,7 +111,7 @@ class Packed(NamedTuple):
     packed: bytes
     messages: int
     raw_bytes: int
-    """Of bodies and properties."""
+    """Bytes of bodies and properties."""
     first_due_us: int
     last_due_us: int
     first_id: int
@@ -152,11 +151,11 @@ def unpack(packed: bytes, format: int, messages: int, digest: bytes) -> Any:
 
 
 def digest_of(table: Any) -> bytes:
-    """SHA-256 over the canonical form of ``table``, which knows nothing of how it is packed; 32 bytes.
+    """SHA-256 over the canonical form of ``table``, which does not depend on the packing; 32 bytes.
 
-    The form: the number of rows; then column by column in the order of :data:`COLUMNS`, numbers and instants
-    (microseconds since 1970) value by value, byte strings first all their lengths and then all their bytes. Every
-    number takes 8 bytes, little endian.
+    The form begins with the number of rows. Then come the columns in the order of :data:`COLUMNS`: numbers and instants
+    (microseconds since 1970) value by value, byte strings with first all lengths and then all bytes. Every number takes
+    8 bytes, little endian.
     """
     sha = hashlib.sha256(len(table).to_bytes(8, "little"))
     for name in NUMBERS:
@@ -254,17 +253,17 @@ def _file(parquet: Any) -> Any:
     try:
         return pq.ParquetFile(pa.BufferReader(parquet), page_checksum_verification=True)
     except pa.ArrowMemoryError:
-        raise  # says nothing about the segment
+        raise  # This tells nothing about the segment.
     except DECODING_ERRORS as error:
         raise _undecoded(error) from error
 
 
 def _read(parquet: Any, columns: list[str] | None = None) -> Any:
-    """Decode a Parquet file. Raises SegmentBroken, also for what is well-formed but not ours."""
+    """Decode a Parquet file. Raises SegmentBroken, also for a well-formed file of another schema."""
     try:
         table = _file(parquet).read(columns, use_threads=False).combine_chunks()
     except pa.ArrowMemoryError:
-        raise  # says nothing about the segment
+        raise  # This tells nothing about the segment.
     except DECODING_ERRORS as error:
         raise _undecoded(error) from error
     expected = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
@@ -410,6 +409,6 @@ def content_of(array: Any) -> memoryview:
         return memoryview(b"")
     _, offsets, data = array.buffers()
     bounds = memoryview(offsets).cast("i")
-    if data is None:  # nothing but empty strings
+    if data is None:  # All strings are empty.
         return memoryview(b"")
     return memoryview(data)[bounds[array.offset] : bounds[array.offset + len(array)]]

@@ -1,8 +1,8 @@
 """Compacting: rows that are due in the far future become segments, one transaction each.
 
-Two at once, a cancel, or a crash at any step leave every message either a row or in exactly one segment: the rows are
-locked first and deleted last, in one transaction. None of it takes a lock that traffic waits for, but for a moment that
-of the counter ``compacted`` of the lane.
+Each transaction locks its rows first and deletes them last. So two compactions at once, a cancel, or a crash at any
+step leave every message either a row or in exactly one segment. Traffic waits for none of its locks, except for a
+moment for the counter ``compacted`` of the lane.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 ROWS: Final = 10_000
 """Messages of a segment at most."""
 BYTES: Final = 8 << 20
-"""Bodies and properties of a segment at most, in bytes: the daemon that restores it has several copies of them in its
-memory for a moment."""
+"""Bytes of bodies and properties in a segment at most. The daemon that restores it has several copies in memory for a
+moment."""
 LARGEST: Final = 1 << 20
 """Bytes of a message's body and properties, above which it stays a row: Postgres keeps it out of line, compressed, and
 restoring it from a segment would take a daemon twenty times its size in memory."""
 SPAN_MS: Final = 7 * partitions.DAY_MS
-"""Where little is due, one window reaches over several days, but not more: a segment comes back as a whole."""
+"""The longest window where few messages are due. A segment is restored as a whole, so it must not span more."""
 SETTINGS: Final = (
     # The rows of a segment are kept at hand while they are summed up.
     "SET LOCAL work_mem = '64MB'; "
-    # The plan must be an index range, whatever the statistics say of a partition that has just changed.
+    # The plan must be an index range, also with wrong statistics of a partition that has just changed.
     "SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off"
 )
 
@@ -50,9 +50,9 @@ SETTINGS: Final = (
 class Window(NamedTuple):
     """A piece of a lane: its rows due from ``first_ms`` to ``last_ms``, both included (epoch milliseconds).
 
-    Where a cut goes through an instant: of those due at ``first_ms`` only ids from ``first_id`` on, and of those due at
-    ``last_ms`` only ids below ``end_id``, where there is one. ``rows`` is how many there are about: counted without
-    locks, and rows with a key among them.
+    A cut may go through an instant. Then the window has only ids from ``first_id`` on at ``first_ms``, and only ids
+    below ``end_id`` at ``last_ms``. ``rows`` is about the number of rows: counted without locks, rows with a key
+    included.
     """
 
     lane: int
@@ -79,9 +79,10 @@ class Compacted(NamedTuple):
 
 
 async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROWS) -> list[Window]:
-    """Cut what is due after ``after_ms`` (epoch ms) into windows of ``rows`` rows at most, by lane and due instant.
+    """Cut the messages due after ``after_ms`` (epoch ms) into windows of ``rows`` rows at most, by lane and due
+    instant.
 
-    Partition by partition, as one statement over all of them would sort them. Raises the driver's errors.
+    It works partition by partition, because one statement over all of them would sort them. Raises the driver's errors.
     """
     found: list[Window] = []
     by_day = "date_trunc('day', due_at)"
@@ -91,7 +92,7 @@ async def windows(connection: asyncpg.Connection, after_ms: int, rows: int = ROW
             places.append((partitions.name_of(day), f"'{partitions.bounds_of(day)[0]}'::timestamptz", ""))
     for name, day_of_row, of_day in places:
         statement = statements.RUNS.format(partition=name, day=day_of_row, of_day=of_day)
-        with suppress(asyncpg.UndefinedTableError):  # it was empty, and somebody dropped it
+        with suppress(asyncpg.UndefinedTableError):  # It was empty, and another session dropped it.
             found += _cut(await connection.fetch(statement, after_ms, rows, timeout=None))
     return _joined(found, rows)
 
@@ -131,12 +132,11 @@ async def compact_one(
     portion: int | None = None,
     pause: float = 0.0,
 ) -> Compacted | None:
-    """One segment from the first rows of ``window``, in one transaction of its own; None when nothing is left there.
+    """Pack the first rows of ``window`` into a segment, in one transaction; None when no row is left there.
 
-    Call it again while ``more``. Rows with a key, those of more than LARGEST bytes and rows that somebody has locked
-    stay rows. They are locked and read ``portion`` rows at a time, with ``pause`` seconds after each; all of them at
-    once where it is None. Raises the driver's errors, and SegmentBroken when what was written does not read back: then
-    nothing is committed.
+    Call it again while ``more``. Rows with a key, rows of more than LARGEST bytes and locked rows stay rows. It locks
+    and reads ``portion`` rows at a time, with ``pause`` seconds after each; None: all at once. Raises the driver's
+    errors, and SegmentBroken if the written segment does not read back; then nothing is committed.
     """
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
@@ -167,8 +167,8 @@ async def compact_one(
 async def _lock(
     connection: asyncpg.Connection, bounds: Sequence[int], limits: tuple[int, int], portion: int, pause: float
 ) -> tuple[Any, bool]:
-    """The first rows of a window, locked, up to ``limits`` of rows and bytes: as a table, None where there is none; and
-    whether a limit was met."""
+    """The first rows of a window, locked, up to ``limits`` of rows and bytes, as a table (None without rows); and
+    whether a limit was reached."""
     import pyarrow as pa  # noqa: PLC0415
 
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
@@ -195,8 +195,8 @@ async def _lock(
 
 
 async def _fitting(connection: asyncpg.Connection, bounds: Sequence[int], max_bytes: int) -> int:
-    """How many rows fit ``max_bytes``, and some more, by the first ones of a window: so that of large messages not ten
-    thousand are locked for each hundred that fit."""
+    """The number of rows that fit ``max_bytes``, and some more, from the size of the first ones of a window. Without
+    it, large messages would lock ten thousand rows for each hundred that fit."""
     mean = await connection.fetchval(statements.MEAN_SIZE, *bounds)
     return int(max_bytes / mean * 1.5) + 1 if mean else 1 << 31
 
@@ -219,7 +219,7 @@ async def _insert(connection: asyncpg.Connection, lane: int, packed: Packed) -> 
 
 
 async def _verify(connection: asyncpg.Connection, segment: int, packed: Packed) -> None:
-    """Read back what the store has now, and compare it with what was packed. Raises SegmentBroken."""
+    """Read the segment back from the store, and compare it with the packed one. Raises SegmentBroken."""
     from delayer.store.segments import codec  # noqa: PLC0415 - pyarrow
 
     stored, format, messages, digest = await connection.fetchrow(
@@ -241,14 +241,14 @@ PAUSE_SECONDS = 0.25
 """Between drops beside traffic: lateness of some milliseconds, four times a second, is less than one message in a
 hundred. And before another try."""
 VACUUM_LOCK_MS = 5_000
-"""How long VACUUM waits behind another one; the traffic passes meanwhile. Postgres ends an autovacuum of its own for
-whoever waits for deadlock_timeout (1 s): not waiting left a partition of 80 MB in a job on five million rows."""
+"""Milliseconds that VACUUM waits behind another one; the traffic passes meanwhile. Postgres ends its own autovacuum for
+a waiter after deadlock_timeout (1 s). Without the wait, a job on five million rows left a partition of 80 MB."""
 COST_DELAY_MS = 2.0
 """VACUUM's pauses beside traffic: what autovacuum makes. Elsewhere none."""
 
 SETTLED = timedelta(days=35)
-"""How much later than its newest segment the VACUUM of a day is that need not be done again: a job may have died, or an
-older snapshot kept its rows. What is clean already takes milliseconds."""
+"""The age at which the VACUUM of a day need not be repeated, counted from its newest segment. A job may have died, or
+an older snapshot kept its rows. A clean partition takes milliseconds."""
 DEAD_ROWS = 1_000
 """Fewer are those of traffic that went on meanwhile."""
 
@@ -294,9 +294,9 @@ async def size(url: str) -> int:
 async def shrink(
     url: str, touched: Collection[int], today: int, say: Callable[[int, int], None] = lambda _done, _of: None
 ) -> Shrunk:
-    """Vacuum the partitions of the days ``touched`` (from 1970) and of those that an earlier job left unfinished, and
-    drop all that are empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears how many
-    partitions are done, of how many.
+    """Vacuum the partitions of the days ``touched`` (from 1970) and of those that an earlier job left unfinished. Drop
+    all that are empty and later than the days that upkeep makes ahead of ``today``. ``say`` hears the number of
+    finished partitions, and of all.
 
     Raises StoreLost.
     """
@@ -342,7 +342,7 @@ async def _shrink(
 async def _dropped_at_once(
     connection: asyncpg.Connection, names: Sequence[str], seen: Traffic
 ) -> tuple[list[str], list[str]]:
-    """Drop those of ``names`` that are empty, as far as that needs no VACUUM. Those dropped, and those to be."""
+    """Drop those of ``names`` that are empty, if they need no VACUUM. Returns the dropped ones, and the others."""
     dropped: list[str] = []
     emptied: list[str] = []
     for name in names:
@@ -376,7 +376,7 @@ async def _vacuum(connection: asyncpg.Connection, name: str) -> bool:
     try:
         await connection.execute(f"VACUUM (TRUNCATE, ANALYZE) {name}")
     except asyncpg.UndefinedTableError:
-        return True  # somebody else dropped it, which returns even more
+        return True  # Another session dropped it, which returns even more room.
     except asyncpg.LockNotAvailableError as error:
         log.info("partition not vacuumed", partition=name, reason=describe(error))
         return False
@@ -390,12 +390,12 @@ async def _vacuum(connection: asyncpg.Connection, name: str) -> bool:
 
 
 async def _drop_at_once(connection: asyncpg.Connection, name: str) -> bool:
-    """Whether ``name``, just seen to be empty, was dropped without a VACUUM: all of its pages are in the server's
-    memory then, and looking at them again under the lock takes 20 ms of a day with 80,000 dead rows."""
+    """Whether ``name``, just seen to be empty, was dropped without a VACUUM. All its pages are in the server's memory
+    then, and the second look under the lock takes 20 ms for a day with 80,000 dead rows."""
     try:
         dropped = await partitions.drop_empty(connection, name, LOCK_MS, LOOK_SECONDS)
     except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError):
-        return False  # tried again, after VACUUM
+        return False  # The caller tries it again after VACUUM.
     if dropped:
         log.info("partition dropped", partition=name)
     return dropped
